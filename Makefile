@@ -1,0 +1,63 @@
+# Each target sets up what it needs in .venv, from nothing but Python, make and a C++ compiler; the first run downloads PyTorch.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test build lint clean
+
+PYTHON ?= python3
+VENV ?= .venv
+PROCS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+HAS_GPU := $(wildcard /dev/nvidia0)
+# The demo is quick to start: without a GPU it needs neither the CUDA compiler nor its kernels.
+DEMO_CUDA := $(if $(HAS_GPU),auto,0)
+
+help: ## print this list
+	@echo "make TARGET [ARGS='more arguments'] [PYTHON=python3.12]"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
+
+demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT on 2 processes (ARGS go to examples/train_gpt.py)
+	@$(call compile,$(DEMO_CUDA))
+	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --no-print-directory $(VENV)/.demo
+	$(BIN)/torchrun --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.toolkit ## compile every kernel, then lint and run all tests (ARGS go to pytest, and coverage is off then)
+	@$(call compile,1)
+	@CUDA_EXT_CUDA=1 $(MAKE) --no-print-directory $(VENV)/.test lint
+	$(BIN)/python -m pytest $(or $(ARGS),--cov)
+
+build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|0|1)
+	@$(call compile,$${CUDA_EXT_CUDA:-auto})
+
+lint: $(VENV)/.test ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+clean: ## remove what was built, but keep .venv
+	rm -rf build cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find cuda_ext tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# ninja prints whole compiler commands; of these the file is what one wants to see.
+compile = CUDA_EXT_CUDA=$(1) $(BIN)/python setup.py --quiet build_ext --inplace \
+	| sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c $(CURDIR)/([^ ]+) -o .*|\1 \2|'
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"cuda_ext needs Python 3.10 or newer, but $(PYTHON) is {sys.version.split()[0]}; choose one with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	@echo "installing PyTorch into $(VENV), which takes a minute or two"
+	$(INSTALL) torch setuptools ninja
+	@touch $@
+
+$(VENV)/.toolkit: $(VENV)/.torch
+	$(INSTALL) "$$($(BIN)/python -m cuda_ext._toolchain)"
+	@touch $@
+
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt $(VENV)/.torch
+	$(INSTALL) --no-build-isolation --editable ".[$*]"
+	@touch $@

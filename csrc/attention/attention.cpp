@@ -1,0 +1,497 @@
+// flash_attention and flash_attention_varlen: schema, checks, autograd, autocast, dispatch. Two public ops share one
+// forward and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
+#include "attention/attention.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <mutex>
+#include <tuple>
+
+#include "binding/op.h"
+
+namespace cuda_ext {
+namespace {
+
+using at::IntArrayRef;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using OptionalInt = std::optional<int64_t>;
+using OptionalDouble = std::optional<double>;
+using OptionalBool = std::optional<bool>;
+
+// The scalar options that end every schema, in order.
+#define ATTENTION_SCALARS                                                                                     \
+  bool causal, OptionalInt window_left, OptionalInt window_right, OptionalDouble scale, double softcap, \
+      double dropout_p, OptionalBool deterministic
+#define ATTENTION_SCALAR_NAMES causal, window_left, window_right, scale, softcap, dropout_p, deterministic
+
+// vmap rules ask that tensors be positional.
+#define ATTENTION_OPTION_SCHEMA(more)                                                                                \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, *, " more                                                          \
+  "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, "         \
+  "float dropout_p=0.0, bool? deterministic=None"
+#define ATTENTION_LENGTHS_SCHEMA "int? max_seqlen_q=None, int? max_seqlen_k=None, "
+#define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+
+// Everything a call is given beside query, key and value.
+struct Options {
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
+  OptionalTensor alibi_slopes, sinks;
+  OptionalInt max_seqlen_q, max_seqlen_k;
+  bool causal;
+  OptionalInt window_left, window_right;
+  OptionalDouble scale;
+  double softcap, dropout_p;
+  OptionalBool deterministic;
+
+  bool packed() const { return is_given(cu_seqlens_q); }
+
+  // Calls an op whose schema ends in all of these, after the leading arguments.
+  template <class Op, class... Leading>
+  auto call(const Op& op, const Leading&... leading) const {
+    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
+                   ATTENTION_SCALAR_NAMES);
+  }
+};
+
+struct Shape {
+  int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
+};
+
+void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens, const char* rows_name, int64_t rows,
+                      const Tensor& query) {
+  CUDA_EXT_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 && cu_seqlens.scalar_type() == at::kInt, op,
+                 "expected ", name, " of shape (batch + 1,) and dtype int32, got ", shape_string(cu_seqlens),
+                 " and dtype ", cu_seqlens.scalar_type());
+  check_same_device(op, name, cu_seqlens, "query", query);
+  // On a GPU the values stay unread: reading them would stall the stream.
+  if (!cu_seqlens.is_cpu()) return;
+  const Tensor contiguous = cu_seqlens.contiguous();
+  const int32_t* at = contiguous.const_data_ptr<int32_t>();
+  const int64_t batch = cu_seqlens.size(0) - 1;
+  CUDA_EXT_CHECK(at[0] == 0, op, "expected ", name, " to start at 0, got ", at[0]);
+  for (int64_t b = 0; b < batch; ++b)
+    CUDA_EXT_CHECK(at[b] <= at[b + 1], op, "expected ", name, " to be non-decreasing, got ", at[b], " before ",
+                   at[b + 1], " at index ", b + 1);
+  CUDA_EXT_CHECK(at[batch] == rows, op, "expected ", name, " to end at ", rows, ", the rows of ", rows_name, ", got ",
+                 at[batch]);
+}
+
+void check_side(const char* op, const char* name, OptionalInt side) {
+  CUDA_EXT_CHECK(!side.has_value() || *side >= 0, op, "expected ", name, " to be >= 0 or None (unbounded), got ",
+                 *side);
+}
+
+Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
+  const bool packed = o.packed();
+  const int64_t rank = packed ? 3 : 4;
+  const char* layout = packed ? "(total, heads, dim)" : "(batch, seq, heads, dim)";
+  const auto check_rank = [&](const char* name, const Tensor& tensor) {
+    CUDA_EXT_CHECK(tensor.dim() == rank, op, "expected ", name, " of shape ", layout, ", got ", shape_string(tensor));
+  };
+  check_rank("query", query);
+  check_rank("key", key);
+  check_rank("value", value);
+  check_floating(op, "query", query);
+  check_same_dtype(op, "key", key, "query", query);
+  check_same_dtype(op, "value", value, "query", query);
+  check_same_device(op, "key", key, "query", query);
+  check_same_device(op, "value", value, "query", query);
+
+  Shape shape{};
+  shape.heads = query.size(-2);
+  shape.heads_kv = key.size(-2);
+  shape.dim = query.size(-1);
+  shape.dim_v = value.size(-1);
+  CUDA_EXT_CHECK(key.size(-1) == shape.dim, op, "expected key of head dim ", shape.dim, " to match query ",
+                 shape_string(query), ", got ", shape_string(key));
+  CUDA_EXT_CHECK(value.sizes().slice(0, rank - 1) == key.sizes().slice(0, rank - 1), op, "expected value of shape ",
+                 shape_string(key.sizes().slice(0, rank - 1)), " + (dim_v,) to match key ", shape_string(key), ", got ",
+                 shape_string(value));
+  CUDA_EXT_CHECK(shape.heads_kv > 0 ? shape.heads % shape.heads_kv == 0 : shape.heads == 0, op,
+                 "expected the heads of query to be a multiple of the heads of key, got ", shape.heads, " and ",
+                 shape.heads_kv);
+  if (packed) {
+    CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k beside cu_seqlens_q, got None");
+    check_cu_seqlens(op, "cu_seqlens_q", *o.cu_seqlens_q, "query", query.size(0), query);
+    check_cu_seqlens(op, "cu_seqlens_k", *o.cu_seqlens_k, "key", key.size(0), query);
+    CUDA_EXT_CHECK(o.cu_seqlens_q->size(0) == o.cu_seqlens_k->size(0), op, "expected cu_seqlens_k of shape ",
+                   shape_string(*o.cu_seqlens_q), " to match cu_seqlens_q, got ", shape_string(*o.cu_seqlens_k));
+    shape.batch = o.cu_seqlens_q->size(0) - 1;
+    const auto longest = [&](const char* name, const Tensor& cu_seqlens, OptionalInt given) {
+      int64_t length = 0;
+      if (cu_seqlens.is_cpu()) {
+        const Tensor contiguous = cu_seqlens.contiguous();
+        const int32_t* at = contiguous.const_data_ptr<int32_t>();
+        for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, at[b + 1] - at[b]);
+      }
+      CUDA_EXT_CHECK(!given.has_value() || *given >= length, op, "expected ", name, " of at least ", length,
+                     ", the longest sequence, got ", *given);
+      return given.value_or(length);
+    };
+    shape.seqlen_q = longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q);
+    shape.seqlen_k = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
+  } else {
+    shape.batch = query.size(0);
+    shape.seqlen_q = query.size(1);
+    shape.seqlen_k = key.size(1);
+    CUDA_EXT_CHECK(key.size(0) == shape.batch, op, "expected key of batch ", shape.batch, " to match query ",
+                   shape_string(query), ", got ", shape_string(key));
+  }
+
+  check_side(op, "window left", o.window_left);
+  check_side(op, "window right", o.window_right);
+  CUDA_EXT_CHECK(!o.causal || o.window_right.value_or(0) == 0, op,
+                 "expected window right to be 0 or None with causal=True, which hides every key to the right, got ",
+                 *o.window_right);
+  CUDA_EXT_CHECK(!o.scale.has_value() || std::isfinite(*o.scale), op, "expected a finite scale, got ", *o.scale);
+  CUDA_EXT_CHECK(std::isfinite(o.softcap) && o.softcap >= 0, op, "expected a finite softcap >= 0 (0 for none), got ",
+                 o.softcap);
+  CUDA_EXT_CHECK(o.dropout_p >= 0 && o.dropout_p < 1, op, "expected dropout_p in [0, 1), got ", o.dropout_p);
+  if (is_given(o.alibi_slopes)) {
+    const bool per_head = o.alibi_slopes->sizes() == IntArrayRef{shape.heads};
+    const bool per_batch = o.alibi_slopes->sizes() == IntArrayRef{shape.batch, shape.heads};
+    CUDA_EXT_CHECK(per_head || per_batch, op, "expected alibi_slopes of shape (", shape.heads, ",) or (", shape.batch,
+                   ", ", shape.heads, "), got ", shape_string(*o.alibi_slopes));
+    check_floating(op, "alibi_slopes", *o.alibi_slopes);
+    check_same_device(op, "alibi_slopes", *o.alibi_slopes, "query", query);
+    CUDA_EXT_CHECK(!(c10::GradMode::is_enabled() && o.alibi_slopes->requires_grad()), op,
+                   "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
+  }
+  if (is_given(o.sinks)) {
+    CUDA_EXT_CHECK(o.sinks->sizes() == IntArrayRef{shape.heads}, op, "expected sinks of shape (", shape.heads,
+                   ",), got ", shape_string(*o.sinks));
+    check_floating(op, "sinks", *o.sinks);
+    check_same_device(op, "sinks", *o.sinks, "query", query);
+  }
+  return shape;
+}
+
+// The kernels walk rows: the last dimension has to be dense, the others may have any stride.
+Tensor with_dense_rows(const Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor : tensor.contiguous();
+}
+
+HeadsView view_of(const Tensor& tensor) {
+  const int64_t rank = tensor.dim();
+  return {tensor.data_ptr(), rank == 4 ? tensor.stride(0) : 0, tensor.stride(rank - 3), tensor.stride(rank - 2)};
+}
+
+// Tensors that a Params points into, so that they live until the launch.
+struct Operands {
+  Tensor query, key, value, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k;
+};
+
+void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tensor& query, const Tensor& key,
+          const Tensor& value, const Options& o) {
+  const auto accumulation = accumulation_type(query.scalar_type());
+  operands.query = with_dense_rows(query);
+  operands.key = with_dense_rows(key);
+  operands.value = with_dense_rows(value);
+  p.query = view_of(operands.query);
+  p.key = view_of(operands.key);
+  p.value = view_of(operands.value);
+  p.dtype = to_dtype(query.scalar_type());
+  p.batch = shape.batch;
+  p.heads = shape.heads;
+  p.heads_kv = shape.heads_kv;
+  p.dim = shape.dim;
+  p.dim_v = shape.dim_v;
+  p.seqlen_q = shape.seqlen_q;
+  p.seqlen_k = shape.seqlen_k;
+  if (o.packed()) {
+    operands.cu_seqlens_q = o.cu_seqlens_q->contiguous();
+    operands.cu_seqlens_k = o.cu_seqlens_k->contiguous();
+    p.cu_seqlens_q = operands.cu_seqlens_q.const_data_ptr<int32_t>();
+    p.cu_seqlens_k = operands.cu_seqlens_k.const_data_ptr<int32_t>();
+    p.total_q = query.size(0);
+  }
+  p.window_left = o.window_left.value_or(AttentionParams::kUnbounded);
+  p.window_right = o.causal ? 0 : o.window_right.value_or(AttentionParams::kUnbounded);
+  p.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, shape.dim))));
+  p.softcap = o.softcap;
+  if (is_given(o.alibi_slopes)) {
+    operands.alibi_slopes = o.alibi_slopes->to(accumulation).contiguous();
+    p.alibi_slopes = operands.alibi_slopes.const_data_ptr();
+    p.alibi_batch_stride = o.alibi_slopes->dim() == 2 ? shape.heads : 0;
+  }
+  if (is_given(o.sinks)) {
+    operands.sinks = o.sinks->to(accumulation).contiguous();
+    p.sinks = operands.sinks.const_data_ptr();
+  }
+  p.dropout_p = float(o.dropout_p);
+  p.dropout_pitch = (shape.seqlen_k + 3) / 4 * 4;
+}
+
+Tensor empty_lse(const Tensor& query, const Shape& shape, bool packed) {
+  const auto options = query.options().dtype(accumulation_type(query.scalar_type()));
+  return packed ? at::empty({shape.heads, query.size(0)}, options)
+                : at::empty({shape.batch, shape.heads, shape.seqlen_q}, options);
+}
+
+// (seed, offset), drawn from torch's generator so that torch.manual_seed rules; empty without dropout.
+Tensor draw_rng_state(double dropout_p) {
+  if (dropout_p == 0) return at::empty({0}, at::kLong);
+  Tensor state = at::empty({2}, at::kLong);
+  auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+  const std::lock_guard<std::mutex> lock(generator->mutex_);
+  state.mutable_data_ptr<int64_t>()[0] = int64_t(generator->random64());
+  state.mutable_data_ptr<int64_t>()[1] = 0;
+  return state;
+}
+
+void set_rng_state(AttentionParams& p, const char* op, const Tensor& rng_state) {
+  if (p.dropout_p == 0) return;
+  CUDA_EXT_CHECK(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong, op,
+                 "expected rng_state of shape (2,) and dtype int64, as the forward returned it, got ",
+                 shape_string(rng_state), " and dtype ", rng_state.scalar_type());
+  p.dropout_seed = uint64_t(rng_state.const_data_ptr<int64_t>()[0]);
+  p.dropout_offset = uint64_t(rng_state.const_data_ptr<int64_t>()[1]);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const Options& o) {
+  const Shape shape = check(op, query, key, value, o);
+  AttentionParams p;
+  Operands operands;
+  fill(p, operands, shape, query, key, value, o);
+  auto out_sizes = query.sizes().vec();
+  out_sizes.back() = shape.dim_v;
+  Tensor out = at::empty(out_sizes, query.options());
+  Tensor lse = empty_lse(query, shape, o.packed());
+  Tensor rng_state = draw_rng_state(o.dropout_p);
+  set_rng_state(p, op, rng_state);
+  p.out = view_of(out);
+  p.lse = lse.mutable_data_ptr();
+  attention_forward(p);
+  return {std::move(out), std::move(lse), std::move(rng_state)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+    OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+  return forward("flash_attention_forward", query, key, value,
+                 {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+}
+
+std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                           ATTENTION_SCALARS) {
+  auto [out, lse, rng_state] = forward("flash_attention", query, key, value,
+                                       {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+  return {std::move(out), std::move(lse)};
+}
+
+std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                  OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+                                                  ATTENTION_SCALARS) {
+  auto [out, lse, rng_state] =
+      forward("flash_attention_varlen", query, key, value,
+              {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+  return {std::move(out), std::move(lse)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const Tensor& rng_state, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+    OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+  constexpr const char* op = "flash_attention_backward";
+  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  const Shape shape = check(op, query, key, value, o);
+  const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
+    CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
+                   " to match ", other_name, ", got ", shape_string(tensor));
+    check_same_dtype(op, name, tensor, other_name, other);
+    check_same_device(op, name, tensor, other_name, other);
+  };
+  check_same_dtype(op, "out", out, "query", query);
+  check_like("grad_out", grad_out, "out", out);
+  if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
+
+  AttentionBackwardParams p;
+  Operands operands;
+  fill(p, operands, shape, query, key, value, o);
+  set_rng_state(p, op, rng_state);
+  const Tensor dense_out = with_dense_rows(out), dense_grad_out = with_dense_rows(grad_out);
+  const Tensor dense_lse = lse.contiguous();
+  const Tensor dense_grad_lse = is_given(grad_lse) ? grad_lse->contiguous() : Tensor();
+  Tensor grad_query = at::empty(query.sizes(), query.options());
+  Tensor grad_key = at::empty(key.sizes(), key.options());
+  Tensor grad_value = at::empty(value.sizes(), value.options());
+  Tensor grad_sinks = at::empty({is_given(sinks) ? shape.heads : 0}, lse.options());
+  p.out = view_of(dense_out);
+  p.grad_out = view_of(dense_grad_out);
+  p.grad_query = view_of(grad_query);
+  p.grad_key = view_of(grad_key);
+  p.grad_value = view_of(grad_value);
+  p.lse = dense_lse.data_ptr();
+  p.grad_lse = dense_grad_lse.defined() ? dense_grad_lse.const_data_ptr() : nullptr;
+  p.grad_sinks = is_given(sinks) ? grad_sinks.mutable_data_ptr() : nullptr;
+  attention_backward(p);
+  if (is_given(sinks)) grad_sinks = grad_sinks.to(sinks->scalar_type());
+  return {std::move(grad_query), std::move(grad_key), std::move(grad_value), std::move(grad_sinks)};
+}
+
+class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
+ public:
+  // The sinks stand beside the options that hold them because a gradient goes to direct tensor arguments only.
+  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& sinks, const Options& o) {
+    static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, lse, rng_state] = o.call(op, query, key, value);
+    ctx->save_for_backward({query, key, value, out, lse, rng_state, value_or_empty(o.cu_seqlens_q),
+                            value_or_empty(o.cu_seqlens_k), value_or_empty(o.alibi_slopes), value_or_empty(o.sinks)});
+    auto& data = ctx->saved_data;
+    data["max_seqlen_q"] = o.max_seqlen_q;
+    data["max_seqlen_k"] = o.max_seqlen_k;
+    data["causal"] = o.causal;
+    data["window_left"] = o.window_left;
+    data["window_right"] = o.window_right;
+    data["scale"] = o.scale;
+    data["softcap"] = o.softcap;
+    data["dropout_p"] = o.dropout_p;
+    data["deterministic"] = o.deterministic;
+    ctx->set_materialize_grads(false);
+    return {out, lse};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
+    const auto saved = ctx->get_saved_variables();
+    const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
+    const auto& data = ctx->saved_data;
+    const Options o{optional(saved[6]),
+                    optional(saved[7]),
+                    optional(saved[8]),
+                    optional(saved[9]),
+                    data.at("max_seqlen_q").toOptional<int64_t>(),
+                    data.at("max_seqlen_k").toOptional<int64_t>(),
+                    data.at("causal").toBool(),
+                    data.at("window_left").toOptional<int64_t>(),
+                    data.at("window_right").toOptional<int64_t>(),
+                    data.at("scale").toOptional<double>(),
+                    data.at("softcap").toDouble(),
+                    data.at("dropout_p").toDouble(),
+                    data.at("deterministic").toOptional<bool>()};
+    const Tensor& out = saved[3];
+    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
+    auto [grad_query, grad_key, grad_value, grad_sinks] =
+        o.call(op, grad_out, optional(grads[1]), saved[0], saved[1], saved[2], out, saved[4], saved[5]);
+    return {grad_query, grad_key, grad_value, is_given(o.sinks) ? grad_sinks : Tensor(), Tensor()};
+  }
+};
+
+std::tuple<Tensor, Tensor> with_gradient(const Tensor& query, const Tensor& key, const Tensor& value,
+                                         const Options& o) {
+  auto results = AttentionFunction::apply(query, key, value, o.sinks, o);
+  return {results[0], results[1]};
+}
+
+// The public ops at the Autograd key: below it when nothing needs a gradient, else through AttentionFunction.
+std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                    ATTENTION_SCALARS) {
+  if (any_requires_grad(query, key, value, alibi_slopes, sinks))
+    return with_gradient(query, key, value, {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+  static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(query, key, value, alibi_slopes, sinks, ATTENTION_SCALAR_NAMES);
+}
+
+std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                           const OptionalTensor& alibi_slopes,
+                                                           const OptionalTensor& sinks, OptionalInt max_seqlen_q,
+                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+  if (any_requires_grad(query, key, value, alibi_slopes, sinks))
+    return with_gradient(query, key, value, {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
+                                             max_seqlen_k, ATTENTION_SCALAR_NAMES});
+  static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
+                 ATTENTION_SCALAR_NAMES);
+}
+
+template <c10::DeviceType device>
+std::tuple<Tensor, Tensor> flash_attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                    ATTENTION_SCALARS) {
+  static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
+  const Autocast cast(device);
+  return op.call(cast(query), cast(key), cast(value), alibi_slopes, sinks, ATTENTION_SCALAR_NAMES);
+}
+
+template <c10::DeviceType device>
+std::tuple<Tensor, Tensor> flash_attention_varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                           const OptionalTensor& alibi_slopes,
+                                                           const OptionalTensor& sinks, OptionalInt max_seqlen_q,
+                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+  static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
+  const Autocast cast(device);
+  return op.call(cast(query), cast(key), cast(value), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
+                 max_seqlen_k, ATTENTION_SCALAR_NAMES);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  // Dropout makes these ops draw random numbers; any strides are read in place.
+  const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout,
+                                       at::Tag::nondeterministic_seeded};
+  m.def("flash_attention(Tensor query, Tensor key, Tensor value, " ATTENTION_OPTION_SCHEMA("")
+        ") -> (Tensor out, Tensor lse)", random);
+  m.def("flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+        ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)", random);
+  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " ATTENTION_PACKING_SCHEMA
+        ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)", random);
+  m.def("flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+        "Tensor out, Tensor lse, Tensor rng_state, " ATTENTION_PACKING_SCHEMA
+        ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA)
+        ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+        {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+  m.impl("flash_attention", flash_attention);
+  m.impl("flash_attention_varlen", flash_attention_varlen);
+  m.impl("flash_attention_forward", flash_attention_forward);
+  m.impl("flash_attention_backward", flash_attention_backward);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
+  for (const char* name :
+       {"flash_attention", "flash_attention_varlen", "flash_attention_forward", "flash_attention_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("flash_attention", flash_attention_autograd);
+  m.impl("flash_attention_varlen", flash_attention_varlen_autograd);
+  m.impl("flash_attention_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("flash_attention_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
+  m.impl("flash_attention", flash_attention_autocast<c10::DeviceType::CPU>);
+  m.impl("flash_attention_varlen", flash_attention_varlen_autocast<c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) {
+  m.impl("flash_attention", flash_attention_autocast<c10::DeviceType::CUDA>);
+  m.impl("flash_attention_varlen", flash_attention_varlen_autocast<c10::DeviceType::CUDA>);
+}
+
+}  // namespace cuda_ext

@@ -1,0 +1,64 @@
+// Flash attention as plain data: what a launcher needs to know about one call, on any device.
+#pragma once
+
+#include "base/dtype.h"
+#include "cpu/isa.h"
+
+namespace cuda_ext {
+
+// A (batch, seq, heads, dim) tensor whose last dimension is contiguous; strides in elements. Packed sequences
+// (total, heads, dim) have a batch stride of zero and are addressed by their row in the packing.
+struct HeadsView {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t seq_stride = 0;
+  int64_t head_stride = 0;
+};
+
+struct AttentionParams {
+  Dtype dtype = Dtype::kFloat32;
+  int64_t batch = 0;
+  int64_t heads = 0;     // query heads
+  int64_t heads_kv = 0;  // heads is a multiple of it
+  int64_t dim = 0;       // of query and key
+  int64_t dim_v = 0;
+
+  // Either every sequence has these lengths, or sequence b holds rows [cu_seqlens[b], cu_seqlens[b + 1]) of the packing.
+  int64_t seqlen_q = 0;
+  int64_t seqlen_k = 0;
+  int64_t total_q = 0;  // rows of the packing
+  const int32_t* cu_seqlens_q = nullptr;
+  const int32_t* cu_seqlens_k = nullptr;
+
+  // Key j is visible to query i iff -window_left <= j - (i + Sk - Sq) <= window_right; causal is window_right = 0.
+  int64_t window_left = kUnbounded;
+  int64_t window_right = kUnbounded;
+  static constexpr int64_t kUnbounded = -1;
+
+  double scale = 1.0;
+  double softcap = 0.0;                 // 0: none; else logits become softcap * tanh(logits / softcap)
+  // The pointers below are to the accumulation type: double for float64, else float.
+  const void* alibi_slopes = nullptr;  // (batch or 1, heads): logits += -slope * |i + Sk - Sq - j|
+  int64_t alibi_batch_stride = 0;
+  const void* sinks = nullptr;  // (heads,): one more logit per row, with no value behind it
+  void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
+
+  // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
+  float dropout_p = 0.0f;
+  uint64_t dropout_seed = 0;
+  uint64_t dropout_offset = 0;
+  int64_t dropout_pitch = 0;  // the longest key sequence, rounded up to 4
+
+  HeadsView query, key, value, out;
+};
+
+struct AttentionBackwardParams : AttentionParams {
+  HeadsView grad_out, grad_query, grad_key, grad_value;
+  const void* grad_lse = nullptr;  // like lse; may be null
+  void* grad_sinks = nullptr;      // like sinks; null when not wanted
+};
+
+CUDA_EXT_CPU_LAUNCHER(attention_forward, AttentionParams)
+CUDA_EXT_CPU_LAUNCHER(attention_backward, AttentionBackwardParams)
+
+}  // namespace cuda_ext

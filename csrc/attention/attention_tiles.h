@@ -1,0 +1,231 @@
+// The pieces that attention's forward and backward share on a CPU.
+//
+// Queries lie in the lanes. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width), so
+// that S^T = K Q^T is a product of broadcast keys and whole vectors of queries, a softmax row runs down a lane with no
+// horizontal step, and neither head dimension ever needs padding.
+#pragma once
+
+#include "attention/attention.h"
+#include "cpu/math.h"
+#include "cpu/microkernel.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+template <class T>
+constexpr int64_t kPanelQueries = kTileVectors * kLanes<T>;
+
+template <class T>
+constexpr int64_t padded(int64_t n) {
+  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+// Distance between packed rows: a cache line more than whole vectors, so that the rows a tile walks down do not share
+// the few cache sets that a power of two would give them.
+template <class T>
+constexpr int64_t row_pitch(int64_t n) {
+  return padded<T>(n) + kLanes<T>;
+}
+
+template <class T>
+struct Buffer {
+  explicit Buffer(int64_t count) : scratch(count * int64_t(sizeof(T))), data(scratch.as<T>()) {}
+  Scratch scratch;
+  T* data;
+};
+
+// Calls f(std::integral_constant<int, V>) for the V = vectors in [1, kTileVectors].
+template <class F>
+CUDA_EXT_INLINE void with_vectors(int64_t vectors, F&& f) {
+  if constexpr (kTileVectors == 4) {
+    if (vectors == 4) return f(std::integral_constant<int, 4>{});
+    if (vectors == 3) return f(std::integral_constant<int, 3>{});
+  }
+  if (vectors == 2) return f(std::integral_constant<int, 2>{});
+  f(std::integral_constant<int, 1>{});
+}
+
+// Where sequence b of the call lies.
+struct Sequence {
+  int64_t q_begin, q_len;  // rows of query, out, lse
+  int64_t k_begin, k_len;
+
+  Sequence(const AttentionParams& p, int64_t b) {
+    const bool packed = p.cu_seqlens_q != nullptr;
+    q_begin = packed ? p.cu_seqlens_q[b] : 0;
+    q_len = packed ? p.cu_seqlens_q[b + 1] - q_begin : p.seqlen_q;
+    k_begin = packed ? p.cu_seqlens_k[b] : 0;
+    k_len = packed ? p.cu_seqlens_k[b + 1] - k_begin : p.seqlen_k;
+  }
+};
+
+// Index of a sequence's first row within lse, which is also its row number for dropout.
+inline int64_t first_row(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h) {
+  return p.cu_seqlens_q != nullptr ? h * p.total_q + s.q_begin : (b * p.heads + h) * p.seqlen_q;
+}
+inline int64_t total_rows(const AttentionParams& p) {
+  return p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q;
+}
+
+template <class Storage>
+struct Rows {
+  Storage* data;
+  int64_t stride;
+  Storage* operator[](int64_t i) const { return data + i * stride; }
+  Rows from(int64_t i) const { return {data + i * stride, stride}; }
+};
+template <class Storage>
+Rows<Storage> rows_of(const HeadsView& view, int64_t b, int64_t begin, int64_t head) {
+  return {static_cast<Storage*>(view.data) + b * view.batch_stride + begin * view.seq_stride + head * view.head_stride,
+          view.seq_stride};
+}
+
+// Which keys which queries see: key j and query i iff low <= j - i <= high.
+struct Visibility {
+  int64_t low, high;
+  int64_t k_len;
+
+  Visibility(const AttentionParams& p, const Sequence& s) : k_len(s.k_len) {
+    constexpr int64_t unbounded = int64_t(1) << 60;
+    const int64_t diagonal = s.k_len - s.q_len;
+    low = p.window_left < 0 ? -unbounded : diagonal - p.window_left;
+    high = p.window_right < 0 ? unbounded : diagonal + p.window_right;
+  }
+  // Keys seen by any query of [i_begin, i_end), as [begin, end).
+  int64_t key_begin(int64_t i_begin) const { return std::clamp<int64_t>(i_begin + low, 0, k_len); }
+  int64_t key_end(int64_t i_end) const { return std::clamp<int64_t>(i_end + high, 0, k_len); }
+  bool all_visible(int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end) const {
+    return j_begin - (i_end - 1) >= low && j_end - 1 - i_begin <= high;
+  }
+  bool row_is_empty(int64_t i) const { return key_begin(i) >= key_end(i + 1); }
+};
+
+// (n, dim) rows of storage -> rows of T a row_pitch apart, zeros past dim up to a whole vector.
+template <class Storage, class T = Compute<Storage>>
+void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
+  const int64_t pitch = row_pitch<T>(dim);
+  for (int64_t i = 0; i < n; ++i)
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
+}
+
+// (n, dim) rows of storage -> factor * transpose, (dim, width) of T, zeros in the lanes past n. width: whole vectors.
+template <class Storage, class T = Compute<Storage>>
+void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T factor, T* packed, int64_t width) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t i = 0; i < width; i += lanes) {
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) {
+      Vec<T> square[lanes];
+      for (int r = 0; r < lanes; ++r) square[r] = i + r < n ? load_partial(rows[i + r] + d, count) * factor : Vec<T>{};
+      transpose<T>(square);
+      for (int64_t r = 0; r < count; ++r) store(packed + (d + r) * width + i, square[r]);
+    });
+  }
+}
+
+// (dim, width) of T, scaled lane by lane -> (n, dim) rows of storage.
+template <class Storage, class T = Compute<Storage>>
+void unpack_transposed(const T* packed, int64_t width, const T* lane_scale, int64_t n, int64_t dim,
+                       Rows<Storage> rows) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t i = 0; i < n; i += lanes) {
+    const Vec<T> scale = load(lane_scale + i);
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) {
+      Vec<T> square[lanes];
+      for (int r = 0; r < lanes; ++r) square[r] = r < count ? load(packed + (d + r) * width + i) * scale : Vec<T>{};
+      transpose<T>(square);
+      for (int64_t r = 0; r < std::min<int64_t>(lanes, n - i); ++r) store_partial(rows[i + r] + d, square[r], count);
+    });
+  }
+}
+
+// The inverse of pack_rows.
+template <class Storage, class T = Compute<Storage>>
+void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
+  const int64_t pitch = row_pitch<T>(dim);
+  for (int64_t i = 0; i < n; ++i)
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
+}
+
+// Logits are kept in units of log2 e, so that the softmax is a plain exp2. `q_factor` goes into the packed queries.
+template <class T>
+struct LogitScale {
+  T q_factor, cap;  // cap: the softcap in the same units, 0 for none
+
+  explicit LogitScale(const AttentionParams& p)
+      : q_factor(T(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E)), cap(T(p.softcap * kLog2E)) {}
+};
+
+// logits (keys, Vectors * lanes) -> cap * tanh(logits).
+template <int Vectors, class T>
+void apply_softcap(T* logits, int64_t keys, T cap) {
+  for (int64_t i = 0; i < keys * Vectors * kLanes<T>; i += kLanes<T>) store(logits + i, cap * tanh(load(logits + i)));
+}
+
+// ALiBi and the mask, for keys [j_begin, j_begin + keys) against the panel of queries that starts at i_begin.
+template <int Vectors, class T>
+void apply_bias_and_mask(const Visibility& visible, T slope, int64_t diagonal, int64_t i_begin, int64_t j_begin,
+                         int64_t keys, T* logits) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> lane_index;
+  for (int i = 0; i < lanes; ++i) lane_index[i] = T(i);
+  const Vec<T> hidden = splat(-std::numeric_limits<T>::infinity());
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int v = 0; v < Vectors; ++v, logits += lanes) {
+      // j - i of lane 0; lane l is l less. Small enough to be exact in T where it decides anything.
+      const int64_t distance = j_begin + j - i_begin - v * lanes;
+      Vec<T> x = load(logits);
+      if (slope != 0) {
+        const Vec<T> from_diagonal = T(distance - diagonal) - lane_index;
+        x -= slope * (from_diagonal < 0 ? -from_diagonal : from_diagonal);
+      }
+      const Vec<T> most = splat(T(std::clamp<int64_t>(distance - visible.low, -1, lanes)));
+      const Vec<T> least = splat(T(std::clamp<int64_t>(distance - visible.high, -1, lanes)));
+      store(logits, lane_index <= most ? (lane_index >= least ? x : hidden) : hidden);
+    }
+  }
+}
+
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for `Width` counters at once.
+template <int Width>
+void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width], uint32_t (&words)[4][Width]) {
+  uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+  for (int i = 0; i < Width; ++i) {
+    words[0][i] = uint32_t(counter[i]);
+    words[1][i] = uint32_t(counter[i] >> 32);
+    words[2][i] = uint32_t(offset);
+    words[3][i] = uint32_t(offset >> 32);
+  }
+  for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < Width; ++i) {
+      const uint64_t product0 = uint64_t(0xD2511F53) * words[0][i];
+      const uint64_t product1 = uint64_t(0xCD9E8D57) * words[2][i];
+      words[0][i] = uint32_t(product1 >> 32) ^ words[1][i] ^ key0;
+      words[1][i] = uint32_t(product1);
+      words[2][i] = uint32_t(product0 >> 32) ^ words[3][i] ^ key1;
+      words[3][i] = uint32_t(product0);
+    }
+    key0 += 0x9E3779B9;
+    key1 += 0xBB67AE85;
+  }
+}
+
+// Multiplies values (keys, Vectors * lanes) by the dropout mask: 0, or 1 / (1 - p) where the element is kept. j_begin is
+// a multiple of 4, so that four keys of one query share a counter.
+template <int Vectors, class T>
+void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin, int64_t keys, T* values) {
+  constexpr int width = Vectors * kLanes<T>;
+  const uint32_t threshold = uint32_t(double(p.dropout_p) * 4294967296.0);
+  const T keep_scale = T(1) / (T(1) - T(p.dropout_p));
+  for (int64_t j = 0; j < keys; j += 4) {
+    uint64_t counter[width];
+    uint32_t words[4][width];
+    for (int i = 0; i < width; ++i)
+      counter[i] = uint64_t(first_row + i) * uint64_t(p.dropout_pitch / 4) + uint64_t(j_begin + j) / 4;
+    philox<width>(p.dropout_seed, p.dropout_offset, counter, words);
+    for (int64_t r = 0; r < std::min<int64_t>(4, keys - j); ++r) {
+      T* row = values + (j + r) * width;
+      for (int i = 0; i < width; ++i) row[i] = words[r][i] >= threshold ? row[i] * keep_scale : T(0);
+    }
+  }
+}
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,0 +1,64 @@
+// Element types as plain data, so that kernels, launchers and bindings agree without a torch header between them.
+#pragma once
+
+#include <cstdint>
+
+namespace cuda_ext {
+
+enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
+
+// Storage only: arithmetic happens in float after a load converts (cpu/simd.h on the host, arch/ on the device).
+struct half_t {
+  uint16_t bits;
+};
+struct bfloat16_t {
+  uint16_t bits;
+};
+
+constexpr int64_t size_of(Dtype dtype) {
+  return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
+}
+
+template <class T>
+struct DtypeOf;
+template <>
+struct DtypeOf<float> {
+  static constexpr Dtype value = Dtype::kFloat32;
+};
+template <>
+struct DtypeOf<half_t> {
+  static constexpr Dtype value = Dtype::kFloat16;
+};
+template <>
+struct DtypeOf<bfloat16_t> {
+  static constexpr Dtype value = Dtype::kBFloat16;
+};
+template <>
+struct DtypeOf<double> {
+  static constexpr Dtype value = Dtype::kFloat64;
+};
+
+// float64 is computed in float64 (it exists for gradient checks), everything else in float32.
+template <class Storage>
+struct ComputeOf {
+  using type = float;
+};
+template <>
+struct ComputeOf<double> {
+  using type = double;
+};
+template <class Storage>
+using Compute = typename ComputeOf<Storage>::type;
+
+// Calls f with a value of the storage type `dtype` names: dispatch(d, [&](auto tag) { using T = decltype(tag); ... }).
+template <class F>
+decltype(auto) dispatch(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::kFloat16: return f(half_t{});
+    case Dtype::kBFloat16: return f(bfloat16_t{});
+    case Dtype::kFloat64: return f(double{});
+    default: return f(float{});
+  }
+}
+
+}  // namespace cuda_ext

@@ -1,0 +1,124 @@
+// What every binding shares: names, checks in the documented form, dtype mapping, dispatch below autograd, autocast, and
+// the refusal of a device that has no kernel yet.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/GradMode.h>
+
+#include <optional>
+#include <string>
+
+#include "base/dtype.h"
+
+#define CUDA_EXT_STRINGIZE_(x) #x
+#define CUDA_EXT_STRINGIZE(x) CUDA_EXT_STRINGIZE_(x)
+// "cuda_ext::gemm" from "gemm"; the namespace itself is chosen by the build, once.
+#define CUDA_EXT_OP(name) CUDA_EXT_STRINGIZE(CUDA_EXT_NAMESPACE) "::" name
+
+// Every refusal reads `cuda_ext::gemm: expected b of shape (..., 64, N) to match a (8, 64), got (32, 16)`.
+#define CUDA_EXT_CHECK(condition, op, ...) TORCH_CHECK(condition, CUDA_EXT_OP(""), op, ": ", __VA_ARGS__)
+
+namespace cuda_ext {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// "(2, 3)", as Python prints a shape.
+inline std::string shape_string(at::IntArrayRef sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
+inline std::string shape_string(const Tensor& tensor) { return shape_string(tensor.sizes()); }
+
+inline const Tensor& value_or_empty(const OptionalTensor& tensor) {
+  static const Tensor undefined;
+  return tensor.has_value() ? *tensor : undefined;
+}
+inline bool is_given(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+inline Dtype to_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf: return Dtype::kFloat16;
+    case at::kBFloat16: return Dtype::kBFloat16;
+    case at::kDouble: return Dtype::kFloat64;
+    default: return Dtype::kFloat32;
+  }
+}
+
+// float32, or float64 for float64: the type in which results are accumulated and statistics returned.
+inline at::ScalarType accumulation_type(at::ScalarType type) { return type == at::kDouble ? at::kDouble : at::kFloat; }
+
+inline bool is_floating(at::ScalarType type) {
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
+}
+inline void check_floating(const char* op, const char* argument, const Tensor& tensor) {
+  CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected ", argument,
+                 " of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
+                 "; convert it with .to()");
+}
+
+inline void check_same_dtype(const char* op, const char* argument, const Tensor& tensor, const char* other_argument,
+                             const Tensor& other) {
+  CUDA_EXT_CHECK(tensor.scalar_type() == other.scalar_type(), op, "expected ", argument, " of dtype ",
+                 other.scalar_type(), " to match ", other_argument, ", got ", tensor.scalar_type(),
+                 "; convert one of them with .to()");
+}
+
+inline void check_same_device(const char* op, const char* argument, const Tensor& tensor, const char* other_argument,
+                              const Tensor& other) {
+  CUDA_EXT_CHECK(tensor.device() == other.device(), op, "expected ", argument, " on device ", other.device(),
+                 " to match ", other_argument, ", got ", tensor.device(), "; move one of them with .to()");
+}
+
+// The CUDA kernel of every op that has none yet, as a boxed function that serves all schemas: refuses, with the op's name
+// and the first tensor's dtype and device.
+inline void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  for (const c10::IValue& argument : *stack) {
+    const bool is_list = argument.isTensorList() && !argument.toTensorVector().empty();
+    if (!argument.isTensor() && !is_list) continue;
+    const Tensor tensor = is_list ? argument.toTensorVector().front() : argument.toTensor();
+    TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": no CUDA kernel is built for ", tensor.scalar_type(),
+                                " on device ", tensor.device(), "; move the tensors to the CPU with .cpu()");
+  }
+}
+
+// A typed handle to one of our ops, looked up once: `static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));`
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* qualified_name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified_name, "").typed<Signature>();
+}
+
+template <class... Tensors>
+bool any_requires_grad(const Tensors&... tensors) {
+  const auto requires_grad = [](const auto& t) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(t)>, OptionalTensor>) {
+      return is_given(t) && t->requires_grad();
+    } else {
+      return t.requires_grad();
+    }
+  };
+  return c10::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+
+// Under autocast an op runs in the active low-precision dtype: wrap each floating tensor argument in this.
+class Autocast {
+ public:
+  explicit Autocast(c10::DeviceType device)
+      : device_(device),
+        dtype_(at::autocast::get_autocast_dtype(device)),
+        guard_(c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device))) {}
+  Tensor operator()(const Tensor& tensor) const { return at::autocast::cached_cast(dtype_, tensor, device_); }
+  OptionalTensor operator()(const OptionalTensor& tensor) const {
+    return is_given(tensor) ? OptionalTensor((*this)(*tensor)) : tensor;
+  }
+
+ private:
+  c10::DeviceType device_;
+  at::ScalarType dtype_;
+  c10::impl::ExcludeDispatchKeyGuard guard_;
+};
+
+}  // namespace cuda_ext

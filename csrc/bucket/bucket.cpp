@@ -1,0 +1,215 @@
+// Bucket ops: schemas, checks and dispatch. None is differentiable; they exist to move gradients, not to have them.
+#include "bucket/bucket.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <vector>
+
+#include "binding/op.h"
+
+namespace cuda_ext {
+
+namespace {
+
+constexpr const char* kPack = "bucket_pack";
+constexpr const char* kUnpack = "bucket_unpack";
+constexpr const char* kStats = "bucket_stats";
+
+void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Tensor& tensor = tensors[i];
+    CUDA_EXT_CHECK(tensor.layout() == at::kStrided, op, "expected tensors[", i, "] with a dense layout, got ",
+                   tensor.layout(), "; convert it with .to_dense()");
+    CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected tensors[", i,
+                   "] of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
+                   "; convert it with .to()");
+    CUDA_EXT_CHECK(tensor.device() == device, op, "expected tensors[", i, "] on device ", device, ", got ",
+                   tensor.device(), "; move it with .to()");
+  }
+}
+
+void check_bucket(const char* op, at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets, double scale) {
+  CUDA_EXT_CHECK(bucket.dim() == 1 && bucket.is_contiguous(), op,
+                 "expected bucket of shape (N,) and contiguous, got shape ", shape_string(bucket), " with strides ",
+                 shape_string(bucket.strides()));
+  check_floating(op, "bucket", bucket);
+  check_tensors(op, tensors, bucket.device());
+  CUDA_EXT_CHECK(offsets.size() == tensors.size(), op, "expected one offset for each of ", tensors.size(),
+                 " tensors, got ", offsets.size());
+  CUDA_EXT_CHECK(std::isfinite(scale), op, "expected a finite scale, got ", scale);
+  int64_t end = 0;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CUDA_EXT_CHECK(offsets[i] >= end, op, "expected offsets[", i, "] >= ", end,
+                   ", where the tensor before it ends, got ", offsets[i], "; sort the tensors by offset");
+    end = offsets[i] + tensors[i].numel();
+    CUDA_EXT_CHECK(end <= bucket.numel(), op, "expected bucket to hold tensors[", i, "] at elements ", offsets[i],
+                   " to ", end, ", got shape ", shape_string(bucket));
+  }
+}
+
+// A tensor may live in the bucket only where its values belong: anywhere else, reading and writing would race.
+void check_no_overlap(const char* op, size_t i, const Tensor& tensor, const Tensor& bucket, int64_t offset) {
+  const char* const data = static_cast<const char*>(tensor.const_data_ptr());
+  const char* const begin = static_cast<const char*>(bucket.const_data_ptr());
+  const char* const place = begin + offset * int64_t(bucket.element_size());
+  if (data == place && tensor.scalar_type() == bucket.scalar_type()) return;
+  CUDA_EXT_CHECK(data >= begin + bucket.nbytes() || data + tensor.nbytes() <= begin, op, "expected tensors[", i,
+                 "] either outside the memory of bucket or at element ", offset,
+                 " of it, where its values go, got a tensor that overlaps it elsewhere; clone it");
+}
+
+BucketEntry entry_of(const Tensor& contiguous, int64_t begin) {
+  return {const_cast<void*>(contiguous.const_data_ptr()), begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
+}
+
+Tensor stats_tensor(const BucketStats& stats, at::ScalarType type) {
+  Tensor out = at::zeros({2}, at::TensorOptions().dtype(type));
+  const auto write = [&](auto* p) {
+    using T = std::remove_pointer_t<decltype(p)>;
+    p[0] = T(stats.squares);
+    p[1] = T(stats.nonfinite);
+  };
+  type == at::kDouble ? write(out.mutable_data_ptr<double>()) : write(out.mutable_data_ptr<float>());
+  return out;
+}
+
+using Launcher = void (*)(const BucketParams&);
+
+Tensor run_on_bucket(Launcher launch, const std::vector<BucketEntry>& entries, const Tensor& bucket, double scale) {
+  BucketStats stats;
+  launch({entries.data(), int64_t(entries.size()), bucket.mutable_data_ptr(), bucket.numel(),
+          to_dtype(bucket.scalar_type()), scale, &stats});
+  return stats_tensor(stats, accumulation_type(bucket.scalar_type()));
+}
+
+Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets, double scale) {
+  check_bucket(kPack, tensors, bucket, offsets, scale);
+  std::vector<Tensor> copies;  // keeps what .contiguous() had to copy
+  std::vector<BucketEntry> entries;
+  entries.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const bool contiguous = tensors[i].is_contiguous();
+    if (!contiguous) copies.push_back(tensors[i].contiguous());
+    const Tensor& source = contiguous ? tensors[i] : copies.back();
+    check_no_overlap(kPack, i, source, bucket, offsets[i]);
+    entries.push_back(entry_of(source, offsets[i]));
+  }
+  return run_on_bucket(launch_bucket_pack, entries, bucket, scale);
+}
+
+Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offsets, double scale) {
+  check_bucket(kUnpack, tensors, bucket, offsets, scale);
+  std::vector<std::pair<size_t, Tensor>> copies;
+  std::vector<BucketEntry> entries;
+  entries.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CUDA_EXT_CHECK(at::has_internal_overlap(tensors[i]) != at::MemOverlap::Yes, kUnpack, "expected tensors[", i,
+                   "] whose elements have memory of their own, got shape ", shape_string(tensors[i]), " with strides ",
+                   shape_string(tensors[i].strides()), "; clone it");
+    const bool contiguous = tensors[i].is_contiguous();
+    if (!contiguous) copies.emplace_back(i, at::empty_like(tensors[i], at::MemoryFormat::Contiguous));
+    const Tensor& target = contiguous ? tensors[i] : copies.back().second;
+    check_no_overlap(kUnpack, i, target, bucket, offsets[i]);
+    entries.push_back(entry_of(target, offsets[i]));
+  }
+  const Tensor stats = run_on_bucket(launch_bucket_unpack, entries, bucket, scale);
+  for (const auto& [i, copy] : copies) tensors[i].copy_(copy);
+  return stats;
+}
+
+Tensor stats(at::TensorList tensors) {
+  check_tensors(kStats, tensors, at::kCPU);
+  std::vector<Tensor> copies;
+  std::vector<BucketEntry> entries;
+  entries.reserve(tensors.size());
+  int64_t count = 0;
+  at::ScalarType type = at::kFloat;
+  for (const Tensor& tensor : tensors) {
+    // Statistics do not depend on the order of the elements, so any dense layout is read in place.
+    const bool dense = tensor.is_non_overlapping_and_dense();
+    if (!dense) copies.push_back(tensor.contiguous());
+    entries.push_back(entry_of(dense ? tensor : copies.back(), count));
+    count += tensor.numel();
+    if (tensor.scalar_type() == at::kDouble) type = at::kDouble;
+  }
+  BucketStats result;
+  launch_bucket_stats({entries.data(), int64_t(entries.size()), nullptr, count, Dtype::kFloat32, 1.0, &result});
+  return stats_tensor(result, type);
+}
+
+// Autograd keys: refuse what would need a gradient, and record writes for whoever saved the tensors.
+
+constexpr const char* kNeedsNoGradient =
+    " to need no gradient, because the op has none, got requires_grad=True; call it under torch.no_grad()";
+
+void check_no_grad(const char* op, const Tensor& bucket) {
+  CUDA_EXT_CHECK(!any_requires_grad(bucket), op, "expected bucket", kNeedsNoGradient);
+}
+void check_no_grad(const char* op, at::TensorList tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    CUDA_EXT_CHECK(!any_requires_grad(tensors[i]), op, "expected tensors[", i, "]", kNeedsNoGradient);
+  }
+}
+void record_write(const Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntArrayRef offsets, double scale) {
+  static const auto op = find_op<Tensor(at::TensorList, const Tensor&, c10::SymIntArrayRef, double)>(CUDA_EXT_OP("bucket_pack"));
+  check_no_grad(kPack, tensors);
+  check_no_grad(kPack, bucket);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor stats = op.call(tensors, bucket, offsets, scale);
+  record_write(bucket);
+  return stats;
+}
+
+Tensor unpack_autograd(const Tensor& bucket, at::TensorList tensors, c10::SymIntArrayRef offsets, double scale) {
+  static const auto op = find_op<Tensor(const Tensor&, at::TensorList, c10::SymIntArrayRef, double)>(CUDA_EXT_OP("bucket_unpack"));
+  check_no_grad(kUnpack, bucket);
+  check_no_grad(kUnpack, tensors);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  const Tensor stats = op.call(bucket, tensors, offsets, scale);
+  for (const Tensor& tensor : tensors) record_write(tensor);
+  return stats;
+}
+
+Tensor stats_autograd(at::TensorList tensors) {
+  static const auto op = find_op<Tensor(at::TensorList)>(CUDA_EXT_OP("bucket_stats"));
+  check_no_grad(kStats, tensors);
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return op.call(tensors);
+}
+
+}  // namespace
+
+}  // namespace cuda_ext
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
+  m.def("bucket_pack(Tensor[] tensors, Tensor(a!) bucket, SymInt[] offsets, *, float scale=1.0) -> Tensor", tags);
+  m.def("bucket_unpack(Tensor bucket, Tensor(a!)[] tensors, SymInt[] offsets, *, float scale=1.0) -> Tensor", tags);
+  m.def("bucket_stats(Tensor[] tensors) -> Tensor", tags);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+  m.impl("bucket_pack", cuda_ext::pack);
+  m.impl("bucket_unpack", cuda_ext::unpack);
+  m.impl("bucket_stats", cuda_ext::stats);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
+  for (const char* op : {cuda_ext::kPack, cuda_ext::kUnpack, cuda_ext::kStats}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&cuda_ext::no_cuda_kernel>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("bucket_pack", cuda_ext::pack_autograd);
+  m.impl("bucket_unpack", cuda_ext::unpack_autograd);
+  m.impl("bucket_stats", cuda_ext::stats_autograd);
+}

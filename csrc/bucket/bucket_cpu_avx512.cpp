@@ -1,0 +1,5 @@
+#if defined(__x86_64__)
+#include "cpu/isa_avx512.h"
+
+#include "bucket/bucket_cpu.inc"
+#endif

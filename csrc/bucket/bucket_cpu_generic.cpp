@@ -1,0 +1,3 @@
+#include "cpu/isa_generic.h"
+
+#include "bucket/bucket_cpu.inc"

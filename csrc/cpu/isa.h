@@ -1,0 +1,62 @@
+// One CPU kernel source, several instruction sets. A kernel lives in X_cpu.inc and is compiled once per instruction set
+// by X_cpu_{avx512,avx2,generic}.cpp, each into its own namespace; the launcher asks best_isa() which of them to call.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+
+namespace cuda_ext::cpu {
+
+enum class Isa { kGeneric, kAvx2, kAvx512 };
+
+// The widest set this processor runs. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach every variant.
+inline Isa best_isa() {
+#if defined(__x86_64__)
+  static const Isa isa = [] {
+    Isa widest = Isa::kGeneric;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+      widest = Isa::kAvx2;
+    if (widest == Isa::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+      widest = Isa::kAvx512;
+    const char* wanted = std::getenv("CUDA_EXT_CPU_ISA");
+    if (wanted != nullptr) {
+      if (std::strcmp(wanted, "generic") == 0) return Isa::kGeneric;
+      if (std::strcmp(wanted, "avx2") == 0 && widest > Isa::kAvx2) return Isa::kAvx2;
+    }
+    return widest;
+  }();
+  return isa;
+#else
+  return Isa::kGeneric;
+#endif
+}
+
+}  // namespace cuda_ext::cpu
+
+// Declares `void name(args)` in every instruction set's namespace and a `name` that calls the widest one.
+#if defined(__x86_64__)
+#define CUDA_EXT_CPU_LAUNCHER(name, Params)                     \
+  namespace cpu::avx512 {                                       \
+  void name(const Params& params);                              \
+  }                                                             \
+  namespace cpu::avx2 {                                         \
+  void name(const Params& params);                              \
+  }                                                             \
+  namespace cpu::generic {                                      \
+  void name(const Params& params);                              \
+  }                                                             \
+  inline void name(const Params& params) {                      \
+    switch (cpu::best_isa()) {                                  \
+      case cpu::Isa::kAvx512: return cpu::avx512::name(params); \
+      case cpu::Isa::kAvx2: return cpu::avx2::name(params);     \
+      default: return cpu::generic::name(params);               \
+    }                                                           \
+  }
+#else
+#define CUDA_EXT_CPU_LAUNCHER(name, Params) \
+  namespace cpu::generic {                  \
+  void name(const Params& params);          \
+  }                                         \
+  inline void name(const Params& params) { cpu::generic::name(params); }
+#endif

@@ -1,0 +1,85 @@
+// Small matrix products for operands that are already in cache: the block products of attention, where a BLAS call would
+// spend its time packing operands that are used once. Registers hold a tile of C; per step of k, one row of B is loaded
+// and the tile's elements of A are broadcast.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+// Rows of a register tile that is `vectors` wide: as many as leave room for a row of B and one broadcast.
+constexpr int tile_rows(int vectors) {
+  const int rows = (kVectorRegisters - vectors - 1) / vectors;
+  return rows < 12 ? rows : 12;
+}
+
+// The widest tile: enough independent sums to hide the latency of a multiply-add at the fewest loads.
+constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
+
+template <class T, int Rows, int Vectors, bool kAccumulate>
+CUDA_EXT_INLINE void tile_product(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, T* c,
+                                  int64_t ldc) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> sum[Rows][Vectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < Vectors; ++j) sum[i][j] = kAccumulate ? load(c + i * ldc + j * lanes) : Vec<T>{};
+  }
+#pragma GCC unroll 1
+  for (int64_t step = 0; step < k; ++step) {
+    Vec<T> b_row[Vectors];
+#pragma GCC unroll 16
+    for (int j = 0; j < Vectors; ++j) b_row[j] = load(b + j * lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < Rows; ++i) {
+      const Vec<T> a_element = splat(a[i * a_row]);
+#pragma GCC unroll 16
+      for (int j = 0; j < Vectors; ++j) sum[i][j] += a_element * b_row[j];
+    }
+    a += a_col;
+    b += ldb;
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < Vectors; ++j) store(c + i * ldc + j * lanes, sum[i][j]);
+  }
+}
+
+template <class T, int Rows, int Vectors, bool kAccumulate>
+CUDA_EXT_INLINE int64_t tiles_from(int64_t i, int64_t m, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b,
+                                   int64_t ldb, T* c, int64_t ldc) {
+  for (; i + Rows <= m; i += Rows)
+    tile_product<T, Rows, Vectors, kAccumulate>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc);
+  return i;
+}
+
+template <class T, int Vectors, bool kAccumulate>
+void panel_product(int64_t m, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, T* c,
+                   int64_t ldc) {
+  constexpr int rows = tile_rows(Vectors);
+  int64_t i = tiles_from<T, rows, Vectors, kAccumulate>(0, m, k, a, a_row, a_col, b, ldb, c, ldc);
+  if constexpr (rows > 4) i = tiles_from<T, 4, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc);
+  if constexpr (rows > 2) i = tiles_from<T, 2, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc);
+  tiles_from<T, 1, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc);
+}
+
+// C (m, vectors * lanes) = or += A (m, k) @ B (k, vectors * lanes). A's element (i, j) is a[i * a_row + j * a_col];
+// B and C are row-major with whole vectors in every row.
+template <bool kAccumulate, class T>
+void block_product(int64_t m, int64_t vectors, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b,
+                   int64_t ldb, T* c, int64_t ldc) {
+  constexpr int lanes = kLanes<T>;
+  for (; vectors >= kTileVectors; vectors -= kTileVectors, b += kTileVectors * lanes, c += kTileVectors * lanes)
+    panel_product<T, kTileVectors, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+  if constexpr (kTileVectors > 3) {
+    if (vectors == 3) return panel_product<T, 3, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+  }
+  if constexpr (kTileVectors > 2) {
+    if (vectors == 2) return panel_product<T, 2, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+  }
+  if (vectors == 1) panel_product<T, 1, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+}
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,0 +1,266 @@
+// Vectors of the instruction set being compiled, as GCC/Clang vector extensions: arithmetic operators work lane by lane
+// and become the widest instructions available. Loads convert from storage (float, half_t, bfloat16_t, double) to the
+// compute type, stores convert back with round-to-nearest-even.
+#pragma once
+
+#ifndef CUDA_EXT_ISA
+#error "include cpu/isa_<name>.h first"
+#endif
+
+#define CUDA_EXT_INLINE inline __attribute__((always_inline))
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+constexpr int kVectorBytes = CUDA_EXT_VECTOR_BYTES;
+#if CUDA_EXT_VECTOR_BYTES == 64
+constexpr int kVectorRegisters = 32;
+#else
+constexpr int kVectorRegisters = 16;
+#endif
+
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  static constexpr int count = kVectorBytes / 4;
+  typedef float Vec __attribute__((vector_size(kVectorBytes)));
+  typedef float Unaligned __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct Lanes<double> {
+  static constexpr int count = kVectorBytes / 8;
+  typedef double Vec __attribute__((vector_size(kVectorBytes)));
+  typedef double Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+};
+
+template <class T>
+using Vec = typename Lanes<T>::Vec;
+template <class T>
+using IntVec = typename Lanes<T>::Int;
+template <class T>
+constexpr int kLanes = Lanes<T>::count;
+
+template <class T>
+CUDA_EXT_INLINE Vec<T> splat(T value) {
+  return value - Vec<T>{};
+}
+template <class T>
+CUDA_EXT_INLINE Vec<T> select(IntVec<T> mask, Vec<T> yes, Vec<T> no) {
+  return mask ? yes : no;
+}
+template <class T>
+CUDA_EXT_INLINE Vec<T> max(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+template <class T>
+CUDA_EXT_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
+  return a < b ? a : b;
+}
+template <class T>
+CUDA_EXT_INLINE T horizontal_sum(Vec<T> v) {
+  T sum = 0;
+  for (int i = 0; i < kLanes<T>; ++i) sum += v[i];
+  return sum;
+}
+
+// Scalar conversions.
+
+CUDA_EXT_INLINE float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+CUDA_EXT_INLINE uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+CUDA_EXT_INLINE float to_compute(float value) { return value; }
+CUDA_EXT_INLINE double to_compute(double value) { return value; }
+CUDA_EXT_INLINE float to_compute(bfloat16_t value) { return bits_to_float(uint32_t(value.bits) << 16); }
+CUDA_EXT_INLINE float to_compute(half_t value) {
+#if defined(__F16C__)
+  return _cvtsh_ss(value.bits);
+#else
+  const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
+  const uint32_t magnitude = value.bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  // Shifted into float's exponent field the number is off by the ratio of the biases, 2^112, subnormals included.
+  return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
+#endif
+}
+
+template <class Storage>
+Storage from_compute(Compute<Storage> value);
+template <>
+CUDA_EXT_INLINE float from_compute<float>(float value) {
+  return value;
+}
+template <>
+CUDA_EXT_INLINE double from_compute<double>(double value) {
+  return value;
+}
+template <>
+CUDA_EXT_INLINE bfloat16_t from_compute<bfloat16_t>(float value) {
+  const uint32_t bits = float_to_bits(value);
+  if (value != value) return {uint16_t(bits >> 16 | 0x40)};
+  return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+template <>
+CUDA_EXT_INLINE half_t from_compute<half_t>(float value) {
+#if defined(__F16C__)
+  return {uint16_t(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+#else
+  const uint32_t bits = float_to_bits(value);
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+  if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
+  if (magnitude < 0x38800000) {
+    // Adding 0.5 aligns the subnormal's last place with float's, so the hardware does the rounding.
+    return {uint16_t(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000))};
+  }
+  return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13))};
+#endif
+}
+
+// Vector loads: a full vector from any address.
+
+CUDA_EXT_INLINE Vec<float> load(const float* p) { return *reinterpret_cast<const Lanes<float>::Unaligned*>(p); }
+CUDA_EXT_INLINE Vec<double> load(const double* p) { return *reinterpret_cast<const Lanes<double>::Unaligned*>(p); }
+
+typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
+typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+
+CUDA_EXT_INLINE Vec<float> load(const bfloat16_t* p) {
+  const HalfWords bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
+#if CUDA_EXT_VECTOR_BYTES == 64  // by intrinsics: GCC 12 splits a __builtin_convertvector in two and joins the halves
+  return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
+#else
+  return (Vec<float>)(__builtin_convertvector(bits, Words) << 16);
+#endif
+}
+
+CUDA_EXT_INLINE Vec<float> load(const half_t* p) {
+#if CUDA_EXT_VECTOR_BYTES == 64
+  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> v;
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  return v;
+#endif
+}
+
+CUDA_EXT_INLINE void store(float* p, Vec<float> v) { *reinterpret_cast<Lanes<float>::Unaligned*>(p) = v; }
+CUDA_EXT_INLINE void store(double* p, Vec<double> v) { *reinterpret_cast<Lanes<double>::Unaligned*>(p) = v; }
+
+CUDA_EXT_INLINE void store(bfloat16_t* p, Vec<float> v) {
+  const Words bits = (Words)v;
+  const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Words quiet_nan = bits >> 16 | 0x40;
+  const Words wide = v != v ? quiet_nan : rounded;
+#if CUDA_EXT_VECTOR_BYTES == 64
+  *reinterpret_cast<UnalignedHalfWords*>(p) = (HalfWords)_mm512_cvtepi32_epi16((__m512i)wide);
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  const __m256i packed = _mm256_packus_epi32((__m256i)wide, (__m256i)wide);  // lanes 0..3 0..3 4..7 4..7
+  *reinterpret_cast<UnalignedHalfWords*>(p) =
+      (HalfWords)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+#else
+  *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(wide, HalfWords);
+#endif
+}
+
+CUDA_EXT_INLINE void store(half_t* p, Vec<float> v) {
+#if CUDA_EXT_VECTOR_BYTES == 64
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes<float>; ++i) p[i] = from_compute<half_t>(v[i]);
+#endif
+}
+
+// The lanes of v in float64, in order.
+CUDA_EXT_INLINE std::array<Vec<double>, 2> widen(Vec<float> v) {
+  typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
+  std::array<HalfVec, 2> half;
+  std::memcpy(&half, &v, sizeof v);
+#if CUDA_EXT_VECTOR_BYTES == 64
+  return {(Vec<double>)_mm512_cvtps_pd((__m256)half[0]), (Vec<double>)_mm512_cvtps_pd((__m256)half[1])};
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  return {(Vec<double>)_mm256_cvtps_pd((__m128)half[0]), (Vec<double>)_mm256_cvtps_pd((__m128)half[1])};
+#else
+  return {__builtin_convertvector(half[0], Vec<double>), __builtin_convertvector(half[1], Vec<double>)};
+#endif
+}
+
+// Partial forms touch `count` elements only (0 <= count <= lanes); the other lanes load as zero.
+
+template <class Storage>
+CUDA_EXT_INLINE Vec<Compute<Storage>> load_partial(const Storage* p, int64_t count) {
+  constexpr int lanes = kLanes<Compute<Storage>>;
+  if (count >= lanes) return load(p);
+  Storage padded[lanes] = {};
+  for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
+  return load(padded);
+}
+
+template <class Storage>
+CUDA_EXT_INLINE void store_partial(Storage* p, Vec<Compute<Storage>> v, int64_t count) {
+  constexpr int lanes = kLanes<Compute<Storage>>;
+  if (count >= lanes) return store(p, v);
+  Storage padded[lanes];
+  store(padded, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
+}
+
+// Calls f(offset, count) over [0, n) in steps of one vector of T; count is short only in the last call.
+template <class T, class F>
+CUDA_EXT_INLINE void for_vectors(int64_t n, F&& f) {
+  int64_t i = 0;
+  for (; i + kLanes<T> <= n; i += kLanes<T>) f(i, int64_t(kLanes<T>));
+  if (i < n) f(i, n - i);
+}
+
+// The low (kHigh = false) or high halves of a and b, woven together lane by lane.
+template <bool kHigh, class T>
+CUDA_EXT_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
+  constexpr int lanes = kLanes<T>;
+  IntVec<T> index;
+#pragma GCC unroll 16
+  for (int i = 0; i < lanes; ++i) index[i] = i / 2 + i % 2 * lanes + (kHigh ? lanes / 2 : 0);
+#if defined(__clang__)
+  Vec<T> woven;
+  for (int i = 0; i < lanes; ++i) woven[i] = index[i] < lanes ? a[index[i]] : b[index[i] - lanes];
+  return woven;
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+// Transposes a square of lanes x lanes held in registers: log2(lanes) rounds of weaving rows i and i + lanes / 2.
+template <class T>
+CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int lanes = kLanes<T>;
+#pragma GCC unroll 4
+  for (int width = 1; width < lanes; width *= 2) {
+    Vec<T> woven[lanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes / 2; ++i) {
+      woven[2 * i] = interleave<false, T>(rows[i], rows[i + lanes / 2]);
+      woven[2 * i + 1] = interleave<true, T>(rows[i], rows[i + lanes / 2]);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) rows[i] = woven[i];
+  }
+}
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,0 +1,27 @@
+#include "cuda/device_probe.h"
+
+#include <cuda_runtime_api.h>
+
+namespace cuda_ext::cuda {
+
+namespace {
+
+// Compiled for the same architectures as every other kernel, so it stands for all of them.
+__global__ void probe() {}
+
+}  // namespace
+
+bool has_kernel_image(int device) {
+  int current = 0;
+  if (cudaGetDevice(&current) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) {
+    cudaGetLastError();  // leave no error behind for the next caller to find
+    return false;
+  }
+  cudaFuncAttributes attributes;
+  const bool found = cudaFuncGetAttributes(&attributes, probe) == cudaSuccess;
+  if (!found) cudaGetLastError();
+  cudaSetDevice(current);
+  return found;
+}
+
+}  // namespace cuda_ext::cuda

@@ -1,0 +1,99 @@
+// The activations and their derivatives, a vector at a time.
+#pragma once
+
+#include "cpu/math.h"
+#include "gemm/gemm.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+template <class T>
+struct ValueAndDerivative {
+  Vec<T> value;
+  Vec<T> derivative;
+};
+
+struct Identity {
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
+    return x;
+  }
+  template <class T>
+  static CUDA_EXT_INLINE ValueAndDerivative<T> value_and_derivative(Vec<T> x) {
+    return {x, splat(T(1))};
+  }
+};
+
+// Comparisons are written so that NaN passes through.
+struct Relu {
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
+    return x < T(0) ? Vec<T>{} : x;
+  }
+  template <class T>
+  static CUDA_EXT_INLINE ValueAndDerivative<T> value_and_derivative(Vec<T> x) {
+    return {value<T>(x), x <= T(0) ? Vec<T>{} : splat(T(1))};
+  }
+};
+
+// x Phi(x), Phi the normal distribution: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+struct Gelu {
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> distribution(Vec<T> x) {
+    return T(0.5) + T(0.5) * erf(x * T(0.70710678118654752));
+  }
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
+    return x * distribution<T>(x);
+  }
+  template <class T>
+  static CUDA_EXT_INLINE ValueAndDerivative<T> value_and_derivative(Vec<T> x) {
+    const Vec<T> phi = distribution<T>(x);
+    const Vec<T> density = T(0.39894228040143268) * exp(T(-0.5) * x * x);
+    return {x * phi, phi + x * density};
+  }
+};
+
+// The same paper's approximation: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+struct GeluTanh {
+  static constexpr double kScale = 0.79788456080286536;
+  static constexpr double kCubic = 0.044715;
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
+    const Vec<T> t = tanh(T(kScale) * x * (T(1) + T(kCubic) * x * x));
+    return T(0.5) * x * (T(1) + t);
+  }
+  template <class T>
+  static CUDA_EXT_INLINE ValueAndDerivative<T> value_and_derivative(Vec<T> x) {
+    const Vec<T> t = tanh(T(kScale) * x * (T(1) + T(kCubic) * x * x));
+    const Vec<T> slope = T(kScale) * (T(1) + T(3 * kCubic) * x * x);
+    const Vec<T> half = T(0.5) * (T(1) + t);
+    return {x * half, half + T(0.5) * x * (T(1) - t * t) * slope};
+  }
+};
+
+// x sigmoid(x).
+struct Silu {
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
+    return x / (T(1) + exp(-x));
+  }
+  template <class T>
+  static CUDA_EXT_INLINE ValueAndDerivative<T> value_and_derivative(Vec<T> x) {
+    const Vec<T> sigmoid = T(1) / (T(1) + exp(-x));
+    const Vec<T> y = x * sigmoid;
+    return {y, sigmoid + y * (T(1) - sigmoid)};
+  }
+};
+
+template <class F>
+CUDA_EXT_INLINE void with_activation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::kNone: return f(Identity{});
+    case Activation::kRelu: return f(Relu{});
+    case Activation::kGelu: return f(Gelu{});
+    case Activation::kGeluTanh: return f(GeluTanh{});
+    case Activation::kSilu: return f(Silu{});
+  }
+}
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,0 +1,217 @@
+// What happens to a register tile of results while it is in L1: short passes over (rows, kPanelColumns) numbers, each one
+// term of the formulas in gemm.h. A gated tile has two parts, gate and up, side by side in memory.
+#pragma once
+
+#include "gemm/activation_cpu.h"
+#include "gemm/pack_cpu.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+template <class T>
+constexpr int64_t kTileSize = int64_t(kPanelRows) * kPanelColumns<T>;
+
+// Bias gradients are sums over blocks of this many rows, added in order: the result does not depend on who summed what.
+constexpr int64_t kRowBlock = 72;
+static_assert(kRowBlock % kPanelRows == 0);
+inline int64_t num_row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
+
+// Where a tile lies in its matrix.
+struct TilePosition {
+  int64_t row;
+  int64_t column;
+  int64_t rows;     // <= kPanelRows
+  int64_t columns;  // <= kPanelColumns
+};
+
+inline const void* offset(const void* data, Dtype dtype, int64_t elements) {
+  return static_cast<const char*>(data) + elements * size_of(dtype);
+}
+inline void* offset(void* data, Dtype dtype, int64_t elements) {
+  return static_cast<char*>(data) + elements * size_of(dtype);
+}
+
+// Calls f with a null pointer of the storage type; only types that compute in T are instantiated.
+template <class T, class F>
+CUDA_EXT_INLINE void with_storage(Dtype dtype, F&& f) {
+  if constexpr (std::is_same_v<T, double>) {
+    f(static_cast<double*>(nullptr));
+  } else {
+    switch (dtype) {
+      case Dtype::kFloat16: return f(static_cast<half_t*>(nullptr));
+      case Dtype::kBFloat16: return f(static_cast<bfloat16_t*>(nullptr));
+      default: return f(static_cast<float*>(nullptr));
+    }
+  }
+}
+
+// tile = the piece of `matrix` at `at`; what lies outside the matrix is undefined.
+template <class T>
+void load_tile(const Operand& matrix, const TilePosition& at, T* tile) {
+  with_storage<T>(matrix.dtype, [&](auto* type) {
+    using Storage = std::remove_pointer_t<decltype(type)>;
+    const auto* from = static_cast<const Storage*>(matrix.data) + at.row * matrix.row_stride +
+                       at.column * matrix.column_stride;
+    for (int64_t i = 0; i < at.rows; ++i, from += matrix.row_stride, tile += kPanelColumns<T>) {
+      if (matrix.column_stride == 1) {
+        for_vectors<T>(at.columns, [&](int64_t j, int64_t count) { store(tile + j, load_partial(from + j, count)); });
+      } else {
+        for (int64_t j = 0; j < at.columns; ++j) tile[j] = to_compute(from[j * matrix.column_stride]);
+      }
+    }
+  });
+}
+
+template <class T>
+void store_tile(const Output& matrix, int64_t row_stride, const TilePosition& at, const T* tile) {
+  with_storage<T>(matrix.dtype, [&](auto* type) {
+    using Storage = std::remove_pointer_t<decltype(type)>;
+    auto* to = static_cast<Storage*>(matrix.data) + at.row * row_stride + at.column;
+    for (int64_t i = 0; i < at.rows; ++i, to += row_stride, tile += kPanelColumns<T>)
+      for_vectors<T>(at.columns, [&](int64_t j, int64_t count) { store_partial(to + j, load(tile + j), count); });
+  });
+}
+
+// f(offset) for every vector of a tile, columns outside the matrix included: they hold numbers nobody reads.
+template <class T, class F>
+CUDA_EXT_INLINE void for_tile(const TilePosition& at, F&& f) {
+  const int64_t end = at.rows * kPanelColumns<T>;
+#pragma GCC unroll 3
+  for (int64_t i = 0; i < end; i += kLanes<T>) f(i);
+}
+
+template <class T>
+void add_scaled(const Operand& matrix, T scale, const TilePosition& at, T* tile) {
+  alignas(64) T term[kTileSize<T>];
+  load_tile(matrix, at, term);
+  for_tile<T>(at, [&](int64_t i) { store(tile + i, load(tile + i) + scale * load(term + i)); });
+}
+
+template <class T>
+void add_row(const Operand& row, const TilePosition& at, T* tile) {
+  alignas(64) T term[kPanelColumns<T>];
+  load_tile(row, {0, at.column, 1, at.columns}, term);
+  for (int64_t i = 0; i < at.rows; ++i, tile += kPanelColumns<T>)
+    for (int64_t j = 0; j < kPanelColumns<T>; j += kLanes<T>) store(tile + j, load(tile + j) + load(term + j));
+}
+
+// Adds the tile's rows to the sums of their row block, sums (num_row_blocks, row_stride); the block's first tile starts them.
+template <class T>
+void add_column_sums(T* sums, int64_t row_stride, const TilePosition& at, const T* tile) {
+  sums += at.row / kRowBlock * row_stride + at.column;
+  const bool first = at.row % kRowBlock == 0;
+  for_vectors<T>(at.columns, [&](int64_t j, int64_t count) {
+    Vec<T> sum = first ? Vec<T>{} : load_partial(sums + j, count);
+    for (int64_t i = 0; i < at.rows; ++i) sum += load(tile + i * kPanelColumns<T> + j);
+    store_partial(sums + j, sum, count);
+  });
+}
+
+// The last step of a bias gradient: sums (num_row_blocks(rows), n) to bias_grad (n,).
+template <class T>
+void reduce_row_blocks(const T* sums, int64_t rows, int64_t n, const Output& bias_grad) {
+  parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
+    alignas(64) T tile[kPanelColumns<T>];
+    for (int64_t column = begin; column < end; column += kPanelColumns<T>) {
+      const int64_t columns = std::min<int64_t>(kPanelColumns<T>, end - column);
+      for_vectors<T>(columns, [&](int64_t j, int64_t count) {
+        Vec<T> sum{};
+        for (int64_t block = 0; block < num_row_blocks(rows); ++block)
+          sum += load_partial(sums + block * n + column + j, count);
+        store(tile + j, sum);
+      });
+      store_tile<T>(bias_grad, n, {0, column, 1, columns}, tile);
+    }
+  });
+}
+
+// z = tile (part 0), with the forward terms of GemmParams: see there.
+template <class T>
+struct ForwardEpilogue {
+  T alpha;
+  T beta;
+  Activation activation;
+  bool gated;
+  int64_t n;
+  Operand c;
+  Operand bias;
+  Operand residual;
+  Output preact_out;
+  Output out;
+
+  void operator()(const TilePosition& at, T* tile) const {
+    for (int64_t part = 0; part < (gated ? 2 : 1); ++part) {
+      T* const z = tile + part * kTileSize<T>;
+      const TilePosition z_at{at.row, at.column + part * n, at.rows, at.columns};
+      if (alpha != T(1)) for_tile<T>(at, [&](int64_t i) { store(z + i, alpha * load(z + i)); });
+      if (c.data != nullptr) add_scaled(c, beta, z_at, z);
+      if (bias.data != nullptr) add_row(bias, z_at, z);
+      if (preact_out.data != nullptr) store_tile(preact_out, gated ? 2 * n : n, z_at, z);
+    }
+    if (gated) {
+      const T* const up = tile + kTileSize<T>;
+      with_activation(activation, [&](auto f) {
+        for_tile<T>(at, [&](int64_t i) { store(tile + i, f.template value<T>(load(tile + i)) * load(up + i)); });
+      });
+    } else if (activation != Activation::kNone) {
+      with_activation(activation, [&](auto f) {
+        for_tile<T>(at, [&](int64_t i) { store(tile + i, f.template value<T>(load(tile + i))); });
+      });
+    }
+    if (residual.data != nullptr) add_scaled(residual, T(1), at, tile);
+    store_tile(out, n, at, tile);
+  }
+};
+
+// g = tile, the gradient of h = activation(z): out is the gradient of z. `hidden` and `sums` may be absent.
+template <class T>
+struct BackwardEpilogue {
+  T alpha;
+  Activation activation;
+  bool gated;
+  int64_t n;
+  Operand preact;
+  Output out;
+  Output hidden;
+  T* sums;  // (num_row_blocks, n), gated: (num_row_blocks, 2n)
+
+  void operator()(const TilePosition& at, T* tile) const {
+    alignas(64) T z[kTileSize<T>];
+    alignas(64) T h[kTileSize<T>];
+    const TilePosition up_at{at.row, at.column + n, at.rows, at.columns};
+    if (preact.data != nullptr) load_tile(preact, at, z);
+    if (gated) {
+      alignas(64) T up[kTileSize<T>];
+      alignas(64) T grad_up[kTileSize<T>];
+      load_tile(preact, up_at, up);
+      with_activation(activation, [&](auto f) {
+        for_tile<T>(at, [&](int64_t i) {
+          const auto gate = f.template value_and_derivative<T>(load(z + i));
+          const Vec<T> grad = alpha * load(tile + i);
+          store(h + i, gate.value * load(up + i));
+          store(grad_up + i, grad * gate.value);
+          store(tile + i, grad * load(up + i) * gate.derivative);
+        });
+      });
+      finish(up_at, grad_up);
+    } else if (activation != Activation::kNone || hidden.data != nullptr || alpha != T(1)) {
+      with_activation(activation, [&](auto f) {
+        for_tile<T>(at, [&](int64_t i) {
+          const auto y = f.template value_and_derivative<T>(load(z + i));
+          store(h + i, y.value);
+          store(tile + i, alpha * load(tile + i) * y.derivative);
+        });
+      });
+    }
+    if (hidden.data != nullptr) store_tile(hidden, n, at, h);
+    finish(at, tile);
+  }
+
+ private:
+  void finish(const TilePosition& at, const T* grad) const {
+    const int64_t width = gated ? 2 * n : n;
+    if (out.data != nullptr) store_tile(out, width, at, grad);
+    if (sums != nullptr) add_column_sums(sums, width, at, grad);
+  }
+};
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,0 +1,426 @@
+// gemm, linear and gated_linear: schema, checks, autograd, autocast, dispatch.
+//
+// Each has three ops. X is what users call. X_forward also returns what backward needs: the pre-activation, or an empty
+// tensor where the output serves (relu) or nothing is needed (no activation). X_backward returns the gradients
+// that output_mask asks for, in the order of the arguments, and empty tensors for the others.
+#include <ATen/ops/mul.h>
+
+#include <cmath>
+
+#include "gemm/autograd.h"
+
+namespace cuda_ext {
+namespace {
+
+using OptionalType = std::optional<at::ScalarType>;
+
+// gemm
+
+struct GemmShape {
+  Sizes batch;
+  int64_t m, n, k;
+  Sizes out() const {
+    Sizes sizes = batch;
+    sizes.append({m, n});
+    return sizes;
+  }
+};
+
+GemmShape check_product(const char* op, const Tensor& a, const Tensor& b) {
+  check_floating(op, "a", a);
+  check_same_dtype(op, "b", b, "a", a);
+  check_same_device(op, "b", b, "a", a);
+  CUDA_EXT_CHECK(a.dim() >= 2, op, "expected a of shape (..., M, K), got ", shape_string(a));
+  CUDA_EXT_CHECK(b.dim() >= 2 && b.size(-2) == a.size(-1), op, "expected b of shape (..., ", a.size(-1),
+                 ", N) to match a ", shape_string(a), ", got ", shape_string(b));
+  GemmShape shape{{}, a.size(-2), b.size(-1), a.size(-1)};
+  const int64_t dims = std::max(a.dim(), b.dim()) - 2;
+  for (int64_t d = 0; d < dims; ++d) {
+    const int64_t own_a = d - (dims - (a.dim() - 2)), own_b = d - (dims - (b.dim() - 2));
+    const int64_t size_a = own_a < 0 ? 1 : a.size(own_a), size_b = own_b < 0 ? 1 : b.size(own_b);
+    CUDA_EXT_CHECK(size_a == size_b || size_a == 1 || size_b == 1, op,
+                   "expected the batch dims of a and b to broadcast, got a ", shape_string(a), " and b ",
+                   shape_string(b));
+    shape.batch.push_back(size_a == 1 ? size_b : size_a);
+  }
+  return shape;
+}
+
+at::ScalarType output_type(const char* op, const OptionalType& wanted, at::ScalarType input) {
+  const auto type = wanted.value_or(input);
+  CUDA_EXT_CHECK(is_floating(type) && (type == at::kDouble) == (input == at::kDouble), op,
+                 "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got ", type,
+                 " for inputs of ", input);
+  return type;
+}
+
+void check_scale(const char* op, const char* argument, double value) {
+  CUDA_EXT_CHECK(!std::isnan(value), op, "expected ", argument, " to be a number, got nan");
+}
+
+std::tuple<Tensor, Tensor> run_gemm(const char* op, const Tensor& a, const Tensor& b, const OptionalTensor& c,
+                                    const OptionalTensor& bias, const ActivationName& activation_name, double alpha,
+                                    double beta, OptionalType out_dtype, bool for_backward) {
+  const GemmShape shape = check_product(op, a, b);
+  const Sizes sizes = shape.out();
+  const Activation activation = parse_activation(op, activation_name);
+  const auto type = output_type(op, out_dtype, a.scalar_type());
+  if (is_given(c)) check_addend(op, "c", *c, a, type, sizes);
+  if (is_given(bias)) check_bias(op, "bias", *bias, a, type, shape.n);
+  check_scale(op, "alpha", alpha);
+  check_scale(op, "beta", beta);
+
+  const bool save_preact = for_backward && needs_preact(activation, false, false);
+  Tensor out = empty_cpu(sizes, type);
+  Tensor preact = save_preact ? empty_cpu(sizes, type) : for_backward ? absent(type) : Tensor();
+  if (out.numel() == 0) return {out, preact};
+
+  GemmParams params;
+  params.m = shape.m;
+  params.n = shape.n;
+  params.k = alpha == 0.0 ? 0 : shape.k;
+  params.a = matrix(a);
+  params.b = matrix(b);
+  const bool has_c = is_given(c) && beta != 0.0;
+  const int64_t dims = int64_t(sizes.size());
+  if (has_c) {
+    params.c = matrix(*c);
+    params.c.row_stride = broadcast_stride(*c, dims - 2, dims);
+    params.c.column_stride = broadcast_stride(*c, dims - 1, dims);
+  }
+  if (is_given(bias)) params.bias = matrix(*bias);
+  BatchDims batch;
+  for (int64_t d = 0; d < dims - 2; ++d)
+    batch.push_back({sizes[d], false, broadcast_stride(a, d, dims), broadcast_stride(b, d, dims),
+                     has_c ? broadcast_stride(*c, d, dims) : 0, 0});
+  set_batch(op, params, batch);
+  params.alpha = alpha;
+  params.beta = beta;
+  params.activation = activation;
+  params.out = output(out);
+  if (save_preact) params.preact_out = output(preact);
+  launch_gemm(params);
+  return {out, preact};
+}
+
+Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
+            ActivationName activation, double alpha, double beta, OptionalType out_dtype) {
+  return std::get<0>(run_gemm("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, false));
+}
+
+std::tuple<Tensor, Tensor> gemm_forward(const Tensor& a, const Tensor& b, const OptionalTensor& c,
+                                        const OptionalTensor& bias, ActivationName activation, double alpha,
+                                        double beta, OptionalType out_dtype) {
+  return run_gemm("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, true);
+}
+
+// alpha * grad @ other, or other @ grad for `is_left` operands, in the shape of `operand`: the batch dims that it was
+// broadcast along are summed over.
+Tensor operand_gradient(const Tensor& grad, const Tensor& operand, const Tensor& other, double alpha, bool is_left) {
+  Tensor result = empty_cpu(operand.sizes(), operand.scalar_type());
+  if (result.numel() == 0) return result;
+  const int64_t dims = grad.dim();
+  GemmParams params;
+  params.m = operand.size(-2);
+  params.n = operand.size(-1);
+  params.k = alpha == 0.0 ? 0 : is_left ? grad.size(-1) : grad.size(-2);
+  params.a = is_left ? matrix(grad) : transposed(matrix(other));
+  params.b = is_left ? transposed(matrix(other)) : matrix(grad);
+  BatchDims batch;
+  for (int64_t d = 0; d < dims - 2; ++d) {
+    const int64_t own = d - (dims - operand.dim());
+    const bool reduced = own < 0 || operand.size(own) == 1;
+    const int64_t stride = broadcast_stride(grad, d, dims), other_stride = broadcast_stride(other, d, dims);
+    batch.push_back({grad.size(d), reduced, is_left ? stride : other_stride, is_left ? other_stride : stride, 0, 0});
+  }
+  set_batch("gemm_backward", params, batch);
+  params.alpha = alpha;
+  params.out = output(result);
+  launch_gemm(params);
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gemm_backward(const Tensor& grad, const Tensor& a, const Tensor& b,
+                                                         const OptionalTensor& bias, const Tensor& preact,
+                                                         ActivationName activation_name, double alpha, double beta,
+                                                         std::array<bool, 4> output_mask) {
+  constexpr const char* op = "gemm_backward";
+  const Activation activation = parse_activation(op, activation_name);
+  check_gradient(op, grad, preact, check_product(op, a, b).out(), false, activation);
+  const auto type = a.scalar_type();
+  auto [grad_preact, grad_bias] =
+      activation_gradient(grad, preact, activation, false, output_mask[3], is_given(bias) ? bias->scalar_type() : type);
+  return {output_mask[0] ? operand_gradient(grad_preact, a, b, alpha, true) : absent(type),
+          output_mask[1] ? operand_gradient(grad_preact, b, a, alpha, false) : absent(type),
+          output_mask[2] ? at::mul(grad_preact, beta) : absent(type),
+          grad_bias};
+}
+
+// linear, gated_linear
+
+std::tuple<Tensor, Tensor> run_linear(const char* op, const Tensor& input, const Tensor& weight,
+                                      const OptionalTensor& bias, const OptionalTensor& residual,
+                                      const ActivationName& activation_name, bool gated, bool for_backward) {
+  check_projection(op, "input", input, "weight", weight, "bias", bias, gated);
+  const Activation activation = parse_activation(op, activation_name);
+  if (is_given(residual))
+    check_addend(op, "residual", *residual, input, input.scalar_type(),
+                 replace_last(input.sizes(), 1, {weight.size(0)}));
+  const bool save_preact = for_backward && needs_preact(activation, gated, is_given(residual));
+  auto [out, preact] = project(op, input, weight, bias, residual, activation, gated, save_preact);
+  return {out, for_backward && !save_preact ? absent(input.scalar_type()) : preact};
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
+              ActivationName activation) {
+  return std::get<0>(run_linear("linear", input, weight, bias, residual, activation, false, false));
+}
+std::tuple<Tensor, Tensor> linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                          const OptionalTensor& residual, ActivationName activation) {
+  return run_linear("linear", input, weight, bias, residual, activation, false, true);
+}
+Tensor gated_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, ActivationName activation) {
+  return std::get<0>(run_linear("gated_linear", input, weight, bias, std::nullopt, activation, true, false));
+}
+std::tuple<Tensor, Tensor> gated_linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                                                ActivationName activation) {
+  return run_linear("gated_linear", input, weight, bias, std::nullopt, activation, true, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor> run_linear_backward(const char* op, const Tensor& grad, const Tensor& input,
+                                                       const Tensor& weight, const OptionalTensor& bias,
+                                                       const Tensor& preact, const ActivationName& activation_name,
+                                                       bool gated, const std::array<bool, 3>& output_mask) {
+  check_projection(op, "input", input, "weight", weight, "bias", std::nullopt, gated);
+  const int64_t n = gated ? weight.size(0) / 2 : weight.size(0);
+  const Activation activation = parse_activation(op, activation_name);
+  check_gradient(op, grad, preact, replace_last(input.sizes(), 1, {n}), gated, activation);
+  const auto type = input.scalar_type();
+  auto [grad_preact, grad_bias] = activation_gradient(grad, preact, activation, gated, output_mask[2],
+                                                      is_given(bias) ? bias->scalar_type() : type);
+  return {output_mask[0] ? input_gradient(op, grad_preact, weight, type) : absent(type),
+          output_mask[1] ? weight_gradient(op, grad_preact, input, type) : absent(type), grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                   const OptionalTensor& bias, const Tensor& preact,
+                                                   ActivationName activation, std::array<bool, 3> output_mask) {
+  return run_linear_backward("linear_backward", grad, input, weight, bias, preact, activation, false, output_mask);
+}
+std::tuple<Tensor, Tensor, Tensor> gated_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                                         const OptionalTensor& bias, const Tensor& preact,
+                                                         ActivationName activation, std::array<bool, 3> output_mask) {
+  return run_linear_backward("gated_linear_backward", grad, input, weight, bias, preact, activation, true, output_mask);
+}
+
+class GemmFunction : public torch::autograd::Function<GemmFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const OptionalTensor& c,
+                        const OptionalTensor& bias, ActivationName activation, double alpha, double beta,
+                        OptionalType out_dtype) {
+    static const auto op = find_op<decltype(gemm_forward)>(CUDA_EXT_OP("gemm_forward"));
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, preact] = op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
+    ctx->save_for_backward({a, b, value_or_empty(bias), activation == "relu" ? out : preact});
+    auto& data = ctx->saved_data;
+    data["activation"] = to_ivalue(activation);
+    data["alpha"] = alpha;
+    data["beta"] = beta;
+    data["has_c"] = is_given(c);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<decltype(gemm_backward)>(CUDA_EXT_OP("gemm_backward"));
+    const auto saved = ctx->get_saved_variables();
+    const auto& data = ctx->saved_data;
+    const auto activation = to_activation_name(data.at("activation"));
+    const double beta = data.at("beta").toDouble();
+    EdgeCounter edges(ctx);
+    std::array<bool, 4> mask{};
+    mask[0] = edges.needs_gradient(true);
+    mask[1] = edges.needs_gradient(true);
+    mask[2] = edges.needs_gradient(data.at("has_c").toBool());
+    mask[3] = edges.needs_gradient(saved[2].defined());
+    auto [grad_a, grad_b, grad_c, grad_bias] =
+        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], activation, data.at("alpha").toDouble(),
+                beta, mask);
+    return {mask[0] ? grad_a : Tensor(), mask[1] ? grad_b : Tensor(), mask[2] ? grad_c : Tensor(),
+            mask[3] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
+                     ActivationName activation, double alpha, double beta, OptionalType out_dtype) {
+  if (any_requires_grad(a, b, c, bias)) return GemmFunction::apply(a, b, c, bias, activation, alpha, beta, out_dtype);
+  static const auto op = find_op<decltype(gemm)>(CUDA_EXT_OP("gemm"));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
+}
+
+class LinearFunction : public torch::autograd::Function<LinearFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        const OptionalTensor& residual, ActivationName activation) {
+    static const auto op = find_op<decltype(linear_forward)>(CUDA_EXT_OP("linear_forward"));
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, preact] = op.call(input, weight, bias, residual, activation);
+    const bool output_serves = activation == "relu" && !is_given(residual);
+    ctx->save_for_backward({input, weight, value_or_empty(bias), output_serves ? out : preact});
+    ctx->saved_data["activation"] = to_ivalue(activation);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<decltype(linear_backward)>(CUDA_EXT_OP("linear_backward"));
+    const auto saved = ctx->get_saved_variables();
+    EdgeCounter edges(ctx);
+    std::array<bool, 3> mask{};
+    mask[0] = edges.needs_gradient(true);
+    mask[1] = edges.needs_gradient(true);
+    mask[2] = edges.needs_gradient(saved[2].defined());
+    auto [grad_input, grad_weight, grad_bias] =
+        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
+                to_activation_name(ctx->saved_data.at("activation")), mask);
+    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
+            grads[0], Tensor()};
+  }
+};
+
+Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       const OptionalTensor& residual, ActivationName activation) {
+  if (any_requires_grad(input, weight, bias, residual))
+    return LinearFunction::apply(input, weight, bias, residual, activation);
+  static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(input, weight, bias, residual, activation);
+}
+
+class GatedLinearFunction : public torch::autograd::Function<GatedLinearFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                        ActivationName activation) {
+    static const auto op = find_op<decltype(gated_linear_forward)>(CUDA_EXT_OP("gated_linear_forward"));
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, preact] = op.call(input, weight, bias, activation);
+    ctx->save_for_backward({input, weight, value_or_empty(bias), preact});
+    ctx->saved_data["activation"] = to_ivalue(activation);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<decltype(gated_linear_backward)>(CUDA_EXT_OP("gated_linear_backward"));
+    const auto saved = ctx->get_saved_variables();
+    EdgeCounter edges(ctx);
+    std::array<bool, 3> mask{};
+    mask[0] = edges.needs_gradient(true);
+    mask[1] = edges.needs_gradient(true);
+    mask[2] = edges.needs_gradient(saved[2].defined());
+    auto [grad_input, grad_weight, grad_bias] =
+        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
+                to_activation_name(ctx->saved_data.at("activation")), mask);
+    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
+            Tensor()};
+  }
+};
+
+Tensor gated_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             ActivationName activation) {
+  if (any_requires_grad(input, weight, bias)) return GatedLinearFunction::apply(input, weight, bias, activation);
+  static const auto op = find_op<decltype(gated_linear)>(CUDA_EXT_OP("gated_linear"));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op.call(input, weight, bias, activation);
+}
+
+// Autocast
+
+template <c10::DeviceType device>
+Tensor gemm_autocast(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
+                     ActivationName activation, double alpha, double beta, OptionalType out_dtype) {
+  static const auto op = find_op<decltype(gemm)>(CUDA_EXT_OP("gemm"));
+  const Autocast cast(device);
+  return op.call(cast(a), cast(b), cast(c), cast(bias), activation, alpha, beta, out_dtype);
+}
+template <c10::DeviceType device>
+Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                       const OptionalTensor& residual, ActivationName activation) {
+  static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));
+  const Autocast cast(device);
+  return op.call(cast(input), cast(weight), cast(bias), cast(residual), activation);
+}
+template <c10::DeviceType device>
+Tensor gated_linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             ActivationName activation) {
+  static const auto op = find_op<decltype(gated_linear)>(CUDA_EXT_OP("gated_linear"));
+  const Autocast cast(device);
+  return op.call(cast(input), cast(weight), cast(bias), activation);
+}
+
+}  // namespace
+
+// Tensors come first and by position, as vmap rules want them.
+#define GEMM_ARGUMENTS                                                                           \
+  "(Tensor a, Tensor b, Tensor? c=None, Tensor? bias=None, *, str? activation=None, "            \
+  "float alpha=1.0, float beta=1.0, ScalarType? out_dtype=None)"
+#define LINEAR_ARGUMENTS \
+  "(Tensor input, Tensor weight, Tensor? bias=None, Tensor? residual=None, *, str? activation=None)"
+#define GATED_LINEAR_ARGUMENTS "(Tensor input, Tensor weight, Tensor? bias=None, *, str? activation='silu')"
+#define LINEAR_BACKWARD_ARGUMENTS                                                                 \
+  "(Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, Tensor preact, *, str? activation, " \
+  "bool[3] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
+  m.def("gemm" GEMM_ARGUMENTS " -> Tensor", tags);
+  m.def("gemm_forward" GEMM_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
+  m.def("gemm_backward(Tensor grad_out, Tensor a, Tensor b, Tensor? bias, Tensor preact, *, str? activation, "
+        "float alpha, float beta, bool[4] output_mask) "
+        "-> (Tensor grad_a, Tensor grad_b, Tensor grad_c, Tensor grad_bias)", tags);
+  m.def("linear" LINEAR_ARGUMENTS " -> Tensor", tags);
+  m.def("linear_forward" LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
+  m.def("linear_backward" LINEAR_BACKWARD_ARGUMENTS, tags);
+  m.def("gated_linear" GATED_LINEAR_ARGUMENTS " -> Tensor", tags);
+  m.def("gated_linear_forward" GATED_LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
+  m.def("gated_linear_backward" LINEAR_BACKWARD_ARGUMENTS, tags);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+  m.impl("gemm", gemm);
+  m.impl("gemm_forward", gemm_forward);
+  m.impl("gemm_backward", gemm_backward);
+  m.impl("linear", linear);
+  m.impl("linear_forward", linear_forward);
+  m.impl("linear_backward", linear_backward);
+  m.impl("gated_linear", gated_linear);
+  m.impl("gated_linear_forward", gated_linear_forward);
+  m.impl("gated_linear_backward", gated_linear_backward);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
+  for (const char* name : {"gemm", "gemm_forward", "gemm_backward", "linear", "linear_forward", "linear_backward",
+                           "gated_linear", "gated_linear_forward", "gated_linear_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("gemm", gemm_autograd);
+  m.impl("linear", linear_autograd);
+  m.impl("gated_linear", gated_linear_autograd);
+  for (const char* name : {"gemm_forward", "gemm_backward", "linear_forward", "linear_backward",
+                           "gated_linear_forward", "gated_linear_backward"})
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
+  m.impl("gemm", gemm_autocast<c10::DeviceType::CPU>);
+  m.impl("linear", linear_autocast<c10::DeviceType::CPU>);
+  m.impl("gated_linear", gated_linear_autocast<c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) {
+  m.impl("gemm", gemm_autocast<c10::DeviceType::CUDA>);
+  m.impl("linear", linear_autocast<c10::DeviceType::CUDA>);
+  m.impl("gated_linear", gated_linear_autocast<c10::DeviceType::CUDA>);
+}
+
+}  // namespace cuda_ext

@@ -1,0 +1,84 @@
+// Matrix products with fused epilogues, and the elementwise gradient pass that goes with them, as plain parameters.
+// Bindings fill these structs and call the launchers; every kernel, on any device, takes the same structs.
+#pragma once
+
+#include "base/dtype.h"
+#include "cpu/isa.h"
+
+namespace cuda_ext {
+
+enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+
+// Batch dims come innermost first and merged where strides allow, so this many are hard to reach.
+constexpr int kMaxBatchDims = 8;
+
+// A matrix read in place, whatever its strides (in elements; 0 broadcasts). Absent when data is null.
+struct Operand {
+  const void* data = nullptr;
+  Dtype dtype = Dtype::kFloat32;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;
+  int64_t batch_strides[kMaxBatchDims] = {};
+};
+
+// A row-major matrix written without gaps, batches one after the other. Absent when data is null.
+struct Output {
+  void* data = nullptr;
+  Dtype dtype = Dtype::kFloat32;
+};
+
+// Forward, for each of the batches:   z   = alpha * sum_r a_r @ b_r + beta * c + bias      (m, n), or (m, 2n) when gated
+//                                     out = activation(z) + residual                        (m, n)
+//                            gated:   out = activation(z[:, :n]) * z[:, n:] + residual      (m, n)
+// Backward (preact.data set; one batch): with g = alpha * sum_r a_r @ b_r, the gradient of h = activation(z),
+//                                     out = g * activation'(z), hidden = h                  (m, n)
+//                            gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z   (m, 2n)
+// and bias_grad is the sum of out over its rows.
+// The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed.
+struct GemmParams {
+  int64_t m = 0;
+  int64_t n = 0;
+  int64_t k = 0;
+  int batch_dims = 0;
+  int64_t batch_sizes[kMaxBatchDims] = {};
+  int reduced_dims = 0;
+  int64_t reduced_sizes[kMaxBatchDims] = {};
+  int64_t reduced_strides_a[kMaxBatchDims] = {};
+  int64_t reduced_strides_b[kMaxBatchDims] = {};
+
+  Operand a;  // (batch, m, k)
+  Operand b;  // (batch, k, n), gated: (batch, k, 2n)
+  double alpha = 1.0;
+  double beta = 1.0;
+  Activation activation = Activation::kNone;
+  bool gated = false;
+  Output out;
+
+  Operand c;         // (batch, m, n), gated: absent
+  Operand bias;      // (n,) by column_stride, gated: (2n,)
+  Operand residual;  // (batch, m, n)
+  Output preact_out;  // z
+
+  Operand preact;    // z, read by the backward epilogue
+  Output hidden;     // (m, n)
+  Output bias_grad;  // (n,), gated: (2n,)
+};
+
+// The gradient through an activation and the bias before it in one pass over grad_out (rows, n):
+// grad_preact = grad_out * activation'(preact), its rows summed into bias_grad. Gated as in GemmParams.
+// Without grad_preact (and then without an activation) it only sums.
+struct ActivationGradParams {
+  int64_t rows = 0;
+  int64_t n = 0;
+  Activation activation = Activation::kNone;
+  bool gated = false;
+  Operand grad_out;
+  Operand preact;      // (rows, n), gated: (rows, 2n)
+  Output grad_preact;  // as preact
+  Output bias_grad;    // (n,), gated: (2n,)
+};
+
+CUDA_EXT_CPU_LAUNCHER(launch_gemm, GemmParams)
+CUDA_EXT_CPU_LAUNCHER(launch_activation_grad, ActivationGradParams)
+
+}  // namespace cuda_ext

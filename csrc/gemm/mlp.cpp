@@ -1,0 +1,201 @@
+// mlp and gated_mlp: linear, activation, linear as one op. Backward needs only the pre-activation: the GEMM that forms the
+// gradient of the hidden tensor turns it into that of the pre-activation, emits the hidden tensor again, and sums the
+// bias gradient, all in its epilogue. The three ops of each are as in gemm.cpp.
+#include <ATen/ops/zeros.h>
+
+#include "gemm/autograd.h"
+
+namespace cuda_ext {
+namespace {
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using OutputMask = std::array<bool, 5>;
+
+void check_layers(const char* op, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                  const OptionalTensor& bias1, const OptionalTensor& bias2, bool gated) {
+  check_projection(op, "input", input, "weight1", weight1, "bias1", bias1, gated);
+  check_same_dtype(op, "weight2", weight2, "input", input);
+  check_same_device(op, "weight2", weight2, "input", input);
+  const int64_t hidden = gated ? weight1.size(0) / 2 : weight1.size(0);
+  CUDA_EXT_CHECK(weight2.dim() == 2 && weight2.size(1) == hidden, op, "expected weight2 of shape (N, ", hidden,
+                 ") to match weight1 ", shape_string(weight1), ", got ", shape_string(weight2));
+  if (is_given(bias2)) check_bias(op, "bias2", *bias2, input, input.scalar_type(), weight2.size(0));
+}
+
+template <bool gated>
+constexpr const char* op_name = gated ? "gated_mlp" : "mlp";
+
+template <bool gated>
+std::tuple<Tensor, Tensor> run_mlp(const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                                   const OptionalTensor& bias1, const OptionalTensor& bias2,
+                                   const ActivationName& activation, bool for_backward) {
+  constexpr const char* op = op_name<gated>;
+  check_layers(op, input, weight1, weight2, bias1, bias2, gated);
+  auto [hidden, preact] =
+      project(op, input, weight1, bias1, std::nullopt, parse_activation(op, activation), gated, for_backward);
+  Tensor out = project(op, hidden, weight2, bias2, std::nullopt, Activation::kNone, false, false).out;
+  return {std::move(out), std::move(preact)};
+}
+
+template <bool gated>
+Tensor mlp(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
+           const OptionalTensor& bias2, ActivationName activation) {
+  return std::get<0>(run_mlp<gated>(input, weight1, weight2, bias1, bias2, activation, false));
+}
+template <bool gated>
+std::tuple<Tensor, Tensor> mlp_forward(const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                                       const OptionalTensor& bias1, const OptionalTensor& bias2,
+                                       ActivationName activation) {
+  return run_mlp<gated>(input, weight1, weight2, bias1, bias2, activation, true);
+}
+
+template <bool gated>
+Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                       const OptionalTensor& bias1, const OptionalTensor& bias2, const Tensor& preact,
+                       ActivationName activation_name, OutputMask output_mask) {
+  constexpr const char* op = gated ? "gated_mlp_backward" : "mlp_backward";
+  check_layers(op, input, weight1, weight2, bias1, bias2, gated);
+  const Activation activation = parse_activation(op, activation_name);
+  const int64_t hidden_size = weight2.size(1), width = weight1.size(0);
+  const Sizes preact_size = replace_last(input.sizes(), 1, {width});
+  check_gradient(op, grad, Tensor(), replace_last(input.sizes(), 1, {weight2.size(0)}), false, Activation::kNone);
+  CUDA_EXT_CHECK(preact.sizes() == at::IntArrayRef(preact_size), op, "expected preact of shape ",
+                 shape_string(preact_size), ", got ", shape_string(preact));
+  const auto type = input.scalar_type();
+  const auto [wants_input, wants_weight1, wants_weight2, wants_bias1, wants_bias2] = output_mask;
+
+  Tensor grad_preact = absent(type), hidden = absent(type), grad_bias1 = absent(type);
+  if (wants_input || wants_weight1 || wants_weight2 || wants_bias1) {
+    grad_preact = empty_cpu(preact_size, type);
+    hidden = wants_weight2 ? empty_cpu(replace_last(input.sizes(), 1, {hidden_size}), type) : absent(type);
+    if (wants_bias1) grad_bias1 = at::zeros({width}, is_given(bias1) ? bias1->options() : input.options());
+    if (grad_preact.numel() > 0) {
+      // (rows, N) @ (N, hidden), with the backward epilogue.
+      const Tensor grad_rows = grad.reshape({preact.numel() / width, weight2.size(0)});
+      const Tensor preact_rows = preact.reshape({preact.numel() / width, width});
+      GemmParams params;
+      params.m = grad_rows.size(0);
+      params.n = hidden_size;
+      params.k = weight2.size(0);
+      params.a = matrix(grad_rows);
+      params.b = matrix(weight2);
+      params.activation = activation;
+      params.gated = gated;
+      params.preact = matrix(preact_rows);
+      params.out = output(grad_preact);
+      if (wants_weight2) params.hidden = output(hidden);
+      if (wants_bias1) params.bias_grad = output(grad_bias1);
+      launch_gemm(params);
+    }
+  }
+  Tensor grad_bias2 = activation_gradient(grad, Tensor(), Activation::kNone, false, wants_bias2,
+                                          is_given(bias2) ? bias2->scalar_type() : type).bias;
+  return {wants_input ? input_gradient(op, grad_preact, weight1, type) : absent(type),
+          wants_weight1 ? weight_gradient(op, grad_preact, input, type) : absent(type),
+          wants_weight2 ? weight_gradient(op, grad, hidden, type) : absent(type), grad_bias1, grad_bias2};
+}
+
+template <bool gated>
+class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                        const OptionalTensor& bias1, const OptionalTensor& bias2, ActivationName activation) {
+    static const auto op = find_op<decltype(mlp_forward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_forward")
+                                                                       : CUDA_EXT_OP("mlp_forward"));
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, preact] = op.call(input, weight1, weight2, bias1, bias2, activation);
+    ctx->save_for_backward({input, weight1, weight2, value_or_empty(bias1), value_or_empty(bias2), preact});
+    ctx->saved_data["activation"] = to_ivalue(activation);
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    static const auto op = find_op<decltype(mlp_backward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_backward")
+                                                                        : CUDA_EXT_OP("mlp_backward"));
+    const auto saved = ctx->get_saved_variables();
+    EdgeCounter edges(ctx);
+    OutputMask mask{};
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] = edges.needs_gradient(saved[i].defined());
+    auto [grad_input, grad_weight1, grad_weight2, grad_bias1, grad_bias2] =
+        op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
+                to_activation_name(ctx->saved_data.at("activation")), mask);
+    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight1 : Tensor(), mask[2] ? grad_weight2 : Tensor(),
+            mask[3] ? grad_bias1 : Tensor(), mask[4] ? grad_bias2 : Tensor(),   Tensor()};
+  }
+};
+
+template <bool gated>
+const auto& public_op() {
+  static const auto op = find_op<decltype(mlp<gated>)>(gated ? CUDA_EXT_OP("gated_mlp") : CUDA_EXT_OP("mlp"));
+  return op;
+}
+
+template <bool gated>
+Tensor mlp_autograd(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
+                    const OptionalTensor& bias2, ActivationName activation) {
+  if (any_requires_grad(input, weight1, weight2, bias1, bias2))
+    return MlpFunction<gated>::apply(input, weight1, weight2, bias1, bias2, activation);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return public_op<gated>().call(input, weight1, weight2, bias1, bias2, activation);
+}
+
+template <bool gated, c10::DeviceType device>
+Tensor mlp_autocast(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
+                    const OptionalTensor& bias2, ActivationName activation) {
+  const Autocast cast(device);
+  return public_op<gated>().call(cast(input), cast(weight1), cast(weight2), cast(bias1), cast(bias2), activation);
+}
+
+}  // namespace
+
+#define MLP_ARGUMENTS(activation)                                                                            \
+  "(Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1=None, Tensor? bias2=None, *, str? activation='" \
+  activation "')"
+#define MLP_BACKWARD_ARGUMENTS                                                                                      \
+  "(Tensor grad_out, Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1, Tensor? bias2, Tensor preact, *, " \
+  "str? activation, bool[5] output_mask) -> (Tensor grad_input, Tensor grad_weight1, Tensor grad_weight2, "          \
+  "Tensor grad_bias1, Tensor grad_bias2)"
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
+  m.def("mlp" MLP_ARGUMENTS("gelu") " -> Tensor", tags);
+  m.def("mlp_forward" MLP_ARGUMENTS("gelu") " -> (Tensor out, Tensor preact)", tags);
+  m.def("mlp_backward" MLP_BACKWARD_ARGUMENTS, tags);
+  m.def("gated_mlp" MLP_ARGUMENTS("silu") " -> Tensor", tags);
+  m.def("gated_mlp_forward" MLP_ARGUMENTS("silu") " -> (Tensor out, Tensor preact)", tags);
+  m.def("gated_mlp_backward" MLP_BACKWARD_ARGUMENTS, tags);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+  m.impl("mlp", mlp<false>);
+  m.impl("mlp_forward", mlp_forward<false>);
+  m.impl("mlp_backward", mlp_backward<false>);
+  m.impl("gated_mlp", mlp<true>);
+  m.impl("gated_mlp_forward", mlp_forward<true>);
+  m.impl("gated_mlp_backward", mlp_backward<true>);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
+  for (const char* name :
+       {"mlp", "mlp_forward", "mlp_backward", "gated_mlp", "gated_mlp_forward", "gated_mlp_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("mlp", mlp_autograd<false>);
+  m.impl("gated_mlp", mlp_autograd<true>);
+  for (const char* name : {"mlp_forward", "mlp_backward", "gated_mlp_forward", "gated_mlp_backward"})
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
+  m.impl("mlp", mlp_autocast<false, c10::DeviceType::CPU>);
+  m.impl("gated_mlp", mlp_autocast<true, c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) {
+  m.impl("mlp", mlp_autocast<false, c10::DeviceType::CUDA>);
+  m.impl("gated_mlp", mlp_autocast<true, c10::DeviceType::CUDA>);
+}
+
+}  // namespace cuda_ext

@@ -1,0 +1,212 @@
+#include "gemm/product.h"
+
+#include <algorithm>
+
+namespace cuda_ext {
+
+void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
+                  at::ScalarType out_type, at::IntArrayRef out) {
+  CUDA_EXT_CHECK(addend.scalar_type() == input.scalar_type() || addend.scalar_type() == out_type, op, "expected ",
+                 argument, " of dtype ", input.scalar_type(), " (the inputs') or ", out_type, " (the output's), got ",
+                 addend.scalar_type(), "; convert it with .to()");
+  check_same_device(op, argument, addend, "the inputs", input);
+  bool broadcasts = addend.dim() <= int64_t(out.size());
+  for (int64_t d = 1; broadcasts && d <= addend.dim(); ++d)
+    broadcasts = addend.size(-d) == 1 || addend.size(-d) == out[out.size() - d];
+  CUDA_EXT_CHECK(broadcasts, op, "expected ", argument, " to broadcast to the output ", shape_string(out), ", got ",
+                 shape_string(addend));
+}
+
+void check_bias(const char* op, const char* argument, const Tensor& bias, const Tensor& input, at::ScalarType out_type,
+                int64_t n) {
+  CUDA_EXT_CHECK(bias.dim() == 1 && bias.size(0) == n, op, "expected ", argument, " of shape (", n, ",), got ",
+                 shape_string(bias));
+  check_addend(op, argument, bias, input, out_type, {n});
+}
+
+void check_projection(const char* op, const char* input_name, const Tensor& input, const char* weight_name,
+                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias, bool gated) {
+  check_floating(op, input_name, input);
+  check_same_dtype(op, weight_name, weight, input_name, input);
+  check_same_device(op, weight_name, weight, input_name, input);
+  CUDA_EXT_CHECK(input.dim() >= 1, op, "expected ", input_name, " of shape (..., K), got a 0-dim tensor");
+  CUDA_EXT_CHECK(weight.dim() == 2 && weight.size(1) == input.size(-1), op, "expected ", weight_name, " of shape (",
+                 gated ? "2N, " : "N, ", input.size(-1), ") to match ", input_name, " ", shape_string(input), ", got ",
+                 shape_string(weight));
+  CUDA_EXT_CHECK(!gated || weight.size(0) % 2 == 0, op, "expected ", weight_name,
+                 " to have an even number of rows, [gate; up], got ", shape_string(weight));
+  if (is_given(bias)) check_bias(op, bias_name, *bias, input, input.scalar_type(), weight.size(0));
+}
+
+void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact, at::IntArrayRef out, bool gated,
+                    Activation activation) {
+  check_floating(op, "grad_out", grad_out);
+  CUDA_EXT_CHECK(grad_out.sizes() == out, op, "expected grad_out of shape ", shape_string(out), ", got ",
+                 shape_string(grad_out));
+  if (!gated && activation == Activation::kNone) return;
+  const Sizes expected = replace_last(out, 1, {gated ? 2 * out.back() : out.back()});
+  CUDA_EXT_CHECK(preact.sizes() == at::IntArrayRef(expected) && is_floating(preact.scalar_type()), op,
+                 "expected preact of shape ", shape_string(expected), ", got ", shape_string(preact));
+}
+
+void set_batch(const char* op, GemmParams& params, const BatchDims& dims) {
+  GemmParams& p = params;
+  const auto continues = [](bool first, int64_t outer, int64_t size, int64_t inner) {
+    return first || outer == size * inner;
+  };
+  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
+    if (dim->size == 1) continue;
+    if (dim->reduced) {
+      const int last = p.reduced_dims - 1;
+      const bool is_first = p.k == 1;
+      if (last < 0 && continues(is_first, dim->a, p.k, p.a.column_stride) &&
+          continues(is_first, dim->b, p.k, p.b.row_stride)) {
+        if (is_first) p.a.column_stride = dim->a, p.b.row_stride = dim->b;
+        p.k *= dim->size;
+      } else if (last >= 0 && continues(false, dim->a, p.reduced_sizes[last], p.reduced_strides_a[last]) &&
+                 continues(false, dim->b, p.reduced_sizes[last], p.reduced_strides_b[last])) {
+        p.reduced_sizes[last] *= dim->size;
+      } else {
+        CUDA_EXT_CHECK(p.reduced_dims < kMaxBatchDims, op, "expected at most ", kMaxBatchDims,
+                       " batch dims that cannot be merged; make the tensors contiguous with .contiguous()");
+        p.reduced_sizes[p.reduced_dims] = dim->size;
+        p.reduced_strides_a[p.reduced_dims] = dim->a;
+        p.reduced_strides_b[p.reduced_dims] = dim->b;
+        ++p.reduced_dims;
+      }
+      continue;
+    }
+    const int last = p.batch_dims - 1;
+    const bool is_first = p.m == 1;
+    if (last < 0 && dim->b == 0 && continues(is_first, dim->a, p.m, p.a.row_stride) &&
+        continues(is_first, dim->c, p.m, p.c.row_stride) &&
+        continues(is_first, dim->residual, p.m, p.residual.row_stride)) {
+      if (is_first) p.a.row_stride = dim->a, p.c.row_stride = dim->c, p.residual.row_stride = dim->residual;
+      p.m *= dim->size;
+      continue;
+    }
+    const auto follows = [&](int64_t stride, const Operand& operand) {
+      return continues(false, stride, p.batch_sizes[last], operand.batch_strides[last]);
+    };
+    if (last >= 0 && follows(dim->a, p.a) && follows(dim->b, p.b) && follows(dim->c, p.c) &&
+        follows(dim->residual, p.residual)) {
+      p.batch_sizes[last] *= dim->size;
+      continue;
+    }
+    CUDA_EXT_CHECK(p.batch_dims < kMaxBatchDims, op, "expected at most ", kMaxBatchDims,
+                   " batch dims that cannot be merged; make the tensors contiguous with .contiguous()");
+    p.batch_sizes[p.batch_dims] = dim->size;
+    p.a.batch_strides[p.batch_dims] = dim->a;
+    p.b.batch_strides[p.batch_dims] = dim->b;
+    p.c.batch_strides[p.batch_dims] = dim->c;
+    p.residual.batch_strides[p.batch_dims] = dim->residual;
+    ++p.batch_dims;
+  }
+}
+
+namespace {
+
+// input (..., k) as the rows of params.a, `residual` (may be undefined) broadcast to (..., n).
+void set_rows(const char* op, GemmParams& params, const Tensor& input, const Tensor& residual) {
+  const int64_t dims = input.dim();
+  params.a = matrix(input);
+  params.m = dims >= 2 ? input.size(dims - 2) : 1;
+  params.k = input.size(dims - 1);
+  if (residual.defined()) {
+    params.residual = matrix(residual);
+    params.residual.row_stride = broadcast_stride(residual, dims - 2, dims);
+    params.residual.column_stride = broadcast_stride(residual, dims - 1, dims);
+  }
+  if (dims <= 2) return;
+  BatchDims batch;
+  for (int64_t d = 0; d < dims - 2; ++d)
+    batch.push_back({input.size(d), false, input.stride(d), 0, 0,
+                     residual.defined() ? broadcast_stride(residual, d, dims) : 0});
+  set_batch(op, params, batch);
+}
+
+}  // namespace
+
+Projection project(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   const OptionalTensor& residual, Activation activation, bool gated, bool save_preact) {
+  const auto type = input.scalar_type();
+  const int64_t width = weight.size(0);
+  GemmParams params;
+  params.n = gated ? width / 2 : width;
+  Projection result{empty_cpu(replace_last(input.sizes(), 1, {params.n}), type),
+                    save_preact ? empty_cpu(replace_last(input.sizes(), 1, {width}), type) : absent(type)};
+  if (result.out.numel() == 0) return result;
+  set_rows(op, params, input, value_or_empty(residual));
+  params.b = transposed(matrix(weight));
+  if (is_given(bias)) params.bias = matrix(*bias);
+  params.activation = activation;
+  params.gated = gated;
+  params.out = output(result.out);
+  if (save_preact) params.preact_out = output(result.preact);
+  launch_gemm(params);
+  return result;
+}
+
+Tensor input_gradient(const char* op, const Tensor& grad, const Tensor& weight, at::ScalarType type) {
+  Tensor result = empty_cpu(replace_last(grad.sizes(), 1, {weight.size(1)}), type);
+  if (result.numel() == 0) return result;
+  GemmParams params;
+  params.n = weight.size(1);
+  set_rows(op, params, grad, Tensor());
+  params.b = matrix(weight);
+  params.out = output(result);
+  launch_gemm(params);
+  return result;
+}
+
+Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, at::ScalarType type) {
+  const int64_t dims = grad.dim();
+  GemmParams params;
+  params.m = grad.size(dims - 1);
+  params.n = input.size(dims - 1);
+  params.k = dims >= 2 ? grad.size(dims - 2) : 1;
+  Tensor result = empty_cpu({params.m, params.n}, type);
+  if (result.numel() == 0) return result;
+  params.a = transposed(matrix(grad));
+  params.b = matrix(input);
+  BatchDims batch;
+  for (int64_t d = 0; d < dims - 2; ++d)
+    batch.push_back({grad.size(d), true, grad.stride(d), input.stride(d), 0, 0});
+  set_batch(op, params, batch);
+  params.out = output(result);
+  launch_gemm(params);
+  return result;
+}
+
+Tensor flatten_rows(const Tensor& tensor) {
+  const int64_t n = tensor.size(-1);
+  return tensor.reshape({n == 0 ? 0 : tensor.numel() / n, n});
+}
+
+ActivationGradient activation_gradient(const Tensor& grad, const Tensor& preact, Activation activation, bool gated,
+                                       bool bias_wanted, at::ScalarType bias_type) {
+  const auto type = grad.scalar_type();
+  const bool elementwise = gated || activation != Activation::kNone;
+  const int64_t n = grad.size(-1), width = gated ? 2 * n : n;
+  ActivationGradient result{elementwise ? empty_cpu(replace_last(grad.sizes(), 1, {width}), type) : grad,
+                            bias_wanted ? empty_cpu({width}, bias_type) : absent(bias_type)};
+  if (n == 0 || !(elementwise || bias_wanted)) return result;
+  const Tensor rows = flatten_rows(grad);
+  Tensor preact_rows;
+  ActivationGradParams params;
+  params.rows = rows.size(0);
+  params.n = n;
+  params.grad_out = matrix(rows);
+  params.activation = activation;
+  params.gated = gated;
+  if (elementwise) {
+    preact_rows = flatten_rows(preact);
+    params.preact = matrix(preact_rows);
+    params.grad_preact = output(result.grad_preact);
+  }
+  if (bias_wanted) params.bias_grad = output(result.bias);
+  launch_activation_grad(params);
+  return result;
+}
+
+}  // namespace cuda_ext

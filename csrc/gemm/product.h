@@ -1,0 +1,119 @@
+// What the bindings of this family share: checks in the documented form, and products of tensors as GemmParams.
+#pragma once
+
+#include <ATen/EmptyTensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <string_view>
+
+#include "binding/op.h"
+#include "gemm/gemm.h"
+
+namespace cuda_ext {
+
+using ActivationName = std::optional<std::string_view>;
+
+inline Activation parse_activation(const char* op, const ActivationName& name) {
+  if (!name.has_value()) return Activation::kNone;
+  if (*name == "relu") return Activation::kRelu;
+  if (*name == "gelu") return Activation::kGelu;
+  if (*name == "gelu_tanh") return Activation::kGeluTanh;
+  if (*name == "silu") return Activation::kSilu;
+  CUDA_EXT_CHECK(false, op, "expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got '", *name, "'");
+}
+
+// The gradient of relu can be told from its output, unless a residual was added to that.
+inline bool needs_preact(Activation activation, bool gated, bool has_residual) {
+  return gated || !(activation == Activation::kNone || (activation == Activation::kRelu && !has_residual));
+}
+
+inline Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
+}
+// What an op returns in the place of something that was not asked for.
+inline Tensor absent(at::ScalarType type) { return empty_cpu({0}, type); }
+
+using Sizes = c10::SmallVector<int64_t, 6>;
+// `sizes` without its last `dropped`, then `more`.
+inline Sizes replace_last(at::IntArrayRef sizes, size_t dropped, std::initializer_list<int64_t> more) {
+  Sizes result(sizes.begin(), sizes.end() - dropped);
+  result.append(more.begin(), more.end());
+  return result;
+}
+
+inline Output output(const Tensor& tensor) {
+  return {tensor.numel() == 0 ? nullptr : tensor.data_ptr(), to_dtype(tensor.scalar_type())};
+}
+
+// The last two dims of a tensor, or a vector as one row. Batches are set by Product.
+inline Operand matrix(const Tensor& tensor) {
+  Operand operand;
+  operand.data = tensor.numel() == 0 ? nullptr : tensor.const_data_ptr();
+  operand.dtype = to_dtype(tensor.scalar_type());
+  const int64_t dims = tensor.dim();
+  if (dims >= 2 && tensor.size(dims - 2) != 1) operand.row_stride = tensor.stride(dims - 2);
+  if (dims >= 1 && tensor.size(dims - 1) != 1) operand.column_stride = tensor.stride(dims - 1);
+  return operand;
+}
+inline Operand transposed(Operand operand) {
+  std::swap(operand.row_stride, operand.column_stride);
+  return operand;
+}
+
+// Stride of a tensor along dim `d` of a shape of `dims` dims that it broadcasts to.
+inline int64_t broadcast_stride(const Tensor& tensor, int64_t d, int64_t dims) {
+  const int64_t own = d - (dims - tensor.dim());
+  return own < 0 || tensor.size(own) == 1 ? 0 : tensor.stride(own);
+}
+
+// One dim of the batch around a product, with the strides of those who take part; reduced: summed over.
+struct BatchDim {
+  int64_t size;
+  bool reduced;
+  int64_t a, b, c, residual;
+};
+using BatchDims = c10::SmallVector<BatchDim, 6>;
+
+// Checks of linear and mlp: weight (N, K) for input (..., K), or (2N, K) when gated; bias (N,) or (2N,).
+void check_projection(const char* op, const char* input_name, const Tensor& input, const char* weight_name,
+                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias, bool gated);
+void check_bias(const char* op, const char* argument, const Tensor& bias, const Tensor& input, at::ScalarType out_type,
+                int64_t n);
+// c or residual: dtype of the inputs or of the output, and a shape that broadcasts to the output.
+void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
+                  at::ScalarType out_type, at::IntArrayRef out);
+// grad_out of shape `out`, and preact of that shape with a last dim twice as long when gated, or empty when not needed.
+void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact, at::IntArrayRef out, bool gated,
+                    Activation activation);
+
+// Writes batch dims, outermost first, into params: into m where b stays the same and the rows of the others go on, into k
+// where a reduced dim only lengthens the sum, otherwise merged with each other where strides allow.
+void set_batch(const char* op, GemmParams& params, const BatchDims& dims);
+
+// epilogue(input (..., K) @ weight^T), weight (N, K) or, gated, (2N, K): (..., N), and the pre-activation if asked for.
+struct Projection {
+  Tensor out;
+  Tensor preact;
+};
+Projection project(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   const OptionalTensor& residual, Activation activation, bool gated, bool save_preact);
+
+// grad (..., N) @ weight (N, K): (..., K).
+Tensor input_gradient(const char* op, const Tensor& grad, const Tensor& weight, at::ScalarType type);
+
+// grad (..., N)^T @ input (..., K), summed over all leading dims: (N, K).
+Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, at::ScalarType type);
+
+// The gradient at the pre-activation from that at the output, and the sum of its rows if the bias wants it. Without an
+// activation that is grad itself, and only the sum is formed.
+struct ActivationGradient {
+  Tensor grad_preact;  // (..., N) or, gated, (..., 2N), in the dtype of grad
+  Tensor bias;
+};
+ActivationGradient activation_gradient(const Tensor& grad, const Tensor& preact, Activation activation, bool gated,
+                                       bool bias_wanted, at::ScalarType bias_type);
+
+// (..., n) as (rows, n).
+Tensor flatten_rows(const Tensor& tensor);
+
+}  // namespace cuda_ext

@@ -1,0 +1,84 @@
+"""GEMM with fused epilogues, flash attention and gradient bucketing for training transformers with PyTorch.
+
+    import cuda_ext
+    cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
+    cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
+    cuda_ext.nn, cuda_ext.distributed, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
+    python -m cuda_ext.info         # a report on this installation, also when it is broken
+
+The package imports nothing by itself: the first use of a public name loads torch and the compiled library, and raises
+ImportError when the library is missing or does not fit. That way `python -m cuda_ext.info`, which imports this file
+first, can report on an installation whose library does not load; `cuda_ext.dev.load` can put a fresh build in the place
+of an installed one; and `setup.py` can share the package's modules where there is no library yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cuda_ext import bucket, dev, distributed, info, nn, testing
+    from cuda_ext.attention import flash_attention, flash_attention_varlen
+    from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "bucket",
+    "dev",
+    "distributed",
+    "flash_attention",
+    "flash_attention_varlen",
+    "gated_linear",
+    "gated_mlp",
+    "gemm",
+    "info",
+    "linear",
+    "mlp",
+    "nn",
+    "testing",
+]
+
+_MODULE_OF = {
+    "flash_attention": "attention",
+    "flash_attention_varlen": "attention",
+    "gated_linear": "gemm",
+    "gated_mlp": "gemm",
+    "linear": "gemm",
+    "mlp": "gemm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
+
+
+class _Package(types.ModuleType):
+    """Keeps `cuda_ext.gemm` the function, although importing the submodule of that name binds the name to it."""
+
+    @property
+    def gemm(self) -> Any:
+        if "_gemm" not in globals():
+            importlib.import_module(f"{__name__}.gemm")
+        return globals()["_gemm"]
+
+    @gemm.setter
+    def gemm(self, module: types.ModuleType) -> None:
+        globals()["_gemm"] = module.gemm
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,253 @@
+"""What the machine offers to a build: CUDA toolkits, GPU architectures, cores and memory.
+
+Shared by `setup.py`, `cuda_ext.dev` and `cuda_ext.info`. It needs the standard library alone, so that it can describe
+a machine on which neither torch nor the compiled library can be imported. Run as a script, it prints the pip
+requirement of the CUDA compiler that fits the installed torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMESPACE = "cuda_ext"  # of the ops in torch.ops; the C++ sources receive it as CUDA_EXT_NAMESPACE
+
+# sm_80 has all that the baseline kernels need; 9.0a, unlike 9.0, has the warpgroup instructions of Hopper.
+DEFAULT_ARCHS = ("8.0", "9.0a")
+OLDEST_ARCH = (8, 0)
+NAMED_ARCHS = {"ampere": "8.0;8.6", "ada": "8.9", "hopper": "9.0a", "blackwell": "10.0;12.0"}
+
+# The largest compiler process of this project (a binding that includes ATen and the dispatcher), with some room.
+MEMORY_PER_JOB_GIB = 1.5
+
+STANDARD_PLACES = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
+
+# What a toolkit must have, by the extra of the cuda-toolkit wheel that brings it; one of the alternatives is enough.
+TOOLKIT_PARTS = {
+    "nvcc": ("bin/nvcc",),
+    "crt": ("include/crt/host_config.h",),
+    "nvvm": ("nvvm/bin/cicc",),
+    "cccl": ("include/cccl/nv/target", "include/nv/target"),
+    "cudart": ("include/cuda_runtime.h",),
+}
+LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A place where a CUDA toolkit was looked for, and whether a build can use what is there."""
+
+    origin: str  # how the place was found, such as "CUDA_HOME"
+    home: Path
+    version: str = ""  # of its nvcc, such as "13.0"
+    problem: str = ""  # why it cannot be used; empty if it can
+    warning: str = ""  # what is unusual though usable
+
+    @property
+    def usable(self) -> bool:
+        return not self.problem
+
+    def describe(self) -> str:
+        verdict = self.problem or f"CUDA {self.version}" + (f" (warning: {self.warning})" if self.warning else "")
+        return f"{self.home} [{self.origin}]: {verdict}"
+
+
+def find_toolkits(torch_cuda: str) -> list[Toolkit]:
+    """Every CUDA toolkit within reach of a torch built with CUDA `torch_cuda` ("13.0"), in order of preference."""
+    homes: dict[Path, str] = {}
+    for origin, home in _places(torch_cuda):
+        homes.setdefault(home.resolve(), origin)
+    return [_inspect(origin, home, torch_cuda) for home, origin in homes.items()]
+
+
+def _places(torch_cuda: str) -> list[tuple[str, Path]]:
+    places = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    if nvcc := shutil.which("nvcc"):
+        places.append(("nvcc on PATH", _home_of_nvcc(Path(nvcc))))
+    places += [("pip", folder / f"cu{torch_cuda.split('.')[0]}") for folder in _wheel_folders()]
+    places += [("standard place", Path(place.format(version=torch_cuda))) for place in STANDARD_PLACES]
+    return places
+
+
+def _wheel_folders() -> list[Path]:
+    """Where pip puts NVIDIA's wheels."""
+    package = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in (package.submodule_search_locations or [])] if package else []
+
+
+def _home_of_nvcc(nvcc: Path) -> Path:
+    """The toolkit of an nvcc on PATH. That may be a link or a wrapper script, so nvcc itself is asked."""
+    for line in _output([str(nvcc), "--dryrun", "-E", "-x", "cu", os.devnull]).splitlines():
+        if match := re.match(r"#\$ TOP=(.+)", line):
+            return Path(match[1].strip())
+    return nvcc.resolve().parent.parent
+
+
+def _inspect(origin: str, home: Path, torch_cuda: str) -> Toolkit:
+    if not home.is_dir():
+        return Toolkit(origin, home, problem="no such folder")
+    missing = {
+        part: files[0] for part, files in TOOLKIT_PARTS.items() if not any((home / file).exists() for file in files)
+    }
+    if not find_cudart(home):
+        missing.setdefault("cudart", "lib64/libcudart.so")
+    if missing:
+        files = ", ".join(missing.values())
+        return Toolkit(origin, home, problem=f"missing {files} (cuda-toolkit[{','.join(missing)}] on PyPI)")
+    nvcc = str(home / "bin/nvcc")
+    release = re.search(r"release (\d+\.\d+)", _output([nvcc, "--version"]))
+    if not release:
+        return Toolkit(origin, home, problem="its nvcc does not run")
+    version = release[1]
+    if version.split(".")[0] != torch_cuda.split(".")[0]:
+        return Toolkit(origin, home, version, problem=f"is CUDA {version}, but torch was built with CUDA {torch_cuda}")
+    if failure := _compile_empty_kernel(nvcc):
+        return Toolkit(origin, home, version, problem=f"its nvcc cannot compile an empty kernel: {failure}")
+    warning = "" if version == torch_cuda else f"torch was built with CUDA {torch_cuda}"
+    return Toolkit(origin, home, version, warning=warning)
+
+
+def _compile_empty_kernel(nvcc: str) -> str:
+    """Why `nvcc` fails, or "": what no list of files shows, such as a mix of releases or a host compiler it refuses."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "empty.cu")
+        source.write_text("__global__ void empty() {}\n")
+        command = [nvcc, "-cubin", "-arch=sm_80", "-o", str(source.with_suffix(".cubin")), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        errors = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return errors[-1] if done.returncode else ""
+
+
+def find_cudart(home: Path) -> Path | None:
+    """The CUDA runtime library of the toolkit at `home`; in the wheel it is named `libcudart.so.<major>` only."""
+    for folder in LIBRARY_FOLDERS:
+        for library in sorted((home / folder).glob("libcudart.so*")):
+            return library
+    return None
+
+
+def toolkit_requirement() -> str:
+    """The pip requirement of the CUDA compiler that matches the installed torch: the version that torch itself pins.
+
+    All parts are named because the wheels do not pin each other: an unnamed one would come in its newest release.
+    """
+    for requirement in importlib.metadata.requires("torch") or []:
+        if match := re.match(r"cuda-toolkit\[.*?\]\s*==\s*([\w.]+)", requirement):
+            return f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={match[1]}"
+    version = importlib.metadata.version("torch")
+    raise LookupError(f"torch {version} names no CUDA toolkit in its requirements: is it a CPU-only build?")
+
+
+def arch_list(text: str) -> tuple[str, ...]:
+    """The architectures of a TORCH_CUDA_ARCH_LIST such as "8.0;9.0a+PTX" or "Ampere Hopper", with 9.0 read as 9.0a.
+
+    Raises ValueError for an entry that is not understood, or older than the kernels support.
+    """
+    for name, members in NAMED_ARCHS.items():
+        text = re.sub(rf"\b{name}\b", members, text, flags=re.IGNORECASE)
+    archs = set()
+    for entry in re.split(r"[\s;,]+", text.strip(" ;,")):
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", entry)
+        if not match:
+            names = ", ".join(name.capitalize() for name in NAMED_ARCHS)
+            expected = f"entries such as 8.0, 9.0a, 8.6+PTX, or one of {names}"
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST: expected {expected}; got {entry!r}")
+        major, minor, variant, ptx = match.groups(default="")
+        if (int(major), int(minor)) < OLDEST_ARCH:
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, got {entry!r}; the kernels need sm_80")
+        if (major, minor) == ("9", "0"):
+            variant = "a"
+        archs.add((int(major), int(minor), variant, ptx))
+    return tuple(f"{major}.{minor}{variant}{ptx}" for major, minor, variant, ptx in sorted(archs))
+
+
+def choose_archs(capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    """What to compile for: TORCH_CUDA_ARCH_LIST, else the GPUs here by their `capabilities`, else DEFAULT_ARCHS."""
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
+        return arch_list(listed)
+    present = [f"{major}.{minor}" for major, minor in capabilities if (major, minor) >= OLDEST_ARCH]
+    return arch_list(";".join(present)) if present else DEFAULT_ARCHS
+
+
+def sm_name(arch: str) -> str:
+    """ "sm_90a" for "9.0a+PTX"."""
+    return "sm_" + arch.removesuffix("+PTX").replace(".", "")
+
+
+def gencode_flags(archs: Sequence[str]) -> list[str]:
+    """The nvcc flags that compile for `archs`, with PTX besides machine code where an entry ends in +PTX."""
+    flags = []
+    for arch in archs:
+        code = sm_name(arch).removeprefix("sm_")
+        flags.append(f"-gencode=arch=compute_{code},code=sm_{code}")
+        if arch.endswith("+PTX"):
+            flags.append(f"-gencode=arch=compute_{code},code=compute_{code}")
+    return list(dict.fromkeys(flags))
+
+
+def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """The cores this process may use: its affinity mask, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0))
+    quota, _, period = _read(cgroup / "cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def available_memory_gib(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """The memory this process may still take, in GiB: what the machine has free, and what its container has left."""
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
+    free = int(available[1]) * 1024 if available else float("inf")
+    limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        free = min(free, int(limit) - int(used))
+    return free / 2**30
+
+
+def choose_jobs(cores: int, memory_gib: float) -> int:
+    """How many compilers to run at once: MAX_JOBS if set, else as many as the cores and the free memory carry."""
+    if (chosen := os.environ.get("MAX_JOBS", "").strip()) != "":
+        if not chosen.isdigit() or int(chosen) < 1:
+            raise ValueError(f"MAX_JOBS: expected a positive integer, got {chosen!r}")
+        return int(chosen)
+    return max(1, int(min(cores, memory_gib / MEMORY_PER_JOB_GIB)))
+
+
+def compiler_version() -> str:
+    """ "g++ 12.2.0" for the C++ compiler of the build (CXX, else c++), or "" when it does not run."""
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    version = _output([*compiler, "-dumpfullversion", "-dumpversion"]).strip()
+    family = "clang" if "clang" in _output([*compiler, "--version"]) else "g++"
+    return f"{family} {version}" if version else ""
+
+
+def _output(command: Sequence[str]) -> str:
+    """Both output streams of `command`, or "" when it cannot be started."""
+    try:
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    try:
+        print(toolkit_requirement())
+    except LookupError as error:
+        sys.exit(str(error))

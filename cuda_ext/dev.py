@@ -1,0 +1,93 @@
+"""Just-in-time builds for work on the kernels: `cuda_ext.dev.load()` compiles csrc/ and loads it into this process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from cuda_ext import _build, _stamp
+from cuda_ext._toolchain import NAMESPACE
+
+__all__ = ["load"]
+
+
+def load(
+    sources: Sequence[str | Path] | None = None,
+    *,
+    extra_cflags: Sequence[str] = (),
+    extra_cuda_cflags: Sequence[str] = (),
+    build_root: str | Path | None = None,
+    verbose: bool = False,
+) -> Path:
+    """Compiles the library with `torch.utils.cpp_extension.load` and loads it, in the place of the installed one.
+
+    Call it before the first op is used; afterwards `cuda_ext.gemm` and all others run the code just built. Only what
+    has changed since the last call is compiled. The variables that steer `setup.py` steer it too: CUDA_EXT_CUDA,
+    TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, CXX.
+
+    Args:
+        sources: C++ and CUDA files with distinct names; by default every one under csrc/.
+        extra_cflags: flags for the C++ compiler after the project's own, such as ["-O0", "-g"].
+        extra_cuda_cflags: likewise for nvcc.
+        build_root: where the build folder goes; by default TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions. The
+            folder's name has the versions of torch and the compiler, the architectures and a digest of the flags in it,
+            so that builds which differ in one of these share nothing.
+        verbose: show the compilers' commands.
+
+    Returns:
+        The library that was loaded.
+
+    Raises:
+        RuntimeError: the ops are already loaded in this process, or a compiler failed (its messages are in the error).
+        BuildError: there is nothing to compile, or nothing to compile it with.
+    """
+    if _stamp.ops_are_defined():
+        raise RuntimeError(
+            f"cuda_ext.dev.load: the ops of torch.ops.{NAMESPACE} are already loaded in this process, and can be "
+            "defined only once; call it in a new process, before an op is used"
+        )
+    plan = _build.make_plan()
+    files = [Path(source).resolve() for source in sources] if sources is not None else plan.sources
+    _check(files)
+    root = Path(build_root or os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    folder = (root / "cuda_ext" / _folder_name(plan, extra_cflags, extra_cuda_cflags)).absolute()
+    with _build.lock(folder):
+        # The file by which torch's loader excludes others outlives a build that was killed, and would be waited for
+        # without end. Whoever holds our lock is alone in the folder, so that file is nobody's.
+        (folder / "lock").unlink(missing_ok=True)
+        plan.prepare(folder)
+        _build.use(plan)
+        library: str = _build.torch_helpers().load(
+            "cuda_ext_jit",
+            [str(file) for file in files],
+            extra_cflags=[*plan.cxx_flags(folder), *extra_cflags],
+            extra_cuda_cflags=[*plan.nvcc_flags, *extra_cuda_cflags],
+            extra_ldflags=plan.link_flags(folder),
+            build_directory=str(folder),
+            verbose=verbose,
+            with_cuda=plan.cuda,
+            is_python_module=False,
+        )
+    return Path(library)
+
+
+def _folder_name(plan: _build.Plan, extra_cflags: Sequence[str], extra_cuda_cflags: Sequence[str]) -> str:
+    flags = repr([_build.CXX_FLAGS, plan.nvcc_flags, [*extra_cflags], [*extra_cuda_cflags], str(_build.CSRC)])
+    archs = "-".join(plan.archs) or "cpu"
+    return f"{plan.name}-{archs}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+def _check(files: Sequence[Path]) -> None:
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise _build.BuildError(f"cuda_ext.dev.load: expected sources that exist, got {', '.join(missing)}")
+    if not files:
+        raise _build.BuildError(
+            f"cuda_ext.dev.load: no sources in {_build.CSRC}; use a source checkout, or pass sources="
+        )
+    names = [file.name for file in files]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise _build.BuildError(
+            f"cuda_ext.dev.load: expected sources with distinct names, got {', '.join(twice)} twice"
+        )

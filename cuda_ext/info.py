@@ -1,0 +1,192 @@
+"""`python -m cuda_ext.info`: what a bug report about this installation needs, also when it does not work.
+
+Each probe stands alone, and one that fails is reported with its error in the place of its answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_ext
+from cuda_ext import _build, _stamp, _toolchain
+
+__all__ = ["main", "report"]
+
+PACKAGES = ("cuda-toolkit", "nvidia-cuda-nvcc", "nvidia-cuda-runtime", "triton", "numpy", "setuptools", "ninja")
+VARIABLES = re.compile(
+    "(CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|GOMP)_.*"
+    "|CXX|CC|CFLAGS|CXXFLAGS|LDFLAGS|LD_LIBRARY_PATH|LD_PRELOAD|MAX_JOBS|PATH|PYTHONPATH|VIRTUAL_ENV"
+)
+LIBRARIES = re.compile(r"lib(torch|c10|cuda|nccl|mkl|blas|openblas|gomp|iomp|omp|stdc\+\+)[\w.+-]*\.so|_C\.so|cuda_ext")
+INSTRUCTION_SETS = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "asimd",
+    "sve",
+)
+
+
+def report() -> dict[str, Any]:
+    """The report as one dictionary with an entry per section; what `python -m cuda_ext.info --json` prints."""
+    sections: dict[str, Callable[[], Any]] = {
+        "package": _package,
+        "import": _import,
+        "build": _build_stamp,
+        "versions": _versions,
+        "machine": _machine,
+        "toolkits": _toolkits,
+        "gpus": _gpus,
+        "libraries": _libraries,
+        "environment": _environment,
+    }
+    return {title: _guarded(probe) for title, probe in sections.items()}
+
+
+def _guarded(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _package() -> dict[str, Any]:
+    return {
+        "version": cuda_ext.__version__,
+        "folder": str(_stamp.PACKAGE),
+        "revision": _build.git_revision(),
+        "build command": _stamp.build_command(),
+    }
+
+
+def _import() -> str:
+    """Loads every public name. What goes wrong is shown whole, for it is what the reader came for."""
+    try:
+        for name in cuda_ext.__all__:
+            getattr(cuda_ext, name)
+    except Exception:
+        return traceback.format_exc().strip()
+    return "works"
+
+
+def _build_stamp() -> dict[str, Any]:
+    stamp = _stamp.read()
+    digest = _build.sources_digest()
+    return {
+        **stamp,
+        "sources": "not here"
+        if digest is None
+        else "unchanged"
+        if digest == stamp["sources"]
+        else "changed since the build",
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": f"{platform.python_version()} ({sys.executable})", "torch": _guarded(_torch_version)}
+    for name in PACKAGES:
+        versions[name] = _guarded(lambda name=name: importlib.metadata.version(name))  # type: ignore[misc]
+    versions["compiler"] = _toolchain.compiler_version() or "none"
+    versions["driver"] = _guarded(_driver_version)
+    return versions
+
+
+def _torch_version() -> str:
+    import torch
+
+    threads, isa = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} (CUDA {torch.version.cuda}, {isa}, {threads} threads, {Path(torch.__file__).parent})"
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
+
+
+def _machine() -> dict[str, Any]:
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    return {
+        "system": platform.platform(),
+        "cores": _toolchain.available_cores(),
+        "free memory": f"{_toolchain.available_memory_gib():.1f} GiB",
+        "instruction sets": " ".join(name for name in INSTRUCTION_SETS if name in words),
+    }
+
+
+def _toolkits() -> list[str]:
+    import torch
+
+    if torch.version.cuda is None:
+        return ["torch is a CPU-only build"]
+    return [toolkit.describe() for toolkit in _toolchain.find_toolkits(torch.version.cuda)]
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return [_gpu(device) for device in range(torch.cuda.device_count())]
+
+
+def _gpu(device: int) -> str:
+    import torch
+
+    gpu = torch.cuda.get_device_properties(device)
+    name = f"{device}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    has_kernel_image = getattr(getattr(torch.ops, _toolchain.NAMESPACE), "has_kernel_image", None)
+    if has_kernel_image is None:
+        return f"{name}: no CUDA kernels are loaded"
+    if has_kernel_image(device):
+        return f"{name}: the library has kernels for it"
+    archs = ", ".join(_stamp.read()["archs"])
+    return f"{name}: the library was built for {archs}; rebuild it with TORCH_CUDA_ARCH_LIST={gpu.major}.{gpu.minor}"
+
+
+def _libraries() -> list[str]:
+    """The shared libraries mapped into this process that decide about numbers, threads and devices."""
+    paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    return sorted(path for path in paths if LIBRARIES.match(Path(path).name))
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)}
+
+
+def render(sections: dict[str, Any]) -> str:
+    """The report as text: one heading per section, its entries indented below."""
+    lines = []
+    for title, content in sections.items():
+        lines.append(title)
+        if isinstance(content, dict):
+            content = [f"{key}: {value}" for key, value in content.items()]
+        entries = content if isinstance(content, list) else [str(content)]
+        lines += ["  " + entry.replace("\n", "\n  ") for entry in entries or ["none"]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m cuda_ext.info", description="Describes this installation of cuda_ext."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    sections = report()
+    print(json.dumps(sections, indent=2) if parser.parse_args().json else render(sections))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Self-attention of Llama-style models: one packed projection, rotary embedding, grouped heads, flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cuda_ext.attention import flash_attention
+from cuda_ext.nn.linear import Linear
+from cuda_ext.nn.packing import pack_on_load
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by angles proportional to their positions (Su et al., RoFormer, arXiv 2104.09864,
+    section 3.2.2).
+
+    Element d of the first half of a head and element d + D/2 form a pair (the "rotate half" order of Llama
+    checkpoints, where the paper pairs neighbours), which turns by ``position * base**(-2 d / D)`` radians. Angles are
+    float32, and products float32 or, for float64, float64. The tables are buffers that no state dict holds; they
+    start at ``max_seqlen`` positions, double when a longer sequence comes, and stay float32 when the module is cast.
+
+    Args:
+        head_dim: D, even.
+        base: of the geometric series of wavelengths. Default 10000.
+        max_seqlen: the number of positions the tables start with. Default 2048.
+
+    Shape: input (B, S, H, D) -> the same, for positions 0 to S - 1.
+    """
+
+    cos: Tensor  # (max_seqlen, 1, D)
+    sin: Tensor  # (max_seqlen, 1, D), negative in the first half
+
+    def __init__(
+        self, head_dim: int, *, base: float = 10000.0, max_seqlen: int = 2048, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected an even head_dim, got {head_dim}")
+        self.head_dim, self.base = head_dim, base
+        cos, sin = self._tables(max_seqlen, device)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self, max_seqlen: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        frequencies = self.base ** (
+            torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / -self.head_dim
+        )
+        angles = torch.outer(torch.arange(max_seqlen, dtype=torch.float32, device=device), frequencies)[
+            :, None
+        ]  # (max_seqlen, 1, D / 2)
+        return torch.cat([angles.cos(), angles.cos()], dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.cos, self.sin = self._tables(
+            self.cos.shape[0], self.cos.device
+        )  # a cast has rounded them, to_empty has dropped them
+        return self
+
+    def forward(self, input: Tensor) -> Tensor:
+        seqlen = input.shape[1]
+        if seqlen > self.cos.shape[0]:
+            self.cos, self.sin = self._tables(max(seqlen, 2 * self.cos.shape[0]), self.cos.device)
+        x = input.to(torch.promote_types(input.dtype, torch.float32))
+        return torch.addcmul(x * self.cos[:seqlen], x.roll(self.head_dim // 2, dims=-1), self.sin[:seqlen]).to(
+            input.dtype
+        )
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, base={self.base:g}"
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention with grouped key/value heads and rotary positions.
+
+    Args:
+        features: E, the size of the last dimension of input and output.
+        num_heads: H, the number of query heads.
+        num_kv_heads: Hk, the number of key/value heads; H is a multiple of it. Default H.
+        head_dim: D. Default E / H.
+        bias: whether the projections of q, k and v have a bias. Default False.
+        out_bias: whether the output projection has one. Default ``bias``.
+        causal: whether a position sees itself and those before it only. Default True.
+        window: (left, right), how many keys to each side a position sees, None = unbounded. Default None.
+        scale: of the scores. Default ``D ** -0.5``.
+        softcap: ``softcap * tanh(scores / softcap)`` where it is above 0. Default 0.
+        sinks: whether every head has a learnable logit without a value, ``sinks`` (H,), starting at 0. Default False.
+        dropout_p: the probability of dropping an attention weight in training, in [0, 1). Default 0.
+        rotary_base: see `RotaryEmbedding`; None = no rotary embedding. Default 10000.
+        device, dtype: of the parameters.
+
+    Shape: input (B, S, E) -> (B, S, E); ``residual`` (B, S, E), if given, is added in the epilogue of the output
+    projection.
+
+    State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight`` (E, H
+    D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
+    Llama-style checkpoints load as well (`cuda_ext.nn.unpacked` gives them back), and so do the ``in_proj_weight``,
+    ``in_proj_bias`` and ``out_proj`` of a `torch.nn.MultiheadAttention`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: bool = False,
+        dropout_p: float = 0.0,
+        rotary_base: float | None = 10000.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if head_dim is None:
+            if features % num_heads:
+                raise ValueError(
+                    f"cuda_ext.nn.SelfAttention: expected features to be a multiple of num_heads {num_heads}, "
+                    f"got {features}"
+                )
+            head_dim = features // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(
+                f"cuda_ext.nn.SelfAttention: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, "
+                f"got {num_heads}"
+            )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.causal, self.window, self.scale, self.softcap, self.dropout_p = causal, window, scale, softcap, dropout_p
+        self.qkv_proj = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory)
+        self.o_proj = Linear(num_heads * head_dim, features, bias if out_bias is None else out_bias, **factory)
+        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, base=rotary_base, device=device)
+        self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
+        rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
+        aliases = {f"in_proj_{kind}": f"qkv_proj.{kind}" for kind in ("weight", "bias")}
+        aliases |= {f"out_proj.{kind}": f"o_proj.{kind}" for kind in ("weight", "bias")}
+        pack_on_load(self, "qkv_proj", {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}, aliases)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        qkv = self.qkv_proj(input).unflatten(-1, (-1, self.head_dim))  # (B, S, H + 2 Hk, D)
+        query_key, value = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        if self.rotary is not None:
+            query_key = self.rotary(query_key)
+        query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
+        out = flash_attention(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return self.o_proj(out.flatten(2), residual)
+
+    def extra_repr(self) -> str:
+        always = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim", "causal")}
+        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
+        given = {name: value for name, value in options.items() if value not in (None, 0.0)}
+        return ", ".join(f"{name}={value}" for name, value in {**always, **given}.items())

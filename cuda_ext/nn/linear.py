@@ -1,0 +1,91 @@
+"""Linear layers with their activation, gate or residual in the epilogue of the GEMM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cuda_ext.gemm import gated_mlp, linear
+from cuda_ext.nn.packing import pack_on_load
+
+
+class Linear(nn.Linear):
+    """``activation(input @ weight.T + bias) + residual`` in one op, with the parameters and the state dict of
+    `torch.nn.Linear`.
+
+    Args:
+        in_features: K, the size of the last dimension of the input.
+        out_features: N, the size of the last dimension of the output.
+        bias: whether there is a ``bias`` (N,). Default True.
+        device, dtype: of the parameters, as in `torch.nn.Linear`.
+        activation: None (default), "relu", "gelu" (erf), "gelu_tanh" or "silu".
+
+    Shape: input (..., K), weight (N, K), residual (..., N) -> (..., N).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (f", activation={self.activation}" if self.activation else "")
+
+
+class GatedMLP(nn.Module):
+    """The feed-forward layer of Llama-style models as one op: ``down_proj(activation(gate_proj(input)) *
+    up_proj(input))``.
+
+    With "silu" this is SwiGLU, with "gelu" GEGLU (Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202,
+    equation 6).
+
+    Args:
+        features: K, the size of the last dimension of input and output.
+        hidden_features: F, the size of the gated hidden layer.
+        bias: whether both layers have a bias. Default False.
+        activation: of the gate: "silu" (default), "relu", "gelu", "gelu_tanh" or None.
+        device, dtype: of the parameters.
+
+    Shape: input (..., K) -> (..., K).
+
+    State dict: ``gate_up_proj.weight`` (2F, K), the rows of the gate first, and ``down_proj.weight`` (K, F), with
+    ``.bias`` where there is one. ``gate_proj.weight`` and ``up_proj.weight``, both (F, K), load as well;
+    `cuda_ext.nn.unpacked` gives them back.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        bias: bool = False,
+        activation: str | None = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.activation = activation
+        self.gate_up_proj = Linear(features, 2 * hidden_features, **factory)
+        self.down_proj = Linear(hidden_features, features, **factory)
+        pack_on_load(self, "gate_up_proj", {"gate_proj": hidden_features, "up_proj": hidden_features})
+
+    def forward(self, input: Tensor) -> Tensor:
+        up, down = self.gate_up_proj, self.down_proj
+        return gated_mlp(input, up.weight, down.weight, up.bias, down.bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"

@@ -1,0 +1,99 @@
+"""One weight for several projections of the same input.
+
+q, k and v, and likewise gate and up, are stored as the rows of one weight, so that one GEMM computes them all.
+Checkpoints mostly keep them apart under names of their own. `pack_on_load` makes a module take either form;
+`unpacked` gives its tensors back under the separate names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def pack_on_load(
+    module: nn.Module, packed: str, parts: dict[str, int], aliases: Mapping[str, str] | None = None
+) -> None:
+    """Lets ``module.load_state_dict`` take the rows of its child linear layer ``packed`` as separate layers.
+
+    ``parts`` maps the names of the separate layers, in the order of their rows, to their numbers of rows: with
+    ``{"gate_proj": F, "up_proj": F}`` the keys ``gate_proj.weight`` (F, K) and ``up_proj.weight`` (F, K) become
+    ``gate_up_proj.weight`` (2F, K), and the biases likewise. ``aliases`` maps further key names to those of the
+    module, for formats that only name things differently.
+
+    Loading raises RuntimeError, as ``load_state_dict`` does, when only some of the parts are there, when one has the
+    wrong shape, or when the packed key is there too; also with ``strict=False``, which lets whole layers be absent
+    but not halves of one.
+    """
+    module._packed_parts = {**getattr(module, "_packed_parts", {}), packed: parts}  # type: ignore[assignment]
+    module.register_load_state_dict_pre_hook(
+        functools.partial(_rename_and_pack, packed=packed, parts=parts, aliases=aliases or {})
+    )
+
+
+def _rename_and_pack(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+    *,
+    packed: str,
+    parts: dict[str, int],
+    aliases: Mapping[str, str],
+) -> None:
+    """The hook that `pack_on_load` registers; at the top level of a file, so that the module can be pickled."""
+    for alias, name in aliases.items():
+        if prefix + alias in state_dict:
+            state_dict[prefix + name] = state_dict.pop(prefix + alias)
+    for kind, parameter in module.get_submodule(packed).named_parameters():
+        key = f"{prefix}{packed}.{kind}"
+        problem = _pack(
+            state_dict, key, {f"{prefix}{part}.{kind}": rows for part, rows in parts.items()}, parameter.shape
+        )
+        if problem:
+            error_msgs.append(f"{type(module).__name__}: {problem}")
+            state_dict.setdefault(key, parameter.detach())  # one clear error instead of this and "missing key"
+
+
+def _pack(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: torch.Size) -> str | None:
+    """Replaces the keys of ``parts`` by ``key``; says what is wrong with them, or None."""
+    found = {name: state_dict.pop(name) for name in parts if name in state_dict}
+    if not found:
+        return None
+    if key in state_dict:
+        return f"expected either {key} or {', '.join(parts)}, got both"
+    if missing := [name for name in parts if name not in found]:
+        return f"expected {', '.join(parts)} together, got no {', '.join(missing)}"
+    for name, rows in parts.items():
+        expected = (rows, *shape[1:])
+        if tuple(found[name].shape) != expected:
+            return f"expected {name} of shape {expected}, got {tuple(found[name].shape)}"
+    state_dict[key] = torch.cat(list(found.values()))
+    return None
+
+
+def unpacked(module: nn.Module, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a model under the names that Llama-style checkpoints use: the opposite of loading such a
+    checkpoint.
+
+    ``named_tensors`` (default: ``module.state_dict()``) may hold anything that has the names and the shapes of the
+    parameters, such as their gradients. Packed tensors come back as views of their parts (``gate_up_proj.weight``
+    (2F, K) as ``gate_proj.weight`` and ``up_proj.weight``, both (F, K)); all others come back as they are.
+    """
+    tensors = dict(module.state_dict() if named_tensors is None else named_tensors)
+    for prefix, owner in module.named_modules():
+        for packed, parts in getattr(owner, "_packed_parts", {}).items():
+            start = f"{prefix}." if prefix else ""
+            for kind, _ in owner.get_submodule(packed).named_parameters():
+                if (whole := tensors.pop(f"{start}{packed}.{kind}", None)) is not None:
+                    pieces = whole.split(list(parts.values()))
+                    tensors.update((f"{start}{part}.{kind}", piece) for part, piece in zip(parts, pieces, strict=True))
+    return tensors

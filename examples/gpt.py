@@ -1,0 +1,158 @@
+"""A byte-level GPT in the style of Llama: the model, its plain PyTorch twin, and what is done with a trained one.
+
+Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward layer, RMSNorm, no biases
+(Touvron et al., arXiv 2302.13971). Bytes are the tokens, so there is no tokenizer, and any file is a text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cuda_ext.nn import GatedMLP, SelfAttention
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    layers: int = 4
+    features: int = 256
+    hidden_features: int = 768
+    heads: int = 4
+    kv_heads: int = 2
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.features, eps=1e-6)
+        self.attention = SelfAttention(config.features, config.heads, num_kv_heads=config.kv_heads)
+        self.mlp_norm = nn.RMSNorm(config.features, eps=1e-6)
+        self.mlp = GatedMLP(config.features, config.hidden_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Bytes (B, S) int64 -> logits of the byte after each (B, S, 256) float32; with ``targets`` (B, S) the mean loss
+    in nats, a scalar."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.features)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.features, eps=1e-6)
+        self.head = nn.Linear(config.features, VOCABULARY, bias=False)
+        self.reset_parameters(config.layers)
+
+    def reset_parameters(self, layers: int) -> None:
+        """Normal with the deviation 1 / sqrt(fan in); what is added to the residual stream starts smaller by sqrt(2 x
+        layers), as in GPT-2."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                deviation = parameter.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    deviation /= math.sqrt(2 * layers)
+                nn.init.normal_(parameter, std=deviation)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.features // config.heads
+        self.q_proj = nn.Linear(config.features, config.features, bias=False)
+        self.k_proj = nn.Linear(config.features, config.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.features, config.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.features, config.features, bias=False)
+
+    def rotate(self, x: Tensor) -> Tensor:  # (B, H, S, D)
+        frequencies = 10000.0 ** (
+            torch.arange(0, self.head_dim, 2, device=x.device, dtype=torch.float32) / -self.head_dim
+        )
+        angles = torch.outer(torch.arange(x.shape[2], device=x.device, dtype=torch.float32), frequencies)
+        first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.features, config.hidden_features, bias=False)
+        self.up_proj = nn.Linear(config.features, config.hidden_features, bias=False)
+        self.down_proj = nn.Linear(config.hidden_features, config.features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainGPT(GPT):
+    """The same model from the parts of PyTorch alone. Its state dict is ``cuda_ext.nn.unpacked`` of that of `GPT`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        for block in self.blocks:
+            block.attention, block.mlp = PlainAttention(config), PlainMLP(config)
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: nn.Module, text: Tensor, context: int, batch: int, rank: int = 0, world_size: int = 1
+) -> Tensor:
+    """The cost of ``text`` (length,) uint8 under the model: float64 (2,) = total bits, number of bytes, of the share
+    of this rank.
+
+    Windows of ``context`` bytes start every context/2 bytes, and each but the first scores only what the one before
+    it has not, so that every byte but the very first is predicted once, and from at least context/2 bytes where there
+    are so many.
+    """
+    stride = context // 2
+    starts = list(range(0, max(len(text) - 1 - (context - stride), 1), stride))[rank::world_size]
+    total = torch.zeros(2, dtype=torch.float64)
+    offsets = torch.arange(context + 1)
+    for first in range(0, len(starts), batch):
+        start = torch.tensor(starts[first : first + batch])[:, None]
+        position = start + offsets
+        window = text[position.clamp(max=len(text) - 1)].to(next(model.parameters()).device, torch.int64)
+        scored = (position[:, 1:] < len(text)) & ((offsets[1:] > context - stride) | (start == 0))
+        nats = F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten(), reduction="none").cpu()
+        total += torch.stack([nats.double()[scored.flatten()].sum() / math.log(2), scored.sum()])
+    return total
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: bytes, length: int, context: int, *, temperature: float = 0.7, seed: int = 0
+) -> bytes:
+    """``prompt`` and ``length`` sampled bytes after it, each from at most ``context`` bytes before it."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.tensor(list(prompt), device=device)
+    for _ in range(length):
+        logits = model(text[None, -context:])[0, -1]
+        choice = torch.multinomial(torch.softmax(logits / temperature, dim=-1).cpu(), 1, generator=generator)
+        text = torch.cat([text, choice.to(device)])
+    return bytes(text.tolist())

@@ -1,0 +1,117 @@
+"""What a training run shows: the progress bar, the table of losses, the plot, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich import progress
+from rich.console import Console
+
+
+class UserError(Exception):
+    """Something the user can put right; the message says how."""
+
+
+class Progress:
+    """A bar with loss, tokens per second and remaining time on a terminal; elsewhere a line every 10 seconds."""
+
+    def __init__(self, console: Console, step: int, steps: int, tokens_per_step: int) -> None:
+        self.console, self.first, self.step, self.steps, self.tokens_per_step = (
+            console,
+            step,
+            step,
+            steps,
+            tokens_per_step,
+        )
+        self.bar = progress.Progress(
+            progress.TextColumn("training"),
+            progress.BarColumn(bar_width=None),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn(
+                "{task.fields[loss]} bits per byte, {task.fields[speed]} tokens/s, ETA {task.fields[eta]}"
+            ),
+            console=console,
+            disable=not console.is_terminal or console.quiet,
+        )
+        self.task = self.bar.add_task("", completed=step, total=steps, loss="-", speed="-", eta="-")
+        self.loss, self.weight = 0.0, 0.0  # running means with the weight of the last 20 steps or so
+        self.last_line = 0.0
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        self.start = self.last_line = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def update(self, loss: float) -> None:
+        """After a step: its loss in bits per byte."""
+        self.step += 1
+        self.loss, self.weight = 0.95 * self.loss + 0.05 * loss, 0.95 * self.weight + 0.05
+        now = time.perf_counter()
+        per_step = (now - self.start) / (self.step - self.first)
+        minutes, seconds = divmod(round((self.steps - self.step) * per_step), 60)
+        shown = {
+            "loss": f"{self.loss / self.weight:.3f}",
+            "speed": f"{self.tokens_per_step / per_step:,.0f}",
+            "eta": f"{minutes}:{seconds:02d}",
+        }
+        self.bar.update(self.task, completed=self.step, **shown)
+        if self.bar.disable and now - self.last_line > 10.0:
+            self.last_line = now
+            self.note(
+                "step {}/{}: {loss} bits per byte, {speed} tokens/s, ETA {eta}".format(self.step, self.steps, **shown)
+            )
+
+    def note(self, text: str) -> None:
+        self.console.print(text)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is no training time."""
+        start = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - start
+
+
+def write_losses(path: Path, losses: list[float], held_out: list[tuple[int, float]]) -> None:
+    """A row per step: step, training loss, and where it was scored the held-out loss, in bits per byte."""
+    scored = dict(held_out)
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "training", "held_out"])
+        writer.writerows([step, repr(loss), scored.get(step, "")] for step, loss in enumerate(losses, start=1))
+
+
+def write_plot(path: Path, losses: list[float], held_out: list[tuple[int, float]]) -> None:
+    """The training loss of every step and its running mean, and the held-out loss where it was scored, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    span = max(len(losses) // 40, 1)
+    smooth, mean, weight = [], 0.0, 0.0
+    for loss in losses:
+        mean, weight = mean + (loss - mean) / span, weight + (1.0 - weight) / span
+        smooth.append(mean / weight)
+    steps = range(1, len(losses) + 1)
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each step")
+    axes.plot(steps, smooth, color="#2171b5", linewidth=1.8, label="training, running mean")
+    axes.plot(*zip(*held_out, strict=True), color="#d94801", linewidth=1.2, marker="o", markersize=5, label="held-out text")
+    axes.annotate(
+        f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, 8), textcoords="offset points", ha="center", color="#d94801"
+    )
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, len(losses)), title="Byte-level GPT")
+    axes.set_ylim(bottom=0.9 * min(min(smooth), held_out[-1][1]), top=min(max(losses), 8.5))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

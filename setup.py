@@ -1,0 +1,60 @@
+"""Builds the compiled library with torch's build helpers; the rest of the package is described in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+sys.path.insert(0, str(ROOT))
+
+from cuda_ext import _build, _stamp  # noqa: E402
+
+try:
+    torch_helpers = _build.torch_helpers()
+except ImportError:
+    sys.exit(
+        "cuda_ext is compiled against the torch it will run with, and this environment has none. Run: "
+        "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation ."
+    )
+
+
+class BuildLibrary(torch_helpers.BuildExtension):
+    """Compiles what `_build.make_plan` decides, and leaves the stamp beside the library."""
+
+    def run(self) -> None:
+        with _build.lock(ROOT / "build"):
+            try:
+                plan = _build.make_plan()
+            except _build.BuildError as error:
+                sys.exit(str(error))
+            folder = ROOT / "build" / plan.name
+            plan.prepare(folder)
+            _build.use(plan)
+            self.build_temp = str(folder)
+            (library,) = self.extensions
+            library.sources = [str(path.relative_to(ROOT)) for path in plan.sources]
+            library.extra_compile_args = {
+                "cxx": [*plan.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
+                "nvcc": plan.nvcc_flags,
+            }
+            library.extra_link_args = plan.link_flags(folder)
+            library.library_dirs = torch_helpers.library_paths()
+            library.libraries = plan.libraries
+            super().run()
+            _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, plan.stamp())
+
+    def copy_extensions_to_source(self) -> None:
+        (_stamp.PACKAGE / _stamp.STAMP_FILE).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Without the tag of a Python version: the library uses nothing of Python."""
+        return fullname.replace(".", os.sep) + ".so"
+
+
+setup(ext_modules=[Extension("cuda_ext._C", sources=[], language="c++")], cmdclass={"build_ext": BuildLibrary})

@@ -1,0 +1,521 @@
+"""The build's decisions, the stamp that guards the library, and the import of the package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cuda_ext
+from cuda_ext import _build, _stamp, _toolchain
+from cuda_ext._toolchain import Toolkit
+
+ROOT = Path(__file__).resolve().parent.parent
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+PARTS = [
+    "include/cuda_runtime.h",
+    "include/crt/host_config.h",
+    "nvvm/bin/cicc",
+    "include/nv/target",
+    "lib64/libcudart.so",
+]
+NVCC = """#!/bin/sh
+case "$*" in
+  *--dryrun*) echo "#\\$ TOP=$(dirname "$(readlink -f "$0")")/.." >&2 ;;
+  *--version*) echo "Cuda compilation tools, release {release}, V{release}.88" ;;
+  *) {compile} ;;
+esac
+"""
+
+
+def write_script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def make_toolkit(home: Path, release: str = "13.0", compile: str = "exit 0", without: str = "") -> Path:
+    """A folder like a CUDA toolkit, but for the file `without`; its nvcc runs the command `compile` to compile."""
+    write_script(home / "bin/nvcc", NVCC.format(release=release, compile=compile))
+    for part in PARTS:
+        (home / part).parent.mkdir(parents=True, exist_ok=True)
+        (home / part).touch()
+    if without:
+        (home / without).unlink()
+    return home
+
+
+@pytest.fixture
+def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides every toolkit of this machine."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]))
+    monkeypatch.setattr(_toolchain, "STANDARD_PLACES", ())
+    monkeypatch.setattr(_toolchain, "_wheel_folders", list)
+    assert _toolchain.find_toolkits("13.0") == []
+
+
+@pytest.mark.usefixtures("no_toolkit")
+class TestFindToolkits:
+    def test_nvcc_on_path_may_be_a_wrapper_script(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        home = make_toolkit(tmp_path / "cuda-13.0")
+        wrapper = write_script(tmp_path / "bin/nvcc", f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+        monkeypatch.setenv("PATH", str(wrapper.parent), prepend=os.pathsep)
+        assert _toolchain.find_toolkits("13.0") == [Toolkit("nvcc on PATH", home, "13.0")]
+
+    def test_nvcc_on_path_may_be_a_link(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        home = make_toolkit(tmp_path / "cuda-13.0")
+        link = tmp_path / "bin/nvcc"
+        link.parent.mkdir()
+        link.symlink_to(home / "bin/nvcc")
+        monkeypatch.setenv("PATH", str(link.parent), prepend=os.pathsep)
+        assert _toolchain.find_toolkits("13.0") == [Toolkit("nvcc on PATH", home, "13.0")]
+
+    def test_nvcc_on_path_that_says_nothing_is_taken_by_its_place(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        nvcc = write_script(tmp_path / "cuda/bin/nvcc", "#!/bin/sh\nexit 1\n")
+        monkeypatch.setenv("PATH", str(nvcc.parent), prepend=os.pathsep)
+        assert [toolkit.home for toolkit in _toolchain.find_toolkits("13.0")] == [tmp_path / "cuda"]
+
+    def test_order_and_duplicates(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        homes = [make_toolkit(tmp_path / name) for name in ("home", "path", "standard")]
+        wheel = make_toolkit(tmp_path / "nvidia/cu13")
+        monkeypatch.setenv("CUDA_HOME", str(homes[0]))
+        monkeypatch.setenv("CUDA_PATH", str(homes[0]))
+        monkeypatch.setenv("PATH", str(homes[1] / "bin"), prepend=os.pathsep)
+        monkeypatch.setattr(_toolchain, "_wheel_folders", lambda: [tmp_path / "nvidia"])
+        monkeypatch.setattr(_toolchain, "STANDARD_PLACES", (str(homes[1]), str(homes[2])))
+        found = [(toolkit.origin, toolkit.home) for toolkit in _toolchain.find_toolkits("13.0")]
+        origins = ["CUDA_HOME", "nvcc on PATH", "pip", "standard place"]
+        assert found == list(zip(origins, [homes[0], homes[1], wheel, homes[2]], strict=True))
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            ({"without": "bin/nvcc"}, "missing bin/nvcc (cuda-toolkit[nvcc] on PyPI)"),
+            ({"without": "include/crt/host_config.h"}, "missing include/crt/host_config.h (cuda-toolkit[crt] on PyPI)"),
+            ({"without": "nvvm/bin/cicc"}, "missing nvvm/bin/cicc (cuda-toolkit[nvvm] on PyPI)"),
+            ({"without": "include/nv/target"}, "missing include/cccl/nv/target (cuda-toolkit[cccl] on PyPI)"),
+            ({"without": "include/cuda_runtime.h"}, "missing include/cuda_runtime.h (cuda-toolkit[cudart] on PyPI)"),
+            ({"without": "lib64/libcudart.so"}, "missing lib64/libcudart.so (cuda-toolkit[cudart] on PyPI)"),
+            ({"release": "12.8"}, "is CUDA 12.8, but torch was built with CUDA 13.0"),
+            ({"release": "none"}, "its nvcc does not run"),
+            (
+                {"compile": "echo ptxas fatal: version 9.5 >&2; exit 1"},
+                "its nvcc cannot compile an empty kernel: ptxas fatal: version 9.5",
+            ),
+            ({"compile": "exit 3"}, "its nvcc cannot compile an empty kernel: exit status 3"),
+        ],
+    )
+    def test_rejections(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], problem: str
+    ) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda", **options)))
+        (toolkit,) = _toolchain.find_toolkits("13.0")
+        assert toolkit.problem == problem
+        assert not toolkit.usable
+        assert toolkit.describe() == f"{tmp_path}/cuda [CUDA_HOME]: {problem}"
+
+    def test_folder_that_does_not_exist(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+        (toolkit,) = _toolchain.find_toolkits("13.0")
+        assert toolkit.problem == "no such folder"
+
+    def test_nvcc_that_cannot_be_executed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        home = make_toolkit(tmp_path / "cuda")
+        (home / "bin/nvcc").chmod(0o644)
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        (toolkit,) = _toolchain.find_toolkits("13.0")
+        assert toolkit.problem == "its nvcc does not run"
+
+    def test_other_minor_version_is_a_warning(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda", release="13.2")))
+        (toolkit,) = _toolchain.find_toolkits("13.0")
+        assert toolkit.usable
+        assert toolkit.describe().endswith(": CUDA 13.2 (warning: torch was built with CUDA 13.0)")
+
+    def test_wheel_has_the_runtime_without_the_name_the_linker_looks_for(self, tmp_path: Path) -> None:
+        home = make_toolkit(tmp_path / "cuda", without="lib64/libcudart.so")
+        assert _toolchain.find_cudart(home) is None
+        runtime = home / "lib/libcudart.so.13"
+        runtime.parent.mkdir()
+        runtime.touch()
+        assert _toolchain.find_cudart(home) == runtime
+
+
+def test_toolkit_requirement_takes_the_version_torch_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_requires = ["filelock", 'cuda-toolkit[cublas,cudart]==13.7.1; platform_system == "Linux"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: torch_requires)
+    assert _toolchain.toolkit_requirement() == "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.7.1"
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["filelock"])
+    with pytest.raises(LookupError, match="names no CUDA toolkit in its requirements: is it a CPU-only build"):
+        _toolchain.toolkit_requirement()
+
+
+@pytest.mark.parametrize(
+    ("text", "archs"),
+    [
+        ("8.0", ("8.0",)),
+        ("8.0;9.0", ("8.0", "9.0a")),
+        ("9.0a+PTX", ("9.0a+PTX",)),
+        ("9.0, 8.6 8.0", ("8.0", "8.6", "9.0a")),
+        ("8.9+PTX;8.9", ("8.9", "8.9+PTX")),
+        ("10.0f;12.0", ("10.0f", "12.0")),
+        ("Hopper", ("9.0a",)),
+        ("ampere;HOPPER", ("8.0", "8.6", "9.0a")),
+        ("Ampere+PTX", ("8.0", "8.6+PTX")),
+        (";8.0;", ("8.0",)),
+    ],
+)
+def test_arch_list(text: str, archs: tuple[str, ...]) -> None:
+    assert _toolchain.arch_list(text) == archs
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("7.5", "expected 8.0 or newer, got '7.5'; the kernels need sm_80"),
+        ("8.0;Volta", "got 'Volta'"),
+        ("sm_80", "expected entries such as 8.0, 9.0a, 8.6+PTX, or one of Ampere, Ada, Hopper, Blackwell; got 'sm_80'"),
+        ("9", "got '9'"),
+        ("9.0z", "got '9.0z'"),
+        ("8.0+ptx", "got '8.0+ptx'"),
+    ],
+)
+def test_arch_list_refuses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="TORCH_CUDA_ARCH_LIST: ") as refusal:
+        _toolchain.arch_list(text)
+    assert message in str(refusal.value)
+
+
+def test_gencode_flags() -> None:
+    assert _toolchain.gencode_flags(("8.0", "9.0a", "9.0a+PTX")) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_90a,code=compute_90a",
+    ]
+
+
+def test_archs_come_from_the_variable_then_the_gpus_then_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.9")
+    assert _toolchain.choose_archs([(9, 0)]) == ("8.9",)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "")
+    assert _toolchain.choose_archs([(9, 0), (8, 6), (9, 0)]) == ("8.6", "9.0a")
+    assert _toolchain.choose_archs([(7, 5)]) == ("8.0", "9.0a")
+    assert _toolchain.choose_archs([]) == ("8.0", "9.0a")
+
+
+def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    assert _toolchain.choose_jobs(cores=8, memory_gib=100.0) == 8
+    assert _toolchain.choose_jobs(cores=64, memory_gib=6.5) == 4
+    assert _toolchain.choose_jobs(cores=2, memory_gib=0.3) == 1
+    assert _toolchain.choose_jobs(cores=3, memory_gib=float("inf")) == 3
+    monkeypatch.setenv("MAX_JOBS", "5")
+    assert _toolchain.choose_jobs(cores=1, memory_gib=0.1) == 5
+    for bad in ("0", "-1", "many"):
+        monkeypatch.setenv("MAX_JOBS", bad)
+        with pytest.raises(ValueError, match=f"MAX_JOBS: expected a positive integer, got '{bad}'"):
+            _toolchain.choose_jobs(cores=1, memory_gib=1.0)
+
+
+def test_memory_and_cores_of_a_container(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000000 kB\nMemAvailable:    4194304 kB\n")
+    assert _toolchain.available_memory_gib(meminfo, tmp_path) == 4.0
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{2**30}\n")
+    assert _toolchain.available_memory_gib(meminfo, tmp_path) == 4.0
+    (tmp_path / "memory.max").write_text(f"{3 * 2**30}\n")
+    assert _toolchain.available_memory_gib(meminfo, tmp_path) == 2.0
+
+    cores = len(os.sched_getaffinity(0))
+    assert _toolchain.available_cores(tmp_path) == cores
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert _toolchain.available_cores(tmp_path) == cores
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert _toolchain.available_cores(tmp_path) == 1
+
+
+class TestMakePlan:
+    @pytest.fixture(autouse=True)
+    def environment(self, no_toolkit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("CUDA_EXT_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "CXX"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def test_without_a_toolkit_it_is_a_cpu_build(self, capsys: pytest.CaptureFixture[str]) -> None:
+        plan = _build.make_plan()
+        assert (plan.cuda, plan.archs) == (False, ())
+        assert all(path.suffix == ".cpp" for path in plan.sources)
+        printed = capsys.readouterr().out
+        assert "cuda_ext: no CUDA 13 toolkit was found, so this is a CPU build\n" in printed
+        assert "cuda_ext: building the CPU kernels with g++" in printed
+
+    def test_with_a_toolkit_it_is_a_cuda_build(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "bad", release="12.1")))
+        monkeypatch.setattr(_toolchain, "STANDARD_PLACES", (str(make_toolkit(tmp_path / "good")),))
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
+        plan = _build.make_plan()
+        assert plan.toolkit == Toolkit("standard place", tmp_path / "good", "13.0")
+        assert {path.suffix for path in plan.sources} == {".cpp", ".cu"}
+        assert "-gencode=arch=compute_86,code=sm_86" in plan.nvcc_flags
+        printed = capsys.readouterr().out
+        assert f"{tmp_path}/bad [CUDA_HOME]: is CUDA 12.1, but torch was built with CUDA 13.0\n" in printed
+        assert "building the CPU and CUDA kernels (sm_86; CUDA 13.0)" in printed
+
+    def test_cuda_can_be_declined(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda")))
+        monkeypatch.setenv("CUDA_EXT_CUDA", "0")
+        assert not _build.make_plan().cuda
+
+    def test_cuda_can_be_required(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_EXT_CUDA", "1")
+        requirement = "'cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.7.1'"
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["cuda-toolkit[cudart]==13.7.1"])
+        with pytest.raises(_build.BuildError) as refusal:
+            _build.make_plan()
+        assert str(refusal.value) == (
+            "cuda_ext: no CUDA 13 toolkit was found, but CUDA_EXT_CUDA=1 asks for the CUDA kernels; "
+            f"set CUDA_HOME, or run\n  {sys.executable} -m pip install {requirement}"
+        )
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
+        with pytest.raises(_build.BuildError, match=r"pip install 'cuda-toolkit\[nvcc,crt,nvvm,cccl,cudart\]'$"):
+            _build.make_plan()
+
+    def test_torch_without_cuda(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert not _build.make_plan().cuda
+        reason = f"torch {torch.__version__} is a CPU-only build"
+        assert f"cuda_ext: {reason}, so this is a CPU build\n" in capsys.readouterr().out
+        monkeypatch.setenv("CUDA_EXT_CUDA", "1")
+        with pytest.raises(
+            _build.BuildError, match="but CUDA_EXT_CUDA=1 asks for the CUDA kernels; install a torch with"
+        ):
+            _build.make_plan()
+
+    @pytest.mark.parametrize(
+        ("variable", "value", "message"),
+        [
+            ("CUDA_EXT_CUDA", "yes", "cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got 'yes'"),
+            ("MAX_JOBS", "no", "cuda_ext: MAX_JOBS: expected a positive integer, got 'no'"),
+            ("TORCH_CUDA_ARCH_LIST", "6.0", "cuda_ext: TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, got '6.0'"),
+            ("CXX", "no-such-compiler", "cuda_ext: the C++ compiler 'no-such-compiler' does not run; install g++"),
+            ("PATH", "/no/such/folder", "cuda_ext: ninja is missing; install it with"),
+        ],
+    )
+    def test_refusals(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+    ) -> None:
+        monkeypatch.setattr(_toolchain, "STANDARD_PLACES", (str(make_toolkit(tmp_path / "cuda")),))
+        monkeypatch.setenv(variable, value)
+        with pytest.raises(_build.BuildError) as refusal:
+            _build.make_plan()
+        assert str(refusal.value).startswith(message)
+
+
+def make_plan(toolkit: Toolkit | None = None) -> _build.Plan:
+    return _build.Plan("2.11.0", "g++ 12.2.0", toolkit, ("8.0", "9.0a", "9.0a+PTX") if toolkit else (), jobs=2)
+
+
+class TestPrepare:
+    def test_cpu_and_cuda_differ_in_one_header_and_not_in_the_flags(self, tmp_path: Path) -> None:
+        toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
+        header = tmp_path / "build/include/build_config.h"
+        flags = make_plan().cxx_flags(tmp_path / "build")
+        assert make_plan(toolkit).cxx_flags(tmp_path / "build") == flags
+        assert f"-I{header.parent}" in flags
+
+        make_plan().prepare(tmp_path / "build")
+        assert "#define CUDA_EXT_WITH_CUDA 0\n" in header.read_text()
+        make_plan(toolkit).prepare(tmp_path / "build")
+        assert "#define CUDA_EXT_WITH_CUDA 1\n" in header.read_text()
+        assert '#define CUDA_EXT_CUDA_ARCHS "sm_80, sm_90a"\n' in header.read_text()
+
+    def test_header_that_stays_the_same_is_not_written_again(self, tmp_path: Path) -> None:
+        make_plan().prepare(tmp_path)
+        header = tmp_path / "include/build_config.h"
+        os.utime(header, (1, 1))
+        make_plan().prepare(tmp_path)
+        assert header.stat().st_mtime == 1
+
+    def test_links_follow_the_toolkit(self, tmp_path: Path) -> None:
+        for name in ("one", "two"):
+            home = make_toolkit(tmp_path / name)
+            make_plan(Toolkit("pip", home, "13.0")).prepare(tmp_path / "build")
+            assert (tmp_path / "build/cuda").resolve() == home
+            assert (tmp_path / "build/cudart/libcudart.so").resolve() == home / "lib64/libcudart.so"
+        make_plan().prepare(tmp_path / "build")
+        assert not (tmp_path / "build/cuda").is_symlink()
+
+
+def test_git_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "SOURCE_ROOT", tmp_path)
+    assert _build.git_revision() is None
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=test", "-c", "user.email=test@localhost"]
+        command = ["git", *identity, "-C", str(tmp_path), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    assert _build.git_revision() is None
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    revision = git("rev-parse", "HEAD")[:12]
+    assert _build.git_revision() == revision
+    (tmp_path / "file").write_text("two")
+    assert _build.git_revision() == f"{revision}-dirty"
+    monkeypatch.setenv("PATH", "/no/such/folder")
+    assert _build.git_revision() is None
+
+
+def test_sources_digest_sees_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_build, "CSRC", tmp_path / "csrc")
+    assert _build.sources_digest() is None
+    (tmp_path / "csrc").mkdir()
+    digests = [_build.sources_digest()]
+    for name, text in (("a.h", "1"), ("a.h", "2"), ("b.h", "2")):
+        (tmp_path / "csrc" / name).write_text(text)
+        digests.append(_build.sources_digest())
+    assert len(set(digests)) == 4
+    (tmp_path / "csrc/b.h").unlink()
+    assert _build.sources_digest() == digests[2]
+
+
+class TestStamp:
+    def test_the_library_under_test_fits(self) -> None:
+        assert _stamp.mismatches(_stamp.read(), _stamp.running()) == []
+
+    @pytest.mark.parametrize("entry", list(_stamp.COMPARED))
+    def test_each_entry_is_compared_before_loading(self, package_copy: Path, run_python: RunPython, entry: str) -> None:
+        stamp = {**_stamp.read(), entry: "0.1.2.3"}
+        _stamp.write(package_copy / "cuda_ext", stamp)
+        # A file that must not be opened: were it, the error would be that of the dynamic loader.
+        library = package_copy / "cuda_ext/_C.so"
+        library.unlink()
+        library.write_text("not a library")
+        done = run_python("-c", "from cuda_ext._load import ops", path=package_copy)
+        name, here = _stamp.COMPARED[entry], _stamp.running()[entry]
+        assert f"it was built for {name} 0.1.2.3, but this process runs {name} {here}. Rebuild it with\n" in done.stdout
+        assert f"{sys.executable} -m pip install --no-build-isolation" in done.stdout
+        assert "ImportError: cuda_ext: the compiled library" in done.stdout
+        assert done.returncode == 1
+
+    @pytest.mark.parametrize("missing", ["_C.so", "_build_info.py"])
+    def test_library_that_was_not_built(self, package_copy: Path, run_python: RunPython, missing: str) -> None:
+        (package_copy / "cuda_ext" / missing).unlink()
+        (package_copy / "setup.py").touch()
+        (package_copy / "csrc").mkdir()
+        done = run_python("-c", "import cuda_ext; cuda_ext.flash_attention", path=package_copy)
+        command = f"cd {package_copy} && {sys.executable} setup.py build_ext --inplace"
+        assert (
+            f"ImportError: cuda_ext: the compiled library has not been built; build it with\n  {command}" in done.stdout
+        )
+
+    def test_library_that_does_not_load(self, package_copy: Path, run_python: RunPython) -> None:
+        library = package_copy / "cuda_ext/_C.so"
+        library.unlink()
+        library.write_text("not a library")
+        done = run_python("-c", "import cuda_ext._load", path=package_copy)
+        assert "ImportError: cuda_ext: cannot load the compiled library: " in done.stdout
+        assert "Rebuild it with\n" in done.stdout
+
+
+class TestPackage:
+    def test_import_loads_nothing(self, run_python: RunPython) -> None:
+        code = "import sys, cuda_ext; print(cuda_ext.__version__, {'torch', 'cuda_ext._load'} & set(sys.modules))"
+        assert run_python("-c", code).stdout == f"{cuda_ext.__version__} set()\n"
+
+    def test_every_public_name_is_there(self) -> None:
+        assert set(cuda_ext.__all__) <= set(dir(cuda_ext))
+        for name in cuda_ext.__all__:
+            assert getattr(cuda_ext, name) is not None
+        with pytest.raises(AttributeError, match="module 'cuda_ext' has no attribute 'gem'"):
+            _ = cuda_ext.gem  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize(
+        "first",
+        ["from cuda_ext import gemm", "from cuda_ext.gemm import linear", "import cuda_ext.gemm", "import cuda_ext.nn"],
+    )
+    def test_gemm_is_the_function_whatever_is_imported_first(self, run_python: RunPython, first: str) -> None:
+        code = f"{first}; import cuda_ext; print(type(cuda_ext.gemm).__name__, cuda_ext.gemm.__module__)"
+        assert run_python("-c", code).stdout == "function cuda_ext.gemm\n"
+
+
+class TestSetup:
+    def test_without_torch_it_says_what_to_run(self, tmp_path: Path, run_python: RunPython) -> None:
+        (tmp_path / "torch.py").write_text("raise ImportError('no torch')\n")
+        done = run_python(str(ROOT / "setup.py"), "build_ext", path=tmp_path)
+        assert done.returncode == 1
+        assert done.stdout == (
+            "cuda_ext is compiled against the torch it will run with, and this environment has none. Run: "
+            "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation .\n"
+        )
+
+    def test_failure_is_one_message(self, tmp_path: Path, run_python: RunPython) -> None:
+        source = copy_sources(tmp_path)
+        done = run_python(str(source / "setup.py"), "--quiet", "build_ext", "--inplace", CUDA_EXT_CUDA="2")
+        assert done.returncode == 1
+        assert done.stdout == "cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got '2'\n"
+
+    def test_builds_compile_what_changed_and_nothing_else(self, tmp_path: Path, run_python: RunPython) -> None:
+        """On a small library: csrc/binding/library.cpp, csrc/cuda, and a source that knows nothing of CUDA."""
+        source = copy_sources(tmp_path)
+        (source / "csrc/plain.cpp").write_text("int plain() { return 0; }\n")
+
+        def build(cuda: str) -> set[str]:
+            done = run_python(str(source / "setup.py"), "build_ext", "--inplace", CUDA_EXT_CUDA=cuda)
+            assert done.returncode == 0, done.stdout
+            return {name for name in ("library.cpp", "device_probe.cu", "plain.cpp") if f"/{name} -o " in done.stdout}
+
+        def load() -> tuple[dict[str, Any], bool]:
+            code = "import json; from cuda_ext import _load, _stamp;"
+            code += "print(json.dumps([_stamp.read(), hasattr(_load.ops, 'has_kernel_image')]))"
+            stamp, has_cuda = json.loads(run_python("-c", code, path=source).stdout)
+            return stamp, has_cuda
+
+        assert build("0") == {"library.cpp", "plain.cpp"}
+        stamp, has_cuda = load()
+        assert (stamp["cuda"], stamp["archs"], has_cuda) == (None, [], False)
+
+        assert build("1") == {"library.cpp", "device_probe.cu"}
+        stamp, has_cuda = load()
+        assert has_cuda
+        assert stamp["archs"] == list(_toolchain.choose_archs(_build._capabilities()))
+
+        (source / "csrc/cuda/device_probe.h").touch()
+        assert build("1") == {"library.cpp", "device_probe.cu"}
+        assert build("0") == {"library.cpp"}
+        assert load()[1] is False
+
+
+def copy_sources(tmp_path: Path) -> Path:
+    """A checkout with everything the build reads, but of csrc only what a library needs at least."""
+    source = tmp_path / "checkout"
+    generated = shutil.ignore_patterns("*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(ROOT / "cuda_ext", source / "cuda_ext", ignore=generated)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, source / name)
+    for name in ("README.md", "LICENSE"):
+        (source / name).touch()
+    shutil.copytree(ROOT / "csrc/cuda", source / "csrc/cuda")
+    (source / "csrc/binding").mkdir()
+    shutil.copy(ROOT / "csrc/binding/library.cpp", source / "csrc/binding/library.cpp")
+    return source

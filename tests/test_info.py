@@ -1,0 +1,127 @@
+"""The report on an installation, whole and broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cuda_ext import _build, _stamp, info
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return info.report()
+
+
+def test_report_of_a_working_installation(report: dict[str, Any]) -> None:
+    assert report["import"] == "works"
+    assert report["build"] == {**_stamp.read(), "sources": report["build"]["sources"]}
+    assert report["versions"]["torch"].startswith(f"{torch.__version__} (CUDA {torch.version.cuda}, ")
+    assert any(path.endswith("cuda_ext/_C.so") for path in report["libraries"])
+    assert any("/libtorch_cpu.so" in path for path in report["libraries"])
+    assert len(report["gpus"]) == torch.cuda.device_count()
+
+
+def test_text_and_json_hold_the_same(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(info, "report", lambda: report)
+    monkeypatch.setattr("sys.argv", ["info", "--json"])
+    info.main()
+    assert json.loads(capsys.readouterr().out) == report
+    monkeypatch.setattr("sys.argv", ["info"])
+    info.main()
+    text = capsys.readouterr().out
+    for title, content in report.items():
+        assert f"{title}\n  " in text
+        entries = content.values() if isinstance(content, dict) else content if isinstance(content, list) else [content]
+        assert all(str(entry) in text for entry in entries)
+
+
+def test_sources_that_changed_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = _stamp.read()["sources"]
+    for here, verdict in ((digest, "unchanged"), ("0", "changed since the build"), (None, "not here")):
+        monkeypatch.setattr(_build, "sources_digest", lambda here=here: here)
+        assert info.report()["build"]["sources"] == verdict
+
+
+def test_environment_shows_what_matters_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("MAX_JOBS", "7")
+    monkeypatch.setenv("SOME_PASSWORD", "secret")
+    shown = info.report()["environment"]
+    assert (shown["NCCL_DEBUG"], shown["MAX_JOBS"]) == ("INFO", "7")
+    assert "SOME_PASSWORD" not in shown
+
+
+def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert info.report()["toolkits"] == ["torch is a CPU-only build"]
+
+
+class FakeGpu:
+    name, major, minor, total_memory = "Fake GPU", 8, 6, 24 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("has_kernel_image", "verdict"),
+    [
+        (None, "no CUDA kernels are loaded"),
+        (lambda device: True, "the library has kernels for it"),
+        (
+            lambda device: False,
+            "the library was built for 8.0, 9.0a; rebuild it with TORCH_CUDA_ARCH_LIST=8.6",
+        ),
+    ],
+)
+def test_gpu_is_held_against_the_archs_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, has_kernel_image: Any, verdict: str
+) -> None:
+    ops = type("Ops", (), {} if has_kernel_image is None else {"has_kernel_image": staticmethod(has_kernel_image)})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: FakeGpu)
+    monkeypatch.setattr(torch.ops, "cuda_ext", ops)
+    monkeypatch.setattr(_stamp, "read", lambda: {"archs": ["8.0", "9.0a"], "sources": ""})
+    assert info.report()["gpus"] == [f"0: Fake GPU, sm_86, 24 GiB: {verdict}"]
+
+
+class TestBrokenInstallations:
+    """Each must give a whole report and exit with 0."""
+
+    def test_no_library(self, package_copy: Path, run_python: RunPython) -> None:
+        (package_copy / "cuda_ext/_C.so").unlink()
+        report = read_report(run_python, package_copy)
+        assert "ImportError: cuda_ext: the compiled library has not been built" in report["import"]
+        assert report["build"].startswith("ImportError: cuda_ext: the compiled library has not been built")
+
+    def test_other_torch(self, package_copy: Path, run_python: RunPython) -> None:
+        _stamp.write(package_copy / "cuda_ext", {**_stamp.read(), "torch": "1.0"})
+        report = read_report(run_python, package_copy)
+        assert f"was built for torch 1.0, but this process runs torch {torch.__version__}" in report["import"]
+        assert report["build"]["torch"] == "1.0"
+
+    def test_library_that_does_not_load(self, package_copy: Path, run_python: RunPython) -> None:
+        (package_copy / "cuda_ext/_C.so").unlink()
+        (package_copy / "cuda_ext/_C.so").write_text("not a library")
+        assert "cannot load the compiled library" in read_report(run_python, package_copy)["import"]
+
+    def test_no_torch(self, package_copy: Path, run_python: RunPython) -> None:
+        (package_copy / "torch.py").write_text("raise ImportError('no torch here')\n")
+        report = read_report(run_python, package_copy)
+        assert "ImportError: no torch here" in report["import"]
+        assert report["versions"]["torch"] == report["toolkits"] == report["gpus"] == "ImportError: no torch here"
+        assert report["machine"]["cores"] >= 1
+
+
+def read_report(run_python: RunPython, package: Path) -> dict[str, Any]:
+    done = run_python("-W", "ignore", "-m", "cuda_ext.info", "--json", path=package)
+    assert done.returncode == 0, done.stdout
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["versions"]["compiler"]
+    return report
