@@ -1,4 +1,5 @@
-# Each target sets up what it needs in .venv, from nothing but Python, make and a C++ compiler; the first run downloads PyTorch.
+# Each target sets up what it needs in .venv, from nothing but Python, make and a C++ compiler. The first run downloads
+# PyTorch.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -10,6 +11,8 @@ VENV ?= .venv
 PROCS ?= 2
 ARGS ?=
 
+CORES := $(shell nproc)
+THREADS := $(shell echo $$(( $(CORES) > $(PROCS) ? $(CORES) / $(PROCS) : 1 )))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
@@ -20,14 +23,16 @@ help: ## print this list
 	@echo "make TARGET [ARGS='more arguments'] [PYTHON=python3.12]"
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
 
-demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT on 2 processes (ARGS go to examples/train_gpt.py)
+demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARGS for examples/train_gpt.py)
 	@$(call compile,$(DEMO_CUDA))
-	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --no-print-directory $(VENV)/.demo
-	$(BIN)/torchrun --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
+	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/.toolkit ## compile every kernel, then lint and run all tests (ARGS go to pytest, and coverage is off then)
+test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for pytest, then without coverage)
 	@$(call compile,1)
-	@CUDA_EXT_CUDA=1 $(MAKE) --no-print-directory $(VENV)/.test lint
+	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
+	$(BIN)/ruff check
+	$(BIN)/mypy
 	$(BIN)/python -m pytest $(or $(ARGS),--cov)
 
 build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|0|1)
@@ -38,7 +43,8 @@ lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/mypy
 
 clean: ## remove what was built, but keep .venv
-	rm -rf build cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py .coverage* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py
+	rm -rf .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find cuda_ext tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # ninja prints whole compiler commands; of these the file is what one wants to see.
@@ -46,7 +52,8 @@ compile = CUDA_EXT_CUDA=$(1) $(BIN)/python setup.py --quiet build_ext --inplace 
 	| sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c $(CURDIR)/([^ ]+) -o .*|\1 \2|'
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"cuda_ext needs Python 3.10 or newer, but $(PYTHON) is {sys.version.split()[0]}; choose one with make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	  "cuda_ext needs Python 3.10 or newer, and $(PYTHON) is older; choose another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch: constraints.txt | $(BIN)/python
@@ -59,5 +66,6 @@ $(VENV)/.toolkit: $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing cuda_ext[$*] into $(VENV)"
 	$(INSTALL) --no-build-isolation --editable ".[$*]"
 	@touch $@

@@ -49,7 +49,9 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
     inputs = torch.randn(args.batch, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
     steps = {
         "DistributedDataParallel": make_step(DistributedDataParallel(make_model(args.layers)), inputs),
-        "gradient_as_bucket_view": make_step(DistributedDataParallel(make_model(args.layers), gradient_as_bucket_view=True), inputs),
+        "gradient_as_bucket_view": make_step(
+            DistributedDataParallel(make_model(args.layers), gradient_as_bucket_view=True), inputs
+        ),
         "BucketedDataParallel": make_step(bucketed_model, inputs),
         "no communication": make_step(make_model(args.layers), inputs),
     }
@@ -63,12 +65,16 @@ def run(rank: int, args: argparse.Namespace, store: str) -> None:
                 times[row, n] = time.perf_counter() - start
     dist.all_reduce(times, dist.ReduceOp.MAX)
     if rank == 0:
-        print(f"{args.ranks} gloo processes, {args.threads} thread each, batch {args.batch} a rank, median of {args.steps} steps")
+        print(
+            f"{args.ranks} gloo processes, {args.threads} thread each, batch {args.batch} a rank, median of {args.steps} steps"
+        )
         print(bucketed_model.describe().splitlines()[0])
         medians = {name: statistics.median(row.tolist()) for name, row in zip(steps, times)}
         for name, median in medians.items():
             print(f"{name:<24} {median * 1e3:8.2f} ms")
-        print(f"BucketedDataParallel / DistributedDataParallel = {medians['BucketedDataParallel'] / medians['DistributedDataParallel']:.3f}")
+        print(
+            f"BucketedDataParallel / DistributedDataParallel = {medians['BucketedDataParallel'] / medians['DistributedDataParallel']:.3f}"
+        )
     dist.destroy_process_group()
 
 
@@ -80,7 +86,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="rows of input on each rank")
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each side")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
-    parser.add_argument("--bucket-mb", type=lambda text: text if text == "auto" else float(text), default="auto", help="capacity of a bucket in MiB")
+    parser.add_argument(
+        "--bucket-mb",
+        type=lambda text: text if text == "auto" else float(text),
+        default="auto",
+        help="capacity of a bucket in MiB",
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, args=(args, str(Path(folder) / "store")), nprocs=args.ranks)

@@ -72,13 +72,17 @@ class _Package(types.ModuleType):
 
     @property
     def gemm(self) -> Any:
-        if "_gemm" not in globals():
+        if _gemm is None:
             importlib.import_module(f"{__name__}.gemm")
-        return globals()["_gemm"]
+        return _gemm
 
     @gemm.setter
     def gemm(self, module: types.ModuleType) -> None:
-        globals()["_gemm"] = module.gemm
+        global _gemm
+        _gemm = module.gemm
+
+
+_gemm: Any = None
 
 
 sys.modules[__name__].__class__ = _Package

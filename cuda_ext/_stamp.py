@@ -6,9 +6,9 @@ A library built against another torch may crash while it loads, or compute nonse
 
 from __future__ import annotations
 
-import importlib
 import platform
 import pprint
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,11 @@ def write(folder: Path, stamp: dict[str, Any]) -> None:
 
 def read() -> dict[str, Any]:
     """The stamp of the installed library; raises ImportError when none was built."""
-    try:
-        stamp: dict[str, Any] = importlib.import_module(f"{__package__}.{STAMP_FILE.removesuffix('.py')}").STAMP
-    except ModuleNotFoundError:
-        stamp = {}
-    if not stamp or not LIBRARY.exists():
+    file = PACKAGE / STAMP_FILE
+    if not file.exists() or not LIBRARY.exists():
         raise ImportError(f"cuda_ext: the compiled library has not been built; build it with\n  {build_command()}")
+    # By its path: an import could find the stamp of another installation, or a stale cache of this one.
+    stamp: dict[str, Any] = runpy.run_path(str(file))["STAMP"]
     return stamp
 
 

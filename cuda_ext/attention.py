@@ -144,7 +144,7 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _out_and_lse(op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+def _out_and_lse(op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool, **others: Tensor | None) -> tuple[Tensor, Tensor]:
     rank, layout = (3, "(total, heads, dim)") if packed else (4, "(batch, seq, heads, dim)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         torch._check(tensor.dim() == rank, lambda: f"{NAMESPACE}::{op}: expected {name} of shape {layout}, got {tuple(tensor.shape)}")
@@ -152,19 +152,32 @@ def _out_and_lse(op: str, query: Tensor, key: Tensor, value: Tensor, packed: boo
         query.shape[-1] == key.shape[-1],
         lambda: f"{NAMESPACE}::{op}: expected key of head dim {query.shape[-1]} to match query {tuple(query.shape)}, got {tuple(key.shape)}",
     )
+    for name, other in {"key": key, "value": value, **others}.items():
+        torch._check(
+            other is None or other.device == query.device,
+            lambda: f"{NAMESPACE}::{op}: expected {name} on device {query.device} to match query, got {other.device}; move one of them with .to()",
+        )
     out = query.new_empty([*query.shape[:-1], value.shape[-1]])
     lse_shape = [query.shape[1], query.shape[0]] if packed else [query.shape[0], query.shape[2], query.shape[1]]
     return out, query.new_empty(lse_shape, dtype=_lse_dtype(query))
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention")
-def _(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return _out_and_lse("flash_attention", query, key, value, packed=False)
+def _(
+    query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, **scalars: Any
+) -> tuple[Tensor, Tensor]:
+    return _out_and_lse("flash_attention", query, key, value, packed=False, alibi_slopes=alibi_slopes, sinks=sinks)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_varlen")
-def _(query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    return _out_and_lse("flash_attention_varlen", query, key, value, packed=True)
+def _(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, **scalars: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _out_and_lse(
+        "flash_attention_varlen", query, key, value, packed=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )  # fmt: skip
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_forward")

@@ -1,12 +1,14 @@
 """Gradient buckets: many tensors of mixed dtype and one flat buffer, moved in one pass with scale, cast and statistics.
 
-Data parallel training sums gradients across ranks. A collective on every tensor pays its latency hundreds of times, so gradients travel in flat
-buffers; the plain way there is a copy per tensor, a division, a cast, and later one more pass for the norm. `pack` and `unpack` do all of it while the
-values go by once. None of these functions has a gradient, and under ``torch.func.vmap`` they raise NotImplementedError.
+Data parallel training averages gradients over ranks. One collective for each tensor pays its latency hundreds of times,
+so gradients travel in flat buffers; the plain way there is a copy of each tensor, a division, a cast, and later another
+pass for the norm. `pack` and `unpack` do all of it while the values go by once. Neither has a gradient, nor a rule for
+``torch.func.vmap``: both refuse.
 
-Statistics are returned as a tensor (2,), float32 (float64 where noted): ``[0]`` is the sum of the squares of the values *as the destination stores
-them*, after scale and cast, and ``[1]`` is 1.0 if one of them is infinite or NaN, else 0.0. The sum is taken in float64 over fixed blocks of the buffer
-that are added in order, so it does not depend on the number of threads.
+Statistics are a tensor (2,), float32 (float64 where noted). ``[0]`` is the sum of the squares of the values *as the
+destination stores them*, after scale and cast; it is infinite where float32 cannot hold it. ``[1]`` is 1.0 if one of
+the values is infinite or NaN, else 0.0. The sum is taken in float64 over fixed blocks of the buffer, which are added in
+order, so that it does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ __all__ = ["aligned_offsets", "pack", "stats", "unpack"]
 
 
 def aligned_offsets(counts: Sequence[int], dtype: torch.dtype, *, alignment: int = 64) -> tuple[list[int], int]:
-    """Where tensors of ``counts`` elements go in a bucket of ``dtype``, each at a multiple of ``alignment`` bytes (default 64, a cache line).
+    """Where tensors of ``counts`` elements go in a bucket of ``dtype``, each at a multiple of ``alignment`` bytes.
 
-    Returns the offsets, in elements, and the number of elements of the bucket, which is aligned as well: an odd-sized tensor then costs those behind it
-    neither vector loads nor a shared cache line.
+    Returns the offsets and the size of the bucket, a multiple too, all in elements. With the default, a cache line, a
+    tensor of odd size costs those behind it neither whole vectors nor a line shared between threads.
     """
     step = max(1, alignment // dtype.itemsize)
     offsets, end = [], 0
@@ -37,66 +39,68 @@ def aligned_offsets(counts: Sequence[int], dtype: torch.dtype, *, alignment: int
 
 
 def pack(tensors: Sequence[Tensor], bucket: Tensor, offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
-    """Writes ``cast(scale * tensor)`` of every tensor into ``bucket`` from its offset on, and zeros everywhere else; returns the statistics.
+    """Writes ``cast(scale * tensor)`` of every tensor into ``bucket`` at its offset, and zeros everywhere else.
 
-    tensors: any number, of any shape; float32, float16, bfloat16 or float64, mixed at will. One that is not contiguous is copied first.
-    bucket (N,): contiguous, one of the same dtypes. The statistics are float64 if it is float64.
-    offsets: one for each tensor, in elements of the bucket, ascending; tensors may not overlap.
-    scale: finite. It is applied in float32 (in float64 if either dtype is float64), before the cast, which rounds to nearest even.
+    tensors: any number, of any shape; float32, float16, bfloat16 or float64, mixed at will. One that is not contiguous
+    is
+        copied first. One may be a view of the bucket, of its dtype and at its own offset: it is then scaled where it
+        is, and only read if ``scale`` is 1.
+    bucket: (N,), contiguous, of one of these dtypes.
+    offsets: one for each tensor, in elements of the bucket, ascending, such that tensors do not overlap.
+    scale: finite, default 1. Applied in float32 (float64 if either dtype is), before the cast to nearest even.
 
-    A tensor may be a view of the bucket at its own offset and in the bucket's dtype: it is then scaled where it is, and only read if ``scale`` is 1.
-
-    Raises RuntimeError for other dtypes, layouts, devices or overlaps, for offsets out of order or out of range, and for a tensor that requires grad
-    while gradients are enabled.
+    Returns the statistics of the bucket, float64 if it is. Raises RuntimeError for other dtypes, layouts or devices,
+    for offsets out of order or range, for a tensor that overlaps the bucket elsewhere, and for a tensor that requires
+    grad while gradients are enabled.
     """
     return ops.bucket_pack(tensors, bucket, offsets, scale=scale)
 
 
 def unpack(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
-    """Writes ``cast(scale * value)`` of the bucket's values into ``tensors``; returns the statistics of what the tensors then hold.
+    """Writes ``cast(scale * value)`` of the bucket's values into ``tensors``: the inverse of `pack`.
 
-    The inverse of `pack`, with the same arguments, dtypes and errors. A tensor that is not contiguous is written through a copy; one whose elements
-    share memory (an expanded one) is refused.
+    Arguments, dtypes and errors are those of `pack`. A tensor that is not contiguous is written through a copy; one
+    whose elements share memory, as an expanded one's do, is refused. Tensors may not overlap each other (not checked).
+
+    Returns the statistics of the tensors, float64 if the bucket is.
     """
     return ops.bucket_unpack(bucket, tensors, offsets, scale=scale)
 
 
 def stats(tensors: Sequence[Tensor]) -> Tensor:
-    """The statistics of ``tensors`` as they are: for the norm of many tensors, in one pass and with no copy.
+    """The statistics of ``tensors`` as they are: the norm of many tensors in one pass.
 
-    tensors: at least one, of any shape; float32, float16, bfloat16 or float64, mixed at will. The statistics are float64 if one of them is float64.
-    Raises RuntimeError for none, for other dtypes or layouts, and for a tensor that requires grad while gradients are enabled.
+    tensors: at least one, of any shape; float32, float16, bfloat16 or float64, mixed at will. One whose memory has gaps
+        is copied first. The statistics are float64 if one of them is.
+
+    Raises RuntimeError for none, for other dtypes, layouts or devices, and for a tensor that requires grad while
+    gradients are enabled.
     """
-    if len(tensors) == 0:  # the dispatcher finds the device by the tensors
+    if len(tensors) == 0:  # by the tensors the dispatcher would know the device
         raise RuntimeError(f"{NAMESPACE}::bucket_stats: expected at least one tensor, got none")
     return ops.bucket_stats(tensors)
 
 
-def _stats_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+def _stats_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-@torch.library.register_fake(f"{NAMESPACE}::bucket_pack")
-def _(tensors: Sequence[Tensor], bucket: Tensor, offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
-    return bucket.new_empty(2, dtype=_stats_dtype(bucket.dtype))
+def _pack_fake(tensors: Sequence[Tensor], bucket: Tensor, offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
+    return bucket.new_empty(2, dtype=_stats_dtype([bucket]))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::bucket_unpack")
-def _(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
-    return bucket.new_empty(2, dtype=_stats_dtype(bucket.dtype))
+def _unpack_fake(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
+    return bucket.new_empty(2, dtype=_stats_dtype([bucket]))
 
 
-@torch.library.register_fake(f"{NAMESPACE}::bucket_stats")
-def _(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].new_empty(2, dtype=_stats_dtype(*(tensor.dtype for tensor in tensors)))
+def _stats_fake(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].new_empty(2, dtype=_stats_dtype(tensors))
 
 
-def _refuse_vmap(name: str) -> None:
-    def refuse(info: object, in_dims: object, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError(f"{NAMESPACE}::{name}: expected no torch.func.vmap around it, which has no rule for it; call it outside")
-
-    torch.library.register_vmap(f"{NAMESPACE}::{name}", refuse)
+def _refuse_vmap(*args: object, **kwargs: object) -> None:
+    raise NotImplementedError(f"{NAMESPACE}: the bucket ops have no rule for torch.func.vmap; call them outside of it")
 
 
-for _name in ("bucket_pack", "bucket_unpack", "bucket_stats"):
-    _refuse_vmap(_name)
+for _name, _fake in (("bucket_pack", _pack_fake), ("bucket_unpack", _unpack_fake), ("bucket_stats", _stats_fake)):
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake)
+    torch.library.register_vmap(f"{NAMESPACE}::{_name}", _refuse_vmap)

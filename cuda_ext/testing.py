@@ -350,13 +350,12 @@ def assert_close_to_reference(
     """Asserts ``max|actual - reference| <= factor * max|low_precision - reference| + atol``.
 
     ``low_precision`` is the plain PyTorch evaluation in the dtype of ``actual``, ``reference`` the same in float64
-    (or float32). The default ``atol`` is that of FlashAttention-3's tests: ``2 * max|(reference + 0.3 - 0.3) -
-    reference|`` in the arithmetic of ``actual.dtype``, which is about two roundings of a number near 0.3 or of the
-    largest element, whichever is more; it matters where ``low_precision`` happens to be exact. For a float64
-    ``actual``, above which there is no reference, it is ``1e-12 * max(1, max|reference|)``: some thousand roundings,
-    and still far below any error of a formula. Where ``reference``, rounded to ``actual.dtype``, is NaN or infinite,
-    ``actual`` has to hold the same, and nowhere else may it be NaN or infinite; such elements of ``reference`` and of
-    ``low_precision`` count in no maximum.
+    (or float32). The default ``atol`` is ``eps(actual.dtype) * max|reference|``, two roundings of the largest element;
+    it matters where ``low_precision`` happens to be exact, or nearly. For a float64 ``actual``, above which there is
+    no reference, it is ``1e-12 * max(1, max|reference|)``: some thousand roundings, and still far below any error of
+    a formula. Where ``reference``, rounded to ``actual.dtype``, is NaN or infinite, ``actual`` has to hold the same,
+    and nowhere else may it be NaN or infinite; such elements of ``reference`` and of ``low_precision`` count in no
+    maximum.
 
     Raises AssertionError with the largest error, its position, and both values there.
     """
@@ -383,8 +382,7 @@ def assert_close_to_reference(
     if atol is None and actual.dtype == torch.float64:
         atol = 1e-12 * max(1.0, float(exact.abs().where(finite, 0.0).max()))
     elif atol is None:
-        roundings = ((rounded + 0.3) - 0.3 - rounded).abs().double()
-        atol = 2.0 * float(roundings.where(finite, 0.0).max())
+        atol = torch.finfo(actual.dtype).eps * float(exact.abs().where(finite, 0.0).max())
     error = (actual.double() - exact).abs().where(finite, 0.0)
     plain_error = float((low_precision.double() - exact).abs().where(finite & low_precision.isfinite(), 0.0).max())
     worst = int(error.argmax())
@@ -432,9 +430,8 @@ def assert_op_matches_reference(
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         arguments = {name: _fresh_leaf(tensor, dtype) for name, tensor in given.items()}
         result = function(**arguments, **extra)
-        return list(result) if isinstance(result, tuple) else [result], {
-            n: t for n, t in arguments.items() if t.requires_grad
-        }
+        outputs = list(result) if isinstance(result, tuple) else [result]
+        return outputs, {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
 
     double_options = {k: torch.float64 if isinstance(v, torch.dtype) else v for k, v in options.items()}
     extra = dict(reference_options or {})

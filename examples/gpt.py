@@ -6,14 +6,17 @@ Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU fe
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from report import UserError
 from torch import Tensor, nn
 
-from cuda_ext.nn import GatedMLP, SelfAttention
+from cuda_ext.nn import GatedMLP, SelfAttention, unpacked
 
 VOCABULARY = 256
 
@@ -116,6 +119,47 @@ class PlainGPT(GPT):
         super().__init__(config)
         for block in self.blocks:
             block.attention, block.mlp = PlainAttention(config), PlainMLP(config)
+
+
+def check_one_step(
+    model: GPT, config: GPTConfig, inputs: Tensor, targets: Tensor, autocast: torch.autocast
+) -> list[str]:
+    """Compares the loss and every gradient of one step with the same model in plain PyTorch, both against plain
+    PyTorch in float64.
+
+    Returns what it found, a line each. Raises UserError if the largest error of a gradient, relative to the largest
+    element of that gradient, is more than 3 times that of plain PyTorch in the same dtype: both round alike, but not
+    in the same places.
+    """
+    plain = PlainGPT(config).to(inputs.device)
+    plain.load_state_dict(unpacked(model))
+    exact = copy.deepcopy(plain).double()
+
+    def step(net: GPT, context: contextlib.AbstractContextManager[object]) -> tuple[float, dict[str, Tensor]]:
+        parameters = dict(net.named_parameters())
+        with context:
+            loss = net(inputs, targets)
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        return loss.item(), unpacked(net, dict(zip(parameters, gradients, strict=True)))
+
+    exact_loss, exact_gradients = step(exact, contextlib.nullcontext())
+    lines, largest = [], {}
+    for title, net in (("cuda_ext", model), ("plain PyTorch", plain)):
+        loss, gradients = step(net, autocast)
+        absolute = {name: float((gradients[name] - expected).abs().max()) for name, expected in exact_gradients.items()}
+        relative = {name: error / float(exact_gradients[name].abs().max()) for name, error in absolute.items()}
+        worst = max(relative, key=lambda name: relative[name] if math.isfinite(relative[name]) else math.inf)
+        largest[title] = relative[worst]
+        lines.append(
+            f"check: {title} against float64: loss off by {abs(loss - exact_loss):.1e} of {exact_loss:.4f}; "
+            f"largest error of {len(relative)} gradients {relative[worst]:.1e} relative, "
+            f"{absolute[worst]:.1e} absolute, in {worst}"
+        )
+    if not largest["cuda_ext"] <= 3.0 * largest["plain PyTorch"]:
+        raise UserError(
+            "\n".join([*lines, "check: failed: expected an error of at most 3 times that of plain PyTorch"])
+        )
+    return lines
 
 
 @torch.no_grad()

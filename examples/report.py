@@ -7,6 +7,7 @@ import csv
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich import progress
 from rich.console import Console
@@ -56,7 +57,7 @@ class Progress:
         now = time.perf_counter()
         per_step = (now - self.start) / (self.step - self.first)
         minutes, seconds = divmod(round((self.steps - self.step) * per_step), 60)
-        shown = {
+        shown: dict[str, Any] = {
             "loss": f"{self.loss / self.weight:.3f}",
             "speed": f"{self.tokens_per_step / per_step:,.0f}",
             "eta": f"{minutes}:{seconds:02d}",
@@ -104,7 +105,9 @@ def write_plot(path: Path, losses: list[float], held_out: list[tuple[int, float]
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each step")
     axes.plot(steps, smooth, color="#2171b5", linewidth=1.8, label="training, running mean")
-    axes.plot(*zip(*held_out, strict=True), color="#d94801", linewidth=1.2, marker="o", markersize=5, label="held-out text")
+    axes.plot(
+        *zip(*held_out, strict=True), color="#d94801", linewidth=1.2, marker="o", markersize=5, label="held-out text"
+    )
     axes.annotate(
         f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, 8), textcoords="offset points", ha="center", color="#d94801"
     )

@@ -25,7 +25,7 @@ def read_text(path: Path | None) -> Tensor:
 
 
 def split_text(text: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """What is learnt, and the last tenth, which is held out; UserError if that is too little for windows of ``context``."""
+    """What is learnt, and the last tenth, which is held out; UserError if that is too little for ``context``."""
     least = max(20 * context // 9 + 1, 20)  # two windows and a byte to learn, two bytes held out
     if len(text) < least:
         raise UserError(

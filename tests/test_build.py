@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import cuda_ext
-from cuda_ext import _build, _stamp, _toolchain
+from cuda_ext import _build, _load, _stamp, _toolchain
 from cuda_ext._toolchain import Toolkit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -364,6 +365,44 @@ class TestPrepare:
         assert not (tmp_path / "build/cuda").is_symlink()
 
 
+def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers = _build.torch_helpers()
+    for name in ("MAX_JOBS", "CUDA_HOME"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setattr(helpers, "CUDA_HOME", "before")
+    _build.use(make_plan())
+    assert (os.environ["MAX_JOBS"], os.environ["CUDA_HOME"], helpers.CUDA_HOME) == ("2", "before", "before")
+    _build.use(make_plan(Toolkit("pip", tmp_path, "13.0")))
+    assert os.environ["CUDA_HOME"] == helpers.CUDA_HOME == str(tmp_path)
+
+
+def test_ninja_beside_this_python_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/no/such/folder")
+    _build.torch_helpers()
+    assert os.environ["PATH"] == f"{Path(sys.executable).parent}:/no/such/folder"
+
+
+def test_lock_is_exclusive_and_goes_with_its_holder(tmp_path: Path, run_python: RunPython) -> None:
+    code = """
+import sys
+from pathlib import Path
+from cuda_ext import _build
+with _build.lock(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    with open(tmp_path / ".lock") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    holder.kill()
+    holder.wait()
+    with _build.lock(tmp_path):
+        pass
+
+
 def test_git_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_build, "SOURCE_ROOT", tmp_path)
     assert _build.git_revision() is None
@@ -402,21 +441,43 @@ def test_sources_digest_sees_names_and_contents(tmp_path: Path, monkeypatch: pyt
 class TestStamp:
     def test_the_library_under_test_fits(self) -> None:
         assert _stamp.mismatches(_stamp.read(), _stamp.running()) == []
+        _stamp.check()
 
     @pytest.mark.parametrize("entry", list(_stamp.COMPARED))
-    def test_each_entry_is_compared_before_loading(self, package_copy: Path, run_python: RunPython, entry: str) -> None:
-        stamp = {**_stamp.read(), entry: "0.1.2.3"}
-        _stamp.write(package_copy / "cuda_ext", stamp)
-        # A file that must not be opened: were it, the error would be that of the dynamic loader.
-        library = package_copy / "cuda_ext/_C.so"
-        library.unlink()
-        library.write_text("not a library")
-        done = run_python("-c", "from cuda_ext._load import ops", path=package_copy)
+    def test_each_entry_is_compared(self, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+        monkeypatch.setattr(_stamp, "read", lambda: {**_stamp.running(), entry: "0.1.2.3"})
+        with pytest.raises(ImportError) as refusal:
+            _stamp.check()
         name, here = _stamp.COMPARED[entry], _stamp.running()[entry]
-        assert f"it was built for {name} 0.1.2.3, but this process runs {name} {here}. Rebuild it with\n" in done.stdout
-        assert f"{sys.executable} -m pip install --no-build-isolation" in done.stdout
-        assert "ImportError: cuda_ext: the compiled library" in done.stdout
+        assert str(refusal.value) == (
+            f"cuda_ext: the compiled library {_stamp.LIBRARY} does not fit: it was built for {name} 0.1.2.3, "
+            f"but this process runs {name} {here}. Rebuild it with\n  {_stamp.build_command()}"
+        )
+
+    def test_all_that_differs_is_named(self) -> None:
+        stamp = {**_stamp.running(), "torch": "1.0", "python": "2.7"}
+        assert [sentence.split(",")[0] for sentence in _stamp.mismatches(stamp, _stamp.running())] == [
+            "it was built for torch 1.0",
+            "it was built for Python 2.7",
+        ]
+
+    def test_build_command_depends_on_where_the_package_lies(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert _stamp.build_command() == f"cd {ROOT} && {sys.executable} setup.py build_ext --inplace"
+        monkeypatch.setattr(_stamp, "PACKAGE", tmp_path / "site-packages/cuda_ext")
+        pip = f"{sys.executable} -m pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps ."
+        assert _stamp.build_command().startswith(pip)
+
+    def test_stamp_is_compared_before_the_library_is_opened(self, package_copy: Path, run_python: RunPython) -> None:
+        _stamp.write(package_copy / "cuda_ext", {**_stamp.read(), "torch": "1.0"})
+        # Were it opened, the error would be that of the dynamic loader.
+        (package_copy / "cuda_ext/_C.so").unlink()
+        (package_copy / "cuda_ext/_C.so").write_text("not a library")
+        done = run_python("-c", "from cuda_ext import gemm", path=package_copy)
         assert done.returncode == 1
+        assert "ImportError: cuda_ext: the compiled library" in done.stdout
+        assert f"built for torch 1.0, but this process runs torch {torch.__version__}. Rebuild it with" in done.stdout
 
     @pytest.mark.parametrize("missing", ["_C.so", "_build_info.py"])
     def test_library_that_was_not_built(self, package_copy: Path, run_python: RunPython, missing: str) -> None:
@@ -429,13 +490,12 @@ class TestStamp:
             f"ImportError: cuda_ext: the compiled library has not been built; build it with\n  {command}" in done.stdout
         )
 
-    def test_library_that_does_not_load(self, package_copy: Path, run_python: RunPython) -> None:
-        library = package_copy / "cuda_ext/_C.so"
-        library.unlink()
+    def test_library_that_does_not_load(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = tmp_path / "_C.so"
         library.write_text("not a library")
-        done = run_python("-c", "import cuda_ext._load", path=package_copy)
-        assert "ImportError: cuda_ext: cannot load the compiled library: " in done.stdout
-        assert "Rebuild it with\n" in done.stdout
+        monkeypatch.setattr(_stamp, "LIBRARY", library)
+        with pytest.raises(ImportError, match=r"cannot load the compiled library: .*_C\.so: .* Rebuild it with\n"):
+            _load._load_installed()
 
 
 class TestPackage:

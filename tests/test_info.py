@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import cuda_ext
 from cuda_ext import _build, _stamp, info
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -63,6 +64,11 @@ def test_environment_shows_what_matters_and_nothing_else(monkeypatch: pytest.Mon
 def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert info.report()["toolkits"] == ["torch is a CPU-only build"]
+
+
+def test_public_name_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ext, "__all__", ["no_such_name"])
+    assert info.report()["import"].endswith("ModuleNotFoundError: No module named 'cuda_ext.no_such_name'")
 
 
 class FakeGpu:

@@ -50,7 +50,7 @@ def assert_module_matches(
         grad = torch.randn(module(*inputs).shape)
     own = dict(module.named_parameters())
     out, *gradients = evaluate(module, own, None)
-    by_name = unpacked(module, dict(zip(own, gradients[len(inputs) :])))
+    by_name = unpacked(module, dict(zip(own, gradients[len(inputs) :], strict=True)))
     names = sorted(by_name)
     actual = [out, *gradients[: len(inputs)], *(by_name[name] for name in names)]
     plain, exact = (
@@ -269,9 +269,7 @@ def test_llama_weights_load_and_come_back() -> None:
     weights, layer = llama_layer(), own_layer()
     kept = dict(weights)
     layer.load_state_dict(weights)
-    assert weights.keys() == kept.keys() and all(weights[name] is kept[name] for name in kept), (
-        "the caller's dict has to stay as it was"
-    )
+    assert [(name, id(t)) for name, t in weights.items()] == [(name, id(t)) for name, t in kept.items()]
     assert torch.equal(
         layer["mlp"].gate_up_proj.weight, torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]])
     )
@@ -324,8 +322,8 @@ def without(weights: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
         ),
         (
             lambda w: without(w, "self_attn.q_proj.weight", "self_attn.v_proj.weight"),
-            "SelfAttention: expected self_attn.q_proj.weight, self_attn.k_proj.weight, self_attn.v_proj.weight together, "
-            "got no self_attn.q_proj.weight, self_attn.v_proj.weight",
+            "SelfAttention: expected self_attn.q_proj.weight, self_attn.k_proj.weight, self_attn.v_proj.weight "
+            "together, got no self_attn.q_proj.weight, self_attn.v_proj.weight",
         ),
         (
             lambda w: w | {"self_attn.k_proj.weight": torch.zeros(32, 32)},

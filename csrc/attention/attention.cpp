@@ -161,8 +161,6 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
                    ", ", shape.heads, "), got ", shape_string(*o.alibi_slopes));
     check_floating(op, "alibi_slopes", *o.alibi_slopes);
     check_same_device(op, "alibi_slopes", *o.alibi_slopes, "query", query);
-    CUDA_EXT_CHECK(!(c10::GradMode::is_enabled() && o.alibi_slopes->requires_grad()), op,
-                   "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
   }
   if (is_given(o.sinks)) {
     CUDA_EXT_CHECK(o.sinks->sizes() == IntArrayRef{shape.heads}, op, "expected sinks of shape (", shape.heads,
@@ -225,7 +223,7 @@ void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tens
     operands.sinks = o.sinks->to(accumulation).contiguous();
     p.sinks = operands.sinks.const_data_ptr();
   }
-  p.dropout_p = float(o.dropout_p);
+  p.dropout_p = o.dropout_p;
   p.dropout_pitch = (shape.seqlen_k + 3) / 4 * 4;
 }
 
@@ -393,8 +391,10 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   }
 };
 
-std::tuple<Tensor, Tensor> with_gradient(const Tensor& query, const Tensor& key, const Tensor& value,
+std::tuple<Tensor, Tensor> with_gradient(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                          const Options& o) {
+  CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes), op,
+                 "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
   auto results = AttentionFunction::apply(query, key, value, o.sinks, o);
   return {results[0], results[1]};
 }
@@ -404,7 +404,7 @@ std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const T
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                                     ATTENTION_SCALARS) {
   if (any_requires_grad(query, key, value, alibi_slopes, sinks))
-    return with_gradient(query, key, value, {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+    return with_gradient("flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(query, key, value, alibi_slopes, sinks, ATTENTION_SCALAR_NAMES);
@@ -416,8 +416,9 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
                                                            const OptionalTensor& sinks, OptionalInt max_seqlen_q,
                                                            OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   if (any_requires_grad(query, key, value, alibi_slopes, sinks))
-    return with_gradient(query, key, value, {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
-                                             max_seqlen_k, ATTENTION_SCALAR_NAMES});
+    return with_gradient("flash_attention_varlen", query, key, value,
+                         {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
+                          ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,

@@ -44,7 +44,7 @@ struct AttentionParams {
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
-  float dropout_p = 0.0f;
+  double dropout_p = 0.0;
   uint64_t dropout_seed = 0;
   uint64_t dropout_offset = 0;
   int64_t dropout_pitch = 0;  // the longest key sequence, rounded up to 4

@@ -145,15 +145,6 @@ void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
     for_vectors<T>(dim, [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
 }
 
-// Logits are kept in units of log2 e, so that the softmax is a plain exp2. `q_factor` goes into the packed queries.
-template <class T>
-struct LogitScale {
-  T q_factor, cap;  // cap: the softcap in the same units, 0 for none
-
-  explicit LogitScale(const AttentionParams& p)
-      : q_factor(T(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E)), cap(T(p.softcap * kLog2E)) {}
-};
-
 // logits (keys, Vectors * lanes) -> cap * tanh(logits).
 template <int Vectors, class T>
 void apply_softcap(T* logits, int64_t keys, T cap) {
@@ -213,8 +204,8 @@ void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width], ui
 template <int Vectors, class T>
 void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin, int64_t keys, T* values) {
   constexpr int width = Vectors * kLanes<T>;
-  const uint32_t threshold = uint32_t(double(p.dropout_p) * 4294967296.0);
-  const T keep_scale = T(1) / (T(1) - T(p.dropout_p));
+  const uint32_t threshold = uint32_t(p.dropout_p * 4294967296.0);
+  const T keep_scale = T(1 / (1 - p.dropout_p));
   for (int64_t j = 0; j < keys; j += 4) {
     uint64_t counter[width];
     uint32_t words[4][width];

@@ -85,6 +85,17 @@ inline void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* sta
   }
 }
 
+// The same for layouts that no kernel reads: sparse, mkldnn.
+inline void no_layout_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  std::string name = op.schema().name();
+  const size_t suffix = name.rfind("_forward");  // the public op's name is the one the caller knows
+  if (suffix != std::string::npos) name.resize(suffix);
+  for (const c10::IValue& argument : *stack)
+    TORCH_CHECK(!argument.isTensor() || argument.toTensor().layout() == at::kStrided, name,
+                ": expected dense tensors of layout torch.strided, got ", argument.toTensor().layout(),
+                "; convert it with .to_dense()");
+}
+
 // A typed handle to one of our ops, looked up once: `static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));`
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* qualified_name) {

@@ -19,6 +19,11 @@ constexpr const char* kPack = "bucket_pack";
 constexpr const char* kUnpack = "bucket_unpack";
 constexpr const char* kStats = "bucket_stats";
 
+constexpr const char* kNeedsNoGradient =
+    " to need no gradient, because the op has none, got requires_grad=True; call it under torch.no_grad()";
+
+// Runs above the choice of a backend, which a single sparse or meta tensor would divert, and once more in the kernels,
+// which inference mode calls at once.
 void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
@@ -29,6 +34,7 @@ void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
                    "; convert it with .to()");
     CUDA_EXT_CHECK(tensor.device() == device, op, "expected tensors[", i, "] on device ", device, ", got ",
                    tensor.device(), "; move it with .to()");
+    CUDA_EXT_CHECK(!any_requires_grad(tensor), op, "expected tensors[", i, "]", kNeedsNoGradient);
   }
 }
 
@@ -63,7 +69,8 @@ void check_no_overlap(const char* op, size_t i, const Tensor& tensor, const Tens
 }
 
 BucketEntry entry_of(const Tensor& contiguous, int64_t begin) {
-  return {const_cast<void*>(contiguous.const_data_ptr()), begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
+  void* const data = const_cast<void*>(contiguous.const_data_ptr());
+  return {data, begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
 }
 
 Tensor stats_tensor(const BucketStats& stats, at::ScalarType type) {
@@ -141,27 +148,16 @@ Tensor stats(at::TensorList tensors) {
   return stats_tensor(result, type);
 }
 
-// Autograd keys: refuse what would need a gradient, and record writes for whoever saved the tensors.
+// Autograd key: refuses what would need a gradient, and counts writes for whoever has saved the tensors.
 
-constexpr const char* kNeedsNoGradient =
-    " to need no gradient, because the op has none, got requires_grad=True; call it under torch.no_grad()";
-
-void check_no_grad(const char* op, const Tensor& bucket) {
-  CUDA_EXT_CHECK(!any_requires_grad(bucket), op, "expected bucket", kNeedsNoGradient);
-}
-void check_no_grad(const char* op, at::TensorList tensors) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    CUDA_EXT_CHECK(!any_requires_grad(tensors[i]), op, "expected tensors[", i, "]", kNeedsNoGradient);
-  }
-}
 void record_write(const Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
 Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntArrayRef offsets, double scale) {
-  static const auto op = find_op<Tensor(at::TensorList, const Tensor&, c10::SymIntArrayRef, double)>(CUDA_EXT_OP("bucket_pack"));
-  check_no_grad(kPack, tensors);
-  check_no_grad(kPack, bucket);
+  static const auto op = find_op<decltype(pack_autograd)>(CUDA_EXT_OP("bucket_pack"));
+  check_tensors(kPack, tensors, bucket.device());
+  CUDA_EXT_CHECK(!any_requires_grad(bucket), kPack, "expected bucket", kNeedsNoGradient);
   at::AutoDispatchBelowADInplaceOrView guard;
   const Tensor stats = op.call(tensors, bucket, offsets, scale);
   record_write(bucket);
@@ -169,9 +165,9 @@ Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntAr
 }
 
 Tensor unpack_autograd(const Tensor& bucket, at::TensorList tensors, c10::SymIntArrayRef offsets, double scale) {
-  static const auto op = find_op<Tensor(const Tensor&, at::TensorList, c10::SymIntArrayRef, double)>(CUDA_EXT_OP("bucket_unpack"));
-  check_no_grad(kUnpack, bucket);
-  check_no_grad(kUnpack, tensors);
+  static const auto op = find_op<decltype(unpack_autograd)>(CUDA_EXT_OP("bucket_unpack"));
+  check_tensors(kUnpack, tensors, bucket.device());
+  CUDA_EXT_CHECK(!any_requires_grad(bucket), kUnpack, "expected bucket", kNeedsNoGradient);
   at::AutoDispatchBelowADInplaceOrView guard;
   const Tensor stats = op.call(bucket, tensors, offsets, scale);
   for (const Tensor& tensor : tensors) record_write(tensor);
@@ -179,8 +175,8 @@ Tensor unpack_autograd(const Tensor& bucket, at::TensorList tensors, c10::SymInt
 }
 
 Tensor stats_autograd(at::TensorList tensors) {
-  static const auto op = find_op<Tensor(at::TensorList)>(CUDA_EXT_OP("bucket_stats"));
-  check_no_grad(kStats, tensors);
+  static const auto op = find_op<decltype(stats_autograd)>(CUDA_EXT_OP("bucket_stats"));
+  check_tensors(kStats, tensors, tensors[0].device());
   at::AutoDispatchBelowADInplaceOrView guard;
   return op.call(tensors);
 }

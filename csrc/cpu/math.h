@@ -1,4 +1,4 @@
-// exp2, exp, tanh and erf, a vector at a time. float: polynomials fitted for least relative error over the reduced range
+// exp, tanh and erf, a vector at a time. float: polynomials fitted for least relative error over the reduced range
 // (the bound is stated at each, before the roundings of its evaluation); double: the standard library lane by lane,
 // because float64 exists to check gradients, not to be fast.
 #pragma once
@@ -25,39 +25,36 @@ CUDA_EXT_INLINE Vec<float> scale_by_power_of_two(Vec<float> x, Vec<float> shifte
   return (Vec<float>)((IntVec<float>)x + ((IntVec<float>)shifted_exponent << 23));
 }
 
-// 2^x for x <= 127 (the use in a softmax: x <= 0); relative error 9.2e-8. Below -126 the result is 0, so -inf gives 0;
-// NaN stays NaN.
-CUDA_EXT_INLINE Vec<float> exp2_nonpositive(Vec<float> x) {
-  const Vec<float> clamped = x < -126.0f ? splat(-126.0f) : x;
-  const Vec<float> shifted = clamped + kRound;
-  const Vec<float> fraction = clamped - (shifted - kRound);  // in [-1/2, 1/2]
-  const Vec<float> mantissa =
-      polynomial(fraction, {1.0f, 0.693146978f, 0.240222421f, 0.0555073378f, 0.00967151383f, 0.00132647162f});
-  const Vec<float> value = scale_by_power_of_two(mantissa, shifted);
-  return x >= -126.0f ? value : x < -126.0f ? Vec<float>{} : x;
-}
-CUDA_EXT_INLINE Vec<double> exp2_nonpositive(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp2(x[i]);
-  return x;
+// e^x for -87.3 <= x <= 88.7228.
+CUDA_EXT_INLINE Vec<float> exp_in_range(Vec<float> x) {
+  const Vec<float> shifted = x * float(kLog2E) + kRound;
+  const Vec<float> n = shifted - kRound;
+  // ln 2 in two parts, the first with zeros in its low bits so that n times it is exact.
+  const Vec<float> r = (x - n * 0x1.62e4p-1f) - n * 1.42860677e-6f;
+  const Vec<float> mantissa = polynomial(
+      r, {1.0f, 1.00000003f, 0.499999942f, 0.166664312f, 0.0416680028f, 0.00837416274f, 0.00138436302f});
+  return scale_by_power_of_two(mantissa, shifted);
 }
 
 // e^x; relative error 2e-9. 0 below -87.3 (no subnormals), inf above 88.7228; NaN stays NaN.
 CUDA_EXT_INLINE Vec<float> exp(Vec<float> x) {
   const Vec<float> clamped = x < -87.3f ? splat(-87.3f) : x > 88.7228f ? splat(88.7228f) : x;
-  const Vec<float> shifted = clamped * float(kLog2E) + kRound;
-  const Vec<float> n = shifted - kRound;
-  // ln 2 in two parts, the first with zeros in its low bits so that n times it is exact.
-  const Vec<float> r = (clamped - n * 0x1.62e4p-1f) - n * 1.42860677e-6f;
-  const Vec<float> mantissa = polynomial(
-      r, {1.0f, 1.00000003f, 0.499999942f, 0.166664312f, 0.0416680028f, 0.00837416274f, 0.00138436302f});
-  const Vec<float> value = scale_by_power_of_two(mantissa, shifted);
+  const Vec<float> value = exp_in_range(clamped);
   const Vec<float> large = x > 88.7228f ? splat(std::numeric_limits<float>::infinity()) : value;
   return x >= -87.3f ? large : x < -87.3f ? Vec<float>{} : x;
+}
+
+// The same where x <= 0 or NaN, as in a softmax shifted by its maximum.
+CUDA_EXT_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
+  const Vec<float> value = exp_in_range(x < -87.3f ? splat(-87.3f) : x);
+  return x >= -87.3f ? value : x < -87.3f ? Vec<float>{} : x;
 }
 CUDA_EXT_INLINE Vec<double> exp(Vec<double> x) {
   for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
   return x;
 }
+
+CUDA_EXT_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return exp(x); }
 
 // tanh x = x P(x^2) / Q(x^2); relative error 1.3e-9 up to |x| = 9, where float's tanh has become 1.
 CUDA_EXT_INLINE Vec<float> tanh(Vec<float> x) {

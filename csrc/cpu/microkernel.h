@@ -24,7 +24,7 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const T* a, int64_t a_row, int64_t 
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 16
-    for (int j = 0; j < Vectors; ++j) sum[i][j] = kAccumulate ? load(c + i * ldc + j * lanes) : Vec<T>{};
+    for (int j = 0; j < Vectors; ++j) sum[i][j] = Vec<T>{};
   }
 #pragma GCC unroll 1
   for (int64_t step = 0; step < k; ++step) {
@@ -43,7 +43,11 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const T* a, int64_t a_row, int64_t 
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 16
-    for (int j = 0; j < Vectors; ++j) store(c + i * ldc + j * lanes, sum[i][j]);
+    for (int j = 0; j < Vectors; ++j) {
+      // Added at the end, not started from: rounding errors then grow with the blocks of k, not with all of k.
+      T* at = c + i * ldc + j * lanes;
+      store(at, kAccumulate ? load(at) + sum[i][j] : sum[i][j]);
+    }
   }
 }
 

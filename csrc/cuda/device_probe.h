@@ -1,9 +1,10 @@
-// Whether the kernels of this library can run on a GPU at all: code for another architecture fails only at the launch, as "no kernel image".
+// Whether this library has kernels for a GPU. Code for another architecture is noticed no earlier than at a launch, which
+// then fails with "no kernel image is available".
 #pragma once
 
 namespace cuda_ext::cuda {
 
-// Whether the library holds code, machine code or PTX, that `device` (an ordinal) can execute. False also where there is no such device.
+// Whether the library holds code, machine code or PTX, that the GPU number `device` can execute; false if there is none.
 bool has_kernel_image(int device);
 
 }  // namespace cuda_ext::cuda

@@ -53,21 +53,27 @@ struct Gelu {
   }
 };
 
-// The same paper's approximation: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+// The same paper's approximation, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2 u). In the
+// derivative 1 - sigmoid is formed as a product, because a difference from 1 would be multiplied by x^3.
 struct GeluTanh {
-  static constexpr double kScale = 0.79788456080286536;
+  static constexpr double kScale = 2 * 0.79788456080286536;
   static constexpr double kCubic = 0.044715;
+  // e^(-2 u)
+  template <class T>
+  static CUDA_EXT_INLINE Vec<T> exponential(Vec<T> x) {
+    return exp(T(-kScale) * x * (T(1) + T(kCubic) * x * x));
+  }
   template <class T>
   static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
-    const Vec<T> t = tanh(T(kScale) * x * (T(1) + T(kCubic) * x * x));
-    return T(0.5) * x * (T(1) + t);
+    return x / (T(1) + exponential<T>(x));
   }
   template <class T>
   static CUDA_EXT_INLINE ValueAndDerivative<T> value_and_derivative(Vec<T> x) {
-    const Vec<T> t = tanh(T(kScale) * x * (T(1) + T(kCubic) * x * x));
+    const Vec<T> e = exponential<T>(x);
+    const Vec<T> sigmoid = T(1) / (T(1) + e);
+    const Vec<T> complement = min<T>(splat(T(1e30)), e) * sigmoid;
     const Vec<T> slope = T(kScale) * (T(1) + T(3 * kCubic) * x * x);
-    const Vec<T> half = T(0.5) * (T(1) + t);
-    return {x * half, half + T(0.5) * x * (T(1) - t * t) * slope};
+    return {x * sigmoid, sigmoid + (x * sigmoid) * complement * slope};
   }
 };
 

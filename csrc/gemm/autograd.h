@@ -1,4 +1,4 @@
-// What the autograd functions of gemm.cpp and mlp.cpp share.
+// What gemm.cpp and mlp.cpp share of autograd and registration.
 #pragma once
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -32,5 +32,14 @@ inline ActivationName to_activation_name(const c10::IValue& saved) {
 }
 
 inline OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+// The keys at which ops have no kernel yet: each refuses in words.
+inline void register_refusals(torch::Library& m, std::initializer_list<const char*> ops) {
+  for (const char* op : ops) {
+    m.impl(op, torch::dispatch(c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>()));
+    for (const auto key : {c10::DispatchKey::SparseCPU, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::MkldnnCPU})
+      m.impl(op, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&no_layout_kernel>()));
+  }
+}
 
 }  // namespace cuda_ext

@@ -268,6 +268,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const bool output_serves = activation == "relu" && !is_given(residual);
     ctx->save_for_backward({input, weight, value_or_empty(bias), output_serves ? out : preact});
     ctx->saved_data["activation"] = to_ivalue(activation);
+    ctx->saved_data["has_residual"] = is_given(residual);
     return out;
   }
 
@@ -283,7 +284,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
         op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
                 to_activation_name(ctx->saved_data.at("activation")), mask);
     return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
-            grads[0], Tensor()};
+            ctx->saved_data.at("has_residual").toBool() ? grads[0] : Tensor(), Tensor()};
   }
 };
 
@@ -382,6 +383,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("gated_linear" GATED_LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("gated_linear_forward" GATED_LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
   m.def("gated_linear_backward" LINEAR_BACKWARD_ARGUMENTS, tags);
+  register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "linear", "linear_forward", "linear_backward",
+                        "gated_linear", "gated_linear_forward", "gated_linear_backward"});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
@@ -394,12 +397,6 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("gated_linear", gated_linear);
   m.impl("gated_linear_forward", gated_linear_forward);
   m.impl("gated_linear_backward", gated_linear_backward);
-}
-
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
-  for (const char* name : {"gemm", "gemm_forward", "gemm_backward", "linear", "linear_forward", "linear_backward",
-                           "gated_linear", "gated_linear_forward", "gated_linear_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {

@@ -164,6 +164,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("gated_mlp" MLP_ARGUMENTS("silu") " -> Tensor", tags);
   m.def("gated_mlp_forward" MLP_ARGUMENTS("silu") " -> (Tensor out, Tensor preact)", tags);
   m.def("gated_mlp_backward" MLP_BACKWARD_ARGUMENTS, tags);
+  register_refusals(m, {"mlp", "mlp_forward", "mlp_backward", "gated_mlp", "gated_mlp_forward", "gated_mlp_backward"});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
@@ -173,12 +174,6 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("gated_mlp", mlp<true>);
   m.impl("gated_mlp_forward", mlp_forward<true>);
   m.impl("gated_mlp_backward", mlp_backward<true>);
-}
-
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
-  for (const char* name :
-       {"mlp", "mlp_forward", "mlp_backward", "gated_mlp", "gated_mlp_forward", "gated_mlp_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {

@@ -51,8 +51,10 @@ void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows
         store(panel + i * kBlockK + p, load_partial(a + i * row_stride + p, count));
       });
   } else if (row_stride == 1) {
-    for_vectors<T>(k, [&](int64_t p, int64_t count) {
-      transpose_block(a + p * k_stride, k_stride, count, rows, readable_rows, panel + p, kBlockK);
+    for_vectors<T>(rows, [&](int64_t i, int64_t columns) {
+      for_vectors<T>(k, [&](int64_t p, int64_t lines) {
+        transpose_block(a + p * k_stride + i, k_stride, lines, columns, readable_rows - i, panel + i * kBlockK + p, kBlockK);
+      });
     });
   } else {
     for (int64_t i = 0; i < rows; ++i)

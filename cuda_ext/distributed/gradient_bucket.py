@@ -3,44 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
+from cuda_ext.distributed.plan import NAME
 
 
 class GradientBucket:
     """The flat buffers of some parameters of one device and dtype, and the state of their all-reduce.
 
-    Layout of the buffer that travels, ``wire``: every gradient at a multiple of 64 bytes, then the tail, one element for each parameter. A rank writes
-    1 / world size there if it has a gradient for that parameter, else 0, so that after the sum the tail tells which gradients exist at all. A rank that
-    gives a backward pass up sends NaN everywhere, so that no other rank takes the sum for a gradient.
+    ``wire`` is what travels: the head, with every gradient at a multiple of 64 bytes, and the tail, one element for
+    each parameter. There a rank writes 1 / world size if it has a gradient for that parameter, else 0, so that the sum
+    tells which gradients exist at all. A rank that gives a backward pass up sends NaN everywhere, so that no other
+    takes the sum for a gradient.
 
-    ``gradients`` holds the averages in the dtype of the parameters: the head of ``wire`` where that has the same dtype, else a buffer of its own.
+    ``gradients`` holds the averages in the dtype of the parameters: the head of ``wire`` itself if that has the same
+    dtype, else a buffer of its own.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> None:
-        self.parameters = list(parameters)
-        self.arrived = [False] * len(parameters)  # whose gradients the running backward pass has produced
-        self.missing = len(parameters)  # how many it has not
+    def __init__(self, named: Mapping[str, nn.Parameter], wire_dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+        self.names, self.parameters = list(named), list(named.values())
+        self.arrived = [False] * len(named)  # whose gradients the running backward pass has made
+        self.missing = len(named)  # how many it has not
         self._group = group
         self._scale = 1.0 / group.size()
         self._work: dist.Work | None = None
-        self._unused: list[int] = []  # positions of the parameters without a gradient: on this rank, and once finished on any
+        self._unused: list[int] = []  # parameters without a gradient: on this rank; once finished, on any
 
-        dtype, device = parameters[0].dtype, parameters[0].device
-        self._offsets, size = bucket_ops.aligned_offsets([parameter.numel() for parameter in parameters], wire_dtype)
-        self.wire = torch.zeros(size + len(parameters), dtype=wire_dtype, device=device)  # (size + number of parameters,)
+        dtype, device = self.parameters[0].dtype, self.parameters[0].device
+        offsets, size = bucket_ops.aligned_offsets([parameter.numel() for parameter in self.parameters], wire_dtype)
+        self.wire = torch.zeros(size + len(named), dtype=wire_dtype, device=device)
         self._head, self._tail = self.wire[:size], self.wire[size:]
-        self.gradients = self._head if wire_dtype == dtype else torch.zeros(size, dtype=dtype, device=device)  # (size,)
+        self.gradients = self._head if wire_dtype == dtype else torch.zeros(size, dtype=dtype, device=device)
         self._all_used = torch.ones_like(self._tail)
-        self._orders = [_memory_order(parameter) for parameter in parameters]
+        self._offsets = offsets
+        self._orders = [_memory_order(parameter) for parameter in self.parameters]
         self._views = [
             _view_like(self.gradients[offset : offset + parameter.numel()], parameter, order)
-            for parameter, offset, order in zip(parameters, self._offsets, self._orders)
+            for parameter, offset, order in zip(self.parameters, offsets, self._orders, strict=True)
         ]
         self._stats: Tensor | None = None
         self._stats_version = 0
@@ -52,26 +56,28 @@ class GradientBucket:
     def launch(self) -> None:
         """Packs the gradients there are, leaves views in their place, and starts the sum."""
         tensors, offsets, unused = [], [], []
-        for position, (parameter, order) in enumerate(zip(self.parameters, self._orders)):
+        for position, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None:
                 unused.append(position)
-            else:
-                tensors.append(grad if order is None else grad.permute(order))
-                offsets.append(self._offsets[position])
-        tensors.append(self._used(unused) if unused else self._all_used)
-        offsets.append(self._head.numel())
-        bucket_ops.pack(tensors, self.wire, offsets, scale=self._scale)
-        for parameter, view in zip(self.parameters, self._views):
-            if parameter.grad is not None:
-                parameter.grad = view
+                continue
+            if grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{NAME}: expected a dense gradient of parameter {self.names[position]}, got {grad.layout}; "
+                    "buckets are flat: use sparse=False"
+                )
+            order = self._orders[position]
+            tensors.append(grad if order is None else grad.permute(order))
+            offsets.append(self._offsets[position])
+            if grad is not self._views[position]:
+                parameter.grad = self._views[position]
+        tail = self._all_used
+        if unused:
+            tail = tail.clone()
+            tail[unused] = 0.0
+        bucket_ops.pack([*tensors, tail], self.wire, [*offsets, self._head.numel()], scale=self._scale)
         self._unused = unused
         self._work = self._group.allreduce([self.wire])
-
-    def _used(self, unused: list[int]) -> Tensor:
-        used = torch.ones_like(self._tail)
-        used[unused] = 0.0
-        return used
 
     def finish(self) -> bool:
         """Waits for the sum and brings it to ``gradients``; False if some rank gave the pass up."""
@@ -88,11 +94,11 @@ class GradientBucket:
                     self.parameters[position].grad = self._views[position]
             self._unused = [position for position in self._unused if used[position] == 0.0]
         self._reset()
-        # Elsewhere this would make the host wait for the device; there the NaN shows in the statistics.
+        # On another device the host would have to wait for this; there the NaN shows in the statistics.
         return not (self.wire.is_cpu and math.isnan(self._tail[0].item()))
 
     def abandon(self) -> None:
-        """Completes the sum that the other ranks are waiting for, with NaN in place of gradients not sent yet, and drops the gradients."""
+        """Completes the sum that other ranks wait for, with NaN for what was not sent yet, and drops the gradients."""
         if self._work is None:
             self.wire.fill_(math.nan)
             self._work = self._group.allreduce([self.wire])
@@ -110,15 +116,15 @@ class GradientBucket:
         self.arrived[:] = [False] * self.missing
 
     def reduced(self) -> list[Tensor]:
-        """The gradients as they are now: one flat buffer, or tensor by tensor where somebody has replaced or removed one."""
+        """The gradients as they are now: one flat buffer, or one by one where somebody has replaced or removed some."""
         grads = [parameter.grad for parameter in self.parameters]
-        absent = [position for position, (grad, view) in enumerate(zip(grads, self._views)) if grad is not view]
-        if absent == self._unused and all(grads[position] is None for position in absent):
+        absent = [n for n, (grad, view) in enumerate(zip(grads, self._views, strict=True)) if grad is not view]
+        if absent == self._unused and all(grads[n] is None for n in absent):
             return [self.gradients]
         return [grad for grad in grads if grad is not None]
 
     def stats(self) -> Tensor:
-        """Statistics of the gradients, see `cuda_ext.bucket`: what `unpack` returned, unless the gradients were written to since."""
+        """Statistics of the gradients (see `cuda_ext.bucket`): those of `unpack` while nobody has written since."""
         tensors = self.reduced()
         if not tensors:
             return torch.zeros(2, device=self.wire.device)
@@ -131,15 +137,16 @@ class GradientBucket:
 
 
 def _memory_order(parameter: Tensor) -> list[int] | None:
-    """The order of dimensions in which a dense parameter (channels last, transposed) is contiguous; None if it is so already, or in none."""
+    """The order of dimensions in which a dense parameter (channels last, say) is contiguous; None for the usual one."""
     if parameter.is_contiguous():
         return None
-    order = sorted(range(parameter.dim()), key=lambda dim: (-parameter.stride(dim), -parameter.size(dim)))
+    stride = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: (stride[dim], parameter.size(dim)), reverse=True)
     return order if parameter.permute(order).is_contiguous() else None
 
 
 def _view_like(flat: Tensor, parameter: Tensor, order: list[int] | None) -> Tensor:
-    """``flat`` (numel,) in the shape of ``parameter`` and in its memory order, so that an optimizer walks both alike."""
+    """``flat`` (numel,) in the shape and memory order of ``parameter``, so that an optimizer walks both alike."""
     if order is None:
         return flat.view(parameter.shape)
     inverse = sorted(range(len(order)), key=order.__getitem__)

@@ -9,68 +9,69 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from cuda_ext.distributed.gradient_bucket import GradientBucket
-
-NAME = "cuda_ext.distributed.BucketedDataParallel"
+from cuda_ext.distributed.plan import NAME
 
 
 class Reducer:
-    """Sends every bucket once per backward pass, strictly in order, since ranks are matched by the order of their collectives.
+    """Sends every bucket once in a backward pass, strictly in order, as ranks match collectives by their order.
 
-    A bucket goes when the last of its gradients has come and all buckets before it have gone; those that lack a gradient go at the end of the pass. The
-    pass ends in a callback of the autograd engine, so that ``backward()`` returns with the averages in place. The sum being linear, it does no harm if one
-    backward call holds several passes (nested, as re-entrant checkpoints make them): what the earlier ones averaged stays what it is under an average.
+    A bucket goes when its last gradient has come and all buckets before it have gone; those that lack a gradient go at
+    the end of the pass, which is a callback of the autograd engine, so that ``backward()`` returns with the averages in
+    place. A backward call may hold several passes, as re-entrant checkpoints nest them: an average is linear and leaves
+    what is averaged already as it is, so the later passes only add what the earlier ones lacked.
     """
 
     def __init__(self, buckets: Sequence[GradientBucket]) -> None:
         self.buckets = list(buckets)
         self.enabled = True  # False under no_sync()
         self._next = 0  # the bucket to go
-        self._active = False  # a gradient has come since the last pass ended
-        self._callback_task: int | None = None  # the graph task of the engine that will call finish()
+        self._active = False  # whether a gradient has come since the last pass ended
+        self._callback_task: int | None = None  # the engine's graph task at whose end _finish() runs
 
-    def hook(self, bucket: GradientBucket, position: int, name: str) -> Callable[[Tensor], None]:
-        """What to do when the gradient of a parameter is there; runs for every parameter of every pass."""
+    def gradient_hook(self, bucket: GradientBucket, position: int) -> Callable[[Tensor], None]:
+        """What runs when the gradient of a parameter is there: for every parameter in every pass."""
         arrived = bucket.arrived
 
-        def on_gradient(parameter: Tensor) -> None:
+        def on_gradient(_: Tensor) -> None:
             if not self.enabled:
                 return
             if not self._active:
                 self._begin()
-            if arrived[position]:
-                if bucket.launched:
-                    raise RuntimeError(
-                        f"{NAME}: expected one gradient of {name} in a backward pass, got a second one after the first was sent; a parameter shared by "
-                        "several re-entrant checkpoints does that: use torch.utils.checkpoint with use_reentrant=False"
-                    )
-                return
-            arrived[position] = True
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._launch_complete()
+            if not arrived[position]:
+                arrived[position] = True
+                bucket.missing -= 1
+                if bucket.missing == 0:
+                    self._launch_complete()
+            elif bucket.launched:
+                raise RuntimeError(
+                    f"{NAME}: expected one gradient of parameter {bucket.names[position]} in a backward pass, got a "
+                    "second one after the first was sent; re-entrant checkpoints that share a parameter do that: use "
+                    "torch.utils.checkpoint with use_reentrant=False"
+                )
 
         return on_gradient
 
-    def expect_backward(self, grad: Tensor) -> None:
-        """Hook of the outputs: runs before any gradient of a parameter, in the outermost graph task of the pass."""
+    def output_hook(self, _: Tensor) -> None:
+        """What runs when the gradient of an output is there: before any parameter's, in the outermost graph task."""
         if self.enabled:
             self._queue_finish()
+
+    def _begin(self) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{NAME}: expected a backward pass without create_graph, got create_graph=True, but averages over "
+                "ranks are no part of a graph; for a penalty on gradients, compute these with torch.autograd.grad(..., "
+                "create_graph=True) and call backward() on the loss that holds the penalty"
+            )
+        if self._callback_task is None:
+            self._queue_finish()
+        self._active = True
 
     def _queue_finish(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._callback_task:
             self._callback_task = task
             Variable._execution_engine.queue_callback(self._finish)
-
-    def _begin(self) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{NAME}: expected a backward pass without create_graph=True, got one with it; the average would not be part of the graph. For a penalty on "
-                "gradients, compute them with torch.autograd.grad(..., create_graph=True) and call backward() on the result"
-            )
-        if self._callback_task is None:
-            self._queue_finish()
-        self._active = True
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
@@ -79,7 +80,7 @@ class Reducer:
 
     def _finish(self) -> None:
         self._callback_task = None
-        if not self._active:  # the engine computed gradients of something else, as torch.autograd.grad does
+        if not self._active:  # no gradient of a parameter was asked for, as by torch.autograd.grad
             return
         for bucket in self.buckets[self._next :]:
             bucket.launch()
@@ -90,12 +91,12 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.drop_gradients()
             raise RuntimeError(
-                f"{NAME}: expected every rank to finish the backward pass, but one gave it up, likely by an exception (see its output); the gradients of this "
-                "step are dropped on all ranks, and training can go on with the next one"
+                f"{NAME}: expected every rank to finish the backward pass, but one gave it up, likely by an exception "
+                "of its own; the gradients of this step are dropped on all ranks, and training can go on with the next"
             )
 
     def recover(self) -> None:
-        """Outside of a backward pass: completes what one that ended in an exception left undone."""
+        """Completes what a backward pass that ended in an exception has left undone; does nothing inside of one."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint computes the forward pass again
             return
         self._callback_task = None

@@ -1,9 +1,10 @@
-"""What a module has to be to be wrapped, and to stay so: the same on all ranks, trainable, and unchanged."""
+"""What a module has to be to be wrapped, and to stay: the same on all ranks, trainable, and unchanged."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -11,56 +12,65 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cuda_ext.distributed.collectives import DTYPES
-from cuda_ext.distributed.reducer import NAME
+from cuda_ext.distributed.plan import NAME
 
 
 def check_ranks_agree(module: nn.Module, options: str, group: dist.ProcessGroup) -> None:
-    """RuntimeError on every rank, naming the first difference, unless all ranks wrap alike; without this they would wait for each other forever."""
-    description = [options]
+    """RuntimeError on every rank, naming the first difference, unless all wrap alike; they would else wait forever."""
+    lines = [options]
     for name, parameter in module.named_parameters():
-        shape = "of unknown shape" if is_lazy(parameter) else f"{tuple(parameter.shape)} with strides {parameter.stride()}"
-        description.append(f"parameter {name} {parameter.dtype} {shape} on {parameter.device.type}, requires_grad={parameter.requires_grad}")
-    description += [f"buffer {name} {buffer.dtype} {tuple(buffer.shape)} on {buffer.device.type}" for name, buffer in module.named_buffers()]
-    digests: list[bytes] = [b""] * group.size()
-    dist.all_gather_object(digests, hashlib.sha256("\n".join(description).encode()).digest(), group=group)
+        shape = "lazy" if is_lazy(parameter) else f"{tuple(parameter.shape)} strides {parameter.stride()}"
+        grad = "trained" if parameter.requires_grad else "frozen"
+        lines.append(f"parameter {name} {parameter.dtype} {shape} {parameter.device.type} {grad}")
+    for name, buffer in module.named_buffers():
+        lines.append(f"buffer {name} {buffer.dtype} {tuple(buffer.shape)} {buffer.device.type}")
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256("\n".join(lines).encode()).digest(), group=group)
     if len(set(digests)) == 1:
         return
-    descriptions: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(descriptions, description, group=group)
-    first = descriptions[0]
-    rank = next(rank for rank, other in enumerate(descriptions) if other != first)
-    other = descriptions[rank]
-    line = next((n for n, (a, b) in enumerate(zip(first, other)) if a != b), min(len(first), len(other)))
-    here, there = (lines[line] if line < len(lines) else "nothing more" for lines in (first, other))
-    raise RuntimeError(f"{NAME}: expected the same module and options on every rank, got {here} on rank 0, {there} on rank {rank}")
+    all_lines: list[Any] = [None] * group.size()
+    dist.all_gather_object(all_lines, lines, group=group)
+    other = next(rank for rank, theirs in enumerate(all_lines) if theirs != all_lines[0])
+    pairs = zip_longest(all_lines[0], all_lines[other], fillvalue="nothing more")
+    here, there = next((here, there) for here, there in pairs if here != there)
+    raise RuntimeError(
+        f"{NAME}: expected the same module and options on every rank, got on rank 0: {here}; on rank {other}: {there}"
+    )
 
 
 def check_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require grad, by name; ValueError or TypeError if their gradients cannot be averaged."""
-    for name, parameter in module.named_parameters():
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
         if is_lazy(parameter):
-            raise ValueError(f"{NAME}: expected parameters with a shape, got the lazy parameter {name}; run one forward pass first")
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+            raise ValueError(
+                f"{NAME}: expected parameters that have a shape, got lazy parameter {name}; run one forward pass first"
+            )
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
-        count = sum(1 for _ in module.parameters())
-        raise ValueError(f"{NAME}: expected a module with a parameter that requires grad, got {count} parameters and none that does")
+        raise ValueError(
+            f"{NAME}: expected a module with parameters that require grad, got {len(named)} and none that does"
+        )
     for name, parameter in trained.items():
         if parameter.dtype not in DTYPES:
-            raise TypeError(f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, got {parameter.dtype}")
+            raise TypeError(
+                f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, "
+                f"got {parameter.dtype}"
+            )
     return trained
 
 
 class WrappedModule:
-    """Where the parameters and buffers of a module are and what the parameters were, so that any change is noticed in microseconds."""
+    """Where a module keeps parameters and buffers, and what the parameters were, to notice changes in microseconds."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._children: list[tuple[str, dict[str, Any], list[Any]]] = []
+        self._tables: list[tuple[str, dict[str, Any], list[Any]]] = []
         self._parameters: list[tuple[str, nn.Parameter, tuple[object, ...]]] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
         for path, owner in module.named_modules():
             prefix = f"{path}." if path else ""
             for table in (owner._modules, owner._parameters):
-                self._children.append((prefix, table, list(table.values())))
+                self._tables.append((prefix, table, list(table.values())))
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
                     self._parameters.append((prefix + name, parameter, _traits(parameter)))
@@ -70,20 +80,24 @@ class WrappedModule:
         return [table[name] for table, name in self._buffers]
 
     def check_unchanged(self) -> None:
-        for prefix, table, children in self._children:
-            if len(table) != len(children) or not all(map(operator.is_, table.values(), children)):
-                known = {id(child) for child in children}
-                changed = [name for name, child in table.items() if id(child) not in known] or ["something that was removed"]
+        """RuntimeError, with the name, if a parameter or submodule was replaced, added, removed or given new traits."""
+        for prefix, table, members in self._tables:
+            if len(table) != len(members) or not all(map(operator.is_, table.values(), members)):
+                known = {id(member) for member in members}
+                new = [prefix + name for name, member in table.items() if id(member) not in known]
+                what = f"{', '.join(new)} new" if new else f"members of {prefix.rstrip('.') or 'the module'} removed"
                 raise RuntimeError(
-                    f"{NAME}: expected the parameters that were wrapped, got others at {', '.join(prefix + name for name in changed)}; "
-                    "change the module first and wrap it then"
+                    f"{NAME}: expected the parameters and submodules that were wrapped, got {what}; "
+                    "change the module before wrapping it"
                 )
-        for name, parameter, traits in self._parameters:
-            if _traits(parameter) != traits:
-                changes = ", ".join(
-                    f"{what} {then} to be unchanged, got {now}" for what, then, now in zip(_TRAITS, traits, _traits(parameter)) if then != now
+        for name, parameter, before in self._parameters:
+            now = _traits(parameter)
+            if now != before:
+                change = next(n for n in range(len(_TRAITS)) if now[n] != before[n])
+                raise RuntimeError(
+                    f"{NAME}: expected parameter {name} to keep {_TRAITS[change]} {before[change]}, got {now[change]}; "
+                    "change the module before wrapping it"
                 )
-                raise RuntimeError(f"{NAME}: expected of parameter {name} {changes}; change the module first and wrap it then")
 
 
 _TRAITS = ("requires_grad", "dtype", "shape", "device")

@@ -14,9 +14,9 @@ from cuda_ext.nn.packing import pack_on_load
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys by angles proportional to their positions (Su et al., RoFormer, arXiv 2104.09864,
-    section 3.2.2).
+    """Rotates queries and keys by angles proportional to their positions.
 
+    RoFormer (Su et al., arXiv 2104.09864), section 3.2.2.
     Element d of the first half of a head and element d + D/2 form a pair (the "rotate half" order of Llama
     checkpoints, where the paper pairs neighbours), which turns by ``position * base**(-2 d / D)`` radians. Angles are
     float32, and products float32 or, for float64, float64. The tables are buffers that no state dict holds; they
@@ -45,19 +45,15 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _tables(self, max_seqlen: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-        frequencies = self.base ** (
-            torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / -self.head_dim
-        )
-        angles = torch.outer(torch.arange(max_seqlen, dtype=torch.float32, device=device), frequencies)[
-            :, None
-        ]  # (max_seqlen, 1, D / 2)
+        evens = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
+        positions = torch.arange(max_seqlen, dtype=torch.float32, device=device)
+        angles = positions[:, None, None] * self.base ** (-evens / self.head_dim)  # (max_seqlen, 1, D / 2)
         return torch.cat([angles.cos(), angles.cos()], dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        self.cos, self.sin = self._tables(
-            self.cos.shape[0], self.cos.device
-        )  # a cast has rounded them, to_empty has dropped them
+        # a cast has rounded the tables, to_empty has dropped them
+        self.cos, self.sin = self._tables(self.cos.shape[0], self.cos.device)
         return self
 
     def forward(self, input: Tensor) -> Tensor:
@@ -65,9 +61,8 @@ class RotaryEmbedding(nn.Module):
         if seqlen > self.cos.shape[0]:
             self.cos, self.sin = self._tables(max(seqlen, 2 * self.cos.shape[0]), self.cos.device)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
-        return torch.addcmul(x * self.cos[:seqlen], x.roll(self.head_dim // 2, dims=-1), self.sin[:seqlen]).to(
-            input.dtype
-        )
+        swapped = x.roll(self.head_dim // 2, dims=-1)
+        return torch.addcmul(x * self.cos[:seqlen], swapped, self.sin[:seqlen]).to(input.dtype)
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base:g}"
@@ -95,8 +90,8 @@ class SelfAttention(nn.Module):
     Shape: input (B, S, E) -> (B, S, E); ``residual`` (B, S, E), if given, is added in the epilogue of the output
     projection.
 
-    State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight`` (E, H
-    D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
+    State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
+    (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
     Llama-style checkpoints load as well (`cuda_ext.nn.unpacked` gives them back), and so do the ``in_proj_weight``,
     ``in_proj_bias`` and ``out_proj`` of a `torch.nn.MultiheadAttention`.
     """
@@ -163,6 +158,7 @@ class SelfAttention(nn.Module):
             sinks=self.sinks,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
+        assert isinstance(out, Tensor)  # not a pair, as no lse was asked for
         return self.o_proj(out.flatten(2), residual)
 
     def extra_repr(self) -> str:

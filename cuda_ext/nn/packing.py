@@ -51,14 +51,12 @@ def _rename_and_pack(
 ) -> None:
     """The hook that `pack_on_load` registers; at the top level of a file, so that the module can be pickled."""
     for alias, name in aliases.items():
-        if prefix + alias in state_dict:
+        if prefix + alias in state_dict and prefix + name not in state_dict:
             state_dict[prefix + name] = state_dict.pop(prefix + alias)
     for kind, parameter in module.get_submodule(packed).named_parameters():
         key = f"{prefix}{packed}.{kind}"
-        problem = _pack(
-            state_dict, key, {f"{prefix}{part}.{kind}": rows for part, rows in parts.items()}, parameter.shape
-        )
-        if problem:
+        keys_of_parts = {f"{prefix}{part}.{kind}": rows for part, rows in parts.items()}
+        if problem := _pack(state_dict, key, keys_of_parts, parameter.shape):
             error_msgs.append(f"{type(module).__name__}: {problem}")
             state_dict.setdefault(key, parameter.detach())  # one clear error instead of this and "missing key"
 
@@ -81,8 +79,7 @@ def _pack(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: to
 
 
 def unpacked(module: nn.Module, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a model under the names that Llama-style checkpoints use: the opposite of loading such a
-    checkpoint.
+    """The tensors of a model under the names of Llama-style checkpoints: the opposite of loading such a checkpoint.
 
     ``named_tensors`` (default: ``module.state_dict()``) may hold anything that has the names and the shapes of the
     parameters, such as their gradients. Packed tensors come back as views of their parts (``gate_up_proj.weight``

@@ -1,0 +1,523 @@
+"""Matrix products with everything around them fused: bias, activation, gate, residual, and their gradients.
+
+Tensors are float32, float16, bfloat16, or float64 on the CPU; accumulation is float32 (float64 for float64). Tensors of
+any strides, expanded ones included, are read in place; results are contiguous. Dimensions of size 0 work: an empty sum
+is 0.
+
+Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (Hendrycks and Gimpel, Gaussian Error
+Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
+
+Every op is differentiable once (a second derivative raises), deterministic, and gives the same bits whatever the number
+of threads. Beside its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more
+for ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
+
+All of them raise RuntimeError for wrong ranks, shapes, dtypes, devices or activations, naming the argument, and
+NotImplementedError for CUDA tensors where no CUDA kernel is built. Under autocast they run in its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cuda_ext._load import ops
+from cuda_ext._toolchain import NAMESPACE
+
+__all__ = ["gated_linear", "gated_mlp", "gemm", "linear", "mlp"]
+
+_gemm = ops.gemm.default
+_linear = ops.linear.default
+_gated_linear = ops.gated_linear.default
+_mlp = ops.mlp.default
+_gated_mlp = ops.gated_mlp.default
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``activation(alpha * a @ b + beta * c + bias)``.
+
+    Args:
+        a: ``(..., M, K)``.
+        b: ``(..., K, N)``, dtype of ``a``. The batch dimensions of ``a`` and ``b`` broadcast as in `torch.matmul`.
+        c: broadcasts to the output ``(..., M, N)``; dtype of ``a`` or of the output.
+        bias: ``(N,)``; dtype of ``a`` or of the output.
+        activation: see the module; default none.
+        alpha, beta: a zero removes its term, NaN and infinity in it included, as in `torch.addmm`.
+        out_dtype: float32, float16 or bfloat16; default the dtype of ``a``. float64 if and only if ``a`` is.
+
+    Returns:
+        ``(..., M, N)``, rounded once from the accumulator.
+    """
+    return _gemm(a, b, c, bias, activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``activation(input @ weight.T + bias) + residual``.
+
+    Args:
+        input: ``(..., K)``.
+        weight: ``(N, K)``, as in `torch.nn.Linear`; dtype of ``input``, as all tensors here.
+        bias: ``(N,)``.
+        activation: see the module; default none.
+        residual: broadcasts to the output.
+
+    Returns:
+        ``(..., N)``.
+    """
+    if activation is None:
+        return _linear(input, weight, bias, residual)
+    return _linear(input, weight, bias, residual, activation=activation)
+
+
+def gated_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
+) -> Tensor:
+    """``activation(gate) * up`` with ``[gate, up] = input @ weight.T + bias``.
+
+    After Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202.
+
+    Args:
+        input: ``(..., K)``.
+        weight: ``(2N, K)``, the rows of the gate before those of the other half; dtype of ``input``.
+        bias: ``(2N,)``.
+        activation: see the module; ``None`` makes it bilinear.
+
+    Returns:
+        ``(..., N)``.
+    """
+    return _gated_linear(input, weight, bias, activation=activation)
+
+
+def mlp(
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    activation: str | None = "gelu",
+) -> Tensor:
+    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2``.
+
+    One op, so that in backward the gradients of the activation and of ``bias1`` are formed in the epilogue of the
+    product before them, which also forms the hidden tensor again: only its pre-activation is saved.
+
+    Args:
+        input: ``(..., K)``.
+        weight1: ``(F, K)``; dtype of ``input``, as all tensors here.
+        weight2: ``(N, F)``.
+        bias1: ``(F,)``.
+        bias2: ``(N,)``.
+        activation: see the module.
+
+    Returns:
+        ``(..., N)``.
+    """
+    return _mlp(input, weight1, weight2, bias1, bias2, activation=activation)
+
+
+def gated_mlp(
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+) -> Tensor:
+    """``(activation(gate) * up) @ weight2.T + bias2`` with ``[gate, up] = input @ weight1.T + bias1``.
+
+    The feed-forward layer of Llama, fused as `mlp` is.
+
+    Args:
+        input: ``(..., K)``.
+        weight1: ``(2F, K)``, the rows of the gate before those of the other half; dtype of ``input``, as all tensors.
+        weight2: ``(N, F)``.
+        bias1: ``(2F,)``.
+        bias2: ``(N,)``.
+        activation: see the module.
+
+    Returns:
+        ``(..., N)``.
+    """
+    return _gated_mlp(input, weight1, weight2, bias1, bias2, activation=activation)
+
+
+# Fake kernels: shapes, dtypes and strides of what the real ones return.
+
+
+def _check(condition: Any, op: str, message: Callable[[], str]) -> None:
+    torch._check(condition, lambda: f"{NAMESPACE}::{op}: {message()}")
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape)
+
+
+def _empty(like: Tensor, *size: Any, wanted: bool = True) -> Tensor:
+    """What a kernel returns: contiguous, or of size (0,) where nothing was asked for."""
+    return like.new_empty(size if wanted else (0,))
+
+
+def _needs_preact(activation: str | None, gated: bool = False, has_residual: bool = False) -> bool:
+    return gated or not (activation is None or (activation == "relu" and not has_residual))
+
+
+def _gemm_size(op: str, a: Tensor, b: Tensor) -> list[Any]:
+    _check(a.dim() >= 2, op, lambda: f"expected a of shape (..., M, K), got {_shape(a)}")
+    expected = f"expected b of shape (..., {a.shape[-1]}, N) to match a {_shape(a)}, got {_shape(b)}"
+    _check(b.dim() >= 2, op, lambda: expected)
+    _check(b.shape[-2] == a.shape[-1], op, lambda: expected)
+    return [*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]]
+
+
+def _linear_width(op: str, input: Tensor, weight: Tensor, name: str, gated: bool) -> Any:
+    rows = "2N" if gated else "N"
+    expected = f"expected {name} of shape ({rows}, {input.shape[-1]}) to match {_shape(input)}, got {_shape(weight)}"
+    _check(weight.dim() == 2, op, lambda: expected)
+    _check(weight.shape[1] == input.shape[-1], op, lambda: expected)
+    return weight.shape[0] // 2 if gated else weight.shape[0]
+
+
+def _register_fakes(op: str, fake: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """`fake` serves X_forward; X returns the first of its results."""
+    torch.library.register_fake(f"{NAMESPACE}::{op}_forward")(fake)
+    torch.library.register_fake(f"{NAMESPACE}::{op}")(lambda *args, **options: fake(*args, **options)[0])
+
+
+def _fake_gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    size = _gemm_size("gemm", a, b)
+    out = a.new_empty(size, dtype=out_dtype or a.dtype)
+    return out, _empty(out, *size, wanted=_needs_preact(activation))
+
+
+def _fake_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    size = [*input.shape[:-1], _linear_width("linear", input, weight, "weight", False)]
+    save = _needs_preact(activation, has_residual=residual is not None)
+    return _empty(input, *size), _empty(input, *size, wanted=save)
+
+
+def _fake_gated_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
+) -> tuple[Tensor, Tensor]:
+    width = _linear_width("gated_linear", input, weight, "weight", True)
+    return _empty(input, *input.shape[:-1], width), _empty(input, *input.shape[:-1], weight.shape[0])
+
+
+def _fake_mlp(op: str, gated: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    def fake(
+        input: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        bias1: Tensor | None = None,
+        bias2: Tensor | None = None,
+        *,
+        activation: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        hidden = _linear_width(op, input, weight1, "weight1", gated)
+        lead = input.shape[:-1]
+        expected = f"expected weight2 of shape (N, {hidden}) to match weight1 {_shape(weight1)}, got {_shape(weight2)}"
+        _check(weight2.shape[1] == hidden, op, lambda: expected)
+        return _empty(input, *lead, weight2.shape[0]), _empty(input, *lead, weight1.shape[0])
+
+    return fake
+
+
+_register_fakes("gemm", _fake_gemm)
+_register_fakes("linear", _fake_linear)
+_register_fakes("gated_linear", _fake_gated_linear)
+_register_fakes("mlp", _fake_mlp("mlp", False))
+_register_fakes("gated_mlp", _fake_mlp("gated_mlp", True))
+
+
+def _bias_gradient(input: Tensor, bias: Tensor | None, width: Any, wanted: bool) -> Tensor:
+    return _empty(input if bias is None else bias, width, wanted=wanted)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gemm_backward")
+def _(
+    grad_out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    preact: Tensor,
+    *,
+    activation: str | None,
+    alpha: float,
+    beta: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return (
+        _empty(a, *a.shape, wanted=output_mask[0]),
+        _empty(b, *b.shape, wanted=output_mask[1]),
+        _empty(grad_out, *grad_out.shape, wanted=output_mask[2]),
+        _bias_gradient(a, bias, b.shape[-1], output_mask[3]),
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gated_linear_backward")
+@torch.library.register_fake(f"{NAMESPACE}::linear_backward")
+def _fake_linear_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    preact: Tensor,
+    *,
+    activation: str | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return (
+        _empty(input, *input.shape, wanted=output_mask[0]),
+        _empty(weight, *weight.shape, wanted=output_mask[1]),
+        _bias_gradient(input, bias, weight.shape[0], output_mask[2]),
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gated_mlp_backward")
+@torch.library.register_fake(f"{NAMESPACE}::mlp_backward")
+def _fake_mlp_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    preact: Tensor,
+    *,
+    activation: str | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    return (
+        _empty(input, *input.shape, wanted=output_mask[0]),
+        _empty(weight1, *weight1.shape, wanted=output_mask[1]),
+        _empty(weight2, *weight2.shape, wanted=output_mask[2]),
+        _bias_gradient(input, bias1, weight1.shape[0], output_mask[3]),
+        _bias_gradient(input, bias2, weight2.shape[0], output_mask[4]),
+    )
+
+
+# FLOPs: 2 for each multiply-add of the products; epilogues count nothing, as is usual.
+
+
+def _product(sizes: Sequence[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+@register_flop_formula([ops.gemm, ops.gemm_forward])
+def _gemm_flops(a: Sequence[int], b: Sequence[int], *more: Any, **options: Any) -> int:
+    return 2 * _product(torch.broadcast_shapes(a[:-2], b[:-2])) * a[-2] * a[-1] * b[-1]
+
+
+@register_flop_formula(ops.gemm_backward)
+def _gemm_backward_flops(
+    grad_out: Sequence[int], a: Sequence[int], b: Sequence[int], *more: Any, output_mask: Sequence[bool], **options: Any
+) -> int:
+    return sum(output_mask[:2]) * _gemm_flops(a, b)
+
+
+@register_flop_formula([ops.linear, ops.linear_forward, ops.gated_linear, ops.gated_linear_forward])
+def _linear_flops(input: Sequence[int], weight: Sequence[int], *more: Any, **options: Any) -> int:
+    return 2 * _product(input) * weight[0]
+
+
+@register_flop_formula([ops.linear_backward, ops.gated_linear_backward])
+def _linear_backward_flops(
+    grad_out: Sequence[int],
+    input: Sequence[int],
+    weight: Sequence[int],
+    *more: Any,
+    output_mask: Sequence[bool],
+    **options: Any,
+) -> int:
+    return sum(output_mask[:2]) * _linear_flops(input, weight)
+
+
+@register_flop_formula([ops.mlp, ops.mlp_forward, ops.gated_mlp, ops.gated_mlp_forward])
+def _mlp_flops(
+    input: Sequence[int], weight1: Sequence[int], weight2: Sequence[int], *more: Any, **options: Any
+) -> int:
+    return 2 * _product(input[:-1]) * (_product(weight1) + _product(weight2))
+
+
+@register_flop_formula([ops.mlp_backward, ops.gated_mlp_backward])
+def _mlp_backward_flops(
+    grad_out: Sequence[int],
+    input: Sequence[int],
+    weight1: Sequence[int],
+    weight2: Sequence[int],
+    *more: Any,
+    output_mask: Sequence[bool],
+    **options: Any,
+) -> int:
+    rows = 2 * _product(input[:-1])
+    wants_input, wants_weight1, wants_weight2, wants_bias1, _ = output_mask
+    through_hidden = wants_input or wants_weight1 or wants_weight2 or wants_bias1
+    return rows * (
+        (wants_input + wants_weight1) * _product(weight1) + (wants_weight2 + through_hidden) * _product(weight2)
+    )
+
+
+# vmap: the mapped dimension becomes one more leading or batch dimension, at no copy where strides allow.
+
+InDims = tuple[int | None, ...]
+_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def _in_front(tensor: Tensor | None, dim: int | None, rank: int) -> Tensor | None:
+    """A mapped tensor as (mapped, 1, ..., 1, its own dims), `rank` dims behind the first; others as they are."""
+    if tensor is None or dim is None:
+        return tensor
+    tensor = tensor.movedim(dim, 0)
+    return tensor.reshape(tensor.shape[0], *[1] * (rank - tensor.dim() + 1), *tensor.shape[1:])
+
+
+def _own_rank(tensor: Tensor | None, dim: int | None) -> int:
+    return 0 if tensor is None else tensor.dim() - (dim is not None)
+
+
+@torch.library.register_vmap(f"{NAMESPACE}::gemm")
+def _(
+    info: Any,
+    in_dims: InDims,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, int]:
+    dim_a, dim_b, dim_c, dim_bias = (*in_dims, None, None)[:4]
+    rank = max(_own_rank(a, dim_a), _own_rank(b, dim_b))
+    a_, b_, c_ = _in_front(a, dim_a, rank), _in_front(b, dim_b, rank), _in_front(c, dim_c, rank)
+    assert a_ is not None and b_ is not None
+    if dim_a is None and dim_b is None:
+        a_ = a_.expand(info.batch_size, *[1] * (rank - a_.dim()), *a_.shape)
+    if bias is not None and dim_bias is not None:
+        row = _in_front(bias, dim_bias, rank)
+        c_ = row if c_ is None else options.get("beta", 1.0) * c_ + row
+        bias, options = None, {**options, "beta": 1.0}
+    return _gemm(a_, b_, c_, bias, **options), 0
+
+
+def _vmap_linear(
+    info: Any,
+    in_dims: InDims,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: str | None = None,
+) -> tuple[Tensor, int | None]:
+    if all(dim is None for dim in in_dims):
+        return _linear(input, weight, bias, residual, activation=activation), None
+    dim_input, dim_weight, dim_bias, dim_residual = (*in_dims, None, None)[:4]
+    rank = _own_rank(input, dim_input)
+    input_ = _in_front(input, dim_input, rank)
+    assert input_ is not None
+    if dim_input is None:
+        input_ = input_.expand(info.batch_size, *input_.shape)
+    residual_ = _in_front(residual, dim_residual, rank)
+    if dim_weight is None and dim_bias is None:
+        return _linear(input_, weight, bias, residual_, activation=activation), 0
+    weight_ = _in_front(weight, dim_weight, 2)
+    assert weight_ is not None
+    rows = input_.flatten(1, -2) if rank > 1 else input_.unsqueeze(1)
+    bias_ = bias if dim_bias is None else None
+    c = None if dim_bias is None else _in_front(bias, dim_bias, 2)
+    out = _gemm(rows, weight_.mT, c, bias_, activation=activation)
+    out = out.reshape(*input_.shape[:-1], out.shape[-1])
+    return (out if residual_ is None else out + residual_), 0
+
+
+def _vmap_gated_linear(
+    info: Any,
+    in_dims: InDims,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+) -> tuple[Tensor, int | None]:
+    if all(dim is None for dim in in_dims):
+        return _gated_linear(input, weight, bias, activation=activation), None
+    if all(dim is None for dim in in_dims[1:]):
+        return _gated_linear(input.movedim(in_dims[0] or 0, 0), weight, bias, activation=activation), 0
+
+    both, _ = _vmap_linear(info, in_dims, input, weight, bias)
+    gate, up = both.chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up, 0
+
+
+def _mlp_vmap(fused: Callable[..., Tensor], first: Callable[..., Any], default: str) -> Callable[..., Any]:
+    def rule(
+        info: Any,
+        in_dims: InDims,
+        input: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        bias1: Tensor | None = None,
+        bias2: Tensor | None = None,
+        *,
+        activation: str | None = default,
+    ) -> tuple[Tensor, int | None]:
+        dim_input, dim1, dim2, dim_bias1, dim_bias2 = (*in_dims, None, None)[:5]
+        if all(dim is None for dim in in_dims[1:]):
+            return fused(input.movedim(dim_input or 0, 0), weight1, weight2, bias1, bias2, activation=activation), 0
+        hidden, dim = first(info, (dim_input, dim1, dim_bias1), input, weight1, bias1, activation=activation)
+        return _vmap_linear(info, (dim, dim2, dim_bias2), hidden, weight2, bias2)
+
+    return rule
+
+
+torch.library.register_vmap(f"{NAMESPACE}::linear", _vmap_linear)
+torch.library.register_vmap(f"{NAMESPACE}::gated_linear", _vmap_gated_linear)
+torch.library.register_vmap(f"{NAMESPACE}::mlp", _mlp_vmap(_mlp, _vmap_linear, "gelu"))
+torch.library.register_vmap(f"{NAMESPACE}::gated_mlp", _mlp_vmap(_gated_mlp, _vmap_gated_linear, "silu"))

@@ -1,0 +1,89 @@
+"""What the GEMM tests share: the ops with their references, inputs of every kind, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext import testing
+from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OPS = {op.__name__: op for op in (gemm, linear, gated_linear, mlp, gated_mlp)}
+REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "gemm": testing.reference_gemm,
+    "linear": testing.reference_linear,
+    "gated_linear": testing.reference_gated_linear,
+    "mlp": testing.reference_mlp,
+    "gated_mlp": testing.reference_gated_mlp,
+}
+
+
+def shapes_of(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5) -> dict[str, tuple[int, ...]]:
+    """Every tensor argument of an op for rows (*lead, m), k inputs, n outputs and, in an mlp, f hidden features."""
+    hidden = {"bias1": (f,), "bias2": (n,)}
+    return {
+        "gemm": {"a": (*lead, m, k), "b": (*lead, k, n), "c": (*lead, m, n), "bias": (n,)},
+        "linear": {"input": (*lead, m, k), "weight": (n, k), "bias": (n,), "residual": (*lead, m, n)},
+        "gated_linear": {"input": (*lead, m, k), "weight": (2 * n, k), "bias": (2 * n,)},
+        "mlp": {"input": (*lead, m, k), "weight1": (f, k), "weight2": (n, f), **hidden},
+        "gated_mlp": {"input": (*lead, m, k), "weight1": (2 * f, k), "weight2": (n, f), **hidden, "bias1": (2 * f,)},
+    }[op]
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    """Small whole numbers: products and sums of them are exact in float32, whatever the order."""
+    return torch.randint(-4, 5, shape).to(dtype).requires_grad_(grad)
+
+
+def arguments(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5, **options: Any) -> dict[str, Tensor]:
+    return {name: rand(*shape, **options) for name, shape in shapes_of(op, lead, m, n, k, f).items()}
+
+
+# Beside twice the error of plain PyTorch, four roundings of the largest element, or of 1, the size of the inputs, where
+# terms cancel: two because a maximum over few elements can be small by luck, two because an operand of the last product
+# may itself be a rounded result.
+ROUNDINGS = 4
+
+
+def check(op: str, tensors: Mapping[str, Tensor], **options: Any) -> None:
+    """Holds the op and the gradients of all tensors that want one against the reference in float64."""
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype | None) -> tuple[Tensor, list[Tensor]]:
+        leaves = {name: tensor.detach() for name, tensor in tensors.items()}
+        if dtype is not None:
+            leaves = {name: leaf.to(dtype) for name, leaf in leaves.items()}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(tensors[name].requires_grad)
+        run_options = dict(options)
+        if dtype is not None and "out_dtype" in options:
+            run_options["out_dtype"] = dtype
+        out = function(**leaves, **run_options)
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        generator = torch.Generator().manual_seed(out.numel())
+        weights = torch.randn(out.shape, dtype=torch.float64, generator=generator).to(actual_dtype).to(out.dtype)
+        return out, list(torch.autograd.grad(out, wanted, weights)) if wanted else []
+
+    some = next(iter(tensors.values()))
+    actual_dtype = options.get("out_dtype") or some.dtype
+    out, grads = run(OPS[op], None)
+    plain_out, plain_grads = run(REFERENCES[op], None)
+    exact_out, exact_grads = run(REFERENCES[op], torch.float64)
+    names = ["output", *(f"gradient of {name}" for name, tensor in tensors.items() if tensor.requires_grad)]
+    for name, actual, plain, exact in zip(
+        names, [out, *grads], [plain_out, *plain_grads], [exact_out, *exact_grads], strict=True
+    ):
+        assert actual.dtype == plain.dtype, name
+        largest = max(1.0, float(exact.detach().abs().max())) if exact.numel() else 0.0
+        eps = torch.finfo(actual.dtype).eps
+        if actual.dtype == torch.float64:
+            eps *= 100  # the reference rounds too
+        testing.assert_close_to_reference(actual, plain, exact, atol=ROUNDINGS * eps * largest, name=f"{op}: {name}")

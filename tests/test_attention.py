@@ -1,0 +1,345 @@
+"""flash_attention and flash_attention_varlen against the reference: values and gradients, over options, shapes, strides and instruction sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext.testing import assert_op_matches_reference, reference_attention, reference_attention_varlen
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+# Gradients of 16-bit attention see P rounded differently from plain PyTorch, which rounds P itself; FlashAttention-2's
+# own tests allow gradients 3 times plain PyTorch's error for that reason.
+GRADIENT_FACTOR = 3.0
+
+
+# Beyond the rule: flash attention's dS = P (dP - delta) is a difference of two dot products of order 1 which plain PyTorch
+# may get without error, and a gradient sums up to 700 terms of order 1 in another order. A wrong formula is off by 1e-3.
+def atol(dtype: torch.dtype) -> float:
+    return {torch.float64: 1e-12, torch.float32: 64 * torch.finfo(torch.float32).eps}.get(dtype, torch.finfo(dtype).eps)
+
+
+def qkv(batch: int, sq: int, sk: int, heads: int, heads_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {"query": (batch, sq, heads, dim), "key": (batch, sk, heads_kv, dim), "value": (batch, sk, heads_kv, dim_v)}
+    return {name: torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for name, shape in shapes.items()}
+
+
+def check(tensors: dict[str, Tensor], **options: Any) -> None:
+    assert_op_matches_reference(
+        cuda_ext.flash_attention, reference_attention, tensors, {"return_lse": True, **options},
+        gradient_factor=GRADIENT_FACTOR, atol=atol(tensors["query"].dtype),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 128, 128, 2, 2, 64, 64), {}),
+        ((2, 128, 128, 2, 2, 64, 64), {"causal": True}),
+        ((1, 200, 333, 4, 2, 40, 24), {"causal": True}),
+        ((1, 333, 200, 4, 1, 33, 65), {"causal": True}),
+        ((3, 1, 200, 4, 1, 33, 65), {"causal": True}),
+        ((1, 77, 301, 2, 2, 16, 16), {"window": (10, 3)}),
+        ((1, 301, 77, 2, 2, 16, 16), {"window": (10, None)}),
+        ((1, 301, 300, 2, 1, 16, 16), {"window": (None, 5)}),
+        ((1, 301, 300, 2, 1, 16, 16), {"window": (70, 0), "causal": True}),
+        ((2, 129, 130, 2, 2, 16, 16), {"softcap": 2.0}),
+        ((2, 129, 130, 2, 2, 16, 16), {"softcap": 20.0, "causal": True, "scale": 0.7}),
+        ((1, 65, 64, 2, 2, 16, 16), {"scale": -0.3}),
+        ((1, 65, 64, 2, 2, 16, 16), {"scale": 0.0}),
+        ((1, 600, 700, 2, 1, 8, 8), {"window": (100, 50)}),
+    ],
+    ids=str,
+)
+def test_matches_reference(dtype: torch.dtype, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    check(qkv(*shape, dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_alibi(dtype: torch.dtype, per_batch: bool) -> None:
+    slopes = torch.rand(2, 4) if per_batch else torch.rand(4)
+    check({**qkv(2, 100, 130, 4, 2, 16, 24, dtype), "alibi_slopes": slopes}, causal=True, softcap=15.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 5), "softcap": 3.0}], ids=str)
+def test_sinks_and_their_gradient(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    sinks = torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_()
+    check({**qkv(2, 90, 70, 4, 2, 16, 16, dtype), "sinks": sinks}, **options)
+
+
+def test_float32_sinks_beside_bfloat16_tensors_keep_their_dtype() -> None:
+    tensors = qkv(1, 30, 30, 2, 2, 16, 16, torch.bfloat16)
+    sinks = torch.randn(2, requires_grad=True)
+    cuda_ext.flash_attention(**tensors, sinks=sinks).sum().backward()
+    assert sinks.grad is not None and sinks.grad.dtype == torch.float32
+
+
+# Around the kernels' panel of 64 queries and blocks of 128 and 256 keys, and lengths that divide nothing.
+EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 509, 521]
+
+
+@pytest.mark.parametrize("length", EDGES)
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_lengths_around_the_tiles(length: int, extra: int) -> None:
+    for causal in (False, True):
+        check(qkv(1, length, max(1, length + extra), 2, 1, 8, 8, torch.float32), causal=causal)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 15, 16, 17, 31, 48, 80, 96, 192, 256])
+def test_head_dims(dim: int) -> None:
+    check(qkv(1, 70, 75, 2, 1, dim, 257 - dim, torch.float32), causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_uniform_weights_give_exact_means(dtype: torch.dtype) -> None:
+    """Equal logits and a power of two of integer values: every step is exact in every dtype."""
+    value = torch.randint(-8, 9, (2, 256, 3, 5)).to(dtype)
+    query, key = torch.randn(2, 70, 3, 8).to(dtype), torch.zeros(2, 256, 3, 8, dtype=dtype)
+    expected = value.double().mean(1, keepdim=True).expand(2, 70, 3, 5).to(dtype)
+    assert torch.equal(cuda_ext.flash_attention(query, key, value), expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 2, 2, 8, 8), (2, 0, 5, 2, 2, 8, 8), (2, 5, 0, 2, 2, 8, 8), (2, 5, 5, 0, 0, 8, 8), (2, 5, 5, 2, 1, 8, 0)], ids=str)
+def test_zero_sized(sizes: tuple[int, ...]) -> None:
+    check(qkv(*sizes, torch.float32), causal=True)
+
+
+def test_zero_head_dim_weighs_all_keys_alike() -> None:
+    tensors = qkv(1, 5, 7, 2, 2, 0, 4, torch.float32)
+    expected = tensors["value"].mean(1, keepdim=True).expand(1, 5, 2, 4)
+    torch.testing.assert_close(cuda_ext.flash_attention(**tensors), expected)
+
+
+def test_rows_that_see_nothing() -> None:
+    tensors = {**qkv(2, 40, 25, 2, 2, 8, 8, torch.float32), "sinks": torch.randn(2, requires_grad=True)}
+    out, lse = cuda_ext.flash_attention(**tensors, causal=True, return_lse=True)
+    assert out[:, :15].eq(0).all() and lse[:, :, :15].eq(-math.inf).all() and lse[:, :, 15:].isfinite().all()
+    (out.sum() + lse[:, :, 15:].sum()).backward()
+    assert tensors["query"].grad is not None and tensors["query"].grad[:, :15].eq(0).all()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in tensors.values())
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "batch inside": lambda t: t.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3),
+    "sparse last dim": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "misaligned": lambda t: torch.cat([t.flatten(), t.flatten()[:1]]).roll(1)[1:].view(t.shape),
+    "padded rows": lambda t: torch.nn.functional.pad(t, (1, 2), value=math.nan)[..., 1:-2],
+    "padded sequence": lambda t: torch.nn.functional.pad(t, (0, 0, 0, 0, 2, 3), value=math.nan)[:, 2:-3],
+    "reversed copy": lambda t: t.flip(1).flip(1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_strides_are_read_in_place(layout: str, dtype: torch.dtype) -> None:
+    """The same numbers in another layout give the same bits, and padding full of NaN is never read."""
+    tensors = qkv(2, 70, 90, 4, 2, 19, 21, dtype)
+    arranged = {name: LAYOUTS[layout](t.detach()).requires_grad_() for name, t in tensors.items()}
+    expected, actual = (cuda_ext.flash_attention(**t, causal=True) for t in (tensors, arranged))
+    assert torch.equal(actual, expected)
+    grad = LAYOUTS[layout](torch.randn_like(expected))
+    for a, e in zip(torch.autograd.grad(actual, list(arranged.values()), grad), torch.autograd.grad(expected, list(tensors.values()), grad), strict=True):
+        assert torch.equal(a, e)
+
+
+def test_expanded_tensors_and_size_one_dims_with_odd_strides() -> None:
+    row = torch.randn(1, 1, 1, 16)
+    query = row.expand(2, 33, 4, 16)
+    key = torch.randn(2, 1, 1, 16).as_strided((2, 1, 1, 16), (16, 7, 3, 1))
+    value = torch.randn(16).expand(2, 1, 1, 16)
+    out = cuda_ext.flash_attention(query, key, value)
+    torch.testing.assert_close(out, value.expand(2, 33, 4, 16).contiguous())
+
+
+def test_a_nan_reaches_the_rows_that_see_it_and_no_other() -> None:
+    tensors = qkv(1, 100, 100, 2, 2, 16, 16, torch.float32)
+    with torch.no_grad():
+        tensors["key"][0, 60, 1] = math.nan
+        out = cuda_ext.flash_attention(**tensors, causal=True)
+    assert out[0, 60:, 1].isnan().all() and not out[0, :60].isnan().any() and not out[0, :, 0].isnan().any()
+
+
+def test_large_logits_do_not_overflow() -> None:
+    tensors = qkv(1, 50, 60, 2, 2, 16, 16, torch.float32)
+    large = {name: (t.detach() * 30).requires_grad_() if name != "value" else t for name, t in tensors.items()}
+    with torch.no_grad():
+        logits = torch.einsum("bihd,bjhd->bhij", large["query"], large["key"]) / 4
+    # A logit of thousands is only known to an ulp, and backward forms the weights from it anew.
+    assert_op_matches_reference(
+        cuda_ext.flash_attention, reference_attention, large, factor=4.0, gradient_factor=4.0,
+        atol=30 * torch.finfo(torch.float32).eps * logits.abs().max().item(),
+    )  # fmt: skip
+
+
+# Packed sequences
+
+
+def cu_seqlens(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def packed(lengths_q: list[int], lengths_k: list[int], heads: int, heads_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    shapes = {"query": (sum(lengths_q), heads, dim), "key": (sum(lengths_k), heads_kv, dim), "value": (sum(lengths_k), heads_kv, dim_v)}
+    tensors = {name: torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for name, shape in shapes.items()}
+    return {**tensors, "cu_seqlens_q": cu_seqlens(lengths_q), "cu_seqlens_k": cu_seqlens(lengths_k)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 4), "softcap": 5.0}, {"max_seqlen_q": 500, "max_seqlen_k": 600}], ids=str)
+def test_varlen(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    tensors = packed([5, 0, 130, 64, 1, 17], [9, 3, 100, 64, 0, 300], 4, 2, 24, 40, dtype)
+    tensors["sinks"] = torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_()
+    tensors["alibi_slopes"] = torch.rand(6, 4)
+    assert_op_matches_reference(
+        cuda_ext.flash_attention_varlen, reference_attention_varlen, tensors, {"return_lse": True, **options}, gradient_factor=GRADIENT_FACTOR, atol=atol(tensors["query"].dtype)
+    )
+
+
+def test_varlen_of_equal_lengths_is_the_dense_form() -> None:
+    tensors = qkv(3, 70, 80, 4, 2, 16, 16, torch.float32)
+    out, lse = cuda_ext.flash_attention(**tensors, causal=True, return_lse=True)
+    flat = {name: t.flatten(0, 1) for name, t in tensors.items()}
+    out_v, lse_v = cuda_ext.flash_attention_varlen(**flat, cu_seqlens_q=cu_seqlens([70] * 3), cu_seqlens_k=cu_seqlens([80] * 3), causal=True, return_lse=True)
+    assert torch.equal(out_v.view_as(out), out) and torch.equal(lse_v.view(4, 3, 70).transpose(0, 1), lse)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_varlen_without_rows(lengths: list[int]) -> None:
+    out, lse = cuda_ext.flash_attention_varlen(**packed(lengths, lengths, 2, 1, 8, 4, torch.float32), return_lse=True)
+    assert out.shape == (0, 2, 4) and lse.shape == (2, 0)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (33, 9), "softcap": 4.0}], ids=str)
+def test_dropout_is_the_documented_philox_mask(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    tensors = qkv(2, 75, 130, 4, 2, 16, 16, dtype)
+    torch.manual_seed(7)
+    left, right = options.get("window", (None, None))
+    flat = {name: value for name, value in options.items() if name != "window"} | {"window_left": left, "window_right": right}
+    seed, offset = torch.ops.cuda_ext.flash_attention_forward(**tensors, dropout_p=0.3, **flat)[2].tolist()
+
+    def op(**arguments: Any) -> Any:
+        torch.manual_seed(7)
+        return cuda_ext.flash_attention(**arguments)
+
+    assert_op_matches_reference(
+        op, reference_attention, tensors, {"return_lse": True, "dropout_p": 0.3, **options},
+        reference_options={"seed": seed % 2**64, "offset": offset}, gradient_factor=GRADIENT_FACTOR, atol=atol(dtype),
+    )  # fmt: skip
+
+
+def test_dropout_in_packed_sequences() -> None:
+    tensors = packed([40, 0, 70], [50, 5, 33], 2, 2, 16, 16, torch.float32)
+    torch.manual_seed(8)
+    seed, offset = torch.ops.cuda_ext.flash_attention_forward(**tensors, dropout_p=0.4)[2].tolist()
+
+    def op(**arguments: Any) -> Any:
+        torch.manual_seed(8)
+        return cuda_ext.flash_attention_varlen(**arguments)
+
+    assert_op_matches_reference(
+        op, reference_attention_varlen, tensors, {"dropout_p": 0.4}, reference_options={"seed": seed % 2**64, "offset": offset}, gradient_factor=GRADIENT_FACTOR, atol=atol(tensors["query"].dtype)
+    )
+
+
+def test_dropout_follows_the_seed_and_keeps_the_mean() -> None:
+    query, key = torch.zeros(2, 64, 4, 8), torch.zeros(2, 512, 4, 8)
+    value = torch.ones(2, 512, 4, 1)
+    torch.manual_seed(1)
+    first = cuda_ext.flash_attention(query, key, value, dropout_p=0.25)
+    second = cuda_ext.flash_attention(query, key, value, dropout_p=0.25)
+    torch.manual_seed(1)
+    again = cuda_ext.flash_attention(query, key, value, dropout_p=0.25)
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    # 262144 Bernoulli draws: the mean is within 6 standard deviations, sqrt(p / (1 - p) / n) each.
+    assert abs(first.mean().item() - 1) < 6 * math.sqrt(0.25 / 0.75 / 262144)
+
+
+# Determinism, threads, instruction sets, memory
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_runs_repeat_bit_for_bit(heads: int) -> None:
+    """One head on several threads is the case in which dQ is summed from parts."""
+    tensors = qkv(1, 300, 700, heads, 1, 16, 16, torch.float32)
+
+    def run() -> list[Tensor]:
+        out = cuda_ext.flash_attention(**tensors, causal=True)
+        return [out, *torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out))]
+
+    first = run()
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_more_threads_than_heads(dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        check(qkv(1, 300, 1100, 2, 1, 17, 16, dtype), window=(600, 30))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
+    """Each variant that the processor has, in a process of its own; one it lacks falls back to the widest it has."""
+    tests = ["test_matches_reference", "test_head_dims", "test_dropout_in_packed_sequences", "test_more_threads_than_heads"]
+    done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{__file__}::{test}" for test in tests), CUDA_EXT_CPU_ISA=isa)
+    assert done.returncode == 0, done.stdout
+
+
+def test_memory_is_linear_in_the_sequence(run_python: Callable[..., Any]) -> None:
+    """At S = 8192 one S x S float32 matrix is 256 MiB; forward and backward together may take a tenth of that beyond their tensors."""
+    code = """
+import resource, torch, cuda_ext
+q, k, v = (torch.randn(1, 8192, 1, 16).requires_grad_() for _ in range(3))
+grad = torch.randn(1, 8192, 1, 16)
+warm = cuda_ext.flash_attention(q[:, :64], k[:, :64], v[:, :64]).sum().backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cuda_ext.flash_attention(q, k, v).backward(grad)
+print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stdout
+    assert int(done.stdout.split("grown")[1]) < 25 * 1024
+
+
+lengths = st.integers(1, 150)
+
+
+@settings(max_examples=60)
+@given(
+    batch=st.integers(0, 2), sq=lengths, sk=lengths, group=st.integers(1, 3), heads_kv=st.integers(1, 2), dim=st.integers(1, 40), dim_v=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES), causal=st.booleans(), left=st.none() | st.integers(0, 200), softcap=st.sampled_from([0.0, 1.5]),
+    scale=st.none() | st.floats(0.01, 1.0), sinks=st.booleans(), alibi=st.booleans(), layout=st.sampled_from(sorted(LAYOUTS)), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_anything_matches_reference(
+    batch: int, sq: int, sk: int, group: int, heads_kv: int, dim: int, dim_v: int, dtype: torch.dtype, causal: bool, left: int | None, softcap: float,
+    scale: float | None, sinks: bool, alibi: bool, layout: str, seed: int,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    tensors = qkv(batch, sq, sk, group * heads_kv, heads_kv, dim, dim_v, dtype)
+    arranged = {name: LAYOUTS[layout](t.detach()).requires_grad_() for name, t in tensors.items()} if batch else tensors
+    if sinks:
+        arranged["sinks"] = torch.randn(group * heads_kv, dtype=torch.float64).to(dtype).requires_grad_()
+    if alibi:
+        arranged["alibi_slopes"] = torch.rand(group * heads_kv)
+    check(arranged, causal=causal, window=(left, None), softcap=softcap, scale=scale)

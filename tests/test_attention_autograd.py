@@ -1,0 +1,320 @@
+"""flash_attention as a citizen of PyTorch: gradcheck, opcheck, compile, autocast, vmap, FLOPs, double backward, and every refusal's message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import cuda_ext
+
+ops = torch.ops.cuda_ext
+
+
+def qkv(dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (2, 5, 4, 3), (2, 7, 2, 3), (2, 7, 2, 4)
+    query, key, value = (torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for shape in shapes)
+    return query, key, value
+
+
+def packed(dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> tuple[Tensor, ...]:
+    query, key, value = (t.detach().flatten(0, 1).requires_grad_(requires_grad) for t in qkv(dtype))
+    return query, key, value, torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 6, 8, 14], dtype=torch.int32)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"window": (2, 1)},
+    {"softcap": 1.5, "scale": 0.9},
+    {"causal": True, "softcap": 2.0, "window": (3, None)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_gradcheck(options: dict[str, Any], extras: bool, dropout_p: float) -> None:
+    slopes = torch.rand(4, dtype=torch.float64) if extras else None
+    inputs = qkv(torch.float64)
+    if extras:
+        inputs += (torch.randn(4, dtype=torch.float64, requires_grad=True),)
+
+    def op(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        out, lse = cuda_ext.flash_attention(
+            query, key, value, sinks=sinks, alibi_slopes=slopes, dropout_p=dropout_p, return_lse=True, **options
+        )
+        return out, lse.nan_to_num(neginf=0.0)
+
+    assert torch.autograd.gradcheck(op, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradcheck_varlen(causal: bool) -> None:
+    *tensors, cu_q, cu_k = packed(torch.float64)
+
+    def op(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = cuda_ext.flash_attention_varlen(query, key, value, cu_q, cu_k, causal=causal, return_lse=True)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    assert torch.autograd.gradcheck(op, tensors)
+
+
+def test_only_the_gradients_asked_for() -> None:
+    query, key, value = qkv()
+    out = cuda_ext.flash_attention(query.detach(), key, value.detach())
+    (grad,) = torch.autograd.grad(out.sum(), (key,))
+    assert grad.shape == key.shape and grad.is_contiguous()
+
+
+def test_gradient_through_the_lse_alone() -> None:
+    query, key, value = qkv(torch.float64)
+    _, lse = cuda_ext.flash_attention(query, key, value, return_lse=True)
+    logits = torch.einsum("bihd,bjhd->bhij", query, key.repeat_interleave(2, 2)) / 3**0.5
+    expected = torch.autograd.grad(logits.logsumexp(-1).sum(), (query, key))
+    for a, e in zip(torch.autograd.grad(lse.sum(), (query, key)), expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def backward_arguments(dropout_p: float = 0.0) -> tuple[Any, ...]:
+    query, key, value = qkv(requires_grad=False)
+    out, lse, rng_state = ops.flash_attention_forward(query, key, value, dropout_p=dropout_p)
+    return torch.randn_like(out), torch.randn_like(lse), query, key, value, out, lse, rng_state
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("scalars", [{}, {"causal": True, "softcap": 2.0}, {"window_left": 2, "window_right": 1}], ids=str)
+def test_opcheck(requires_grad: bool, scalars: dict[str, Any]) -> None:
+    sinks, slopes = torch.randn(4, requires_grad=requires_grad), torch.rand(4)
+    torch.library.opcheck(ops.flash_attention.default, (*qkv(requires_grad=requires_grad), slopes, sinks), scalars)
+    torch.library.opcheck(ops.flash_attention_varlen.default, (*packed(requires_grad=requires_grad), slopes, sinks), scalars)
+    torch.library.opcheck(ops.flash_attention_forward.default, qkv(requires_grad=False), scalars)
+    torch.library.opcheck(ops.flash_attention_backward.default, backward_arguments(), scalars)
+
+
+def test_opcheck_of_other_layouts() -> None:
+    transposed = tuple(t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv())
+    empty = tuple(t.detach()[:, :0].requires_grad_() for t in qkv())
+    for tensors in (transposed, empty):
+        torch.library.opcheck(ops.flash_attention.default, tensors)
+    torch.library.opcheck(ops.flash_attention_backward.default, (*backward_arguments()[:1], None, *backward_arguments()[2:]))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compile_fullgraph_forward_and_backward(options: dict[str, Any]) -> None:
+    def f(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = cuda_ext.flash_attention(query * 2, key, value, sinks=sinks, return_lse=True, **options)
+        return out.sum() + lse.nan_to_num(neginf=0.0).sum()
+
+    inputs = (*qkv(), torch.randn(4, requires_grad=True))
+    expected = torch.autograd.grad(f(*inputs), inputs)
+    actual = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), inputs)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_compile_with_inductor_and_dynamic_shapes_compiles_once() -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def f(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return cuda_ext.flash_attention(query.sin(), key, value, causal=True).cos()
+
+    compiled = []
+    for length in (5, 9, 13):
+        inputs = [torch.randn(2, length, 2, 8, requires_grad=True) for _ in range(3)]
+        out = f(*inputs)
+        grads = torch.autograd.grad(out.sum(), inputs)
+        expected = cuda_ext.flash_attention(inputs[0].sin(), *inputs[1:], causal=True).cos()
+        torch.testing.assert_close(out, expected)
+        for a, e in zip(grads, torch.autograd.grad(expected.sum(), inputs), strict=True):
+            torch.testing.assert_close(a, e)
+        compiled.append(counter.frame_count)
+    assert compiled[0] == compiled[-1] > 0
+
+
+def test_compile_varlen_with_dropout() -> None:
+    def f(*tensors: Tensor) -> Tensor:
+        return cuda_ext.flash_attention_varlen(*tensors, dropout_p=0.3, causal=True).sum()
+
+    inputs = packed()
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(f(*inputs), inputs[:3])
+    torch.manual_seed(3)
+    actual = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), inputs[:3])
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_runs_in_the_active_dtype(dtype: torch.dtype) -> None:
+    query, key, value = qkv()
+    sinks = torch.randn(4, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        out, lse = cuda_ext.flash_attention(query, key, value.to(dtype), sinks=sinks, return_lse=True)
+        packed_out = cuda_ext.flash_attention_varlen(*packed())
+    assert out.dtype == packed_out.dtype == dtype and lse.dtype == torch.float32
+    assert torch.equal(out, cuda_ext.flash_attention(query.to(dtype), key.to(dtype), value.to(dtype), sinks=sinks))
+    out.sum().backward()
+    assert query.grad is not None and query.grad.dtype == torch.float32 and sinks.grad is not None
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, 0), (0, None, None)])
+@pytest.mark.parametrize("slopes", [None, (4,), (2, 4)], ids=str)
+def test_vmap_over_tensors(in_dims: tuple[int | None, ...], slopes: tuple[int, ...] | None) -> None:
+    tensors = [t.detach() if d is None else torch.stack([t.detach(), t.detach() + 1, -t.detach()], d) for t, d in zip(qkv(), in_dims, strict=True)]
+    options = {"causal": True, "alibi_slopes": None if slopes is None else torch.rand(slopes)}
+    actual = torch.vmap(lambda *t: cuda_ext.flash_attention(*t, **options), in_dims)(*tensors)
+    for n in range(3):
+        expected = cuda_ext.flash_attention(*(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True)), **options)
+        torch.testing.assert_close(actual[n], expected)
+
+
+def test_vmap_over_sinks_and_packed_sequences() -> None:
+    query, key, value = qkv(requires_grad=False)
+    sinks = torch.randn(3, 4)
+    actual = torch.vmap(lambda s: cuda_ext.flash_attention(query, key, value, sinks=s))(sinks)
+    torch.testing.assert_close(actual, torch.stack([cuda_ext.flash_attention(query, key, value, sinks=s) for s in sinks]))
+    *tensors, cu_q, cu_k = packed(requires_grad=False)
+    queries = torch.stack([tensors[0], -tensors[0]])
+    actual = torch.vmap(lambda q: cuda_ext.flash_attention_varlen(q, *tensors[1:], cu_q, cu_k))(queries)
+    torch.testing.assert_close(actual, torch.stack([cuda_ext.flash_attention_varlen(q, *tensors[1:], cu_q, cu_k) for q in queries]))
+
+
+def test_func_grad_says_what_it_cannot_do() -> None:
+    with pytest.raises(RuntimeError, match=r"torch::autograd::Function"):
+        torch.func.grad(lambda q: cuda_ext.flash_attention(q, *qkv()[1:]).sum())(qkv()[0])
+
+
+def test_flops() -> None:
+    query, key, value = qkv()
+    pairs = {"full": 2 * 4 * 5 * 7, "causal": 2 * 4 * (3 + 4 + 5 + 6 + 7), "window": 2 * 4 * (4 + 4 + 4 + 4 + 3)}
+    for name, options in {"full": {}, "causal": {"causal": True}, "window": {"window": (2, 1)}}.items():
+        with FlopCounterMode(display=False) as counter:
+            out = cuda_ext.flash_attention(query, key, value, **options)
+        assert counter.get_total_flops() == 2 * pairs[name] * (3 + 4)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        assert counter.get_total_flops() == 2 * pairs[name] * (3 * 3 + 2 * 4)
+    with FlopCounterMode(display=False) as counter:
+        cuda_ext.flash_attention_varlen(*packed(), max_seqlen_q=10, max_seqlen_k=6)
+    assert counter.get_total_flops() == 2 * 4 * 10 * 6 * (3 + 4)
+
+
+def test_double_backward_is_refused() -> None:
+    query, key, value = qkv()
+    (grad,) = torch.autograd.grad(cuda_ext.flash_attention(query, key, value).sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative for cuda_ext::flash_attention_backward is not implemented"):
+        grad.sum().backward()
+
+
+def test_saves_nothing_quadratic() -> None:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cuda_ext.flash_attention(*(torch.randn(1, 50, 1, 4, requires_grad=True) for _ in range(3)))
+    assert saved and max(t.numel() for t in saved) == 200
+
+
+@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_varlen", "flash_attention_forward", "flash_attention_backward"])
+def test_cuda_refusal_names_op_dtype_and_device(op: str) -> None:
+    """The kernel registered for CUDA is reached by redispatch, since a test machine need not have a GPU."""
+    arguments = {"flash_attention_varlen": packed(requires_grad=False), "flash_attention_backward": backward_arguments()}.get(op, qkv(requires_grad=False))
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(NotImplementedError, match=rf"cuda_ext::{op}: no CUDA kernel is built for Float on device cpu; move the tensors to the CPU"):
+        getattr(ops, op).default.redispatch(keys, *arguments)
+
+
+Q, K, V = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 6)
+P = "cuda_ext::flash_attention: expected "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Q[0], K, V), {}, P + "query of shape (batch, seq, heads, dim), got (5, 4, 8)"),
+        ((Q, K[0], V), {}, P + "key of shape (batch, seq, heads, dim), got (7, 2, 8)"),
+        ((Q, K, V[0, 0]), {}, P + "value of shape (batch, seq, heads, dim), got (2, 6)"),
+        ((Q.long(), K, V), {}, P + "query of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()"),
+        ((Q, K.half(), V), {}, P + "key of dtype Float to match query, got Half; convert one of them with .to()"),
+        ((Q, K, V.double()), {}, P + "value of dtype Float to match query, got Double; convert one of them with .to()"),
+        ((Q, K.to("meta"), V), {}, P + "key on device cpu to match query, got meta; move one of them with .to()"),
+        ((Q, K[..., :4], V), {}, P + "key of head dim 8 to match query (2, 5, 4, 8), got (2, 7, 2, 4)"),
+        ((Q, K, V[:, :3]), {}, P + "value of shape (2, 7, 2) + (dim_v,) to match key (2, 7, 2, 8), got (2, 3, 2, 6)"),
+        ((Q[:1], K, V), {}, P + "key of batch 1 to match query (1, 5, 4, 8), got (2, 7, 2, 8)"),
+        ((Q[:, :, :3], K, V), {}, P + "the heads of query to be a multiple of the heads of key, got 3 and 2"),
+        ((Q, K[:, :, :0], V[:, :, :0]), {}, P + "the heads of query to be a multiple of the heads of key, got 4 and 0"),
+        ((Q, K, V), {"window": (-1, 0)}, P + "window left to be >= 0 or None (unbounded), got -1"),
+        ((Q, K, V), {"window": (0, -3)}, P + "window right to be >= 0 or None (unbounded), got -3"),
+        ((Q, K, V), {"window": 3}, P + "window to be None or (left, right), each a number of keys or None, got 3"),
+        ((Q, K, V), {"window": (1, 2, 3)}, P + "window to be None or (left, right), each a number of keys or None, got (1, 2, 3)"),
+        ((Q, K, V), {"causal": True, "window": (0, 3)}, P + "window right to be 0 or None with causal=True, which hides every key to the right, got 3"),
+        ((Q, K, V), {"scale": float("nan")}, P + "a finite scale, got nan"),
+        ((Q, K, V), {"scale": float("inf")}, P + "a finite scale, got inf"),
+        ((Q, K, V), {"softcap": -1.0}, P + "a finite softcap >= 0 (0 for none), got -1"),
+        ((Q, K, V), {"softcap": float("nan")}, P + "a finite softcap >= 0 (0 for none), got nan"),
+        ((Q, K, V), {"dropout_p": 1.0}, P + "dropout_p in [0, 1), got 1"),
+        ((Q, K, V), {"dropout_p": -0.1}, P + "dropout_p in [0, 1), got -0.1"),
+        ((Q, K, V), {"dropout_p": float("nan")}, P + "dropout_p in [0, 1), got nan"),
+        ((Q, K, V), {"alibi_slopes": torch.rand(2)}, P + "alibi_slopes of shape (4,) or (2, 4), got (2,)"),
+        ((Q, K, V), {"alibi_slopes": torch.ones(4).long()}, P + "alibi_slopes of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()"),
+        ((Q, K, V), {"alibi_slopes": torch.rand(4, requires_grad=True)}, P + "alibi_slopes that need no gradient, got requires_grad=True; detach() them"),
+        ((Q, K, V), {"sinks": torch.rand(1, 4)}, P + "sinks of shape (4,), got (1, 4)"),
+        ((Q, K, V), {"sinks": torch.rand(4, device="meta")}, P + "sinks on device cpu to match query, got meta; move one of them with .to()"),
+    ],
+)
+def test_bad_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        cuda_ext.flash_attention(*arguments, **options)
+    assert str(caught.value).splitlines()[0] == message
+
+
+QP, KP, VP = Q[0], K[0], V[0]
+CQ, CK = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([0, 4, 7], dtype=torch.int32)
+PV = "cuda_ext::flash_attention_varlen: expected "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Q, KP, VP, CQ, CK), {}, PV + "query of shape (total, heads, dim), got (2, 5, 4, 8)"),
+        ((QP, KP, VP, CQ.long(), CK), {}, PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (3,) and dtype Long"),
+        ((QP, KP, VP, CQ[None], CK), {}, PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (1, 3) and dtype Int"),
+        ((QP, KP, VP, CQ, CK[:0]), {}, PV + "cu_seqlens_k of shape (batch + 1,) and dtype int32, got (0,) and dtype Int"),
+        ((QP, KP, VP, CQ + 1, CK), {}, PV + "cu_seqlens_q to start at 0, got 1"),
+        ((QP, KP, VP, CQ, CK[[0, 2, 1]]), {}, PV + "cu_seqlens_k to be non-decreasing, got 7 before 4 at index 2"),
+        ((QP, KP, VP, CQ, CK[:2]), {}, PV + "cu_seqlens_k to end at 7, the rows of key, got 4"),
+        ((QP, KP, VP, CQ, CK[[0, 2]]), {}, PV + "cu_seqlens_k of shape (3,) to match cu_seqlens_q, got (2,)"),
+        ((QP, KP, VP, CQ, CK), {"max_seqlen_q": 2}, PV + "max_seqlen_q of at least 3, the longest sequence, got 2"),
+        ((QP, KP, VP, CQ, CK), {"max_seqlen_k": 1}, PV + "max_seqlen_k of at least 4, the longest sequence, got 1"),
+        ((QP, KP, VP, CQ.to("meta"), CK), {}, PV + "cu_seqlens_q on device cpu to match query, got meta; move one of them with .to()"),
+    ],
+)
+def test_bad_packed_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        cuda_ext.flash_attention_varlen(*arguments, **options)
+    assert str(caught.value).splitlines()[0] == message
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({0: torch.randn(2, 5, 4, 9)}, "grad_out of shape (2, 5, 4, 4) to match out, got (2, 5, 4, 9)"),
+        ({1: torch.randn(2, 5, 4)}, "grad_lse of shape (2, 4, 5) to match lse, got (2, 5, 4)"),
+        ({1: torch.randn(2, 4, 5).double()}, "grad_lse of dtype Float to match lse, got Double; convert one of them with .to()"),
+        ({5: torch.randn(2, 5, 4, 4).half()}, "out of dtype Float to match query, got Half; convert one of them with .to()"),
+        ({7: torch.zeros(3)}, "rng_state of shape (2,) and dtype int64, as the forward returned it, got (3,) and dtype Float"),
+    ],
+    ids=str,
+)
+def test_bad_backward_input(changed: dict[int, Tensor], message: str) -> None:
+    arguments = list(backward_arguments(dropout_p=0.5))
+    for position, tensor in changed.items():
+        arguments[position] = tensor
+    with pytest.raises(RuntimeError) as caught:
+        ops.flash_attention_backward(*arguments, dropout_p=0.5)
+    assert str(caught.value).splitlines()[0] == "cuda_ext::flash_attention_backward: expected " + message
