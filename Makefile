@@ -58,7 +58,7 @@ $(BIN)/python:
 
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@echo "installing PyTorch into $(VENV), which takes a minute or two"
-	$(INSTALL) torch setuptools ninja
+	$(INSTALL) torch numpy setuptools ninja
 	@touch $@
 
 $(VENV)/.toolkit: $(VENV)/.torch

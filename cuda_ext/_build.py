@@ -82,6 +82,7 @@ class Plan:
     def prepare(self, folder: Path) -> None:
         """Writes into `folder` what the flags of this plan refer to."""
         (folder / "include").mkdir(parents=True, exist_ok=True)
+        # The version makes another toolkit recompile what may include its headers, which ninja does not watch.
         cuda_version = self.toolkit.version if self.toolkit else ""
         _write_if_changed(
             folder / "include" / "build_config.h",
@@ -125,6 +126,7 @@ def make_plan() -> Plan:
     """
     import torch
 
+    _add_scripts_to_path()
     if not shutil.which("ninja"):
         raise BuildError(f"cuda_ext: ninja is missing; install it with\n  {sys.executable} -m pip install ninja")
     compiler = toolchain.compiler_version()
@@ -183,14 +185,16 @@ def _capabilities() -> list[tuple[int, int]]:
     return [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
 
 
-def torch_helpers() -> Any:
-    """torch.utils.cpp_extension, imported without its warning about the CUDA_HOME that it guesses: `use` sets it.
-
-    Puts the ninja that is installed beside this Python on PATH, as the environment need not be activated.
-    """
+def _add_scripts_to_path() -> None:
+    """Lets the ninja that is installed beside this Python be found, although its environment need not be activated."""
     scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", "")
     if scripts not in path.split(os.pathsep):
         os.environ["PATH"] = f"{scripts}{os.pathsep}{path}"
+
+
+def torch_helpers() -> Any:
+    """torch.utils.cpp_extension, imported without its warning about the CUDA_HOME that it guesses: `use` sets it."""
+    _add_scripts_to_path()
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)

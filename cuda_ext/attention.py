@@ -1,6 +1,8 @@
-"""Flash attention: softmax(scale * query @ key^T) @ value in memory linear in the sequence length, forward and backward.
+"""Flash attention: softmax(scale * query @ key^T) @ value in memory linear in the sequence length, forward and
+backward.
 
-The method is FlashAttention (Dao et al., arXiv 2205.14135) with the online softmax of Milakov and Gimelshein (arXiv 1805.02867). The CPU kernels keep
+The method is FlashAttention (Dao et al., arXiv 2205.14135) with the online softmax of Milakov and Gimelshein (arXiv
+1805.02867). The CPU kernels keep
 one block of logits per thread; gradients are summed in a fixed order, so a run repeats bit for bit.
 """
 
@@ -48,36 +50,51 @@ def flash_attention(
 
     Args:
         query: `(B, Sq, H, D)`, float32, float16, bfloat16, or float64 on the CPU.
-        key: `(B, Sk, Hk, D)`, dtype and device of `query`. `H` is a multiple of `Hk` (GQA, MQA): query head `h` reads key head `h // (H // Hk)`.
+        key: `(B, Sk, Hk, D)`, dtype and device of `query`. `H` is a multiple of `Hk` (GQA, MQA): query head `h` reads
+            key head `h // (H // Hk)`.
         value: `(B, Sk, Hk, Dv)`; `Dv` may differ from `D`.
         causal: hide the keys right of the diagonal, which is aligned bottom-right when `Sq != Sk`.
-        window: `(left, right)`, how many keys either side of the diagonal stay visible; `None` on a side is unbounded. With `causal` the right
-            side is 0 or `None`.
+        window: `(left, right)`, how many keys either side of the diagonal stay visible; `None` on a side is unbounded.
+            With `causal` the right side is 0 or `None`.
         scale: defaults to `1 / sqrt(D)`.
         softcap: in units of logits; 0 for none (Gemma 2, arXiv 2408.00118).
         alibi_slopes: `(H,)` or `(B, H)`, not differentiable (Press et al., arXiv 2108.12409).
-        sinks: `(H,)`, a learnable logit per head that joins every row's softmax with no value behind it; `lse` includes it. Differentiable.
-        dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed drawn from torch's default generator, so `torch.manual_seed` rules, and is drawn
-            anew in backward instead of being stored.
-        deterministic: `None` follows `torch.use_deterministic_algorithms`. On the CPU every call is deterministic for a given number of threads.
-        return_lse: also return `lse`, `(B, H, Sq)`, the logarithm of the sum of exponentials of each row's logits, in float32 (float64 for
-            float64). Differentiable.
+        sinks: `(H,)`, a learnable logit per head that joins every row's softmax with no value behind it; `lse` includes
+            it. Differentiable.
+        dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed drawn from torch's default generator, so
+            `torch.manual_seed` rules, and is drawn anew in backward instead of being stored.
+        deterministic: `None` follows `torch.use_deterministic_algorithms`. On the CPU every call is deterministic for a
+            given number of threads.
+        return_lse: also return `lse`, `(B, H, Sq)`, the logarithm of the sum of exponentials of each row's logits, in
+            float32 (float64 for float64). Differentiable.
 
     Returns:
-        `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row with no visible key, with or without sinks, gives
-        zeros, an `lse` of `-inf` and zero gradients.
+        `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row with no visible key, with
+        or without sinks, gives zeros, an `lse` of `-inf` and zero gradients.
 
-    Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first. Dimensions of size 0 work.
+    Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first.
+    Dimensions of size 0 work.
 
     Raises:
-        RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument; a double backward.
+        RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument; a
+            double backward.
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
     left, right = _window_sides("flash_attention", window)
     out, lse = _attention(
-        query, key, value, alibi_slopes, sinks, causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap,
-        dropout_p=dropout_p, deterministic=deterministic,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        alibi_slopes,
+        sinks,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -106,26 +123,42 @@ def flash_attention_varlen(
         query: `(total_q, H, D)`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
         key: `(total_k, Hk, D)`, by `cu_seqlens_k`.
         value: `(total_k, Hk, Dv)`.
-        cu_seqlens_q: `(batch + 1,)` int32 on the device of `query`: 0, then the running sums of the lengths, up to `total_q`. On the CPU the values
-            are checked; on a GPU that would stall the stream.
+        cu_seqlens_q: `(batch + 1,)` int32 on the device of `query`: 0, then the running sums of the lengths, up to
+            `total_q`. On the CPU the values are checked; on a GPU that would stall the stream.
         cu_seqlens_k: the same for keys. A sequence may have length 0.
         max_seqlen_q: at least the longest sequence; `None` takes it from `cu_seqlens_q`.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
 
-    The remaining arguments are those of `flash_attention`; causal and window are aligned to each sequence's own bottom-right corner.
+    The remaining arguments are those of `flash_attention`; causal and window are aligned to each sequence's own bottom-
+    right corner.
 
     Returns:
         `(total_q, H, Dv)`; with `return_lse` also `lse`, `(H, total_q)`.
 
     Raises:
-        RuntimeError: as `flash_attention`; also `cu_seqlens` that do not start at 0, decrease, or do not end at the number of rows.
+        RuntimeError: as `flash_attention`; also `cu_seqlens` that do not start at 0, decrease, or do not end at the
+            number of rows.
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
     left, right = _window_sides("flash_attention_varlen", window)
     out, lse = _attention_varlen(
-        query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        causal=causal, window_left=left, window_right=right, scale=scale, softcap=softcap, dropout_p=dropout_p, deterministic=deterministic,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        sinks,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -133,7 +166,10 @@ def _window_sides(op: str, window: Window | None) -> Window:
     if window is None:
         return None, None
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise RuntimeError(f"{NAMESPACE}::{op}: expected window to be None or (left, right), each a number of keys or None, got {window!r}")
+        raise RuntimeError(
+            f"{NAMESPACE}::{op}: expected window to be None or (left, right), each a number of keys or None, "
+            f"got {window!r}"
+        )
     return window[0], window[1]
 
 
@@ -144,19 +180,26 @@ def _lse_dtype(query: Tensor) -> torch.dtype:
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
-def _out_and_lse(op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool, **others: Tensor | None) -> tuple[Tensor, Tensor]:
+def _out_and_lse(
+    op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool, **others: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rank, layout = (3, "(total, heads, dim)") if packed else (4, "(batch, seq, heads, dim)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        torch._check(tensor.dim() == rank, lambda: f"{NAMESPACE}::{op}: expected {name} of shape {layout}, got {tuple(tensor.shape)}")
+        if tensor.dim() != rank:
+            raise RuntimeError(f"{NAMESPACE}::{op}: expected {name} of shape {layout}, got {tuple(tensor.shape)}")
     torch._check(
         query.shape[-1] == key.shape[-1],
-        lambda: f"{NAMESPACE}::{op}: expected key of head dim {query.shape[-1]} to match query {tuple(query.shape)}, got {tuple(key.shape)}",
+        lambda: (
+            f"{NAMESPACE}::{op}: expected key of head dim {query.shape[-1]} to match query {tuple(query.shape)}, "
+            f"got {tuple(key.shape)}"
+        ),
     )
     for name, other in {"key": key, "value": value, **others}.items():
-        torch._check(
-            other is None or other.device == query.device,
-            lambda: f"{NAMESPACE}::{op}: expected {name} on device {query.device} to match query, got {other.device}; move one of them with .to()",
-        )
+        if other is not None and other.device != query.device:
+            raise RuntimeError(
+                f"{NAMESPACE}::{op}: expected {name} on device {query.device} to match query, got {other.device}; "
+                "move one of them with .to()"
+            )
     out = query.new_empty([*query.shape[:-1], value.shape[-1]])
     lse_shape = [query.shape[1], query.shape[0]] if packed else [query.shape[0], query.shape[2], query.shape[1]]
     return out, query.new_empty(lse_shape, dtype=_lse_dtype(query))
@@ -164,25 +207,49 @@ def _out_and_lse(op: str, query: Tensor, key: Tensor, value: Tensor, packed: boo
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention")
 def _(
-    query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, **scalars: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     return _out_and_lse("flash_attention", query, key, value, packed=False, alibi_slopes=alibi_slopes, sinks=sinks)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_varlen")
 def _(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, **scalars: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **scalars: Any,
+) -> tuple[Tensor, Tensor]:
     return _out_and_lse(
-        "flash_attention_varlen", query, key, value, packed=True, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes,
+        "flash_attention_varlen",
+        query,
+        key,
+        value,
+        packed=True,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
-    )  # fmt: skip
+    )
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_forward")
 def _(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor | None = None, *more: Any, dropout_p: float = 0.0, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *more: Any,
+    dropout_p: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse = _out_and_lse("flash_attention_forward", query, key, value, packed=cu_seqlens_q is not None)
     return out, lse, query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
@@ -190,15 +257,25 @@ def _(
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_backward")
 def _(
-    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng_state: Tensor,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     grad_sinks = lse.new_empty([0]) if sinks is None else sinks.new_empty(sinks.shape)
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
 
 
-# FLOPs by the field's convention: 2 per multiply-add of the two forward and five backward products, over visible pairs only.
+# FLOPs by the field's convention: 2 per multiply-add of the two forward and five backward products, over visible pairs.
 
 
 def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None, right: int | None) -> int:
@@ -215,8 +292,11 @@ def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None,
     return pairs
 
 
-def _products(query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, options: dict[str, Any]) -> tuple[int, int, int]:
-    """(query-key pairs over all heads, D, Dv). Packed sequences count as one of the longest: lengths are data, which a formula must not read."""
+def _products(
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, options: dict[str, Any]
+) -> tuple[int, int, int]:
+    """(query-key pairs over all heads, D, Dv). Packed sequences count as one of the longest: lengths are data, which a
+    formula must not read."""
     mask = options.get("causal", False), options.get("window_left"), options.get("window_right")
     if len(query_shape) == 3:
         total_q, heads, dim = query_shape
@@ -230,7 +310,12 @@ def _products(query_shape: torch.Size, key_shape: torch.Size, value_shape: torch
 
 @register_flop_formula([ops.flash_attention, ops.flash_attention_varlen, ops.flash_attention_forward])
 def _forward_flops(
-    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *args: Any, out_shape: Any = None, **options: Any
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    *args: Any,
+    out_shape: Any = None,
+    **options: Any,
 ) -> int:
     pairs, dim, dim_v = _products(query_shape, key_shape, value_shape, options)
     return 2 * pairs * (dim + dim_v)
@@ -238,9 +323,15 @@ def _forward_flops(
 
 @register_flop_formula(ops.flash_attention_backward)
 def _backward_flops(
-    grad_out_shape: torch.Size, grad_lse_shape: torch.Size | None, query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size,
-    *args: Any, out_shape: Any = None, **options: Any,
-) -> int:  # fmt: skip
+    grad_out_shape: torch.Size,
+    grad_lse_shape: torch.Size | None,
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    *args: Any,
+    out_shape: Any = None,
+    **options: Any,
+) -> int:
     pairs, dim, dim_v = _products(query_shape, key_shape, value_shape, options)
     return 2 * pairs * (3 * dim + 2 * dim_v)
 
@@ -250,9 +341,15 @@ def _backward_flops(
 
 @torch.library.register_vmap(f"{NAMESPACE}::flash_attention")
 def _(
-    info: Any, in_dims: tuple[int | None, ...], query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, **options: Any,
-) -> Any:  # fmt: skip
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> Any:
     if any(dim is not None for dim in in_dims[3:5]):
         return _one_call_per_element(_attention, info, in_dims, query, key, value, alibi_slopes, sinks, **options)
     size = info.batch_size
@@ -272,9 +369,14 @@ def _(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **opt
     return _one_call_per_element(_attention_varlen, info, in_dims, *tensors, **options)
 
 
-def _one_call_per_element(op: Any, info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **options: Any) -> Any:
+def _one_call_per_element(
+    op: Any, info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **options: Any
+) -> Any:
     calls = [
-        op(*(t if t is None or dim is None else t.select(dim, n) for t, dim in zip(tensors, in_dims, strict=False)), **options)
+        op(
+            *(t if t is None or dim is None else t.select(dim, n) for t, dim in zip(tensors, in_dims, strict=False)),
+            **options,
+        )
         for n in range(info.batch_size)
     ]
     return (torch.stack([out for out, _ in calls]), torch.stack([lse for _, lse in calls])), (0, 0)

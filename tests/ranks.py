@@ -1,4 +1,4 @@
-"""Runs the bodies of tests on the ranks of a gloo group, in processes that are started once and kept for the next test."""
+"""Runs the bodies of tests on the ranks of a gloo group, in processes that are kept for the next test."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ BODY_TIMEOUT = 100.0  # seconds after which all processes are ended
 def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test whose body runs on ``world_size`` ranks; it passes if it does so on all of them.
 
-    The body takes parameters but no fixtures, and finds its rank by `torch.distributed`. Random numbers start alike on all
-    ranks.
+    The body takes parameters but no fixtures, and finds its rank by `torch.distributed`. Random numbers start alike on
+    all ranks.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -109,8 +109,9 @@ def _serve() -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
             )
+            body = getattr(importlib.import_module(module), name).__wrapped__  # the import may draw numbers
             torch.manual_seed(seed)
-            getattr(importlib.import_module(module), name).__wrapped__(**parameters)
+            body(**parameters)
             dist.barrier()
             dist.destroy_process_group()
         except BaseException:

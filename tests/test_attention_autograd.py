@@ -1,4 +1,4 @@
-"""flash_attention as a citizen of PyTorch: gradcheck, opcheck, compile, autocast, vmap, FLOPs, double backward, and every refusal's message."""
+"""flash_attention as a citizen of PyTorch: gradcheck, opcheck, compile, autocast, vmap, FLOPs, and every refusal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ def qkv(dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> tuple
 
 def packed(dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> tuple[Tensor, ...]:
     query, key, value = (t.detach().flatten(0, 1).requires_grad_(requires_grad) for t in qkv(dtype))
-    return query, key, value, torch.tensor([0, 3, 3, 10], dtype=torch.int32), torch.tensor([0, 6, 8, 14], dtype=torch.int32)
+    return (
+        query,
+        key,
+        value,
+        torch.tensor([0, 3, 3, 10], dtype=torch.int32),
+        torch.tensor([0, 6, 8, 14], dtype=torch.int32),
+    )
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -88,11 +94,15 @@ def backward_arguments(dropout_p: float = 0.0) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("scalars", [{}, {"causal": True, "softcap": 2.0}, {"window_left": 2, "window_right": 1}], ids=str)
+@pytest.mark.parametrize(
+    "scalars", [{}, {"causal": True, "softcap": 2.0}, {"window_left": 2, "window_right": 1}], ids=str
+)
 def test_opcheck(requires_grad: bool, scalars: dict[str, Any]) -> None:
     sinks, slopes = torch.randn(4, requires_grad=requires_grad), torch.rand(4)
     torch.library.opcheck(ops.flash_attention.default, (*qkv(requires_grad=requires_grad), slopes, sinks), scalars)
-    torch.library.opcheck(ops.flash_attention_varlen.default, (*packed(requires_grad=requires_grad), slopes, sinks), scalars)
+    torch.library.opcheck(
+        ops.flash_attention_varlen.default, (*packed(requires_grad=requires_grad), slopes, sinks), scalars
+    )
     torch.library.opcheck(ops.flash_attention_forward.default, qkv(requires_grad=False), scalars)
     torch.library.opcheck(ops.flash_attention_backward.default, backward_arguments(), scalars)
 
@@ -102,7 +112,9 @@ def test_opcheck_of_other_layouts() -> None:
     empty = tuple(t.detach()[:, :0].requires_grad_() for t in qkv())
     for tensors in (transposed, empty):
         torch.library.opcheck(ops.flash_attention.default, tensors)
-    torch.library.opcheck(ops.flash_attention_backward.default, (*backward_arguments()[:1], None, *backward_arguments()[2:]))
+    torch.library.opcheck(
+        ops.flash_attention_backward.default, (*backward_arguments()[:1], None, *backward_arguments()[2:])
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -167,11 +179,16 @@ def test_autocast_runs_in_the_active_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, 0), (0, None, None)])
 @pytest.mark.parametrize("slopes", [None, (4,), (2, 4)], ids=str)
 def test_vmap_over_tensors(in_dims: tuple[int | None, ...], slopes: tuple[int, ...] | None) -> None:
-    tensors = [t.detach() if d is None else torch.stack([t.detach(), t.detach() + 1, -t.detach()], d) for t, d in zip(qkv(), in_dims, strict=True)]
+    tensors = [
+        t.detach() if d is None else torch.stack([t.detach(), t.detach() + 1, -t.detach()], d)
+        for t, d in zip(qkv(), in_dims, strict=True)
+    ]
     options = {"causal": True, "alibi_slopes": None if slopes is None else torch.rand(slopes)}
     actual = torch.vmap(lambda *t: cuda_ext.flash_attention(*t, **options), in_dims)(*tensors)
     for n in range(3):
-        expected = cuda_ext.flash_attention(*(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True)), **options)
+        expected = cuda_ext.flash_attention(
+            *(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True)), **options
+        )
         torch.testing.assert_close(actual[n], expected)
 
 
@@ -179,11 +196,15 @@ def test_vmap_over_sinks_and_packed_sequences() -> None:
     query, key, value = qkv(requires_grad=False)
     sinks = torch.randn(3, 4)
     actual = torch.vmap(lambda s: cuda_ext.flash_attention(query, key, value, sinks=s))(sinks)
-    torch.testing.assert_close(actual, torch.stack([cuda_ext.flash_attention(query, key, value, sinks=s) for s in sinks]))
+    torch.testing.assert_close(
+        actual, torch.stack([cuda_ext.flash_attention(query, key, value, sinks=s) for s in sinks])
+    )
     *tensors, cu_q, cu_k = packed(requires_grad=False)
     queries = torch.stack([tensors[0], -tensors[0]])
     actual = torch.vmap(lambda q: cuda_ext.flash_attention_varlen(q, *tensors[1:], cu_q, cu_k))(queries)
-    torch.testing.assert_close(actual, torch.stack([cuda_ext.flash_attention_varlen(q, *tensors[1:], cu_q, cu_k) for q in queries]))
+    torch.testing.assert_close(
+        actual, torch.stack([cuda_ext.flash_attention_varlen(q, *tensors[1:], cu_q, cu_k) for q in queries])
+    )
 
 
 def test_func_grad_says_what_it_cannot_do() -> None:
@@ -220,12 +241,20 @@ def test_saves_nothing_quadratic() -> None:
     assert saved and max(t.numel() for t in saved) == 200
 
 
-@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_varlen", "flash_attention_forward", "flash_attention_backward"])
+@pytest.mark.parametrize(
+    "op", ["flash_attention", "flash_attention_varlen", "flash_attention_forward", "flash_attention_backward"]
+)
 def test_cuda_refusal_names_op_dtype_and_device(op: str) -> None:
     """The kernel registered for CUDA is reached by redispatch, since a test machine need not have a GPU."""
-    arguments = {"flash_attention_varlen": packed(requires_grad=False), "flash_attention_backward": backward_arguments()}.get(op, qkv(requires_grad=False))
+    arguments = {
+        "flash_attention_varlen": packed(requires_grad=False),
+        "flash_attention_backward": backward_arguments(),
+    }.get(op, qkv(requires_grad=False))
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-    with pytest.raises(NotImplementedError, match=rf"cuda_ext::{op}: no CUDA kernel is built for Float on device cpu; move the tensors to the CPU"):
+    with pytest.raises(
+        NotImplementedError,
+        match=rf"cuda_ext::{op}: no CUDA kernel is built for Float on device cpu; move the tensors to the CPU",
+    ):
         getattr(ops, op).default.redispatch(keys, *arguments)
 
 
@@ -239,7 +268,11 @@ P = "cuda_ext::flash_attention: expected "
         ((Q[0], K, V), {}, P + "query of shape (batch, seq, heads, dim), got (5, 4, 8)"),
         ((Q, K[0], V), {}, P + "key of shape (batch, seq, heads, dim), got (7, 2, 8)"),
         ((Q, K, V[0, 0]), {}, P + "value of shape (batch, seq, heads, dim), got (2, 6)"),
-        ((Q.long(), K, V), {}, P + "query of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()"),
+        (
+            (Q.long(), K, V),
+            {},
+            P + "query of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()",
+        ),
         ((Q, K.half(), V), {}, P + "key of dtype Float to match query, got Half; convert one of them with .to()"),
         ((Q, K, V.double()), {}, P + "value of dtype Float to match query, got Double; convert one of them with .to()"),
         ((Q, K.to("meta"), V), {}, P + "key on device cpu to match query, got meta; move one of them with .to()"),
@@ -251,8 +284,16 @@ P = "cuda_ext::flash_attention: expected "
         ((Q, K, V), {"window": (-1, 0)}, P + "window left to be >= 0 or None (unbounded), got -1"),
         ((Q, K, V), {"window": (0, -3)}, P + "window right to be >= 0 or None (unbounded), got -3"),
         ((Q, K, V), {"window": 3}, P + "window to be None or (left, right), each a number of keys or None, got 3"),
-        ((Q, K, V), {"window": (1, 2, 3)}, P + "window to be None or (left, right), each a number of keys or None, got (1, 2, 3)"),
-        ((Q, K, V), {"causal": True, "window": (0, 3)}, P + "window right to be 0 or None with causal=True, which hides every key to the right, got 3"),
+        (
+            (Q, K, V),
+            {"window": (1, 2, 3)},
+            P + "window to be None or (left, right), each a number of keys or None, got (1, 2, 3)",
+        ),
+        (
+            (Q, K, V),
+            {"causal": True, "window": (0, 3)},
+            P + "window right to be 0 or None with causal=True, which hides every key to the right, got 3",
+        ),
         ((Q, K, V), {"scale": float("nan")}, P + "a finite scale, got nan"),
         ((Q, K, V), {"scale": float("inf")}, P + "a finite scale, got inf"),
         ((Q, K, V), {"softcap": -1.0}, P + "a finite softcap >= 0 (0 for none), got -1"),
@@ -261,10 +302,22 @@ P = "cuda_ext::flash_attention: expected "
         ((Q, K, V), {"dropout_p": -0.1}, P + "dropout_p in [0, 1), got -0.1"),
         ((Q, K, V), {"dropout_p": float("nan")}, P + "dropout_p in [0, 1), got nan"),
         ((Q, K, V), {"alibi_slopes": torch.rand(2)}, P + "alibi_slopes of shape (4,) or (2, 4), got (2,)"),
-        ((Q, K, V), {"alibi_slopes": torch.ones(4).long()}, P + "alibi_slopes of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()"),
-        ((Q, K, V), {"alibi_slopes": torch.rand(4, requires_grad=True)}, P + "alibi_slopes that need no gradient, got requires_grad=True; detach() them"),
+        (
+            (Q, K, V),
+            {"alibi_slopes": torch.ones(4).long()},
+            P + "alibi_slopes of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()",
+        ),
+        (
+            (Q, K, V),
+            {"alibi_slopes": torch.rand(4, requires_grad=True)},
+            P + "alibi_slopes that need no gradient, got requires_grad=True; detach() them",
+        ),
         ((Q, K, V), {"sinks": torch.rand(1, 4)}, P + "sinks of shape (4,), got (1, 4)"),
-        ((Q, K, V), {"sinks": torch.rand(4, device="meta")}, P + "sinks on device cpu to match query, got meta; move one of them with .to()"),
+        (
+            (Q, K, V),
+            {"sinks": torch.rand(4, device="meta")},
+            P + "sinks on device cpu to match query, got meta; move one of them with .to()",
+        ),
     ],
 )
 def test_bad_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
@@ -282,16 +335,32 @@ PV = "cuda_ext::flash_attention_varlen: expected "
     ("arguments", "options", "message"),
     [
         ((Q, KP, VP, CQ, CK), {}, PV + "query of shape (total, heads, dim), got (2, 5, 4, 8)"),
-        ((QP, KP, VP, CQ.long(), CK), {}, PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (3,) and dtype Long"),
-        ((QP, KP, VP, CQ[None], CK), {}, PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (1, 3) and dtype Int"),
-        ((QP, KP, VP, CQ, CK[:0]), {}, PV + "cu_seqlens_k of shape (batch + 1,) and dtype int32, got (0,) and dtype Int"),
+        (
+            (QP, KP, VP, CQ.long(), CK),
+            {},
+            PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (3,) and dtype Long",
+        ),
+        (
+            (QP, KP, VP, CQ[None], CK),
+            {},
+            PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (1, 3) and dtype Int",
+        ),
+        (
+            (QP, KP, VP, CQ, CK[:0]),
+            {},
+            PV + "cu_seqlens_k of shape (batch + 1,) and dtype int32, got (0,) and dtype Int",
+        ),
         ((QP, KP, VP, CQ + 1, CK), {}, PV + "cu_seqlens_q to start at 0, got 1"),
         ((QP, KP, VP, CQ, CK[[0, 2, 1]]), {}, PV + "cu_seqlens_k to be non-decreasing, got 7 before 4 at index 2"),
         ((QP, KP, VP, CQ, CK[:2]), {}, PV + "cu_seqlens_k to end at 7, the rows of key, got 4"),
         ((QP, KP, VP, CQ, CK[[0, 2]]), {}, PV + "cu_seqlens_k of shape (3,) to match cu_seqlens_q, got (2,)"),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_q": 2}, PV + "max_seqlen_q of at least 3, the longest sequence, got 2"),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_k": 1}, PV + "max_seqlen_k of at least 4, the longest sequence, got 1"),
-        ((QP, KP, VP, CQ.to("meta"), CK), {}, PV + "cu_seqlens_q on device cpu to match query, got meta; move one of them with .to()"),
+        (
+            (QP, KP, VP, CQ.to("meta"), CK),
+            {},
+            PV + "cu_seqlens_q on device cpu to match query, got meta; move one of them with .to()",
+        ),
     ],
 )
 def test_bad_packed_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
@@ -305,9 +374,18 @@ def test_bad_packed_input(arguments: tuple[Tensor, ...], options: dict[str, Any]
     [
         ({0: torch.randn(2, 5, 4, 9)}, "grad_out of shape (2, 5, 4, 4) to match out, got (2, 5, 4, 9)"),
         ({1: torch.randn(2, 5, 4)}, "grad_lse of shape (2, 4, 5) to match lse, got (2, 5, 4)"),
-        ({1: torch.randn(2, 4, 5).double()}, "grad_lse of dtype Float to match lse, got Double; convert one of them with .to()"),
-        ({5: torch.randn(2, 5, 4, 4).half()}, "out of dtype Float to match query, got Half; convert one of them with .to()"),
-        ({7: torch.zeros(3)}, "rng_state of shape (2,) and dtype int64, as the forward returned it, got (3,) and dtype Float"),
+        (
+            {1: torch.randn(2, 4, 5).double()},
+            "grad_lse of dtype Float to match lse, got Double; convert one of them with .to()",
+        ),
+        (
+            {5: torch.randn(2, 5, 4, 4).half()},
+            "out of dtype Float to match query, got Half; convert one of them with .to()",
+        ),
+        (
+            {7: torch.zeros(3)},
+            "rng_state of shape (2,) and dtype int64, as the forward returned it, got (3,) and dtype Float",
+        ),
     ],
     ids=str,
 )

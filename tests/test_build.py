@@ -317,7 +317,6 @@ class TestMakePlan:
             ("MAX_JOBS", "no", "cuda_ext: MAX_JOBS: expected a positive integer, got 'no'"),
             ("TORCH_CUDA_ARCH_LIST", "6.0", "cuda_ext: TORCH_CUDA_ARCH_LIST: expected 8.0 or newer, got '6.0'"),
             ("CXX", "no-such-compiler", "cuda_ext: the C++ compiler 'no-such-compiler' does not run; install g++"),
-            ("PATH", "/no/such/folder", "cuda_ext: ninja is missing; install it with"),
         ],
     )
     def test_refusals(
@@ -328,6 +327,18 @@ class TestMakePlan:
         with pytest.raises(_build.BuildError) as refusal:
             _build.make_plan()
         assert str(refusal.value).startswith(message)
+
+    def test_ninja_is_found_beside_this_python_and_missed_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        scripts = str(Path(sys.executable).parent)
+        path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if folder != scripts)
+        monkeypatch.setenv("PATH", path)
+        _build.make_plan()
+        assert os.environ["PATH"] == f"{scripts}{os.pathsep}{path}"
+        monkeypatch.setattr(shutil, "which", lambda command: None)
+        with pytest.raises(
+            _build.BuildError, match=f"^cuda_ext: ninja is missing; install it with\n  {sys.executable} -m"
+        ):
+            _build.make_plan()
 
 
 def make_plan(toolkit: Toolkit | None = None) -> _build.Plan:
@@ -374,12 +385,6 @@ def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, mon
     assert (os.environ["MAX_JOBS"], os.environ["CUDA_HOME"], helpers.CUDA_HOME) == ("2", "before", "before")
     _build.use(make_plan(Toolkit("pip", tmp_path, "13.0")))
     assert os.environ["CUDA_HOME"] == helpers.CUDA_HOME == str(tmp_path)
-
-
-def test_ninja_beside_this_python_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/no/such/folder")
-    _build.torch_helpers()
-    assert os.environ["PATH"] == f"{Path(sys.executable).parent}:/no/such/folder"
 
 
 def test_lock_is_exclusive_and_goes_with_its_holder(tmp_path: Path, run_python: RunPython) -> None:

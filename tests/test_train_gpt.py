@@ -66,7 +66,7 @@ def command(processes: int, text: Path, out: Path, *options: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
 
 
 def losses(out: Path) -> list[str]:

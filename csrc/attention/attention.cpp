@@ -26,15 +26,15 @@ using OptionalDouble = std::optional<double>;
 using OptionalBool = std::optional<bool>;
 
 // The scalar options that end every schema, in order.
-#define ATTENTION_SCALARS                                                                                     \
+#define ATTENTION_SCALARS                                                                               \
   bool causal, OptionalInt window_left, OptionalInt window_right, OptionalDouble scale, double softcap, \
       double dropout_p, OptionalBool deterministic
 #define ATTENTION_SCALAR_NAMES causal, window_left, window_right, scale, softcap, dropout_p, deterministic
 
 // vmap rules ask that tensors be positional.
-#define ATTENTION_OPTION_SCHEMA(more)                                                                                \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, *, " more                                                          \
-  "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, "         \
+#define ATTENTION_OPTION_SCHEMA(more)                                                                        \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, *, " more                                                  \
+  "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, " \
   "float dropout_p=0.0, bool? deterministic=None"
 #define ATTENTION_LENGTHS_SCHEMA "int? max_seqlen_q=None, int? max_seqlen_k=None, "
 #define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
@@ -271,10 +271,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   return {std::move(out), std::move(lse), std::move(rng_state)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-    OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const OptionalTensor& cu_seqlens_q,
+                                                           const OptionalTensor& cu_seqlens_k,
+                                                           const OptionalTensor& alibi_slopes,
+                                                           const OptionalTensor& sinks, OptionalInt max_seqlen_q,
+                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   return forward("flash_attention_forward", query, key, value,
                  {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
 }
@@ -282,8 +284,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(
 std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                            ATTENTION_SCALARS) {
-  auto [out, lse, rng_state] = forward("flash_attention", query, key, value,
-                                       {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+  auto [out, lse, rng_state] =
+      forward("flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
   return {std::move(out), std::move(lse)};
 }
 
@@ -404,7 +406,8 @@ std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const T
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                                     ATTENTION_SCALARS) {
   if (any_requires_grad(query, key, value, alibi_slopes, sinks))
-    return with_gradient("flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+    return with_gradient("flash_attention", query, key, value,
+                         {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(query, key, value, alibi_slopes, sinks, ATTENTION_SCALAR_NAMES);
@@ -416,9 +419,9 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
                                                            const OptionalTensor& sinks, OptionalInt max_seqlen_q,
                                                            OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   if (any_requires_grad(query, key, value, alibi_slopes, sinks))
-    return with_gradient("flash_attention_varlen", query, key, value,
-                         {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
-                          ATTENTION_SCALAR_NAMES});
+    return with_gradient(
+        "flash_attention_varlen", query, key, value,
+        {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
@@ -452,17 +455,21 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   // Dropout makes these ops draw random numbers; any strides are read in place.
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout,
                                        at::Tag::nondeterministic_seeded};
-  m.def("flash_attention(Tensor query, Tensor key, Tensor value, " ATTENTION_OPTION_SCHEMA("")
-        ") -> (Tensor out, Tensor lse)", random);
-  m.def("flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-        ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)", random);
+  m.def("flash_attention(Tensor query, Tensor key, Tensor value, " ATTENTION_OPTION_SCHEMA(
+            "") ") -> (Tensor out, Tensor lse)",
+        random);
+  m.def(
+      "flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor "
+      "cu_seqlens_k, " ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)",
+      random);
   m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " ATTENTION_PACKING_SCHEMA
-        ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)", random);
-  m.def("flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-        "Tensor out, Tensor lse, Tensor rng_state, " ATTENTION_PACKING_SCHEMA
-        ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA)
-        ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
-        {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
+            ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)",
+        random);
+  m.def(
+      "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+      "Tensor out, Tensor lse, Tensor rng_state, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(
+          ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+      {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {

@@ -23,7 +23,7 @@ struct AttentionParams {
   int64_t dim = 0;       // of query and key
   int64_t dim_v = 0;
 
-  // Either every sequence has these lengths, or sequence b holds rows [cu_seqlens[b], cu_seqlens[b + 1]) of the packing.
+  // Either every sequence has these lengths, or sequence b holds rows cu_seqlens[b] to cu_seqlens[b + 1] of a packing.
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
   int64_t total_q = 0;  // rows of the packing
@@ -36,7 +36,7 @@ struct AttentionParams {
   static constexpr int64_t kUnbounded = -1;
 
   double scale = 1.0;
-  double softcap = 0.0;                 // 0: none; else logits become softcap * tanh(logits / softcap)
+  double softcap = 0.0;  // 0: none; else logits become softcap * tanh(logits / softcap)
   // The pointers below are to the accumulation type: double for float64, else float.
   const void* alibi_slopes = nullptr;  // (batch or 1, heads): logits += -slope * |i + Sk - Sq - j|
   int64_t alibi_batch_stride = 0;

@@ -104,7 +104,8 @@ template <class Storage, class T = Compute<Storage>>
 void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
   const int64_t pitch = row_pitch<T>(dim);
   for (int64_t i = 0; i < n; ++i)
-    for_vectors<T>(dim, [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
+    for_vectors<T>(dim,
+                   [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
 }
 
 // (n, dim) rows of storage -> factor * transpose, (dim, width) of T, zeros in the lanes past n. width: whole vectors.
@@ -142,7 +143,8 @@ template <class Storage, class T = Compute<Storage>>
 void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
   const int64_t pitch = row_pitch<T>(dim);
   for (int64_t i = 0; i < n; ++i)
-    for_vectors<T>(dim, [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
+    for_vectors<T>(dim,
+                   [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
 }
 
 // logits (keys, Vectors * lanes) -> cap * tanh(logits).
@@ -199,8 +201,8 @@ void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width], ui
   }
 }
 
-// Multiplies values (keys, Vectors * lanes) by the dropout mask: 0, or 1 / (1 - p) where the element is kept. j_begin is
-// a multiple of 4, so that four keys of one query share a counter.
+// Multiplies values (keys, Vectors * lanes) by the dropout mask: 0, or 1 / (1 - p) where the element is kept. j_begin
+// is a multiple of 4, so that four keys of one query share a counter.
 template <int Vectors, class T>
 void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin, int64_t keys, T* values) {
   constexpr int width = Vectors * kLanes<T>;

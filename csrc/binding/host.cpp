@@ -7,14 +7,16 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <utility>
+
 #include <algorithm>
 #include <array>
 #include <climits>
 
 // The BLAS inside torch or beside it. Weak: a torch that hides its BLAS still gives at::addmm.
 extern "C" {
-__attribute__((weak)) void sgemm_(char*, char*, int*, int*, int*, float*, const float*, int*, const float*, int*, float*,
-                                  float*, int*);
+__attribute__((weak)) void sgemm_(char*, char*, int*, int*, int*, float*, const float*, int*, const float*, int*,
+                                  float*, float*, int*);
 __attribute__((weak)) void dgemm_(char*, char*, int*, int*, int*, double*, const double*, int*, const double*, int*,
                                   double*, double*, int*);
 }
@@ -83,8 +85,38 @@ void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, d
   row_major_gemm(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
-Scratch::Scratch(int64_t bytes) : data_(bytes > 0 ? c10::GetCPUAllocator()->raw_allocate(bytes) : nullptr) {}
+namespace {
+
+// Each thread keeps the scratch it used last, up to this size: a few megabytes given back to the system and taken again
+// in every call would be faulted in page by page, which costs as much as a tenth of a GEMM.
+constexpr int64_t kMaxKeptBytes = 4 << 20;
+
+struct KeptScratch {
+  void* data = nullptr;
+  int64_t bytes = 0;
+  ~KeptScratch() {
+    if (data != nullptr) c10::GetCPUAllocator()->raw_deallocate(data);
+  }
+};
+thread_local KeptScratch kept;
+
+}  // namespace
+
+Scratch::Scratch(int64_t bytes) : data_(nullptr), bytes_(bytes) {
+  if (bytes <= 0) return;
+  if (kept.bytes >= bytes) {
+    data_ = std::exchange(kept.data, nullptr);
+    bytes_ = std::exchange(kept.bytes, 0);
+  } else {
+    data_ = c10::GetCPUAllocator()->raw_allocate(bytes);
+  }
+}
 Scratch::~Scratch() {
+  if (data_ == nullptr) return;
+  if (bytes_ <= kMaxKeptBytes && bytes_ > kept.bytes) {
+    std::swap(kept.data, data_);
+    std::swap(kept.bytes, bytes_);
+  }
   if (data_ != nullptr) c10::GetCPUAllocator()->raw_deallocate(data_);
 }
 

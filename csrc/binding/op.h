@@ -1,5 +1,5 @@
-// What every binding shares: names, checks in the documented form, dtype mapping, dispatch below autograd, autocast, and
-// the refusal of a device that has no kernel yet.
+// What every binding shares: names, checks in the documented form, dtype mapping, dispatch below autograd, autocast,
+// and the refusal of a device that has no kernel yet.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -73,8 +73,8 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
                  " to match ", other_argument, ", got ", tensor.device(), "; move one of them with .to()");
 }
 
-// The CUDA kernel of every op that has none yet, as a boxed function that serves all schemas: refuses, with the op's name
-// and the first tensor's dtype and device.
+// The CUDA kernel of every op that has none yet, as a boxed function that serves all schemas: refuses, with the op's
+// name and the first tensor's dtype and device.
 inline void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (const c10::IValue& argument : *stack) {
     const bool is_list = argument.isTensorList() && !argument.toTensorVector().empty();
@@ -96,7 +96,8 @@ inline void no_layout_kernel(const c10::OperatorHandle& op, torch::jit::Stack* s
                 "; convert it with .to_dense()");
 }
 
-// A typed handle to one of our ops, looked up once: `static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));`
+// A typed handle to one of our ops, looked up once:
+// `static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));`
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* qualified_name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(qualified_name, "").typed<Signature>();

@@ -19,7 +19,8 @@ class FunctionRef<R(Args...)> {
  public:
   template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, FunctionRef>>>
   FunctionRef(F&& f)
-      : object_(const_cast<void*>(static_cast<const void*>(std::addressof(f)))), call_([](void* object, Args... args) -> R {
+      : object_(const_cast<void*>(static_cast<const void*>(std::addressof(f)))),
+        call_([](void* object, Args... args) -> R {
           return (*static_cast<std::remove_reference_t<F>*>(object))(args...);
         }) {}
   R operator()(Args... args) const { return call_(object_, args...); }
@@ -66,7 +67,7 @@ class Scratch {
  public:
   explicit Scratch(int64_t bytes);
   ~Scratch();
-  Scratch(Scratch&& other) noexcept : data_(other.data_) { other.data_ = nullptr; }
+  Scratch(Scratch&& other) noexcept : data_(other.data_), bytes_(other.bytes_) { other.data_ = nullptr; }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   Scratch& operator=(Scratch&&) = delete;
@@ -77,6 +78,7 @@ class Scratch {
 
  private:
   void* data_;
+  int64_t bytes_;
 };
 
 }  // namespace cuda_ext::cpu

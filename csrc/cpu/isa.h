@@ -9,7 +9,7 @@ namespace cuda_ext::cpu {
 
 enum class Isa { kGeneric, kAvx2, kAvx512 };
 
-// The widest set this processor runs. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach every variant.
+// The widest set this processor runs. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach all variants.
 inline Isa best_isa() {
 #if defined(__x86_64__)
   static const Isa isa = [] {

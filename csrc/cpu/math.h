@@ -31,8 +31,8 @@ CUDA_EXT_INLINE Vec<float> exp_in_range(Vec<float> x) {
   const Vec<float> n = shifted - kRound;
   // ln 2 in two parts, the first with zeros in its low bits so that n times it is exact.
   const Vec<float> r = (x - n * 0x1.62e4p-1f) - n * 1.42860677e-6f;
-  const Vec<float> mantissa = polynomial(
-      r, {1.0f, 1.00000003f, 0.499999942f, 0.166664312f, 0.0416680028f, 0.00837416274f, 0.00138436302f});
+  const Vec<float> mantissa =
+      polynomial(r, {1.0f, 1.00000003f, 0.499999942f, 0.166664312f, 0.0416680028f, 0.00837416274f, 0.00138436302f});
   return scale_by_power_of_two(mantissa, shifted);
 }
 
@@ -60,8 +60,8 @@ CUDA_EXT_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return exp(x); }
 CUDA_EXT_INLINE Vec<float> tanh(Vec<float> x) {
   const Vec<float> c = x < -9.0f ? splat(-9.0f) : x > 9.0f ? splat(9.0f) : x;
   const Vec<float> u = c * c;
-  const Vec<float> p = polynomial(
-      u, {1.0f, 0.136808903f, 0.00386954987f, 2.80321242e-5f, 3.0644354e-8f, -1.22474818e-11f});
+  const Vec<float> p =
+      polynomial(u, {1.0f, 0.136808903f, 0.00386954987f, 2.80321242e-5f, 3.0644354e-8f, -1.22474818e-11f});
   const Vec<float> q = polynomial(u, {1.0f, 0.470142224f, 0.0272503112f, 0.00039407861f, 1.2890902e-6f});
   return c * p / q;
 }
@@ -74,10 +74,9 @@ CUDA_EXT_INLINE Vec<double> tanh(Vec<double> x) {
 CUDA_EXT_INLINE Vec<float> erf(Vec<float> x) {
   const Vec<float> c = x < -4.0f ? splat(-4.0f) : x > 4.0f ? splat(4.0f) : x;
   const Vec<float> u = c * c;
-  const Vec<float> p = polynomial(u, {1.12837917f, 0.185207119f, 0.0543173381f, 0.00384976187f, 0.000379607879f,
-                                      4.68464298e-6f, -1.32017541e-8f});
-  const Vec<float> q =
-      polynomial(u, {1.0f, 0.497468949f, 0.113959947f, 0.0154623847f, 0.00130759964f, 6.31093894e-5f});
+  const Vec<float> p = polynomial(
+      u, {1.12837917f, 0.185207119f, 0.0543173381f, 0.00384976187f, 0.000379607879f, 4.68464298e-6f, -1.32017541e-8f});
+  const Vec<float> q = polynomial(u, {1.0f, 0.497468949f, 0.113959947f, 0.0154623847f, 0.00130759964f, 6.31093894e-5f});
   return c * p / q;
 }
 CUDA_EXT_INLINE Vec<double> erf(Vec<double> x) {

@@ -1,6 +1,6 @@
-// Small matrix products for operands that are already in cache: the block products of attention, where a BLAS call would
-// spend its time packing operands that are used once. Registers hold a tile of C; per step of k, one row of B is loaded
-// and the tile's elements of A are broadcast.
+// Small matrix products for operands that are already in cache: the block products of attention, where a BLAS call
+// would spend its time packing operands that are used once. Registers hold a tile of C; per step of k, one row of B is
+// loaded and the tile's elements of A are broadcast.
 #pragma once
 
 #include "cpu/simd.h"
@@ -52,8 +52,8 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const T* a, int64_t a_row, int64_t 
 }
 
 template <class T, int Rows, int Vectors, bool kAccumulate>
-CUDA_EXT_INLINE int64_t tiles_from(int64_t i, int64_t m, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b,
-                                   int64_t ldb, T* c, int64_t ldc) {
+CUDA_EXT_INLINE int64_t tiles_from(int64_t i, int64_t m, int64_t k, const T* a, int64_t a_row, int64_t a_col,
+                                   const T* b, int64_t ldb, T* c, int64_t ldc) {
   for (; i + Rows <= m; i += Rows)
     tile_product<T, Rows, Vectors, kAccumulate>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc);
   return i;

@@ -16,72 +16,88 @@ constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
 
 // Products are formed kBlockK deep at a time: a packed panel of a (9 KB) then stays in L1, those of b in L2.
 // An element of a product depends on this number and on nothing else: not on the threads, not on where a tile starts.
-constexpr int64_t kBlockK = 192;
+constexpr int64_t kBlockK = 256;
 
-// to (columns, lines) = from (lines, columns) transposed, lines and columns <= lanes. `readable` >= columns elements
-// may be read of each line; a whole vector of `to` is written for each column, zeros after the last line.
+// to (columns, lines) = from (lines, columns) transposed, lines and columns <= lanes. A whole vector of `to` is written for
+// each column, zeros after the last line.
 template <class Storage, class T = Compute<Storage>>
-CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t columns,
-                                     int64_t readable, T* to, int64_t to_stride) {
+CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t columns, T* to,
+                                     int64_t to_stride) {
   constexpr int lanes = kLanes<T>;
   Vec<T> rows[lanes];
-  if (lines == lanes && readable >= lanes) {
+  if (lines == lanes && columns == lanes) {
 #pragma GCC unroll 16
     for (int i = 0; i < lanes; ++i) rows[i] = load(from + i * from_stride);
-  } else {
-    for (int i = 0; i < lanes; ++i)
-      rows[i] = i < lines ? load_partial(from + i * from_stride, std::min<int64_t>(readable, lanes)) : Vec<T>{};
-  }
-  transpose<T>(rows);
-  if (columns == lanes) {
+    transpose<T>(rows);
 #pragma GCC unroll 16
     for (int i = 0; i < lanes; ++i) store(to + i * to_stride, rows[i]);
   } else {
+    for (int i = 0; i < lanes; ++i) rows[i] = i < lines ? load_partial(from + i * from_stride, columns) : Vec<T>{};
+    transpose<T>(rows);
     for (int i = 0; i < columns; ++i) store(to + i * to_stride, rows[i]);
   }
 }
 
-// Rows of a for one register tile: panel (rows, kBlockK). `readable_rows` >= rows of the matrix follow `a`.
+// How a's panel of one register tile lies in memory: whichever order a itself has, so that packing only copies.
+enum class PanelOrder { kRowMajor, kColumnMajor };
+template <PanelOrder order>
+constexpr int64_t kPanelRowStride = order == PanelOrder::kRowMajor ? kBlockK : 1;
+template <PanelOrder order>
+constexpr int64_t kPanelStepStride = order == PanelOrder::kRowMajor ? 1 : kPanelRows;
+// Whole vectors are stored, so the last one may reach past the end. A multiple of a vector, so that panels stay aligned.
+template <class T>
+constexpr int64_t kPanelSize = kPanelRows * kBlockK + kLanes<T>;
+
+inline PanelOrder panel_order(int64_t row_stride, int64_t k_stride) {
+  return row_stride == 1 && k_stride != 1 ? PanelOrder::kColumnMajor : PanelOrder::kRowMajor;
+}
+
+// A block of a: panels of kPanelRows rows each. `readable_rows` >= rows of the matrix follow `a`.
 template <class Storage, class T = Compute<Storage>>
 void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t readable_rows, int64_t k,
-            T* panel) {
-  if (k_stride == 1) {
-    for (int64_t i = 0; i < rows; ++i)
-      for_vectors<T>(k, [&](int64_t p, int64_t count) {
-        store(panel + i * kBlockK + p, load_partial(a + i * row_stride + p, count));
-      });
-  } else if (row_stride == 1) {
-    for_vectors<T>(rows, [&](int64_t i, int64_t columns) {
-      for_vectors<T>(k, [&](int64_t p, int64_t lines) {
-        transpose_block(a + p * k_stride + i, k_stride, lines, columns, readable_rows - i, panel + i * kBlockK + p, kBlockK);
-      });
-    });
-  } else {
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t p = 0; p < k; ++p) panel[i * kBlockK + p] = to_compute(a[i * row_stride + p * k_stride]);
+            T* panels) {
+  if (panel_order(row_stride, k_stride) == PanelOrder::kColumnMajor) {
+    for (int64_t p = 0; p < k; ++p, a += k_stride) {
+      T* to = panels + p * kPanelRows;
+      for (int64_t first = 0; first < rows; first += kPanelRows, to += kPanelSize<T>)
+        for (int64_t i = 0; i < kPanelRows && first + i < rows; i += kLanes<T>)
+          store(to + i, load_partial(a + first + i, readable_rows - first - i));
+    }
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i, a += row_stride) {
+    T* const to = panels + i / kPanelRows * kPanelSize<T> + i % kPanelRows * kBlockK;
+    if (k_stride == 1) {
+      for_vectors<T>(k, [&](int64_t p, int64_t count) { store(to + p, load_partial(a + p, count)); });
+    } else {
+      for (int64_t p = 0; p < k; ++p) to[p] = to_compute(a[p * k_stride]);
+    }
   }
 }
 
-// Columns of b for one register tile: panel (k, kPanelColumns), zeros after the last column up to a whole vector.
+// A block of b for a task: panels (k, kPanelColumns) of kPanelColumns columns each, `panel_stride` apart, zeros after the
+// last column up to a whole vector.
 template <class Storage, class T = Compute<Storage>>
-void pack_b(const Storage* b, int64_t k_stride, int64_t column_stride, int64_t k, int64_t columns, T* panel) {
+void pack_b(const Storage* b, int64_t k_stride, int64_t column_stride, int64_t k, int64_t columns, int64_t panel_stride,
+            T* panels) {
   constexpr int64_t width = kPanelColumns<T>;
+  const auto panel = [&](int64_t column) { return panels + column / width * panel_stride + column % width; };
   if (column_stride == 1) {
     for (int64_t p = 0; p < k; ++p)
       for_vectors<T>(columns, [&](int64_t j, int64_t count) {
-        store(panel + p * width + j, load_partial(b + p * k_stride + j, count));
+        store(panel(j) + p * width, load_partial(b + p * k_stride + j, count));
       });
   } else if (k_stride == 1) {
     for_vectors<T>(columns, [&](int64_t j, int64_t lines) {
       for_vectors<T>(k, [&](int64_t p, int64_t count) {
-        transpose_block(b + j * column_stride + p, column_stride, lines, count, k - p, panel + p * width + j, width);
+        transpose_block(b + j * column_stride + p, column_stride, lines, count, panel(j) + p * width, width);
       });
     });
   } else {
     for (int64_t p = 0; p < k; ++p)
       for_vectors<T>(columns, [&](int64_t j, int64_t count) {
         for (int64_t i = 0; i < kLanes<T>; ++i)
-          panel[p * width + j + i] = i < count ? to_compute(b[p * k_stride + (j + i) * column_stride]) : T(0);
+          panel(j)[p * width + i] = i < count ? to_compute(b[p * k_stride + (j + i) * column_stride]) : T(0);
       });
   }
 }

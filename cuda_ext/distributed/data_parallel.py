@@ -156,9 +156,10 @@ class BucketedDataParallel(nn.Module):
 
     def _stats(self) -> Tensor:
         """Sum of squares, and number of buckets with a value that is not finite, over all buckets: (2,)."""
-        stats = [bucket.stats() for bucket in self._reducer.buckets]
-        dtype = torch.float64 if any(each.dtype == torch.float64 for each in stats) else torch.float32
-        return torch.stack([each.to(stats[0].device, dtype) for each in stats]).sum(dim=0)
+        buckets = self._reducer.buckets
+        dtypes = [bucket.gradients.dtype for bucket in buckets]
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        return torch.stack([bucket.stats().to(buckets[0].wire.device, dtype) for bucket in buckets]).sum(dim=0)
 
     def describe(self) -> str:
         """How the size of buckets came about, and the buckets in the order in which they are sent, one a line."""

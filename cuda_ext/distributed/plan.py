@@ -14,17 +14,21 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce of S bytes takes ``latency + S / bandwidth`` seconds."""
+    """An all-reduce of S bytes takes ``latency + S / bandwidth`` seconds.
+
+    ``hides``: whether that passes while the backward pass computes, rather than in the time of the same cores.
+    """
 
     latency: float
     bandwidth: float
+    hides: bool
 
 
 LINKS = {
     # Fit to NCCL on 8 Hopper GPUs behind one NVSwitch, messages of 32 MiB and more.
-    "nccl": Link(latency=79e-6, bandwidth=278e9),
-    # Fit to 2 processes on one host whose cores compute at the same time, docs/ladder_bucket.md.
-    "gloo": Link(latency=1e-3, bandwidth=1e9),
+    "nccl": Link(latency=79e-6, bandwidth=278e9, hides=True),
+    # Fit to 2 processes on one host of 2 cores, both computing: docs/ladder_bucket.md.
+    "gloo": Link(latency=1e-3, bandwidth=1e9, hides=False),
 }
 
 
@@ -41,15 +45,20 @@ def choose_capacity(bucket_mb: float | str, backend: str) -> Capacity:
     """The capacities for a ``bucket_mb`` given by the user in MiB, or for ``"auto"``; ValueError for anything else.
 
     A bucket of S bytes uses S / (S + latency * bandwidth) of the bandwidth, and starts only when its last gradient is
-    there. At 4 * latency * bandwidth it reaches 80 %; beyond that, size gains little and hides less behind the backward
-    pass. The last bucket has nothing to hide behind, all its time is waited for; cut to latency * bandwidth / 8 that is
-    little more than the latency.
+    there. Where the transfer hides behind the backward pass, 4 * latency * bandwidth reaches 80 %; beyond, size gains
+    little and hides less. The last bucket has nothing to hide behind; cut to latency * bandwidth / 8 it costs little
+    more than the latency. Where nothing hides, each bucket costs its latency in full; 16 * latency * bandwidth makes
+    that 6 %.
     """
     if bucket_mb == "auto":
         link = LINKS.get(backend, LINKS["nccl"])
         product = link.latency * link.bandwidth
-        reason = f"auto for {backend}: {link.latency * 1e6:.0f} us + size / ({link.bandwidth / 1e9:.0f} GB/s)"
-        return Capacity(last=product / 8, other=4 * product, reason=reason)
+        reason = (
+            f"auto for {backend}: {link.latency * 1e6:.0f} us + size / ({link.bandwidth / 1e9:.0f} GB/s), "
+            f"{'hidden behind' if link.hides else 'in the time of'} the backward pass"
+        )
+        last, other = (product / 8, 4 * product) if link.hides else (16 * product, 16 * product)
+        return Capacity(last, other, reason)
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
         raise ValueError(f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got {bucket_mb!r}')
     return Capacity(last=bucket_mb * MIB, other=bucket_mb * MIB, reason="as given")
