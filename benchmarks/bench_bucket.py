@@ -92,6 +92,8 @@ def main() -> None:
         for names in args.dtypes:
             dtype, bucket_dtype = (getattr(torch, name) for name in names.split())
             for op, (ours, *others) in ((op, each.items()) for op, each in sides(counts, dtype, bucket_dtype).items()):
+                if op == "stats" and dtype != bucket_dtype:
+                    continue  # the same as with a buffer of the tensors' dtype
                 moved = total * (dtype.itemsize + (0 if op == "stats" else bucket_dtype.itemsize))
                 results = {name: alternate(ours[1], other, args.budget) for name, other in others}
                 ratios = (

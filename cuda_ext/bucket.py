@@ -6,9 +6,9 @@ pass for the norm. `pack` and `unpack` do all of it while the values go by once.
 ``torch.func.vmap``: both refuse.
 
 Statistics are a tensor (2,), float32 (float64 where noted). ``[0]`` is the sum of the squares of the values *as the
-destination stores them*, after scale and cast; it is infinite where float32 cannot hold it. ``[1]`` is 1.0 if one of
-the values is infinite or NaN, else 0.0. The sum is taken in float64 over fixed blocks of the buffer, which are added in
-order, so that it does not depend on the number of threads.
+destination stores them*, after scale and cast; it is infinite, or 0, where float32 cannot hold it. ``[1]`` is 1.0 if
+one of the values is infinite or NaN, else 0.0. The sum is taken in float64 over fixed blocks of the buffer, which are
+added in order, so that it does not depend on the number of threads.
 """
 
 from __future__ import annotations

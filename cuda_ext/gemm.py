@@ -7,8 +7,8 @@ is 0.
 Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (Hendrycks and Gimpel, Gaussian Error
 Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
 
-Every op is differentiable once (a second derivative raises), deterministic, and gives the same bits whatever the number
-of threads. Beside its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more
+Every op is differentiable once (a second derivative raises) and deterministic. Results have the same bits whatever the
+number of threads, except where a large float32 or float64 product (M, N and K of 256 and more) goes to the BLAS. Beside its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more
 for ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
 
 All of them raise RuntimeError for wrong ranks, shapes, dtypes, devices or activations, naming the argument, and
@@ -62,6 +62,8 @@ def gemm(
     Returns:
         ``(..., M, N)``, rounded once from the accumulator.
     """
+    if activation is None and alpha == 1.0 and beta == 1.0 and out_dtype is None:
+        return _gemm(a, b, c, bias)  # keywords cost as much as the rest of a call on small tensors
     return _gemm(a, b, c, bias, activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype)
 
 
@@ -86,7 +88,7 @@ def linear(
         ``(..., N)``.
     """
     if activation is None:
-        return _linear(input, weight, bias, residual)
+        return _linear(input, weight, bias, residual)  # as in gemm
     return _linear(input, weight, bias, residual, activation=activation)
 
 

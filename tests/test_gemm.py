@@ -36,6 +36,19 @@ def test_several_tasks_and_blocks_of_k(op: str) -> None:
     check(op, arguments(op, (), 50, 60, 1031, f=1029), activation="gelu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_large_products_through_the_blas(dtype: torch.dtype) -> None:
+    """From 256 on in every size, float32 and float64 products are the BLAS's; the epilogues are the same."""
+    big = {"dtype": dtype}
+    check("gemm", arguments("gemm", (2,), 300, 260, 270, **big), activation="gelu", alpha=0.5, beta=-2.0)
+    check("gemm", {"a": rand(2, 3, 257, 256, **big), "b": rand(3, 256, 258, **big)})
+    check("gemm", {"a": rand(260, 256, **big).t(), "b": rand(2, 300, 260, **big).mT}, activation="silu")
+    check("linear", arguments("linear", (2,), 150, 280, 257, **big), activation="relu")
+    check("mlp", arguments("mlp", (), 290, 260, 256, f=270, **big), activation="gelu_tanh")
+    a, b = integers(300, 400, dtype=dtype), integers(400, 256, dtype=dtype)
+    assert torch.equal(gemm(a, b).double(), a.double() @ b.double())
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 1, 3)])
 def test_leading_dims(op: str, lead: tuple[int, ...]) -> None:

@@ -2,8 +2,8 @@
 #include "bucket/bucket.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -59,6 +59,7 @@ void check_bucket(const char* op, at::TensorList tensors, const Tensor& bucket, 
 
 // A tensor may live in the bucket only where its values belong: anywhere else, reading and writing would race.
 void check_no_overlap(const char* op, size_t i, const Tensor& tensor, const Tensor& bucket, int64_t offset) {
+  if (tensor.numel() == 0) return;
   const char* const data = static_cast<const char*>(tensor.const_data_ptr());
   const char* const begin = static_cast<const char*>(bucket.const_data_ptr());
   const char* const place = begin + offset * int64_t(bucket.element_size());
@@ -68,33 +69,33 @@ void check_no_overlap(const char* op, size_t i, const Tensor& tensor, const Tens
                  " of it, where its values go, got a tensor that overlaps it elsewhere; clone it");
 }
 
-BucketEntry entry_of(const Tensor& contiguous, int64_t begin) {
+BucketEntry read_entry(const Tensor& contiguous, int64_t begin) {
   void* const data = const_cast<void*>(contiguous.const_data_ptr());
   return {data, begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
 }
+BucketEntry write_entry(const Tensor& contiguous, int64_t begin) {
+  return {contiguous.mutable_data_ptr(), begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
+}
 
-Tensor stats_tensor(const BucketStats& stats, at::ScalarType type) {
-  Tensor out = at::zeros({2}, at::TensorOptions().dtype(type));
+// Returns the statistics, (2,), in the accumulation type of the bucket.
+Tensor run(void (*launch)(const BucketParams&), const std::vector<BucketEntry>& entries, BucketEntry bucket,
+           double scale) {
+  BucketStats stats;
+  launch({entries.data(), int64_t(entries.size()), bucket.data, bucket.count, bucket.dtype, scale, &stats});
+  const bool is_double = bucket.dtype == Dtype::kFloat64;
+  const Tensor out = at::empty({2}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat));
   const auto write = [&](auto* p) {
     using T = std::remove_pointer_t<decltype(p)>;
     p[0] = T(stats.squares);
     p[1] = T(stats.nonfinite);
   };
-  type == at::kDouble ? write(out.mutable_data_ptr<double>()) : write(out.mutable_data_ptr<float>());
+  is_double ? write(out.mutable_data_ptr<double>()) : write(out.mutable_data_ptr<float>());
   return out;
-}
-
-using Launcher = void (*)(const BucketParams&);
-
-Tensor run_on_bucket(Launcher launch, const std::vector<BucketEntry>& entries, const Tensor& bucket, double scale) {
-  BucketStats stats;
-  launch({entries.data(), int64_t(entries.size()), bucket.mutable_data_ptr(), bucket.numel(),
-          to_dtype(bucket.scalar_type()), scale, &stats});
-  return stats_tensor(stats, accumulation_type(bucket.scalar_type()));
 }
 
 Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets, double scale) {
   check_bucket(kPack, tensors, bucket, offsets, scale);
+  const BucketEntry target = write_entry(bucket, 0);
   std::vector<Tensor> copies;  // keeps what .contiguous() had to copy
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
@@ -103,9 +104,9 @@ Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offset
     if (!contiguous) copies.push_back(tensors[i].contiguous());
     const Tensor& source = contiguous ? tensors[i] : copies.back();
     check_no_overlap(kPack, i, source, bucket, offsets[i]);
-    entries.push_back(entry_of(source, offsets[i]));
+    entries.push_back(read_entry(source, offsets[i]));
   }
-  return run_on_bucket(launch_bucket_pack, entries, bucket, scale);
+  return run(launch_bucket_pack, entries, target, scale);
 }
 
 Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offsets, double scale) {
@@ -121,9 +122,9 @@ Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offs
     if (!contiguous) copies.emplace_back(i, at::empty_like(tensors[i], at::MemoryFormat::Contiguous));
     const Tensor& target = contiguous ? tensors[i] : copies.back().second;
     check_no_overlap(kUnpack, i, target, bucket, offsets[i]);
-    entries.push_back(entry_of(target, offsets[i]));
+    entries.push_back(write_entry(target, offsets[i]));
   }
-  const Tensor stats = run_on_bucket(launch_bucket_unpack, entries, bucket, scale);
+  const Tensor stats = run(launch_bucket_unpack, entries, read_entry(bucket, 0), scale);
   for (const auto& [i, copy] : copies) tensors[i].copy_(copy);
   return stats;
 }
@@ -133,19 +134,16 @@ Tensor stats(at::TensorList tensors) {
   std::vector<Tensor> copies;
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
-  int64_t count = 0;
-  at::ScalarType type = at::kFloat;
+  BucketEntry whole{nullptr, 0, 0, Dtype::kFloat32};  // a bucket that exists by its size and the dtype of the result
   for (const Tensor& tensor : tensors) {
     // Statistics do not depend on the order of the elements, so any dense layout is read in place.
     const bool dense = tensor.is_non_overlapping_and_dense();
     if (!dense) copies.push_back(tensor.contiguous());
-    entries.push_back(entry_of(dense ? tensor : copies.back(), count));
-    count += tensor.numel();
-    if (tensor.scalar_type() == at::kDouble) type = at::kDouble;
+    entries.push_back(read_entry(dense ? tensor : copies.back(), whole.count));
+    whole.count += tensor.numel();
+    if (tensor.scalar_type() == at::kDouble) whole.dtype = Dtype::kFloat64;
   }
-  BucketStats result;
-  launch_bucket_stats({entries.data(), int64_t(entries.size()), nullptr, count, Dtype::kFloat32, 1.0, &result});
-  return stats_tensor(result, type);
+  return run(launch_bucket_stats, entries, whole, 1.0);
 }
 
 // Autograd key: refuses what would need a gradient, and counts writes for whoever has saved the tensors.

@@ -23,12 +23,25 @@ class EdgeCounter {
   size_t next_ = 0;
 };
 
-// An activation's name between forward and backward.
-inline c10::IValue to_ivalue(const ActivationName& name) {
-  return name.has_value() ? c10::IValue(std::string(*name)) : c10::IValue();
+// What backward must know beside tensors. Only what is not the default is stored: most calls then store nothing, and a
+// call on small tensors feels every entry.
+inline void save_activation(AutogradContext* ctx, const ActivationName& name) {
+  if (name.has_value()) ctx->saved_data["activation"] = std::string(*name);
 }
-inline ActivationName to_activation_name(const c10::IValue& saved) {
-  return saved.isNone() ? std::nullopt : ActivationName(saved.toStringRef());
+inline ActivationName saved_activation(const AutogradContext* ctx) {
+  const auto found = ctx->saved_data.find("activation");
+  return found == ctx->saved_data.end() ? std::nullopt : ActivationName(found->second.toStringRef());
+}
+inline void save_flag(AutogradContext* ctx, const char* name, bool value) {
+  if (value) ctx->saved_data[name] = true;
+}
+inline bool saved_flag(const AutogradContext* ctx, const char* name) { return ctx->saved_data.count(name) != 0; }
+inline void save_scale(AutogradContext* ctx, const char* name, double value) {
+  if (value != 1.0) ctx->saved_data[name] = value;
+}
+inline double saved_scale(const AutogradContext* ctx, const char* name) {
+  const auto found = ctx->saved_data.find(name);
+  return found == ctx->saved_data.end() ? 1.0 : found->second.toDouble();
 }
 
 inline OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }

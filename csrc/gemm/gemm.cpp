@@ -222,29 +222,25 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, preact] = op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
     ctx->save_for_backward({a, b, value_or_empty(bias), activation == "relu" ? out : preact});
-    auto& data = ctx->saved_data;
-    data["activation"] = to_ivalue(activation);
-    data["alpha"] = alpha;
-    data["beta"] = beta;
-    data["has_c"] = is_given(c);
+    save_activation(ctx, activation);
+    save_scale(ctx, "alpha", alpha);
+    save_scale(ctx, "beta", beta);
+    save_flag(ctx, "has_c", is_given(c));
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     static const auto op = find_op<decltype(gemm_backward)>(CUDA_EXT_OP("gemm_backward"));
     const auto saved = ctx->get_saved_variables();
-    const auto& data = ctx->saved_data;
-    const auto activation = to_activation_name(data.at("activation"));
-    const double beta = data.at("beta").toDouble();
     EdgeCounter edges(ctx);
     std::array<bool, 4> mask{};
     mask[0] = edges.needs_gradient(true);
     mask[1] = edges.needs_gradient(true);
-    mask[2] = edges.needs_gradient(data.at("has_c").toBool());
+    mask[2] = edges.needs_gradient(saved_flag(ctx, "has_c"));
     mask[3] = edges.needs_gradient(saved[2].defined());
     auto [grad_a, grad_b, grad_c, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], activation, data.at("alpha").toDouble(),
-                beta, mask);
+        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx),
+                saved_scale(ctx, "alpha"), saved_scale(ctx, "beta"), mask);
     return {mask[0] ? grad_a : Tensor(), mask[1] ? grad_b : Tensor(), mask[2] ? grad_c : Tensor(),
             mask[3] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
   }
@@ -267,8 +263,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     auto [out, preact] = op.call(input, weight, bias, residual, activation);
     const bool output_serves = activation == "relu" && !is_given(residual);
     ctx->save_for_backward({input, weight, value_or_empty(bias), output_serves ? out : preact});
-    ctx->saved_data["activation"] = to_ivalue(activation);
-    ctx->saved_data["has_residual"] = is_given(residual);
+    save_activation(ctx, activation);
+    save_flag(ctx, "has_residual", is_given(residual));
     return out;
   }
 
@@ -282,9 +278,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     mask[2] = edges.needs_gradient(saved[2].defined());
     auto [grad_input, grad_weight, grad_bias] =
         op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
-                to_activation_name(ctx->saved_data.at("activation")), mask);
+                saved_activation(ctx), mask);
     return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
-            ctx->saved_data.at("has_residual").toBool() ? grads[0] : Tensor(), Tensor()};
+            saved_flag(ctx, "has_residual") ? grads[0] : Tensor(), Tensor()};
   }
 };
 
@@ -305,7 +301,7 @@ class GatedLinearFunction : public torch::autograd::Function<GatedLinearFunction
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, preact] = op.call(input, weight, bias, activation);
     ctx->save_for_backward({input, weight, value_or_empty(bias), preact});
-    ctx->saved_data["activation"] = to_ivalue(activation);
+    save_activation(ctx, activation);
     return out;
   }
 
@@ -319,7 +315,7 @@ class GatedLinearFunction : public torch::autograd::Function<GatedLinearFunction
     mask[2] = edges.needs_gradient(saved[2].defined());
     auto [grad_input, grad_weight, grad_bias] =
         op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
-                to_activation_name(ctx->saved_data.at("activation")), mask);
+                saved_activation(ctx), mask);
     return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
             Tensor()};
   }

@@ -105,7 +105,7 @@ class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, preact] = op.call(input, weight1, weight2, bias1, bias2, activation);
     ctx->save_for_backward({input, weight1, weight2, value_or_empty(bias1), value_or_empty(bias2), preact});
-    ctx->saved_data["activation"] = to_ivalue(activation);
+    save_activation(ctx, activation);
     return out;
   }
 
@@ -118,7 +118,7 @@ class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
     for (size_t i = 0; i < mask.size(); ++i) mask[i] = edges.needs_gradient(saved[i].defined());
     auto [grad_input, grad_weight1, grad_weight2, grad_bias1, grad_bias2] =
         op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
-                to_activation_name(ctx->saved_data.at("activation")), mask);
+                saved_activation(ctx), mask);
     return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight1 : Tensor(), mask[2] ? grad_weight2 : Tensor(),
             mask[3] ? grad_bias1 : Tensor(), mask[4] ? grad_bias2 : Tensor(),   Tensor()};
   }

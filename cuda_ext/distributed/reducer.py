@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,6 +25,7 @@ class Reducer:
     def __init__(self, buckets: Sequence[GradientBucket]) -> None:
         self.buckets = list(buckets)
         self.enabled = True  # False under no_sync()
+        self._lock = threading.Lock()  # the engine has a thread for each device, and each runs hooks
         self._next = 0  # the bucket to go
         self._active = False  # whether a gradient has come since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task at whose end _finish() runs
@@ -35,19 +37,20 @@ class Reducer:
         def on_gradient(_: Tensor) -> None:
             if not self.enabled:
                 return
-            if not self._active:
-                self._begin()
-            if not arrived[position]:
-                arrived[position] = True
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self._launch_complete()
-            elif bucket.launched:
-                raise RuntimeError(
-                    f"{NAME}: expected one gradient of parameter {bucket.names[position]} in a backward pass, got a "
-                    "second one after the first was sent; re-entrant checkpoints that share a parameter do that: use "
-                    "torch.utils.checkpoint with use_reentrant=False"
-                )
+            with self._lock:
+                if not self._active:
+                    self._begin()
+                if not arrived[position]:
+                    arrived[position] = True
+                    bucket.missing -= 1
+                    if bucket.missing == 0:
+                        self._launch_complete()
+                elif bucket.launched:
+                    raise RuntimeError(
+                        f"{NAME}: expected one gradient of parameter {bucket.names[position]} in a backward pass, got "
+                        "a second one after the first was sent; re-entrant checkpoints that share a parameter do that: "
+                        "use torch.utils.checkpoint with use_reentrant=False"
+                    )
 
         return on_gradient
 
