@@ -8,8 +8,9 @@ Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (He
 Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
 
 Every op is differentiable once (a second derivative raises) and deterministic. Results have the same bits whatever the
-number of threads, except where a large float32 or float64 product (M, N and K of 256 and more) goes to the BLAS. Beside its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more
-for ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
+number of threads, except where a large float32 or float64 product (M, N and K of 256 and more) goes to the BLAS. Beside
+its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more for
+``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
 
 All of them raise RuntimeError for wrong ranks, shapes, dtypes, devices or activations, naming the argument, and
 NotImplementedError for CUDA tensors where no CUDA kernel is built. Under autocast they run in its dtype.

@@ -56,14 +56,17 @@ class GPT(nn.Module):
         self.reset_parameters(config.layers)
 
     def reset_parameters(self, layers: int) -> None:
-        """Normal with the deviation 1 / sqrt(fan in); what is added to the residual stream starts smaller by sqrt(2 x
-        layers), as in GPT-2."""
+        """Normal with the deviation 1 / sqrt(fan in), as a product keeps its size then, except that
+
+        - what is added to the residual stream is smaller by sqrt(2 x layers), so that the stream keeps its size;
+        - embeddings have the deviation 0.5: found to learn faster here than 0.06 and 1.
+        """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deviation = parameter.shape[1] ** -0.5
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     deviation /= math.sqrt(2 * layers)
-                nn.init.normal_(parameter, std=deviation)
+                nn.init.normal_(parameter, std=0.5 if name == "embedding.weight" else deviation)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.embedding(tokens)

@@ -42,7 +42,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_stats(stats: Tensor, stored: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Against float64: a float32 is off by one rounding, of a subnormal at worst; a float64 by the order of additions."""
+    """Against float64: a float32 is off by one rounding, a subnormal at worst; a float64 by the order of additions."""
     assert stats.shape == (2,)
     assert stats.dtype == dtype
     values = torch.cat([tensor.reshape(-1).double() for tensor in stored])

@@ -170,7 +170,7 @@ def test_export_with_a_dynamic_batch() -> None:
 def test_fake_kernels_refuse_wrong_shapes(op: str) -> None:
     with FakeTensorMode() as mode:
         tensors = {n: mode.from_tensor(t) for n, t in arguments(op, (), 3, 4, 5).items()}
-        last = [n for n in tensors if n in ("b", "weight", "weight2")][0]
+        last = next(n for n in tensors if n in ("b", "weight", "weight2"))
         tensors[last] = mode.from_tensor(torch.randn(7, 9))
         with pytest.raises(RuntimeError, match=rf"{NAMESPACE}::{op}: expected {last} of shape"):
             OPS[op](**tensors)

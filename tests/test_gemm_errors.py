@@ -186,5 +186,5 @@ def test_layouts_other_than_strided_are_refused(layout: str, requires_grad: bool
 def test_python_signature_is_checked() -> None:
     with pytest.raises(TypeError):
         linear(t(2, 3), t(4, 3), t(4), "relu")
-    with pytest.raises(RuntimeError, match="expected Tensor|Expected a value of type 'Tensor"):
+    with pytest.raises(RuntimeError, match=r"expected Tensor|Expected a value of type 'Tensor"):
         gemm([[1.0]], t(1, 1))

@@ -136,9 +136,12 @@ typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 
-CUDA_EXT_INLINE Vec<float> load(const bfloat16_t* p) {
-  const HalfWords bits = *reinterpret_cast<const UnalignedHalfWords*>(p);
-#if CUDA_EXT_VECTOR_BYTES == 64  // by intrinsics: GCC 12 splits a __builtin_convertvector in two and joins the halves
+// Conversions go by intrinsics: GCC 12 splits a __builtin_convertvector in two and joins the halves.
+template <class Storage>
+Vec<float> from_bits(HalfWords bits);
+template <>
+CUDA_EXT_INLINE Vec<float> from_bits<bfloat16_t>(HalfWords bits) {
+#if CUDA_EXT_VECTOR_BYTES == 64
   return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
 #elif CUDA_EXT_VECTOR_BYTES == 32
   return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
@@ -146,45 +149,108 @@ CUDA_EXT_INLINE Vec<float> load(const bfloat16_t* p) {
   return (Vec<float>)(__builtin_convertvector(bits, Words) << 16);
 #endif
 }
-
-CUDA_EXT_INLINE Vec<float> load(const half_t* p) {
+template <>
+CUDA_EXT_INLINE Vec<float> from_bits<half_t>(HalfWords bits) {
 #if CUDA_EXT_VECTOR_BYTES == 64
-  return (Vec<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return (Vec<float>)_mm512_cvtph_ps((__m256i)bits);
 #elif CUDA_EXT_VECTOR_BYTES == 32
-  return (Vec<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  return (Vec<float>)_mm256_cvtph_ps((__m128i)bits);
 #else
   Vec<float> v;
-  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(p[i]);
+  for (int i = 0; i < kLanes<float>; ++i) v[i] = to_compute(half_t{bits[i]});
   return v;
 #endif
+}
+
+CUDA_EXT_INLINE Vec<float> load(const bfloat16_t* p) {
+  return from_bits<bfloat16_t>(*reinterpret_cast<const UnalignedHalfWords*>(p));
+}
+CUDA_EXT_INLINE Vec<float> load(const half_t* p) {
+  return from_bits<half_t>(*reinterpret_cast<const UnalignedHalfWords*>(p));
 }
 
 CUDA_EXT_INLINE void store(float* p, Vec<float> v) { *reinterpret_cast<Lanes<float>::Unaligned*>(p) = v; }
 CUDA_EXT_INLINE void store(double* p, Vec<double> v) { *reinterpret_cast<Lanes<double>::Unaligned*>(p) = v; }
 
-CUDA_EXT_INLINE void store(bfloat16_t* p, Vec<float> v) {
+// The bits of the bfloat16 nearest to each lane, in the low half of a word.
+CUDA_EXT_INLINE Words bfloat16_words(Vec<float> v) {
   const Words bits = (Words)v;
   const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const Words quiet_nan = bits >> 16 | 0x40;
-  const Words wide = v != v ? quiet_nan : rounded;
+  return v != v ? quiet_nan : rounded;
+}
+
+template <class Storage>
+HalfWords to_bits(Vec<float> v);
+template <>
+CUDA_EXT_INLINE HalfWords to_bits<bfloat16_t>(Vec<float> v) {
+  const Words words = bfloat16_words(v);
 #if CUDA_EXT_VECTOR_BYTES == 64
-  *reinterpret_cast<UnalignedHalfWords*>(p) = (HalfWords)_mm512_cvtepi32_epi16((__m512i)wide);
+  return (HalfWords)_mm512_cvtepi32_epi16((__m512i)words);
 #elif CUDA_EXT_VECTOR_BYTES == 32
-  const __m256i packed = _mm256_packus_epi32((__m256i)wide, (__m256i)wide);  // lanes 0..3 0..3 4..7 4..7
-  *reinterpret_cast<UnalignedHalfWords*>(p) =
-      (HalfWords)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+  const __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);  // lanes 0..3 0..3 4..7 4..7
+  return (HalfWords)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
 #else
-  *reinterpret_cast<UnalignedHalfWords*>(p) = __builtin_convertvector(wide, HalfWords);
+  return __builtin_convertvector(words, HalfWords);
+#endif
+}
+template <>
+CUDA_EXT_INLINE HalfWords to_bits<half_t>(Vec<float> v) {
+#if CUDA_EXT_VECTOR_BYTES == 64
+  return (HalfWords)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  return (HalfWords)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  HalfWords bits;
+  for (int i = 0; i < kLanes<float>; ++i) bits[i] = from_compute<half_t>(v[i]).bits;
+  return bits;
 #endif
 }
 
+CUDA_EXT_INLINE void store(bfloat16_t* p, Vec<float> v) {
+  *reinterpret_cast<UnalignedHalfWords*>(p) = to_bits<bfloat16_t>(v);
+}
 CUDA_EXT_INLINE void store(half_t* p, Vec<float> v) {
+  *reinterpret_cast<UnalignedHalfWords*>(p) = to_bits<half_t>(v);
+}
+
+// v as Storage will hold it.
+template <class Storage>
+CUDA_EXT_INLINE Vec<Compute<Storage>> round_to(Vec<Compute<Storage>> v) {
+  if constexpr (sizeof(Storage) == 2) return from_bits<Storage>(to_bits<Storage>(v));
+  return v;
+}
+
+// Stores past the caches, for results larger than these: nothing is read to be overwritten, nothing is evicted. p is
+// aligned to the bytes written. Ends with stream_end() on the same thread, before anybody else reads.
+template <class Storage>
+CUDA_EXT_INLINE void stream(Storage* p, Vec<Compute<Storage>> v) {
+#if defined(__x86_64__)
+  if constexpr (sizeof(Storage) == 2) {
+    const HalfWords bits = to_bits<Storage>(v);
 #if CUDA_EXT_VECTOR_BYTES == 64
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)bits);
 #elif CUDA_EXT_VECTOR_BYTES == 32
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)bits);
 #else
-  for (int i = 0; i < kLanes<float>; ++i) p[i] = from_compute<half_t>(v[i]);
+    _mm_stream_si64(reinterpret_cast<long long*>(p), (long long)bits);
+#endif
+  } else {
+#if CUDA_EXT_VECTOR_BYTES == 64
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
+#elif CUDA_EXT_VECTOR_BYTES == 32
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
+#else
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)v);
+#endif
+  }
+#else
+  store(p, v);
+#endif
+}
+CUDA_EXT_INLINE void stream_end() {
+#if defined(__x86_64__)
+  _mm_sfence();
 #endif
 }
 

@@ -34,7 +34,8 @@ struct Output {
 //                                     out = g * activation'(z), hidden = h                  (m, n)
 //                            gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z   (m, 2n)
 // and bias_grad is the sum of out over its rows.
-// The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed.
+// The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed. No batch or
+// reduced size is 0; k is where nothing is summed.
 struct GemmParams {
   int64_t m = 0;
   int64_t n = 0;

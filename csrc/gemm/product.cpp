@@ -49,58 +49,67 @@ void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact
                  "expected preact of shape ", shape_string(expected), ", got ", shape_string(preact));
 }
 
-void set_batch(const char* op, GemmParams& params, const BatchDims& dims) {
-  GemmParams& p = params;
-  const auto continues = [](bool first, int64_t outer, int64_t size, int64_t inner) {
-    return first || outer == size * inner;
+namespace {
+
+// Whether going `size` inner steps of `inner` is one step of `outer`, so that two dims are one; always, if size is 1.
+bool continues(int64_t outer, int64_t size, int64_t inner) { return size == 1 || outer == size * inner; }
+
+void check_room(const char* op, int dims) {
+  CUDA_EXT_CHECK(dims < kMaxBatchDims, op, "expected at most ", kMaxBatchDims,
+                 " batch dims that cannot be merged; make the tensors contiguous with .contiguous()");
+}
+
+void add_reduced_dim(const char* op, GemmParams& p, const BatchDim& dim) {
+  const int last = p.reduced_dims - 1;
+  if (dim.size == 0) {
+    p.k = 0;
+  } else if (last < 0 && continues(dim.a, p.k, p.a.column_stride) && continues(dim.b, p.k, p.b.row_stride)) {
+    if (p.k == 1) p.a.column_stride = dim.a, p.b.row_stride = dim.b;
+    p.k *= dim.size;
+  } else if (last >= 0 && continues(dim.a, p.reduced_sizes[last], p.reduced_strides_a[last]) &&
+             continues(dim.b, p.reduced_sizes[last], p.reduced_strides_b[last])) {
+    p.reduced_sizes[last] *= dim.size;
+  } else {
+    check_room(op, p.reduced_dims);
+    p.reduced_sizes[p.reduced_dims] = dim.size;
+    p.reduced_strides_a[p.reduced_dims] = dim.a;
+    p.reduced_strides_b[p.reduced_dims] = dim.b;
+    ++p.reduced_dims;
+  }
+}
+
+void add_batch_dim(const char* op, GemmParams& p, const BatchDim& dim) {
+  const int last = p.batch_dims - 1;
+  const auto follows = [&](int64_t stride, const Operand& operand) {
+    return continues(stride, p.batch_sizes[last], operand.batch_strides[last]);
   };
+  if (last < 0 && dim.b == 0 && continues(dim.a, p.m, p.a.row_stride) && continues(dim.c, p.m, p.c.row_stride) &&
+      continues(dim.residual, p.m, p.residual.row_stride)) {
+    if (p.m == 1) p.a.row_stride = dim.a, p.c.row_stride = dim.c, p.residual.row_stride = dim.residual;
+    p.m *= dim.size;
+  } else if (last >= 0 && follows(dim.a, p.a) && follows(dim.b, p.b) && follows(dim.c, p.c) &&
+             follows(dim.residual, p.residual)) {
+    p.batch_sizes[last] *= dim.size;
+  } else {
+    check_room(op, p.batch_dims);
+    p.batch_sizes[p.batch_dims] = dim.size;
+    p.a.batch_strides[p.batch_dims] = dim.a;
+    p.b.batch_strides[p.batch_dims] = dim.b;
+    p.c.batch_strides[p.batch_dims] = dim.c;
+    p.residual.batch_strides[p.batch_dims] = dim.residual;
+    ++p.batch_dims;
+  }
+}
+
+}  // namespace
+
+void set_batch(const char* op, GemmParams& params, const BatchDims& dims) {
   for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
     if (dim->size == 1) continue;
-    if (dim->reduced) {
-      const int last = p.reduced_dims - 1;
-      const bool is_first = p.k == 1;
-      if (last < 0 && continues(is_first, dim->a, p.k, p.a.column_stride) &&
-          continues(is_first, dim->b, p.k, p.b.row_stride)) {
-        if (is_first) p.a.column_stride = dim->a, p.b.row_stride = dim->b;
-        p.k *= dim->size;
-      } else if (last >= 0 && continues(false, dim->a, p.reduced_sizes[last], p.reduced_strides_a[last]) &&
-                 continues(false, dim->b, p.reduced_sizes[last], p.reduced_strides_b[last])) {
-        p.reduced_sizes[last] *= dim->size;
-      } else {
-        CUDA_EXT_CHECK(p.reduced_dims < kMaxBatchDims, op, "expected at most ", kMaxBatchDims,
-                       " batch dims that cannot be merged; make the tensors contiguous with .contiguous()");
-        p.reduced_sizes[p.reduced_dims] = dim->size;
-        p.reduced_strides_a[p.reduced_dims] = dim->a;
-        p.reduced_strides_b[p.reduced_dims] = dim->b;
-        ++p.reduced_dims;
-      }
-      continue;
-    }
-    const int last = p.batch_dims - 1;
-    const bool is_first = p.m == 1;
-    if (last < 0 && dim->b == 0 && continues(is_first, dim->a, p.m, p.a.row_stride) &&
-        continues(is_first, dim->c, p.m, p.c.row_stride) &&
-        continues(is_first, dim->residual, p.m, p.residual.row_stride)) {
-      if (is_first) p.a.row_stride = dim->a, p.c.row_stride = dim->c, p.residual.row_stride = dim->residual;
-      p.m *= dim->size;
-      continue;
-    }
-    const auto follows = [&](int64_t stride, const Operand& operand) {
-      return continues(false, stride, p.batch_sizes[last], operand.batch_strides[last]);
-    };
-    if (last >= 0 && follows(dim->a, p.a) && follows(dim->b, p.b) && follows(dim->c, p.c) &&
-        follows(dim->residual, p.residual)) {
-      p.batch_sizes[last] *= dim->size;
-      continue;
-    }
-    CUDA_EXT_CHECK(p.batch_dims < kMaxBatchDims, op, "expected at most ", kMaxBatchDims,
-                   " batch dims that cannot be merged; make the tensors contiguous with .contiguous()");
-    p.batch_sizes[p.batch_dims] = dim->size;
-    p.a.batch_strides[p.batch_dims] = dim->a;
-    p.b.batch_strides[p.batch_dims] = dim->b;
-    p.c.batch_strides[p.batch_dims] = dim->c;
-    p.residual.batch_strides[p.batch_dims] = dim->residual;
-    ++p.batch_dims;
+    if (dim->reduced)
+      add_reduced_dim(op, params, *dim);
+    else
+      add_batch_dim(op, params, *dim);
   }
 }
 
