@@ -158,7 +158,6 @@ class Training:
         """Trains to the last step; False if it was stopped before."""
         a = self.arguments
         model = BucketedDataParallel(self.gpt)
-        saved = self.step
         with StopRequest() as stop, Progress(self.console, self.step, a.steps, a.batch * a.context) as progress:
             while self.step < a.steps:
                 stopped = self.train_step(model, stop.seen)
@@ -174,9 +173,9 @@ class Training:
                         progress.note(f"step {self.step}: held-out {self.held_out[-1][1]:.3f} bits per byte")
                 if stopped or self.step % a.save_every == 0 or self.step == a.steps:
                     with progress.paused():
-                        path, saved = self.save(), self.step
+                        path = self.save()
                 if stopped and self.step < a.steps:
-                    self.console.print(f"stopped after step {saved}; saved {path}; go on with --resume")
+                    self.console.print(f"stopped after step {self.step}; saved {path}; go on with --resume")
                     return False
         return True
 

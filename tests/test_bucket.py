@@ -20,6 +20,7 @@ from cuda_ext._load import ops
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # 16384 elements are a block of work; 0 and 1 and primes are what goes wrong.
 COUNTS = (0, 1, 3, 17, 0, 64, 16384, 7, 33333, 0)
+LARGE_COUNTS = (300007, 5, 800011, 1)  # more than 2 MiB in every dtype, which is written past the caches
 
 
 def common(a: torch.dtype, b: torch.dtype) -> torch.dtype:
@@ -71,11 +72,14 @@ def integers(*shape: int, dtype: torch.dtype, bound: int = 9) -> Tensor:
 # values
 
 
+@pytest.mark.parametrize("counts", [COUNTS, LARGE_COUNTS], ids=["small", "large"])
 @pytest.mark.parametrize("bucket_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pack_and_unpack_between_all_dtypes(dtype: torch.dtype, bucket_dtype: torch.dtype) -> None:
-    tensors = [torch.randn(count, dtype=torch.float64).to(dtype) for count in COUNTS]
-    offsets, size = random_offsets(COUNTS)
+def test_pack_and_unpack_between_all_dtypes(
+    dtype: torch.dtype, bucket_dtype: torch.dtype, counts: Sequence[int]
+) -> None:
+    tensors = [torch.randn(count, dtype=torch.float64).to(dtype) for count in counts]
+    offsets, size = random_offsets(counts)
     bucket = torch.full((size,), math.nan, dtype=bucket_dtype)
     before = [tensor.clone() for tensor in tensors]
 
@@ -204,7 +208,8 @@ import torch
 import test_bucket as t
 random.seed(1)
 for dtype, bucket_dtype in itertools.product(t.DTYPES, t.DTYPES):
-    t.test_pack_and_unpack_between_all_dtypes(dtype, bucket_dtype)
+    t.test_pack_and_unpack_between_all_dtypes(dtype, bucket_dtype, t.COUNTS)
+    t.test_pack_and_unpack_between_all_dtypes(dtype, bucket_dtype, t.LARGE_COUNTS)
 for dtype in t.DTYPES:
     t.test_a_tensor_in_its_place_is_scaled_there(dtype, 0.5)
     t.test_one_bad_value_is_found_wherever_it_is(dtype, float("nan"), 50002)

@@ -53,8 +53,8 @@ struct Gelu {
   }
 };
 
-// The same paper's approximation, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2 u). In the
-// derivative 1 - sigmoid is formed as a product, because a difference from 1 would be multiplied by x^3.
+// The same paper's approximation, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2 u). In
+// the derivative 1 - sigmoid is formed as a product, because a difference from 1 would be multiplied by x^3.
 struct GeluTanh {
   static constexpr double kScale = 2 * 0.79788456080286536;
   static constexpr double kCubic = 0.044715;

@@ -44,7 +44,9 @@ inline double saved_scale(const AutogradContext* ctx, const char* name) {
   return found == ctx->saved_data.end() ? 1.0 : found->second.toDouble();
 }
 
-inline OptionalTensor optional(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+inline OptionalTensor optional(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
 
 // The keys at which ops have no kernel yet: each refuses in words.
 inline void register_refusals(torch::Library& m, std::initializer_list<const char*> ops) {

@@ -1,5 +1,5 @@
-// What happens to a register tile of results while it is in L1: short passes over (rows, kPanelColumns) numbers, each one
-// term of the formulas in gemm.h. A gated tile has two parts, gate and up, side by side in memory.
+// What happens to a register tile of results while it is in L1: short passes over (rows, kPanelColumns) numbers, each
+// one term of the formulas in gemm.h. A gated tile has two parts, gate and up, side by side in memory.
 #pragma once
 
 #include "gemm/activation_cpu.h"
@@ -94,7 +94,8 @@ void add_row(const Operand& row, const TilePosition& at, T* tile) {
     for (int64_t j = 0; j < kPanelColumns<T>; j += kLanes<T>) store(tile + j, load(tile + j) + load(term + j));
 }
 
-// Adds the tile's rows to the sums of their row block, sums (num_row_blocks, row_stride); the block's first tile starts them.
+// Adds the tile's rows to the sums of their row block, sums (num_row_blocks, row_stride); the block's first tile starts
+// them.
 template <class T>
 void add_column_sums(T* sums, int64_t row_stride, const TilePosition& at, const T* tile) {
   sums += at.row / kRowBlock * row_stride + at.column;

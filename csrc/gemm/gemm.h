@@ -27,15 +27,15 @@ struct Output {
   Dtype dtype = Dtype::kFloat32;
 };
 
-// Forward, for each of the batches:   z   = alpha * sum_r a_r @ b_r + beta * c + bias      (m, n), or (m, 2n) when gated
-//                                     out = activation(z) + residual                        (m, n)
-//                            gated:   out = activation(z[:, :n]) * z[:, n:] + residual      (m, n)
+// Forward, for each of the batches:  z = alpha * sum_r a_r @ b_r + beta * c + bias        (m, n), gated: (m, 2n)
+//                                    out = activation(z) + residual                       (m, n)
+//                           gated:   out = activation(z[:, :n]) * z[:, n:] + residual     (m, n)
 // Backward (preact.data set; one batch): with g = alpha * sum_r a_r @ b_r, the gradient of h = activation(z),
-//                                     out = g * activation'(z), hidden = h                  (m, n)
-//                            gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z   (m, 2n)
+//                                    out = g * activation'(z), hidden = h                 (m, n)
+//                           gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z    (m, 2n)
 // and bias_grad is the sum of out over its rows.
-// The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed. No batch or
-// reduced size is 0; k is where nothing is summed.
+// The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed. No batch
+// or reduced size is 0; k is where nothing is summed.
 struct GemmParams {
   int64_t m = 0;
   int64_t n = 0;

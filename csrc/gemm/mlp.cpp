@@ -1,6 +1,6 @@
-// mlp and gated_mlp: linear, activation, linear as one op. Backward needs only the pre-activation: the GEMM that forms the
-// gradient of the hidden tensor turns it into that of the pre-activation, emits the hidden tensor again, and sums the
-// bias gradient, all in its epilogue. The three ops of each are as in gemm.cpp.
+// mlp and gated_mlp: linear, activation, linear as one op. Backward needs only the pre-activation: the GEMM that forms
+// the gradient of the hidden tensor turns it into that of the pre-activation, emits the hidden tensor again, and sums
+// the bias gradient, all in its epilogue. The three ops of each are as in gemm.cpp.
 #include <ATen/ops/zeros.h>
 
 #include "gemm/autograd.h"

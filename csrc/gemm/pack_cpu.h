@@ -8,7 +8,8 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 // Register tiles of kPanelRows x kPanelVectors: accumulators, one row of b and one broadcast element of a fill the
-// register file (27 + 3 + 1 of 32, 12 + 3 + 1 of 16), and 12 loads feed 27 multiply-adds, so the two load ports keep up.
+// register file (27 + 3 + 1 of 32, 12 + 3 + 1 of 16), and 12 loads feed 27 multiply-adds, so two load ports
+// keep up.
 constexpr int kPanelVectors = 3;
 constexpr int kPanelRows = tile_rows(kPanelVectors);
 template <class T>
@@ -18,8 +19,8 @@ constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
 // An element of a product depends on this number and on nothing else: not on the threads, not on where a tile starts.
 constexpr int64_t kBlockK = 256;
 
-// to (columns, lines) = from (lines, columns) transposed, lines and columns <= lanes. A whole vector of `to` is written for
-// each column, zeros after the last line.
+// to (columns, lines) = from (lines, columns) transposed, lines and columns <= lanes. A whole vector of `to` is written
+// for each column, zeros after the last line.
 template <class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t columns, T* to,
                                      int64_t to_stride) {
@@ -44,7 +45,8 @@ template <PanelOrder order>
 constexpr int64_t kPanelRowStride = order == PanelOrder::kRowMajor ? kBlockK : 1;
 template <PanelOrder order>
 constexpr int64_t kPanelStepStride = order == PanelOrder::kRowMajor ? 1 : kPanelRows;
-// Whole vectors are stored, so the last one may reach past the end. A multiple of a vector, so that panels stay aligned.
+// Whole vectors are stored, so the last one may reach past the end. A multiple of a vector, so that panels stay
+// aligned.
 template <class T>
 constexpr int64_t kPanelSize = kPanelRows * kBlockK + kLanes<T>;
 
@@ -75,8 +77,8 @@ void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows
   }
 }
 
-// A block of b for a task: panels (k, kPanelColumns) of kPanelColumns columns each, `panel_stride` apart, zeros after the
-// last column up to a whole vector.
+// A block of b for a task: panels (k, kPanelColumns) of kPanelColumns columns each, `panel_stride` apart, zeros after
+// the last column up to a whole vector.
 template <class Storage, class T = Compute<Storage>>
 void pack_b(const Storage* b, int64_t k_stride, int64_t column_stride, int64_t k, int64_t columns, int64_t panel_stride,
             T* panels) {

@@ -86,8 +86,8 @@ void check_addend(const char* op, const char* argument, const Tensor& addend, co
 void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact, at::IntArrayRef out, bool gated,
                     Activation activation);
 
-// Writes batch dims, outermost first, into params: into m where b stays the same and the rows of the others go on, into k
-// where a reduced dim only lengthens the sum, otherwise merged with each other where strides allow.
+// Writes batch dims, outermost first, into params: into m where b stays the same and the rows of the others go on, into
+// k where a reduced dim only lengthens the sum, otherwise merged with each other where strides allow.
 void set_batch(const char* op, GemmParams& params, const BatchDims& dims);
 
 // epilogue(input (..., K) @ weight^T), weight (N, K) or, gated, (2N, K): (..., N), and the pre-activation if asked for.
