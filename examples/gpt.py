@@ -129,9 +129,9 @@ def check_one_step(
 ) -> list[str]:
     """Compares one step, its loss and every gradient, with the same model in plain PyTorch.
 
-    The truth for both is plain PyTorch in float64. Returns what it found, a line each. Raises UserError if the largest
-    error of a gradient, relative to the largest element of that gradient, is more than 3 times that of plain PyTorch
-    in the same dtype: both round alike, but not in the same places.
+    The truth for both is plain PyTorch in float64. Returns what it found, a line each. Raises UserError if the
+    largest error of a gradient, relative to the largest element of that gradient, is more than 3 times that of plain
+    PyTorch in the same dtype: both round alike, but not in the same places.
     """
     plain = PlainGPT(config).to(inputs.device)
     plain.load_state_dict(unpacked(model))
