@@ -785,6 +785,10 @@ def _reshape(module: nn.Module) -> None:
     module[0].weight.data = torch.ones(7, 31)
 
 
+def _move(module: nn.Module) -> None:
+    module.to("meta")  # torch puts new parameters in the place of the old
+
+
 def _append(module: nn.Module) -> None:
     module.append(nn.Linear(3, 3))
 
@@ -812,6 +816,7 @@ CHANGES: dict[Callable[[nn.Module], object], str] = {
     _reshape: "expected parameter 0.weight to keep shape torch.Size([31, 7]), got torch.Size([7, 31]); ",
     _add: _tail("4.scale new"),
     _replace: _tail("0.weight new"),
+    _move: _tail("0.weight, 0.bias new"),
     _append: _tail("7 new"),
     _swap: _tail("2 new"),
     _remove: _tail("members of the module removed"),
