@@ -26,7 +26,7 @@ help: ## print this list
 demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARGS for examples/train_gpt.py)
 	@$(call compile,$(DEMO_CUDA))
 	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for pytest, then without coverage)
 	@$(call compile,1)

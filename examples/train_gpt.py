@@ -79,7 +79,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
 
     if arguments.eval_every is None:
-        arguments.eval_every = max(arguments.steps // 6, 1)
+        arguments.eval_every = max(-(-arguments.steps // 6), 1)
     for name in (*MODEL, "steps", "batch", "accumulate", "eval_every", "save_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
