@@ -96,7 +96,7 @@ def write_plot(path: Path, losses: list[float], held_out: list[tuple[int, float]
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    span = max(len(losses) // 40, 1)
+    span = max(len(losses) // 80, 1)
     smooth, mean, weight = [], 0.0, 0.0
     for loss in losses:
         mean, weight = mean + (loss - mean) / span, weight + (1.0 - weight) / span
@@ -105,14 +105,13 @@ def write_plot(path: Path, losses: list[float], held_out: list[tuple[int, float]
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.6, label="training, each step")
     axes.plot(steps, smooth, color="#2171b5", linewidth=1.8, label="training, running mean")
-    axes.plot(
-        *zip(*held_out, strict=True), color="#d94801", linewidth=1.2, marker="o", markersize=5, label="held-out text"
-    )
+    orange = "#d94801"
+    axes.plot(*zip(*held_out, strict=True), color=orange, marker="o", clip_on=False, zorder=3, label="held-out text")
     axes.annotate(
-        f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, 8), textcoords="offset points", ha="center", color="#d94801"
+        f"{held_out[-1][1]:.2f}", held_out[-1], xytext=(0, 8), textcoords="offset points", ha="right", color=orange
     )
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, len(losses)), title="Byte-level GPT")
-    axes.set_ylim(bottom=0.9 * min(min(smooth), held_out[-1][1]), top=min(max(losses), 8.5))
+    axes.set_ylim(bottom=0.6 * min(*smooth, held_out[-1][1]), top=min(max(losses), 8.5))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -67,7 +67,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="of the matrix products (default: bfloat16 on cuda; float32 on cpu, where few have bfloat16 units)",
     )
     running.add_argument(
-        "--eval-every", type=int, metavar="N", help="steps between scorings of the held-out text (default: steps / 6)"
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="steps between scorings of the held-out text (default: 6 times a run)",
     )
     number(running, "--save-every", 200, "steps between checkpoints")
     running.add_argument(
