@@ -47,8 +47,8 @@ def choose_capacity(bucket_mb: float | str, backend: str) -> Capacity:
     A bucket of S bytes uses S / (S + latency * bandwidth) of the bandwidth, and starts only when its last gradient is
     there. Where the transfer hides behind the backward pass, 4 * latency * bandwidth reaches 80 %; beyond, size gains
     little and hides less. The last bucket has nothing to hide behind; cut to latency * bandwidth / 8 it costs little
-    more than the latency. Where nothing hides, each bucket costs its latency in full; 16 * latency * bandwidth makes
-    that 6 %.
+    more than the latency. Where the transfer takes time from the cores that compute, each bucket costs its latency in
+    full, which 8 * latency * bandwidth makes a ninth, and a small last bucket gains nothing.
     """
     if bucket_mb == "auto":
         link = LINKS.get(backend, LINKS["nccl"])
@@ -57,7 +57,7 @@ def choose_capacity(bucket_mb: float | str, backend: str) -> Capacity:
             f"auto for {backend}: {link.latency * 1e6:.0f} us + size / ({link.bandwidth / 1e9:.0f} GB/s), "
             f"{'hidden behind' if link.hides else 'in the time of'} the backward pass"
         )
-        last, other = (product / 8, 4 * product) if link.hides else (16 * product, 16 * product)
+        last, other = (product / 8, 4 * product) if link.hides else (8 * product, 8 * product)
         return Capacity(last, other, reason)
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
         raise ValueError(f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got {bucket_mb!r}')
