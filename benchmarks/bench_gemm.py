@@ -19,9 +19,7 @@ SHAPES = ((1024, 1024, 1024), (2048, 2048, 2048), (64, 4096, 1024))
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def report(
-    name: str, shape: tuple[int, int, int], ours: float, theirs: float, ratio: float, bar: float
-) -> None:
+def report(name: str, shape: tuple[int, int, int], ours: float, theirs: float, ratio: float, bar: float) -> None:
     m, n, k = shape
     flops = 2e-9 * m * n * k
     print(

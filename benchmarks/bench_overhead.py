@@ -1,6 +1,6 @@
 """What a call costs beside its arithmetic: our ops on small CPU tensors that need gradients, against `torch.mul`.
 
-    python benchmarks/bench_overhead.py
+python benchmarks/bench_overhead.py
 """
 
 from __future__ import annotations

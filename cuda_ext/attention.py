@@ -80,10 +80,8 @@ def flash_attention(
             double backward.
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
-    if window is None and scale is None and softcap == 0.0 and dropout_p == 0.0:
-        # Each keyword that reaches the dispatcher costs a tenth of a small call.
-        out, lse = _attention(query, key, value, alibi_slopes, sinks, causal=causal)
-    else:
+    has_tensors = alibi_slopes is not None or sinks is not None
+    if has_tensors or window is not None or scale is not None or softcap != 0.0 or dropout_p != 0.0:
         left, right = _window_sides("flash_attention", window)
         out, lse = _attention(
             query,
@@ -99,6 +97,11 @@ def flash_attention(
             dropout_p=dropout_p,
             deterministic=deterministic,
         )
+    elif causal:
+        # Each argument that reaches the dispatcher costs up to a tenth of a small call.
+        out, lse = _attention(query, key, value, causal=True)
+    else:
+        out, lse = _attention(query, key, value)
     return (out, lse) if return_lse else out
 
 
@@ -268,7 +271,7 @@ def _(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    rng_state: Tensor,
+    rng_state: Tensor | None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,

@@ -378,9 +378,7 @@ def _linear_backward_flops(
 
 
 @register_flop_formula([ops.mlp, ops.mlp_forward, ops.gated_mlp, ops.gated_mlp_forward])
-def _mlp_flops(
-    input: Sequence[int], weight1: Sequence[int], weight2: Sequence[int], *more: Any, **options: Any
-) -> int:
+def _mlp_flops(input: Sequence[int], weight1: Sequence[int], weight2: Sequence[int], *more: Any, **options: Any) -> int:
     return 2 * _product(input[:-1]) * (_product(weight1) + _product(weight2))
 
 

@@ -3,24 +3,17 @@
 #include "attention/attention.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
-
 #include <cmath>
 #include <mutex>
 #include <tuple>
 
-#include "binding/op.h"
+#include "binding/autograd.h"
 
 namespace cuda_ext {
 namespace {
 
 using at::IntArrayRef;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 using OptionalInt = std::optional<int64_t>;
 using OptionalDouble = std::optional<double>;
 using OptionalBool = std::optional<bool>;
@@ -228,15 +221,15 @@ void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tens
 }
 
 Tensor empty_lse(const Tensor& query, const Shape& shape, bool packed) {
-  const auto options = query.options().dtype(accumulation_type(query.scalar_type()));
-  return packed ? at::empty({shape.heads, query.size(0)}, options)
-                : at::empty({shape.batch, shape.heads, shape.seqlen_q}, options);
+  const auto type = accumulation_type(query.scalar_type());
+  return packed ? empty_on(query.device(), {shape.heads, query.size(0)}, type)
+                : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
 }
 
 // (seed, offset), drawn from torch's generator so that torch.manual_seed rules; empty without dropout.
 Tensor draw_rng_state(double dropout_p) {
-  if (dropout_p == 0) return at::empty({0}, at::kLong);
-  Tensor state = at::empty({2}, at::kLong);
+  if (dropout_p == 0) return empty_on(at::kCPU, {0}, at::kLong);
+  Tensor state = empty_on(at::kCPU, {2}, at::kLong);
   auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
   state.mutable_data_ptr<int64_t>()[0] = int64_t(generator->random64());
@@ -245,7 +238,7 @@ Tensor draw_rng_state(double dropout_p) {
 }
 
 void set_rng_state(AttentionParams& p, const char* op, const Tensor& rng_state) {
-  if (p.dropout_p == 0) return;
+  CUDA_EXT_CHECK(rng_state.defined(), op, "expected rng_state with dropout, as the forward returned it, got None");
   CUDA_EXT_CHECK(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong, op,
                  "expected rng_state of shape (2,) and dtype int64, as the forward returned it, got ",
                  shape_string(rng_state), " and dtype ", rng_state.scalar_type());
@@ -259,12 +252,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   AttentionParams p;
   Operands operands;
   fill(p, operands, shape, query, key, value, o);
-  auto out_sizes = query.sizes().vec();
+  c10::SmallVector<int64_t, 4> out_sizes(query.sizes());
   out_sizes.back() = shape.dim_v;
-  Tensor out = at::empty(out_sizes, query.options());
+  Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
   Tensor lse = empty_lse(query, shape, o.packed());
   Tensor rng_state = draw_rng_state(o.dropout_p);
-  set_rng_state(p, op, rng_state);
+  if (o.dropout_p > 0) set_rng_state(p, op, rng_state);
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
   attention_forward(p);
@@ -302,7 +295,7 @@ std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Ten
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& lse, const Tensor& rng_state, const OptionalTensor& cu_seqlens_q,
+    const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
     OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   constexpr const char* op = "flash_attention_backward";
@@ -321,14 +314,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   AttentionBackwardParams p;
   Operands operands;
   fill(p, operands, shape, query, key, value, o);
-  set_rng_state(p, op, rng_state);
+  if (dropout_p > 0) set_rng_state(p, op, value_or_empty(rng_state));
   const Tensor dense_out = with_dense_rows(out), dense_grad_out = with_dense_rows(grad_out);
   const Tensor dense_lse = lse.contiguous();
   const Tensor dense_grad_lse = is_given(grad_lse) ? grad_lse->contiguous() : Tensor();
-  Tensor grad_query = at::empty(query.sizes(), query.options());
-  Tensor grad_key = at::empty(key.sizes(), key.options());
-  Tensor grad_value = at::empty(value.sizes(), value.options());
-  Tensor grad_sinks = at::empty({is_given(sinks) ? shape.heads : 0}, lse.options());
+  const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
+  Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
+  Tensor grad_sinks = empty_on(lse.device(), {is_given(sinks) ? shape.heads : 0}, lse.scalar_type());
   p.out = view_of(dense_out);
   p.grad_out = view_of(dense_grad_out);
   p.grad_query = view_of(grad_query);
@@ -343,8 +335,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
 }
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
-  static constexpr int64_t kNone = -1;
-
  public:
   // The sinks stand beside the options that hold them because a gradient goes to direct tensor arguments only.
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -352,16 +342,21 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, rng_state] = o.call(op, query, key, value);
-    ctx->save_for_backward({query, key, value, out, lse, rng_state, value_or_empty(o.cu_seqlens_q),
-                            value_or_empty(o.cu_seqlens_k), value_or_empty(o.alibi_slopes), value_or_empty(o.sinks)});
-    // Two lists and not a dozen entries: each entry costs a tenth of what the whole call may.
-    ctx->saved_data["integers"] = std::vector<int64_t>{o.causal,
-                                                       o.window_left.value_or(kNone),
-                                                       o.window_right.value_or(kNone),
-                                                       o.max_seqlen_q.value_or(kNone),
-                                                       o.max_seqlen_k.value_or(kNone),
-                                                       o.deterministic.value_or(kNone)};
-    ctx->saved_data["numbers"] = std::vector<double>{o.scale.value_or(std::nan("")), o.softcap, o.dropout_p};
+    // Without optional tensors none are saved: on small inputs each costs as much as a small op.
+    const bool has_more = o.dropout_p > 0 || o.packed() || is_given(o.alibi_slopes) || is_given(o.sinks);
+    ctx->save_for_backward(has_more ? variable_list{query, key, value, out, lse, rng_state,
+                                                    value_or_empty(o.cu_seqlens_q), value_or_empty(o.cu_seqlens_k),
+                                                    value_or_empty(o.alibi_slopes), value_or_empty(o.sinks)}
+                                    : variable_list{query, key, value, out, lse});
+    save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
+    save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
+    save_option(ctx, "causal", o.causal);
+    save_option(ctx, "window_left", o.window_left);
+    save_option(ctx, "window_right", o.window_right);
+    save_option(ctx, "scale", o.scale);
+    save_option(ctx, "softcap", o.softcap);
+    save_option(ctx, "dropout_p", o.dropout_p);
+    save_option(ctx, "deterministic", o.deterministic);
     ctx->set_materialize_grads(false);
     return {out, lse};
   }
@@ -369,28 +364,25 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
     if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
-    const auto saved = ctx->get_saved_variables();
-    const auto optional = [](const Tensor& t) { return t.defined() ? OptionalTensor(t) : std::nullopt; };
-    const auto integers = ctx->saved_data["integers"].toIntVector();
-    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
-    const auto given = [](int64_t value) { return value == kNone ? OptionalInt() : OptionalInt(value); };
+    auto saved = ctx->get_saved_variables();
+    saved.resize(10);
     const Options o{optional(saved[6]),
                     optional(saved[7]),
                     optional(saved[8]),
                     optional(saved[9]),
-                    given(integers[3]),
-                    given(integers[4]),
-                    integers[0] != 0,
-                    given(integers[1]),
-                    given(integers[2]),
-                    std::isnan(numbers[0]) ? OptionalDouble() : OptionalDouble(numbers[0]),
-                    numbers[1],
-                    numbers[2],
-                    integers[5] == kNone ? OptionalBool() : OptionalBool(integers[5] != 0)};
+                    saved_option<OptionalInt>(ctx, "max_seqlen_q"),
+                    saved_option<OptionalInt>(ctx, "max_seqlen_k"),
+                    saved_option<bool>(ctx, "causal"),
+                    saved_option<OptionalInt>(ctx, "window_left"),
+                    saved_option<OptionalInt>(ctx, "window_right"),
+                    saved_option<OptionalDouble>(ctx, "scale"),
+                    saved_option<double>(ctx, "softcap"),
+                    saved_option<double>(ctx, "dropout_p"),
+                    saved_option<OptionalBool>(ctx, "deterministic")};
     const Tensor& out = saved[3];
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
     auto [grad_query, grad_key, grad_value, grad_sinks] =
-        o.call(op, grad_out, optional(grads[1]), saved[0], saved[1], saved[2], out, saved[4], saved[5]);
+        o.call(op, grad_out, optional(grads[1]), saved[0], saved[1], saved[2], out, saved[4], optional(saved[5]));
     return {grad_query, grad_key, grad_value, is_given(o.sinks) ? grad_sinks : Tensor(), Tensor()};
   }
 };
@@ -469,7 +461,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor rng_state, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(
+      "Tensor out, Tensor lse, Tensor? rng_state, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(
           ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
 }

@@ -26,12 +26,28 @@ constexpr int64_t row_pitch(int64_t n) {
   return padded<T>(n) + kLanes<T>;
 }
 
+// An array of T to be placed in scratch, and where its address goes.
 template <class T>
-struct Buffer {
-  explicit Buffer(int64_t count) : scratch(count * int64_t(sizeof(T))), data(scratch.as<T>()) {}
-  Scratch scratch;
-  T* data;
+struct Placement {
+  T** address;
+  int64_t count;
 };
+
+// One piece of scratch for several arrays, each from a cache line of its own.
+template <class T>
+Scratch place(std::initializer_list<Placement<T>> arrays) {
+  constexpr int64_t line = 64 / sizeof(T);
+  const auto whole_lines = [](int64_t count) { return (count + line - 1) / line * line; };
+  int64_t total = 0;
+  for (const auto& array : arrays) total += whole_lines(array.count);
+  Scratch scratch(total * int64_t(sizeof(T)));
+  T* next = scratch.as<T>();
+  for (const auto& array : arrays) {
+    *array.address = next;
+    next += whole_lines(array.count);
+  }
+  return scratch;
+}
 
 // Calls f(std::integral_constant<int, V>) for the V = vectors in [1, kTileVectors].
 template <class F>

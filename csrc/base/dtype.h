@@ -15,9 +15,7 @@ struct bfloat16_t {
   uint16_t bits;
 };
 
-constexpr int64_t size_of(Dtype dtype) {
-  return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2;
-}
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
 template <class T>
 struct DtypeOf;

@@ -2,9 +2,11 @@
 // and the refusal of a device that has no kernel yet.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include <optional>
@@ -46,6 +48,12 @@ inline Dtype to_dtype(at::ScalarType type) {
     case at::kDouble: return Dtype::kFloat64;
     default: return Dtype::kFloat32;
   }
+}
+
+// at::empty without the dispatcher where that saves a third of a microsecond.
+inline Tensor empty_on(at::Device device, at::IntArrayRef sizes, at::ScalarType type) {
+  return device.is_cpu() ? Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt))
+                         : at::empty(sizes, at::TensorOptions(device).dtype(type));
 }
 
 // float32, or float64 for float64: the type in which results are accumulated and statistics returned.

@@ -210,9 +210,7 @@ CUDA_EXT_INLINE HalfWords to_bits<half_t>(Vec<float> v) {
 CUDA_EXT_INLINE void store(bfloat16_t* p, Vec<float> v) {
   *reinterpret_cast<UnalignedHalfWords*>(p) = to_bits<bfloat16_t>(v);
 }
-CUDA_EXT_INLINE void store(half_t* p, Vec<float> v) {
-  *reinterpret_cast<UnalignedHalfWords*>(p) = to_bits<half_t>(v);
-}
+CUDA_EXT_INLINE void store(half_t* p, Vec<float> v) { *reinterpret_cast<UnalignedHalfWords*>(p) = to_bits<half_t>(v); }
 
 // v as Storage will hold it.
 template <class Storage>
@@ -270,10 +268,21 @@ CUDA_EXT_INLINE std::array<Vec<double>, 2> widen(Vec<float> v) {
 
 // Partial forms touch `count` elements only (0 <= count <= lanes); the other lanes load as zero.
 
+#if CUDA_EXT_VECTOR_BYTES == 64
+CUDA_EXT_INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1); }
+#endif
+
 template <class Storage>
 CUDA_EXT_INLINE Vec<Compute<Storage>> load_partial(const Storage* p, int64_t count) {
   constexpr int lanes = kLanes<Compute<Storage>>;
   if (count >= lanes) return load(p);
+#if CUDA_EXT_VECTOR_BYTES == 64
+  // A masked access where a copy of the elements would wait for its own stores.
+  const auto mask = first_lanes(count);
+  if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm512_maskz_loadu_ps(mask, p);
+  if constexpr (std::is_same_v<Storage, double>) return (Vec<double>)_mm512_maskz_loadu_pd(__mmask8(mask), p);
+  if constexpr (sizeof(Storage) == 2) return from_bits<Storage>((HalfWords)_mm256_maskz_loadu_epi16(mask, p));
+#endif
   Storage padded[lanes] = {};
   for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
   return load(padded);
@@ -283,6 +292,12 @@ template <class Storage>
 CUDA_EXT_INLINE void store_partial(Storage* p, Vec<Compute<Storage>> v, int64_t count) {
   constexpr int lanes = kLanes<Compute<Storage>>;
   if (count >= lanes) return store(p, v);
+#if CUDA_EXT_VECTOR_BYTES == 64
+  const auto mask = first_lanes(count);
+  if constexpr (std::is_same_v<Storage, float>) return _mm512_mask_storeu_ps(p, mask, (__m512)v);
+  if constexpr (std::is_same_v<Storage, double>) return _mm512_mask_storeu_pd(p, __mmask8(mask), (__m512d)v);
+  if constexpr (sizeof(Storage) == 2) return _mm256_mask_storeu_epi16(p, mask, (__m256i)to_bits<Storage>(v));
+#endif
   Storage padded[lanes];
   store(padded, v);
   for (int64_t i = 0; i < count; ++i) p[i] = padded[i];

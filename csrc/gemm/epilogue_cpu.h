@@ -49,8 +49,8 @@ template <class T>
 void load_tile(const Operand& matrix, const TilePosition& at, T* tile) {
   with_storage<T>(matrix.dtype, [&](auto* type) {
     using Storage = std::remove_pointer_t<decltype(type)>;
-    const auto* from = static_cast<const Storage*>(matrix.data) + at.row * matrix.row_stride +
-                       at.column * matrix.column_stride;
+    const auto* from =
+        static_cast<const Storage*>(matrix.data) + at.row * matrix.row_stride + at.column * matrix.column_stride;
     for (int64_t i = 0; i < at.rows; ++i, from += matrix.row_stride, tile += kPanelColumns<T>) {
       if (matrix.column_stride == 1) {
         for_vectors<T>(at.columns, [&](int64_t j, int64_t count) { store(tile + j, load_partial(from + j, count)); });

@@ -152,8 +152,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gemm_backward(const Tensor& grad, con
       activation_gradient(grad, preact, activation, false, output_mask[3], is_given(bias) ? bias->scalar_type() : type);
   return {output_mask[0] ? operand_gradient(grad_preact, a, b, alpha, true) : absent(type),
           output_mask[1] ? operand_gradient(grad_preact, b, a, alpha, false) : absent(type),
-          output_mask[2] ? at::mul(grad_preact, beta) : absent(type),
-          grad_bias};
+          output_mask[2] ? at::mul(grad_preact, beta) : absent(type), grad_bias};
 }
 
 // linear, gated_linear
@@ -196,8 +195,8 @@ std::tuple<Tensor, Tensor, Tensor> run_linear_backward(const char* op, const Ten
   const Activation activation = parse_activation(op, activation_name);
   check_gradient(op, grad, preact, replace_last(input.sizes(), 1, {n}), gated, activation);
   const auto type = input.scalar_type();
-  auto [grad_preact, grad_bias] = activation_gradient(grad, preact, activation, gated, output_mask[2],
-                                                      is_given(bias) ? bias->scalar_type() : type);
+  auto [grad_preact, grad_bias] =
+      activation_gradient(grad, preact, activation, gated, output_mask[2], is_given(bias) ? bias->scalar_type() : type);
   return {output_mask[0] ? input_gradient(op, grad_preact, weight, type) : absent(type),
           output_mask[1] ? weight_gradient(op, grad_preact, input, type) : absent(type), grad_bias};
 }
@@ -223,9 +222,9 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
     auto [out, preact] = op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
     ctx->save_for_backward({a, b, value_or_empty(bias), activation == "relu" ? out : preact});
     save_activation(ctx, activation);
-    save_scale(ctx, "alpha", alpha);
-    save_scale(ctx, "beta", beta);
-    save_flag(ctx, "has_c", is_given(c));
+    save_option(ctx, "alpha", alpha, 1.0);
+    save_option(ctx, "beta", beta, 1.0);
+    save_option(ctx, "has_c", is_given(c));
     return out;
   }
 
@@ -236,13 +235,19 @@ class GemmFunction : public torch::autograd::Function<GemmFunction> {
     std::array<bool, 4> mask{};
     mask[0] = edges.needs_gradient(true);
     mask[1] = edges.needs_gradient(true);
-    mask[2] = edges.needs_gradient(saved_flag(ctx, "has_c"));
+    mask[2] = edges.needs_gradient(saved_option<bool>(ctx, "has_c"));
     mask[3] = edges.needs_gradient(saved[2].defined());
     auto [grad_a, grad_b, grad_c, grad_bias] =
         op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx),
-                saved_scale(ctx, "alpha"), saved_scale(ctx, "beta"), mask);
-    return {mask[0] ? grad_a : Tensor(), mask[1] ? grad_b : Tensor(), mask[2] ? grad_c : Tensor(),
-            mask[3] ? grad_bias : Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+                saved_option(ctx, "alpha", 1.0), saved_option(ctx, "beta", 1.0), mask);
+    return {mask[0] ? grad_a : Tensor(),
+            mask[1] ? grad_b : Tensor(),
+            mask[2] ? grad_c : Tensor(),
+            mask[3] ? grad_bias : Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor(),
+            Tensor()};
   }
 };
 
@@ -264,7 +269,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const bool output_serves = activation == "relu" && !is_given(residual);
     ctx->save_for_backward({input, weight, value_or_empty(bias), output_serves ? out : preact});
     save_activation(ctx, activation);
-    save_flag(ctx, "has_residual", is_given(residual));
+    save_option(ctx, "has_residual", is_given(residual));
     return out;
   }
 
@@ -277,10 +282,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     mask[1] = edges.needs_gradient(true);
     mask[2] = edges.needs_gradient(saved[2].defined());
     auto [grad_input, grad_weight, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
-                saved_activation(ctx), mask);
+        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx), mask);
     return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
-            saved_flag(ctx, "has_residual") ? grads[0] : Tensor(), Tensor()};
+            saved_option<bool>(ctx, "has_residual") ? grads[0] : Tensor(), Tensor()};
   }
 };
 
@@ -314,8 +318,7 @@ class GatedLinearFunction : public torch::autograd::Function<GatedLinearFunction
     mask[1] = edges.needs_gradient(true);
     mask[2] = edges.needs_gradient(saved[2].defined());
     auto [grad_input, grad_weight, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3],
-                saved_activation(ctx), mask);
+        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx), mask);
     return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
             Tensor()};
   }
@@ -356,13 +359,13 @@ Tensor gated_linear_autocast(const Tensor& input, const Tensor& weight, const Op
 }  // namespace
 
 // Tensors come first and by position, as vmap rules want them.
-#define GEMM_ARGUMENTS                                                                           \
-  "(Tensor a, Tensor b, Tensor? c=None, Tensor? bias=None, *, str? activation=None, "            \
+#define GEMM_ARGUMENTS                                                                \
+  "(Tensor a, Tensor b, Tensor? c=None, Tensor? bias=None, *, str? activation=None, " \
   "float alpha=1.0, float beta=1.0, ScalarType? out_dtype=None)"
 #define LINEAR_ARGUMENTS \
   "(Tensor input, Tensor weight, Tensor? bias=None, Tensor? residual=None, *, str? activation=None)"
 #define GATED_LINEAR_ARGUMENTS "(Tensor input, Tensor weight, Tensor? bias=None, *, str? activation='silu')"
-#define LINEAR_BACKWARD_ARGUMENTS                                                                 \
+#define LINEAR_BACKWARD_ARGUMENTS                                                                    \
   "(Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, Tensor preact, *, str? activation, " \
   "bool[3] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 
@@ -370,9 +373,11 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def("gemm" GEMM_ARGUMENTS " -> Tensor", tags);
   m.def("gemm_forward" GEMM_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  m.def("gemm_backward(Tensor grad_out, Tensor a, Tensor b, Tensor? bias, Tensor preact, *, str? activation, "
-        "float alpha, float beta, bool[4] output_mask) "
-        "-> (Tensor grad_a, Tensor grad_b, Tensor grad_c, Tensor grad_bias)", tags);
+  m.def(
+      "gemm_backward(Tensor grad_out, Tensor a, Tensor b, Tensor? bias, Tensor preact, *, str? activation, "
+      "float alpha, float beta, bool[4] output_mask) "
+      "-> (Tensor grad_a, Tensor grad_b, Tensor grad_c, Tensor grad_bias)",
+      tags);
   m.def("linear" LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("linear_forward" LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
   m.def("linear_backward" LINEAR_BACKWARD_ARGUMENTS, tags);
@@ -399,8 +404,8 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("gemm", gemm_autograd);
   m.impl("linear", linear_autograd);
   m.impl("gated_linear", gated_linear_autograd);
-  for (const char* name : {"gemm_forward", "gemm_backward", "linear_forward", "linear_backward",
-                           "gated_linear_forward", "gated_linear_backward"})
+  for (const char* name : {"gemm_forward", "gemm_backward", "linear_forward", "linear_backward", "gated_linear_forward",
+                           "gated_linear_backward"})
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

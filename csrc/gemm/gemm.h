@@ -55,9 +55,9 @@ struct GemmParams {
   bool gated = false;
   Output out;
 
-  Operand c;         // (batch, m, n), gated: absent
-  Operand bias;      // (n,) by column_stride, gated: (2n,)
-  Operand residual;  // (batch, m, n)
+  Operand c;          // (batch, m, n), gated: absent
+  Operand bias;       // (n,) by column_stride, gated: (2n,)
+  Operand residual;   // (batch, m, n)
   Output preact_out;  // z
 
   Operand preact;    // z, read by the backward epilogue

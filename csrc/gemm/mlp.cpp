@@ -89,7 +89,8 @@ Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& we
     }
   }
   Tensor grad_bias2 = activation_gradient(grad, Tensor(), Activation::kNone, false, wants_bias2,
-                                          is_given(bias2) ? bias2->scalar_type() : type).bias;
+                                          is_given(bias2) ? bias2->scalar_type() : type)
+                          .bias;
   return {wants_input ? input_gradient(op, grad_preact, weight1, type) : absent(type),
           wants_weight1 ? weight_gradient(op, grad_preact, input, type) : absent(type),
           wants_weight2 ? weight_gradient(op, grad, hidden, type) : absent(type), grad_bias1, grad_bias2};
@@ -100,8 +101,8 @@ class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
                         const OptionalTensor& bias1, const OptionalTensor& bias2, ActivationName activation) {
-    static const auto op = find_op<decltype(mlp_forward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_forward")
-                                                                       : CUDA_EXT_OP("mlp_forward"));
+    static const auto op =
+        find_op<decltype(mlp_forward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_forward") : CUDA_EXT_OP("mlp_forward"));
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, preact] = op.call(input, weight1, weight2, bias1, bias2, activation);
     ctx->save_for_backward({input, weight1, weight2, value_or_empty(bias1), value_or_empty(bias2), preact});
@@ -110,8 +111,8 @@ class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<decltype(mlp_backward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_backward")
-                                                                        : CUDA_EXT_OP("mlp_backward"));
+    static const auto op =
+        find_op<decltype(mlp_backward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_backward") : CUDA_EXT_OP("mlp_backward"));
     const auto saved = ctx->get_saved_variables();
     EdgeCounter edges(ctx);
     OutputMask mask{};
@@ -148,10 +149,10 @@ Tensor mlp_autocast(const Tensor& input, const Tensor& weight1, const Tensor& we
 
 }  // namespace
 
-#define MLP_ARGUMENTS(activation)                                                                            \
-  "(Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1=None, Tensor? bias2=None, *, str? activation='" \
-  activation "')"
-#define MLP_BACKWARD_ARGUMENTS                                                                                      \
+#define MLP_ARGUMENTS(activation)                                                                   \
+  "(Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1=None, Tensor? bias2=None, *, str? " \
+  "activation='" activation "')"
+#define MLP_BACKWARD_ARGUMENTS                                                                                       \
   "(Tensor grad_out, Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1, Tensor? bias2, Tensor preact, *, " \
   "str? activation, bool[5] output_mask) -> (Tensor grad_input, Tensor grad_weight1, Tensor grad_weight2, "          \
   "Tensor grad_bias1, Tensor grad_bias2)"

@@ -129,8 +129,8 @@ void set_rows(const char* op, GemmParams& params, const Tensor& input, const Ten
   if (dims <= 2) return;
   BatchDims batch;
   for (int64_t d = 0; d < dims - 2; ++d)
-    batch.push_back({input.size(d), false, input.stride(d), 0, 0,
-                     residual.defined() ? broadcast_stride(residual, d, dims) : 0});
+    batch.push_back(
+        {input.size(d), false, input.stride(d), 0, 0, residual.defined() ? broadcast_stride(residual, d, dims) : 0});
   set_batch(op, params, batch);
 }
 
@@ -179,8 +179,7 @@ Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, 
   params.a = transposed(matrix(grad));
   params.b = matrix(input);
   BatchDims batch;
-  for (int64_t d = 0; d < dims - 2; ++d)
-    batch.push_back({grad.size(d), true, grad.stride(d), input.stride(d), 0, 0});
+  for (int64_t d = 0; d < dims - 2; ++d) batch.push_back({grad.size(d), true, grad.stride(d), input.stride(d), 0, 0});
   set_batch(op, params, batch);
   params.out = output(result);
   launch_gemm(params);

@@ -1,7 +1,6 @@
 // What the bindings of this family share: checks in the documented form, and products of tensors as GemmParams.
 #pragma once
 
-#include <ATen/EmptyTensor.h>
 #include <c10/util/SmallVector.h>
 
 #include <string_view>
@@ -27,9 +26,7 @@ inline bool needs_preact(Activation activation, bool gated, bool has_residual) {
   return gated || !(activation == Activation::kNone || (activation == Activation::kRelu && !has_residual));
 }
 
-inline Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType type) {
-  return at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt);
-}
+inline Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType type) { return empty_on(at::kCPU, sizes, type); }
 // What an op returns in the place of something that was not asked for.
 inline Tensor absent(at::ScalarType type) { return empty_cpu({0}, type); }
 
