@@ -48,10 +48,10 @@ def arguments(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5
     return {name: rand(*shape, **options) for name, shape in shapes_of(op, lead, m, n, k, f).items()}
 
 
-# Beside twice the error of plain PyTorch, eight roundings of the largest element, or of 1, the size of the inputs, where
-# terms cancel. The maximum over few elements of plain PyTorch's error can be small by luck, and the gradients of an mlp
-# go through three products whose operands are themselves rounded: of 12000 random cases as small as the tests' three
-# came to 6 to 7 roundings, with activations no less exact than PyTorch's.
+# Beside twice the error of plain PyTorch, eight roundings of the largest element, or of 1, the size of the inputs,
+# where terms cancel. The maximum over few elements of plain PyTorch's error can be small by luck, and the gradients of
+# an mlp go through three products whose operands are themselves rounded: of 12000 random cases as small as the tests'
+# three came to 6 to 7 roundings, with activations no less exact than PyTorch's.
 ROUNDINGS = 8
 
 
