@@ -31,9 +31,10 @@ CSRC = SOURCE_ROOT / "csrc"
 
 # No -std for C++: torch's headers decide which one they need, and torch's build helpers pass it.
 WARNINGS = ("-Wall", "-Wextra", "-Wundef", "-Wno-psabi", "-Wno-unused-parameter")
-CXX_FLAGS = ("-O3", "-g0", "-fno-math-errno", *WARNINGS, f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
+# -fopenmp, because without it torch's parallel_for runs on one thread and says nothing.
+CXX_FLAGS = ("-O3", "-g0", "-fno-math-errno", "-fopenmp", *WARNINGS, f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
 NVCC_FLAGS = ("-O3", "-std=c++20", "-lineinfo", f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
-LINK_FLAGS = ("-Wl,--no-undefined", "-Wl,--as-needed")
+LINK_FLAGS = ("-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed")
 
 
 class BuildError(RuntimeError):

@@ -77,6 +77,16 @@ def test_matches_reference(dtype: torch.dtype, shape: tuple[int, ...], options: 
     check(qkv(*shape, dtype), **options)
 
 
+@pytest.mark.parametrize("step", [0.0, 3.0, 7.9, 8.1, 30.0])
+def test_maxima_that_grow_from_block_to_block(step: float) -> None:
+    """A block's maximum may exceed the one its terms are relative to by 8 before these are rescaled."""
+    tensors = qkv(1, 50, 128 * 9, 1, 1, 4, 8, torch.float32)
+    query, key = tensors["query"].detach() * 0.1, tensors["key"].detach() * 0.1
+    query[..., 0] = 1.0
+    key[..., 0] = step * torch.arange(9.0).repeat_interleave(128)[None, :, None]
+    check({**tensors, "query": query.requires_grad_(), "key": key.requires_grad_()}, scale=1.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("per_batch", [False, True])
 def test_alibi(dtype: torch.dtype, per_batch: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -373,3 +374,21 @@ def test_gate_comes_first() -> None:
     weight = torch.tensor([[-1.0], [3.0]])
     assert gated_linear(x, weight, activation="relu").item() == 0.0
     assert gated_linear(x, weight.flip(0), activation="relu").item() == -12.0
+
+
+COUNT_THREADS = """
+import os
+import torch
+from cuda_ext import gemm
+a = torch.zeros(300, 300, dtype=torch.bfloat16)
+torch.set_num_threads(3)
+before = len(os.listdir("/proc/self/task"))
+gemm(a, a)
+print("new threads:", len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_work_is_shared_among_threads(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """Built without OpenMP, torch's parallel_for would be a plain loop."""
+    done = run_python("-c", COUNT_THREADS)
+    assert done.returncode == 0 and "new threads: 2" in done.stdout, done.stdout

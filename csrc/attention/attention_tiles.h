@@ -118,10 +118,14 @@ struct Visibility {
 // (n, dim) rows of storage -> rows of T a row_pitch apart, zeros past dim up to a whole vector.
 template <class Storage, class T = Compute<Storage>>
 void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
+  constexpr int64_t kRowsAhead = 8, kLine = 64 / sizeof(Storage);
   const int64_t pitch = row_pitch<T>(dim);
-  for (int64_t i = 0; i < n; ++i)
+  for (int64_t i = 0; i < n; ++i) {
+    // Rows of one head lie far apart, out of the hardware's sight.
+    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(rows[i + kRowsAhead] + d);
     for_vectors<T>(dim,
                    [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
+  }
 }
 
 // (n, dim) rows of storage -> factor * transpose, (dim, width) of T, zeros in the lanes past n. width: whole vectors.

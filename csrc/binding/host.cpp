@@ -13,6 +13,10 @@
 #include <array>
 #include <climits>
 
+#if AT_PARALLEL_OPENMP && !defined(_OPENMP)
+#error "compile with -fopenmp: at::parallel_for would run everything on one thread"
+#endif
+
 // The BLAS inside torch or beside it. Weak: a torch that hides its BLAS still gives at::addmm.
 extern "C" {
 __attribute__((weak)) void sgemm_(char*, char*, int*, int*, int*, float*, const float*, int*, const float*, int*,

@@ -44,8 +44,8 @@ CUDA_EXT_INLINE Vec<float> exp(Vec<float> x) {
   return x >= -87.3f ? large : x < -87.3f ? Vec<float>{} : x;
 }
 
-// The same where x <= 0 or NaN, as in a softmax shifted by its maximum.
-CUDA_EXT_INLINE Vec<float> exp_nonpositive(Vec<float> x) {
+// The same where x <= 88 or NaN, as in a softmax shifted by about its maximum.
+CUDA_EXT_INLINE Vec<float> exp_below_88(Vec<float> x) {
   const Vec<float> value = exp_in_range(x < -87.3f ? splat(-87.3f) : x);
   return x >= -87.3f ? value : x < -87.3f ? Vec<float>{} : x;
 }
@@ -54,7 +54,7 @@ CUDA_EXT_INLINE Vec<double> exp(Vec<double> x) {
   return x;
 }
 
-CUDA_EXT_INLINE Vec<double> exp_nonpositive(Vec<double> x) { return exp(x); }
+CUDA_EXT_INLINE Vec<double> exp_below_88(Vec<double> x) { return exp(x); }
 
 // tanh x = x P(x^2) / Q(x^2); relative error 1.3e-9 up to |x| = 9, where float's tanh has become 1.
 CUDA_EXT_INLINE Vec<float> tanh(Vec<float> x) {

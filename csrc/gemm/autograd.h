@@ -6,12 +6,12 @@
 
 namespace cuda_ext {
 
+// As a number: a saved string is an allocation more.
 inline void save_activation(AutogradContext* ctx, const ActivationName& name) {
-  if (name.has_value()) ctx->saved_data["activation"] = std::string(*name);
+  save_option(ctx, "activation", int64_t(parse_activation("backward", name)));
 }
 inline ActivationName saved_activation(const AutogradContext* ctx) {
-  const auto found = ctx->saved_data.find("activation");
-  return found == ctx->saved_data.end() ? std::nullopt : ActivationName(found->second.toStringRef());
+  return name_of(Activation(saved_option<int64_t>(ctx, "activation")));
 }
 
 // The keys at which ops have no kernel yet: each refuses in words.

@@ -7,7 +7,7 @@
 
 namespace cuda_ext {
 
-enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };
+enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };  // in the order of kActivationNames
 
 // Batch dims come innermost first and merged where strides allow, so this many are hard to reach.
 constexpr int kMaxBatchDims = 8;

@@ -143,7 +143,7 @@ Projection project(const char* op, const Tensor& input, const Tensor& weight, co
   GemmParams params;
   params.n = gated ? width / 2 : width;
   Projection result{empty_cpu(replace_last(input.sizes(), 1, {params.n}), type),
-                    save_preact ? empty_cpu(replace_last(input.sizes(), 1, {width}), type) : absent(type)};
+                    save_preact ? empty_cpu(replace_last(input.sizes(), 1, {width}), type) : Tensor()};
   if (result.out.numel() == 0) return result;
   set_rows(op, params, input, value_or_empty(residual));
   params.b = transposed(matrix(weight));

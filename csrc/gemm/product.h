@@ -3,6 +3,7 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <array>
 #include <string_view>
 
 #include "binding/op.h"
@@ -12,13 +13,16 @@ namespace cuda_ext {
 
 using ActivationName = std::optional<std::string_view>;
 
+inline constexpr std::array<std::string_view, 5> kActivationNames = {"", "relu", "gelu", "gelu_tanh", "silu"};
+
 inline Activation parse_activation(const char* op, const ActivationName& name) {
   if (!name.has_value()) return Activation::kNone;
-  if (*name == "relu") return Activation::kRelu;
-  if (*name == "gelu") return Activation::kGelu;
-  if (*name == "gelu_tanh") return Activation::kGeluTanh;
-  if (*name == "silu") return Activation::kSilu;
+  for (size_t i = 1; i < kActivationNames.size(); ++i)
+    if (*name == kActivationNames[i]) return Activation(i);
   CUDA_EXT_CHECK(false, op, "expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got '", *name, "'");
+}
+inline ActivationName name_of(Activation activation) {
+  return activation == Activation::kNone ? std::nullopt : ActivationName(kActivationNames[size_t(activation)]);
 }
 
 // The gradient of relu can be told from its output, unless a residual was added to that.

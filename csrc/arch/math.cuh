@@ -1,0 +1,132 @@
+// Conversions between storage and float, and the special functions.
+#pragma once
+
+#include "arch/target.cuh"
+
+#if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#else
+#include <cmath>
+#endif
+
+namespace cuda_ext::arch {
+
+#if defined(__CUDACC__)
+
+DEVICE float to_float(half_t x) { return __half2float(__ushort_as_half(x.bits)); }
+DEVICE float to_float(bfloat16_t x) { return __uint_as_float(uint32_t(x.bits) << 16); }
+
+// Round to nearest, ties to even.
+template <class T>
+DEVICE T from_float(float x);
+template <>
+DEVICE float from_float<float>(float x) {
+  return x;
+}
+template <>
+DEVICE half_t from_float<half_t>(float x) {
+  return {__half_as_ushort(__float2half_rn(x))};
+}
+template <>
+DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
+  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+}
+
+// Two elements in a register, `low` in the lower half.
+template <class T>
+DEVICE uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (DtypeOf<T>::value == Dtype::kFloat16)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// The nearest tf32 (ties away from zero), as a float's bits.
+DEVICE uint32_t to_tf32(float x) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
+  return bits;
+}
+
+DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
+DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
+
+// Approximate, as the hardware gives it: 2 ulp, and 2^-11 relative for tanh.
+DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float fast_tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Within a few ulp.
+DEVICE float exp(float x) { return expf(x); }
+DEVICE float erf(float x) { return erff(x); }
+DEVICE float tanh(float x) { return tanhf(x); }
+DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+#else
+
+DEVICE float to_float(half_t x) { return simt::to_float(x); }
+DEVICE float to_float(bfloat16_t x) { return simt::to_float(x); }
+template <class T>
+DEVICE T from_float(float x);
+template <>
+DEVICE float from_float<float>(float x) {
+  return x;
+}
+template <>
+DEVICE half_t from_float<half_t>(float x) {
+  return simt::to_half(x);
+}
+template <>
+DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
+  return simt::to_bfloat16(x);
+}
+template <class T>
+DEVICE uint32_t pack(float low, float high) {
+  return uint32_t(from_float<T>(high).bits) << 16 | from_float<T>(low).bits;
+}
+DEVICE uint32_t float_bits(float x) { return simt::float_bits(x); }
+DEVICE float bits_float(uint32_t x) { return simt::bits_float(x); }
+DEVICE uint32_t to_tf32(float x) { return simt::to_tf32(x); }
+DEVICE float fast_exp2(float x) { return std::exp2(x); }
+DEVICE float fast_log2(float x) { return std::log2(x); }
+DEVICE float fast_reciprocal(float x) { return 1.0f / x; }
+DEVICE float fast_tanh(float x) { return std::tanh(x); }
+DEVICE float exp(float x) { return std::exp(x); }
+DEVICE float erf(float x) { return std::erf(x); }
+DEVICE float tanh(float x) { return std::tanh(x); }
+DEVICE float fma(float a, float b, float c) { return std::fma(a, b, c); }
+
+#endif
+
+DEVICE float to_float(float x) { return x; }
+
+// The elements of a register that `pack` wrote.
+template <class T>
+DEVICE float unpack_low(uint32_t packed) {
+  return to_float(T{uint16_t(packed)});
+}
+template <class T>
+DEVICE float unpack_high(uint32_t packed) {
+  return to_float(T{uint16_t(packed >> 16)});
+}
+
+}  // namespace cuda_ext::arch

@@ -1,0 +1,169 @@
+// Loads, stores and atomics: what a plain C++ access cannot say (a width, a cache policy, an order) is said here.
+// Plain accesses through pointers and references stay allowed, for shared memory too.
+#pragma once
+
+#include <bit>
+
+#include "arch/thread.cuh"
+
+namespace cuda_ext::arch {
+
+#if defined(__CUDACC__)
+
+DEVICE SharedAddress shared_address(const void* pointer) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
+}
+
+// Vectors of 4 to 16 bytes, from addresses aligned to their size.
+template <class Vector>
+DEVICE Vector load_shared(SharedAddress address, Site = {}) {
+  static_assert(sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  Vector v;
+  uint32_t* w = reinterpret_cast<uint32_t*>(&v);
+  if constexpr (sizeof(Vector) == 16)
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(address)
+                 : "memory");
+  else if constexpr (sizeof(Vector) == 8)
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address) : "memory");
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address) : "memory");
+  return v;
+}
+template <class Vector>
+DEVICE void store_shared(SharedAddress address, const Vector& v, Site = {}) {
+  static_assert(sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  const uint32_t* w = reinterpret_cast<const uint32_t*>(&v);
+  if constexpr (sizeof(Vector) == 16)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  else if constexpr (sizeof(Vector) == 8)
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(w[0]), "r"(w[1]) : "memory");
+  else
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
+}
+
+// 2 to 16 bytes through the read-only path; nothing on the device may write them while the kernel runs.
+template <class Vector>
+DEVICE Vector load_global(const void* pointer, Site = {}) {
+  static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  if constexpr (sizeof(Vector) == 16) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint4*>(pointer)));
+  if constexpr (sizeof(Vector) == 8) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint2*>(pointer)));
+  if constexpr (sizeof(Vector) == 4) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint32_t*>(pointer)));
+  if constexpr (sizeof(Vector) == 2) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint16_t*>(pointer)));
+}
+// The same for what is read once: it is the first to leave the caches.
+template <class Vector>
+DEVICE Vector load_global_streaming(const void* pointer, Site = {}) {
+  static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  if constexpr (sizeof(Vector) == 16) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint4*>(pointer)));
+  if constexpr (sizeof(Vector) == 8) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint2*>(pointer)));
+  if constexpr (sizeof(Vector) == 4) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint32_t*>(pointer)));
+  if constexpr (sizeof(Vector) == 2) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint16_t*>(pointer)));
+}
+template <class Vector>
+DEVICE void store_global(void* pointer, const Vector& v, Site = {}) {
+  static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  if constexpr (sizeof(Vector) == 16) *static_cast<uint4*>(pointer) = __builtin_bit_cast(uint4, v);
+  if constexpr (sizeof(Vector) == 8) *static_cast<uint2*>(pointer) = __builtin_bit_cast(uint2, v);
+  if constexpr (sizeof(Vector) == 4) *static_cast<uint32_t*>(pointer) = __builtin_bit_cast(uint32_t, v);
+  if constexpr (sizeof(Vector) == 2) *static_cast<uint16_t*>(pointer) = __builtin_bit_cast(uint16_t, v);
+}
+template <class Vector>
+DEVICE void store_global_streaming(void* pointer, const Vector& v, Site = {}) {
+  static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  if constexpr (sizeof(Vector) == 16) __stcs(static_cast<uint4*>(pointer), __builtin_bit_cast(uint4, v));
+  if constexpr (sizeof(Vector) == 8) __stcs(static_cast<uint2*>(pointer), __builtin_bit_cast(uint2, v));
+  if constexpr (sizeof(Vector) == 4) __stcs(static_cast<uint32_t*>(pointer), __builtin_bit_cast(uint32_t, v));
+  if constexpr (sizeof(Vector) == 2) __stcs(static_cast<uint16_t*>(pointer), __builtin_bit_cast(uint16_t, v));
+}
+
+// Relaxed, device-wide; returns what was there. T: int32_t, uint32_t, uint64_t or float.
+template <class T>
+DEVICE T atomic_add(T* pointer, T value, Site = {}) {
+  if constexpr (sizeof(T) == 8)
+    return atomicAdd(reinterpret_cast<unsigned long long*>(pointer), static_cast<unsigned long long>(value));
+  else
+    return atomicAdd(pointer, value);
+}
+// The same with nothing returned: no round trip.
+DEVICE void reduce_add(float* pointer, float value, Site = {}) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
+}
+DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site = {}) {
+  asm volatile("red.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site = {}) {
+  asm volatile("red.global.or.b32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+// Acquire and release in one, device-wide: what was written before an arrival is seen after a later one.
+DEVICE uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site = {}) {
+  uint32_t old;
+  asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
+  return old;
+}
+DEVICE void store_release(uint32_t* pointer, uint32_t value, Site = {}) {
+  asm volatile("st.global.release.gpu.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+// Waits until *pointer == value, which another block writes with release. That block must be sure to run: it has a
+// lower index, or all blocks fit the device at once.
+DEVICE void wait_equal(const uint32_t* pointer, uint32_t value, Site = {}) {
+  uint32_t seen;
+  do {
+    asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(pointer) : "memory");
+  } while (seen != value);
+}
+
+#else
+
+DEVICE SharedAddress shared_address(const void* pointer) { return simt::shared_address(pointer); }
+
+template <class Vector>
+DEVICE Vector load_shared(SharedAddress address, Site site = {}) {
+  Vector v;
+  simt::load_shared(&v, address, sizeof v, site);
+  return v;
+}
+template <class Vector>
+DEVICE void store_shared(SharedAddress address, const Vector& v, Site site = {}) {
+  simt::store_shared(address, &v, sizeof v, site);
+}
+template <class Vector>
+DEVICE Vector load_global(const void* pointer, Site site = {}) {
+  Vector v;
+  simt::load_global(&v, pointer, sizeof v, site);
+  return v;
+}
+template <class Vector>
+DEVICE Vector load_global_streaming(const void* pointer, Site site = {}) {
+  return load_global<Vector>(pointer, site);
+}
+template <class Vector>
+DEVICE void store_global(void* pointer, const Vector& v, Site site = {}) {
+  simt::store_global(pointer, &v, sizeof v, site);
+}
+template <class Vector>
+DEVICE void store_global_streaming(void* pointer, const Vector& v, Site site = {}) {
+  store_global(pointer, v, site);
+}
+template <class T>
+DEVICE T atomic_add(T* pointer, T value, Site site = {}) {
+  return simt::atomic_add(pointer, value, site);
+}
+DEVICE void reduce_add(float* pointer, float value, Site site = {}) { simt::atomic_add(pointer, value, site); }
+DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_add(pointer, value, site); }
+DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_or(pointer, value, site); }
+DEVICE uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site = {}) {
+  return simt::atomic_add_acq_rel(pointer, value, site);
+}
+DEVICE void store_release(uint32_t* pointer, uint32_t value, Site site = {}) {
+  simt::store_release(pointer, value, site);
+}
+DEVICE void wait_equal(const uint32_t* pointer, uint32_t value, Site site = {}) {
+  simt::wait_equal(pointer, value, site);
+}
+
+#endif
+
+}  // namespace cuda_ext::arch

@@ -1,0 +1,104 @@
+// What csrc/arch calls when a kernel runs on a CPU: one function per instruction, each acted out for the thread (fiber)
+// that calls it. Kernels never include this; emulator sources and tests do.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "base/dtype.h"
+
+namespace cuda_ext::simt {
+
+// Where in the source an instruction was called from; as a default argument, `Site site = {}`, it is the caller's line.
+struct Site {
+  const char* file;
+  int line;
+  constexpr Site(const char* file_name = __builtin_FILE(), int line_number = __builtin_LINE())
+      : file(file_name), line(line_number) {}
+};
+
+using SharedAddress = uint32_t;
+
+// Threads.
+int thread_index();
+int block_size();
+int block_index(int axis);
+int grid_size(int axis);
+void sync_threads(Site site);
+void sync_warp(uint32_t mask, Site site);
+void named_barrier(int barrier, int threads, bool wait, Site site);
+void fence_device(Site site);
+
+// Warps. A lane that names itself in `lane` gets its own value.
+uint32_t shuffle(uint32_t value, int lane, uint32_t mask, Site site);
+uint64_t shuffle(uint64_t value, int lane, uint32_t mask, Site site);
+uint32_t ballot(bool predicate, uint32_t mask, Site site);
+
+// Memory.
+void* shared_storage(size_t bytes);
+SharedAddress shared_address(const void* pointer);
+void load_shared(void* to, SharedAddress from, int bytes, Site site);
+void store_shared(SharedAddress to, const void* from, int bytes, Site site);
+void load_global(void* to, const void* from, int bytes, Site site);
+void store_global(void* to, const void* from, int bytes, Site site);
+float atomic_add(float* pointer, float value, Site site);
+int32_t atomic_add(int32_t* pointer, int32_t value, Site site);
+uint32_t atomic_add(uint32_t* pointer, uint32_t value, Site site);
+uint64_t atomic_add(uint64_t* pointer, uint64_t value, Site site);
+uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site);
+uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site);
+void store_release(uint32_t* pointer, uint32_t value, Site site);
+void wait_equal(const uint32_t* pointer, uint32_t value, Site site);
+
+// Asynchronous copies of a thread.
+void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Site site);
+void cp_async_commit(Site site);
+void cp_async_wait(int pending, Site site);
+
+// Matrices in registers.
+void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site site);
+void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, Site site);
+void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
+
+// Conversions, to nearest with ties to even; to_tf32 with ties away from zero.
+inline uint32_t float_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float bits_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline float to_float(bfloat16_t x) { return bits_float(uint32_t(x.bits) << 16); }
+inline float to_float(half_t x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  if (magnitude >= 0x7c00) return bits_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  // Shifted into float's exponent field the number is off by the ratio of the biases, 2^112, subnormals included.
+  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+}
+inline bfloat16_t to_bfloat16(float x) {
+  const uint32_t bits = float_bits(x);
+  if (x != x) return {0x7fff};
+  return {uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+inline half_t to_half(float x) {
+  const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffff;
+  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
+  if (magnitude > 0x7f800000) return {0x7fff};
+  if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
+  if (magnitude < 0x38800000)  // adding 0.5 aligns the subnormal's last place with float's
+    return {uint16_t(sign | (float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000))};
+  return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13))};
+}
+inline uint32_t to_tf32(float x) {
+  const uint32_t bits = float_bits(x);
+  if ((bits & 0x7f800000) == 0x7f800000) return x != x ? 0x7fffffff : bits;
+  return (bits + 0x1000) & ~uint32_t(0x1fff);
+}
+
+}  // namespace cuda_ext::simt
