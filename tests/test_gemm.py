@@ -384,11 +384,11 @@ a = torch.zeros(300, 300, dtype=torch.bfloat16)
 torch.set_num_threads(3)
 before = len(os.listdir("/proc/self/task"))
 gemm(a, a)
-print("new threads:", len(os.listdir("/proc/self/task")) - before)
+print("more threads:", len(os.listdir("/proc/self/task")) > before)
 """
 
 
 def test_work_is_shared_among_threads(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Built without OpenMP, torch's parallel_for would be a plain loop."""
     done = run_python("-c", COUNT_THREADS)
-    assert done.returncode == 0 and "new threads: 2" in done.stdout, done.stdout
+    assert done.returncode == 0 and "more threads: True" in done.stdout, done.stdout
