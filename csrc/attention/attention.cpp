@@ -4,6 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <cmath>
 #include <mutex>
 #include <tuple>
@@ -228,7 +229,14 @@ Tensor empty_lse(const Tensor& query, const Shape& shape, bool packed) {
 
 // (seed, offset), drawn from torch's generator so that torch.manual_seed rules; empty without dropout.
 Tensor draw_rng_state(double dropout_p) {
-  if (dropout_p == 0) return empty_on(at::kCPU, {0}, at::kLong);
+  if (dropout_p == 0) {
+    // One for all calls: it has no elements that they could share.
+    static const Tensor none = [] {
+      const c10::InferenceMode ordinary(false);
+      return empty_on(at::kCPU, {0}, at::kLong);
+    }();
+    return none;
+  }
   Tensor state = empty_on(at::kCPU, {2}, at::kLong);
   auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
