@@ -14,14 +14,14 @@
 #define GLOBAL(threads, min_blocks) __global__ void __launch_bounds__(threads, min_blocks)
 #define GRID_CONSTANT const __grid_constant__
 // The block's dynamic shared memory as one struct; static shared memory is not used.
-#define SHARED_STORAGE(Storage, name)                                     \
+#define SHARED_STORAGE(Storage, name)                                      \
   extern __shared__ __align__(1024) unsigned char cuda_ext_shared_bytes[]; \
   Storage& name = *reinterpret_cast<Storage*>(cuda_ext_shared_bytes)
 
-namespace cuda_ext::arch {
+namespace cuda_ext {
 // Where in the source an instruction was called from: known to the emulator, nothing on the device.
 struct Site {};
-}  // namespace cuda_ext::arch
+}  // namespace cuda_ext
 
 #else
 
@@ -32,10 +32,6 @@ struct Site {};
 #define GLOBAL(threads, min_blocks) void
 #define GRID_CONSTANT const
 #define SHARED_STORAGE(Storage, name) Storage& name = *static_cast<Storage*>(simt::shared_storage(sizeof(Storage)))
-
-namespace cuda_ext::arch {
-using simt::Site;
-}  // namespace cuda_ext::arch
 
 #endif
 

@@ -77,7 +77,9 @@ DEVICE bool elect_one(Site site = {}) {
 
 #endif
 
-DEVICE bool any(bool predicate, uint32_t mask = kFullWarp, Site site = {}) { return ballot(predicate, mask, site) != 0; }
+DEVICE bool any(bool predicate, uint32_t mask = kFullWarp, Site site = {}) {
+  return ballot(predicate, mask, site) != 0;
+}
 DEVICE bool all(bool predicate, uint32_t mask = kFullWarp, Site site = {}) {
   return ballot(predicate, mask, site) == mask;
 }

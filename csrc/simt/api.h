@@ -9,15 +9,20 @@
 
 #include "base/dtype.h"
 
-namespace cuda_ext::simt {
+namespace cuda_ext {
 
-// Where in the source an instruction was called from; as a default argument, `Site site = {}`, it is the caller's line.
+// Where in the source an instruction was called from (not in simt, where argument-dependent look-up would find namesakes
+// of the instructions); as a default argument, `Site site = {}`, it is the caller's line.
 struct Site {
   const char* file;
   int line;
   constexpr Site(const char* file_name = __builtin_FILE(), int line_number = __builtin_LINE())
       : file(file_name), line(line_number) {}
 };
+
+}  // namespace cuda_ext
+
+namespace cuda_ext::simt {
 
 using SharedAddress = uint32_t;
 

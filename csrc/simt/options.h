@@ -29,8 +29,8 @@ struct Options {
   Completion completion = Completion::kEager;
   Schedule schedule = Schedule::kFifo;
   uint64_t seed = 0;
-  bool check_races = false;  // happens-before, on one thread of the host
-  int threads = 0;           // of the host; 0: all cores
+  bool check_races = false;        // happens-before, on one thread of the host
+  int threads = 0;                 // of the host; 0: all cores
   const SyncSite* skip = nullptr;  // a mutation: every call from here does nothing
 };
 

@@ -1,0 +1,116 @@
+// One way to start a kernel, for both compilers:
+//
+//   rt::launch<gemm_sm80<Config>>("gemm_sm80", {.grid = {tiles}, .threads = 128, .shared_bytes = sizeof(Storage),
+//                                               .stream = stream}, params);
+//
+// nvcc sends it to the device; a C++ compiler has the emulator run every thread of it before the call returns.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "arch/target.cuh"
+
+#if defined(__CUDACC__)
+#include <cuda_runtime_api.h>
+#else
+#include "simt/launch.h"
+#endif
+
+namespace cuda_ext::rt {
+
+// A cudaStream_t, without its header.
+using Stream = void*;
+
+struct Extent {
+  int x = 1, y = 1, z = 1;
+};
+
+struct LaunchConfig {
+  Extent grid;
+  int threads = 1;  // of a block
+  Extent cluster;
+  size_t shared_bytes = 0;    // dynamic
+  bool blocks_wait = false;   // blocks wait for one another, so all of them must fit the device at once
+  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended (sm_90)
+  Stream stream = nullptr;
+};
+
+#if defined(__CUDACC__)
+
+// Throws what the runtime said, with the name of the kernel and what was being done.
+inline void check(cudaError_t error, const char* kernel, const char* action) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // leave no error behind for the next caller to find
+  throw std::runtime_error(std::string(kernel) + ": " + action + ": " + cudaGetErrorString(error));
+}
+
+// Shared memory beyond 48 KiB has to be asked for, once per kernel and device; not while a graph is captured, so the
+// flag is set by the first launch and read by all others.
+template <auto kernel>
+void allow_shared_memory(const char* name, size_t bytes) {
+  constexpr size_t kFree = 48 * 1024;
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<size_t>, kMaxDevices> allowed{};
+  if (bytes <= kFree) return;
+  int device = 0;
+  check(cudaGetDevice(&device), name, "ask for the current device");
+  if (device < kMaxDevices && allowed[device].load(std::memory_order_acquire) >= bytes) return;
+  int limit = 0;
+  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name, "ask for its limits");
+  if (bytes > size_t(limit))
+    throw std::runtime_error(std::string(name) + ": needs " + std::to_string(bytes) +
+                             " bytes of shared memory a block, and device " + std::to_string(device) + " has " +
+                             std::to_string(limit));
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             int(bytes)),
+        name, "reserve shared memory");
+  if (device < kMaxDevices) allowed[device].store(bytes, std::memory_order_release);
+}
+
+template <auto kernel, class... Params>
+void launch(const char* name, const LaunchConfig& config, const Params&... params) {
+  allow_shared_memory<kernel>(name, config.shared_bytes);
+  cudaLaunchAttribute attributes[3];
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(config.grid.x, config.grid.y, config.grid.z);
+  launch.blockDim = dim3(config.threads);
+  launch.dynamicSmemBytes = config.shared_bytes;
+  launch.stream = static_cast<cudaStream_t>(config.stream);
+  launch.attrs = attributes;
+  if (config.cluster.x * config.cluster.y * config.cluster.z > 1) {
+    cudaLaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(config.cluster.x), unsigned(config.cluster.y), unsigned(config.cluster.z)};
+  }
+  if (config.blocks_wait) {
+    cudaLaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+  }
+  if (config.programmatic) {
+    cudaLaunchAttribute& attribute = attributes[launch.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  check(cudaLaunchKernelEx(&launch, kernel, params...), name, "launch");
+}
+
+#else
+
+template <auto kernel, class... Params>
+void launch(const char* name, const LaunchConfig& config, const Params&... params) {
+  simt::Geometry geometry;
+  geometry.grid = {config.grid.x, config.grid.y, config.grid.z};
+  geometry.block = config.threads;
+  geometry.cluster = {config.cluster.x, config.cluster.y, config.cluster.z};
+  geometry.shared_bytes = config.shared_bytes;
+  geometry.blocks_wait = config.blocks_wait;
+  simt::launch(name, geometry, [&] { kernel(params...); });
+}
+
+#endif
+
+}  // namespace cuda_ext::rt

@@ -1,0 +1,173 @@
+#include "simt/checker.h"
+
+#include <algorithm>
+
+namespace cuda_ext::simt {
+
+void Clock::join(const Clock& other) {
+  if (own.size() < other.own.size()) own.resize(other.own.size());
+  for (size_t i = 0; i < other.own.size(); ++i) own[i] = std::max(own[i], other.own[i]);
+  for (const auto& [run, clocks] : other.earlier) {
+    auto& mine = earlier[run];
+    if (mine == nullptr || mine == clocks) {
+      mine = clocks;
+      continue;
+    }
+    auto joined = std::make_shared<std::vector<uint32_t>>(*mine);
+    joined->resize(std::max(mine->size(), clocks->size()));
+    for (size_t i = 0; i < clocks->size(); ++i) (*joined)[i] = std::max((*joined)[i], (*clocks)[i]);
+    mine = joined;
+  }
+}
+
+void Checker::start_blocks(size_t threads) {
+  // What was released stays; under the number of its run, as agents are counted anew.
+  if (run_ != 0) {
+    for (auto& [key, clock] : released_) {
+      if (clock.own.empty()) continue;
+      Clock moved;
+      moved.earlier[run_] = std::make_shared<const std::vector<uint32_t>>(std::move(clock.own));
+      clock.own.clear();
+      clock.join(moved);
+    }
+  }
+  ++run_;
+  agents_.assign(threads, {});
+  for (size_t i = 0; i < threads; ++i) {
+    agents_[i].seen.own.resize(threads);
+    agents_[i].seen.own[i] = 1;
+  }
+}
+
+Checker::Cell& Checker::cell(uintptr_t address) {
+  const uintptr_t page = address / kPageBytes;
+  if (last_cells_ == nullptr || page != last_page_) {
+    auto& cells = pages_[page];
+    if (cells == nullptr) cells = std::make_unique<Page>(kPageCells);
+    last_page_ = page;
+    last_cells_ = cells.get();
+  }
+  return (*last_cells_)[address % kPageBytes / kCellBytes];
+}
+
+void Checker::add_shared(const void* memory, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  for (uintptr_t at = begin; at < begin + bytes; at += kCellBytes) {
+    Cell& fresh = cell(at);
+    fresh = {};
+    fresh.shared = true;
+  }
+}
+
+uint32_t Checker::intern(const char* instruction, Site site) {
+  const auto [entry, is_new] = what_index_.try_emplace({instruction, {site.file, site.line}}, uint32_t(whats_.size()));
+  if (is_new) whats_.push_back({instruction, site});
+  return entry->second;
+}
+
+bool Checker::ordered(const Epoch& before, const Agent& now) const {
+  if (before.run == run_) return before.agent < now.seen.own.size() && before.clock <= now.seen.own[before.agent];
+  const auto known = now.seen.earlier.find(before.run);
+  return known != now.seen.earlier.end() && before.agent < known->second->size() &&
+         before.clock <= (*known->second)[before.agent];
+}
+
+void Checker::access(Access kind, const void* memory, int bytes, const char* instruction, Site site) {
+  const auto index = uint32_t(machine_.current().index);
+  const Agent& agent = agents_[index];
+  const bool atomic = kind == Access::kAtomic;
+  const Epoch now{run_, index, agent.seen.own[index], intern(instruction, site), atomic};
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  for (uintptr_t at = begin / kCellBytes * kCellBytes; at < begin + uintptr_t(bytes); at += kCellBytes) {
+    Cell& c = cell(at);
+    if (c.write.run == 0) {
+      if (c.shared && kind == Access::kRead)
+        machine_.fail(instruction, site, "reads shared memory at 0x%x that nobody has written",
+                      machine_.address_of(reinterpret_cast<const void*>(at)));
+    } else if (!(atomic && c.write.atomic) && !ordered(c.write, agent)) {
+      report(c.write, true, kind != Access::kRead, reinterpret_cast<const void*>(at), instruction, site);
+    }
+    if (kind == Access::kRead) {
+      if (c.read.run == 0 || (c.read.run == run_ && c.read.agent == index) || ordered(c.read, agent)) {
+        c.read = now;
+      } else {
+        if (c.more_reads == nullptr) c.more_reads = std::make_unique<std::vector<Epoch>>();
+        auto& reads = *c.more_reads;
+        const auto mine = std::find_if(reads.begin(), reads.end(), [&](const Epoch& e) {
+          return (e.run == run_ && e.agent == index) || ordered(e, agent);
+        });
+        if (mine != reads.end())
+          *mine = now;
+        else
+          reads.push_back(now);
+      }
+      continue;
+    }
+    if (c.read.run != 0 && !ordered(c.read, agent))
+      report(c.read, false, true, reinterpret_cast<const void*>(at), instruction, site);
+    if (c.more_reads != nullptr) {
+      for (const Epoch& read : *c.more_reads)
+        if (!ordered(read, agent)) report(read, false, true, reinterpret_cast<const void*>(at), instruction, site);
+      c.more_reads.reset();
+    }
+    c.read = {};
+    c.write = now;
+  }
+}
+
+void Checker::report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
+                     const char* instruction, Site site) {
+  const What& what = whats_[before.what];
+  const int threads = machine_.geometry().block;
+  char where[64];
+  const auto* byte = static_cast<const std::byte*>(memory);
+  const Block& block = *machine_.current().block;
+  if (byte >= block.shared && byte < block.shared + block.shared_end)
+    std::snprintf(where, sizeof where, "shared address 0x%x", machine_.address_of(memory));
+  else
+    std::snprintf(where, sizeof where, "global address %p", memory);
+  const std::string who =
+      before.run == run_ ? "thread " + std::to_string(int(before.agent) % threads) +
+                               (machine_.current().block->number == int(before.agent) / threads ? " of this block"
+                                                                                                : " of another block")
+                         : "a thread of an earlier block";
+  machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are in no order",
+                now_writes ? "write" : "read", where, before_writes ? "write" : "read", who.c_str(), what.instruction,
+                place(what.site).c_str());
+}
+
+void Checker::join(const std::vector<int>& fibers) {
+  Clock all;
+  for (const int fiber : fibers) all.join(agents_[fiber].seen);
+  for (const int fiber : fibers) {
+    agents_[fiber].seen = all;
+    ++agents_[fiber].seen.own[fiber];
+  }
+}
+
+void Checker::release(const void* key) {
+  const int index = machine_.current().index;
+  released_[key].join(agents_[index].seen);
+  ++agents_[index].seen.own[index];
+}
+void Checker::acquire(const void* key) {
+  const auto released = released_.find(key);
+  if (released != released_.end()) agents_[machine_.current().index].seen.join(released->second);
+}
+void Checker::relaxed_atomic(const void* key) {
+  const int index = machine_.current().index;
+  Agent& agent = agents_[index];
+  const auto released = released_.find(key);
+  if (released != released_.end()) agent.read_by_atomics.join(released->second);
+  if (agent.fenced) released_[key].join(agent.at_fence);
+}
+void Checker::fence() {
+  const int index = machine_.current().index;
+  Agent& agent = agents_[index];
+  agent.seen.join(agent.read_by_atomics);
+  agent.at_fence = agent.seen;
+  agent.fenced = true;
+  ++agent.seen.own[index];
+}
+
+}  // namespace cuda_ext::simt

@@ -1,0 +1,567 @@
+#include "simt/machine.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstdio>
+#include <exception>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "simt/checker.h"
+
+namespace cuda_ext::simt {
+
+thread_local Machine* machine = nullptr;
+
+namespace {
+
+constexpr uint32_t kMaxSharedBytes = 227 * 1024;
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxCluster = 16;
+constexpr uint32_t kCanaryBytes = 256;
+constexpr auto kPoison = std::byte{0xff};  // a NaN in every floating type
+constexpr auto kCanary = std::byte{0xa5};
+
+std::mutex global_mutex;
+Counters total_counters{};
+std::set<std::tuple<std::string, int, std::string>> seen_sites;
+
+// Stacks are kept for the next launch of this thread.
+thread_local std::vector<Stack> stack_pool;
+
+std::string format_text(const char* format, va_list arguments) {
+  va_list again;
+  va_copy(again, arguments);
+  std::string text(std::vsnprintf(nullptr, 0, format, again), '\0');
+  va_end(again);
+  std::vsnprintf(text.data(), text.size() + 1, format, arguments);
+  return text;
+}
+
+// The source line of a plain access, of which only the code address is known: worth a process, once, at the end.
+std::string place_of_code(const void* address) {
+  Dl_info info;
+  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "an unknown place";
+  const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(info.dli_fbase);
+  char command[1024];
+  std::snprintf(command, sizeof command, "addr2line -e '%s' 0x%zx 2>/dev/null", info.dli_fname, size_t(offset - 1));
+  std::string line;
+  if (FILE* pipe = popen(command, "r")) {
+    char text[512] = "";
+    if (std::fgets(text, sizeof text, pipe) != nullptr) line = text;
+    pclose(pipe);
+  }
+  line = line.substr(0, line.find_first_of(" \n"));
+  return line.empty() || line[0] == '?' ? "code address +" + std::to_string(offset) : line.substr(line.rfind('/') + 1);
+}
+
+}  // namespace
+
+std::string place(Site site) {
+  if (site.line == kCodeAddress) return place_of_code(site.file);
+  const std::string file = site.file;
+  const size_t slash = file.rfind('/');
+  return (slash == std::string::npos ? file : file.substr(slash + 1)) + ":" + std::to_string(site.line);
+}
+
+Options& options() {
+  static Options instance;
+  return instance;
+}
+
+const char* name_of(Count count) {
+  static constexpr const char* names[] = {"blocks",
+                                          "ldmatrix",
+                                          "mma",
+                                          "shuffle",
+                                          "barrier",
+                                          "atomic",
+                                          "cp_async_bytes",
+                                          "global_load_bytes",
+                                          "global_store_bytes",
+                                          "global_load_sectors",
+                                          "global_store_sectors",
+                                          "shared_wavefronts",
+                                          "shared_ideal_wavefronts",
+                                          "matrix_wavefronts",
+                                          "matrix_ideal_wavefronts",
+                                          "wgmma",
+                                          "tma_load_bytes",
+                                          "tma_store_bytes"};
+  static_assert(std::size(names) == size_t(Count::kNumCounts));
+  return names[size_t(count)];
+}
+
+Counters counters() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  return total_counters;
+}
+void reset_counters() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  total_counters = {};
+}
+std::vector<SyncSite> sync_sites() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  std::vector<SyncSite> sites;
+  for (const auto& [file, line, instruction] : seen_sites) sites.push_back({file, line, instruction});
+  return sites;
+}
+void reset_sync_sites() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  seen_sites.clear();
+}
+
+// The entry of every fiber.
+void fiber_main() {
+  try {
+    machine->thread_();
+  } catch (const std::exception& error) {
+    machine->fail_with(std::string(machine->kernel_) + ": " + error.what());
+  }
+  machine->finish_current();
+}
+
+Machine::Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread)
+    : kernel_(kernel),
+      geometry_(geometry),
+      thread_(thread),
+      options_(options()),
+      random_state_(options_.seed * 0x9e3779b97f4a7c15 + 0x1234567) {
+  if (options_.check_races) checker_ = std::make_unique<Checker>(*this);
+}
+
+Machine::~Machine() {
+  for (auto& block : blocks_)
+    if (block->shared != nullptr) std::free(block->shared);
+}
+
+uint64_t Machine::random() {  // splitmix64
+  uint64_t z = random_state_ += 0x9e3779b97f4a7c15;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+  z = (z ^ z >> 27) * 0x94d049bb133111eb;
+  return z ^ z >> 31;
+}
+
+void Machine::start_block(int64_t cluster, int rank) {
+  const Extent& c = geometry_.cluster;
+  const Extent clusters{geometry_.grid.x / c.x, geometry_.grid.y / c.y, geometry_.grid.z / c.z};
+  auto block = std::make_unique<Block>();
+  block->index[0] = int(cluster % clusters.x) * c.x + rank % c.x;
+  block->index[1] = int(cluster / clusters.x % clusters.y) * c.y + rank / c.x % c.y;
+  block->index[2] = int(cluster / clusters.x / clusters.y) * c.z + rank / c.x / c.y;
+  block->rank = rank;
+  block->number = int(blocks_.size());
+  block->shared_end = kReservedSharedBytes + uint32_t(geometry_.shared_bytes);
+  const size_t window = (block->shared_end + kCanaryBytes + 1023) / 1024 * 1024;
+  block->shared = static_cast<std::byte*>(std::aligned_alloc(1024, window));
+  std::fill_n(block->shared, block->shared_end, kPoison);
+  std::fill(block->shared + block->shared_end, block->shared + window, kCanary);
+  if (checker_) checker_->add_shared(block->shared, block->shared_end);
+
+  const int threads = geometry_.block, num_warps = (threads + kLanes - 1) / kLanes;
+  block->threads_left = threads;
+  block->fibers = std::make_unique<Fiber[]>(threads);
+  block->warps.resize(num_warps);
+  for (int w = 0; w < num_warps; ++w) {
+    Warp& warp = block->warps[w];
+    warp.block = block.get();
+    warp.index = w;
+    warp.number = block->number * num_warps + w;
+    warp.fibers = block->fibers.get() + w * kLanes;
+    const int lanes = std::min(kLanes, threads - w * kLanes);
+    warp.alive = warp.runnable = lanes == kLanes ? ~uint32_t(0) : (uint32_t(1) << lanes) - 1;
+    draw_priority(warp);
+    order_.push_back(&warp);
+  }
+  for (int t = 0; t < threads; ++t) {
+    Fiber& fiber = block->fibers[t];
+    fiber.block = block.get();
+    fiber.warp = &block->warps[t / kLanes];
+    fiber.lane = t % kLanes;
+    fiber.thread = t;
+    fiber.index = block->number * threads + t;
+    if (stack_pool.size() <= size_t(fiber.index)) stack_pool.emplace_back();
+    fiber.stack = &stack_pool[fiber.index];
+  }
+  blocks_.push_back(std::move(block));
+}
+
+void Machine::run(const std::vector<int64_t>& clusters) {
+  machine = this;
+  for (auto& block : blocks_) std::free(std::exchange(block->shared, nullptr));
+  blocks_.clear();
+  order_.clear();
+  turn_ = 0;
+  const size_t num_threads = clusters.size() * size_t(geometry_.cluster.count()) * size_t(geometry_.block);
+  if (stack_pool.capacity() < num_threads) stack_pool.reserve(num_threads);
+  if (checker_) checker_->start_blocks(num_threads);
+  for (const int64_t cluster : clusters)
+    for (int rank = 0; rank < geometry_.cluster.count(); ++rank) start_block(cluster, rank);
+  fibers_left_ = 0;
+  for (auto& block : blocks_) {
+    fibers_left_ += geometry_.block;
+    for (int t = 0; t < geometry_.block; ++t) {
+      Fiber& fiber = block->fibers[t];
+      fiber.stack_pointer = stack_pool[fiber.index].prepare(fiber_main, size_t(fiber.index));
+    }
+  }
+  count(Count::kBlocks) += blocks_.size();
+  if (options_.schedule == Schedule::kPct)
+    std::sort(order_.begin(), order_.end(), [](Warp* a, Warp* b) { return a->priority > b->priority; });
+  current_ = choose();
+  cuda_ext_simt_switch(&main_stack_, current_->stack_pointer);
+  machine = nullptr;
+  if (failure_) throw Fault(*failure_);
+}
+
+void Machine::draw_priority(Warp& warp) {
+  const uint64_t draw = random();
+  warp.priority = uint32_t(draw);
+  warp.backwards = options_.schedule == Schedule::kPct && (draw >> 40 & 1) != 0;
+}
+
+void Machine::wake(Fiber& fiber) { fiber.warp->runnable |= uint32_t(1) << fiber.lane; }
+
+void Machine::park(const Wait& wait) {
+  Warp& warp = *current_->warp;
+  current_->wait = wait;
+  warp.runnable &= ~(uint32_t(1) << current_->lane);
+  const bool stay = warp.runnable != 0 && options_.schedule == Schedule::kFifo;
+  switch_to(stay ? choose_lane(warp) : choose_or_complete());
+}
+
+void Machine::park_until(const Wait& wait, std::function<bool()> ready) {
+  if (ready()) return;
+  pollers_.push_back({current_, std::move(ready)});
+  park(wait);
+}
+
+void Machine::yield() {
+  if (options_.schedule != Schedule::kPct) return;
+  if (random() % 64 == 0) {
+    draw_priority(*current_->warp);
+    std::sort(order_.begin(), order_.end(), [](Warp* a, Warp* b) { return a->priority > b->priority; });
+  }
+  for (Warp* warp : order_) {
+    if (warp == current_->warp) return;
+    if (warp->runnable != 0) return switch_to(choose_lane(*warp));
+  }
+}
+
+void Machine::start(Action action) {
+  if (lazy())
+    in_flight_.push_back(std::move(action));
+  else
+    action();
+}
+
+Fiber* Machine::choose_lane(Warp& warp) {
+  int lane;
+  if (warp.backwards) {
+    lane = 31 - std::countl_zero(warp.runnable);
+  } else {
+    const int after = current_ != nullptr && current_->warp == &warp ? current_->lane : -1;
+    const uint32_t above = after >= 31 ? 0 : warp.runnable & ~((uint32_t(2) << after) - 1);
+    lane = std::countr_zero(after >= 0 && above != 0 ? above : warp.runnable);
+  }
+  return &warp.fibers[lane];
+}
+
+Fiber* Machine::choose() {
+  if (options_.schedule == Schedule::kPct) {
+    for (Warp* warp : order_)
+      if (warp->runnable != 0) return choose_lane(*warp);
+    return nullptr;
+  }
+  for (size_t i = 0; i < order_.size(); ++i) {
+    const size_t at = turn_ + i < order_.size() ? turn_ + i : turn_ + i - order_.size();
+    if (order_[at]->runnable == 0) continue;
+    turn_ = at;
+    return choose_lane(*order_[at]);
+  }
+  return nullptr;
+}
+
+Fiber* Machine::choose_or_complete() {
+  for (;;) {
+    if (Fiber* fiber = choose()) return fiber;
+    if (!in_flight_.empty()) {
+      const size_t which = options_.schedule == Schedule::kPct ? random() % in_flight_.size() : 0;
+      const Action action = std::move(in_flight_[which]);
+      in_flight_.erase(in_flight_.begin() + ptrdiff_t(which));
+      action();
+      continue;
+    }
+    if (fibers_left_ == 0) return nullptr;
+    const auto ready = std::find_if(pollers_.begin(), pollers_.end(), [](const Poller& p) { return p.ready(); });
+    if (ready == pollers_.end()) fail_with(deadlock_table());
+    wake(*ready->fiber);
+    pollers_.erase(ready);
+  }
+}
+
+void Machine::switch_to(Fiber* next) {
+  if (next == current_) return;
+  Fiber* self = std::exchange(current_, next);
+  cuda_ext_simt_switch(&self->stack_pointer, next->stack_pointer);
+}
+
+void Machine::finish_current() {
+  Fiber& self = *current_;
+  const uint32_t mine = uint32_t(1) << self.lane;
+  self.finished = true;
+  self.warp->runnable &= ~mine;
+  self.warp->alive &= ~mine;
+  --fibers_left_;
+  if (self.warp->alive == 0)
+    for (auto& [key, stream] : self.warp->accesses)
+      for (const WarpAccess& access : stream.open) count_access(Space(key & 3), access);
+  if (--self.block->threads_left == 0) end_block(*self.block);
+  Fiber* next = choose_or_complete();
+  current_ = next;
+  cuda_ext_simt_switch(&self.stack_pointer, next != nullptr ? next->stack_pointer : main_stack_);
+  __builtin_unreachable();
+}
+
+void Machine::end_block(Block& block) {
+  const std::byte* canary = block.shared + block.shared_end;
+  if (!std::all_of(canary, canary + kCanaryBytes, [](std::byte b) { return b == kCanary; }))
+    fail_with(describe(*current_) + ": a store reached past the " + std::to_string(geometry_.shared_bytes) +
+              " bytes of shared memory of its block");
+}
+
+bool Machine::synchronizes(const char* instruction, Site site) {
+  if (noted_sites_.emplace(site.file, site.line, instruction).second) {  // to ask for the lock once
+    const std::lock_guard<std::mutex> lock(global_mutex);
+    seen_sites.emplace(site.file, site.line, instruction);
+  }
+  const SyncSite* skip = options_.skip;
+  if (skip != nullptr && skip->line == site.line && skip->file == site.file && skip->instruction == instruction)
+    return false;
+  yield();
+  return true;
+}
+
+void Machine::refuse_meeting(const char* instruction, Site site, uint32_t mask) {
+  const Warp& warp = *current_->warp;
+  if ((mask >> current_->lane & 1) == 0) fail(instruction, site, "the mask 0x%08x leaves out this lane", mask);
+  if ((mask & ~warp.alive) != 0)
+    fail(instruction, site, "the mask 0x%08x names lanes that have exited; left are 0x%08x", mask, warp.alive);
+  for (const Meeting& other : warp.meetings)
+    if ((other.mask & mask) != 0)
+      fail(instruction, site, "the warp has diverged: other lanes are at %s, %s with mask 0x%08x; this mask is 0x%08x",
+           other.instruction, place(other.site).c_str(), other.mask, mask);
+  std::abort();
+}
+
+void Machine::plain_access(bool write, const void* memory, int bytes, const void* code_address) {
+  if (current_ == nullptr || current_->stack->contains(memory)) return;
+  const Block& block = *current_->block;
+  const char* instruction = write ? "store" : "load";
+  const Site site(static_cast<const char*>(code_address), kCodeAddress);
+  const auto* at = static_cast<const std::byte*>(memory);
+  const bool is_shared = at >= block.shared && at < block.shared + block.shared_end + kCanaryBytes;
+  if (is_shared && (at < block.shared + kReservedSharedBytes || at + bytes > block.shared + block.shared_end))
+    fail(instruction, site, "%d bytes at shared address 0x%x are outside of the block's %zu bytes, 0x%x to 0x%x", bytes,
+         address_of(memory), geometry_.shared_bytes, kReservedSharedBytes, block.shared_end);
+  using enum Space;
+  const Space space = is_shared ? (write ? kSharedStore : kSharedLoad) : (write ? kGlobalStore : kGlobalLoad);
+  note_access(space, is_shared ? address_of(memory) : reinterpret_cast<uintptr_t>(memory), bytes, site);
+  if (checker_) checker_->access(write ? Access::kWrite : Access::kRead, memory, bytes, instruction, site);
+}
+
+SharedAddress Machine::address_of(const void* pointer) const {
+  const Block& block = *current_->block;
+  return SharedAddress(static_cast<const std::byte*>(pointer) - block.shared);
+}
+
+std::byte* Machine::shared(SharedAddress address, int bytes, int alignment, const char* instruction, Site site) {
+  const Block& block = *current_->block;
+  if (address < kReservedSharedBytes || address + uint32_t(bytes) > block.shared_end)
+    fail(instruction, site, "%d bytes at shared address 0x%x are outside of the block's %zu bytes, 0x%x to 0x%x", bytes,
+         address, geometry_.shared_bytes, kReservedSharedBytes, block.shared_end);
+  if (address % uint32_t(alignment) != 0)
+    fail(instruction, site, "shared address 0x%x is not a multiple of %d", address, alignment);
+  return block.shared + address;
+}
+
+void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
+  Fiber& self = *current_;
+  Warp& warp = *self.warp;
+  const uint64_t key = (reinterpret_cast<uintptr_t>(site.file) * 31 + uint64_t(site.line)) << 2 | uint64_t(space);
+  AccessStream& stream = warp.accesses[key];
+  const uint32_t turn = stream.next[self.lane]++ - stream.first;
+  if (turn >= stream.open.size()) stream.open.resize(turn + 1);
+  WarpAccess& access = stream.open[turn];
+  access.lanes |= uint32_t(1) << self.lane;
+  access.addresses[self.lane] = address;
+  access.bytes = bytes;
+  // Lanes that skip this access keep it open until the warp ends; most are complete at once.
+  while (!stream.open.empty() && stream.open.front().lanes == ~uint32_t(0)) {
+    count_access(space, stream.open.front());
+    stream.open.pop_front();
+    ++stream.first;
+  }
+}
+
+static int wavefronts_of(uint32_t lanes, const uint64_t* addresses, int bytes, int* ideal) {
+  const int lanes_per_phase = bytes <= 4 ? 32 : 128 / bytes;  // the hardware serves 128 bytes at a time
+  int wavefronts = 0;
+  *ideal = 0;
+  for (int first = 0; first < kLanes; first += lanes_per_phase) {
+    uint64_t words[32][8];
+    int per_bank[32] = {};
+    int most = 0;
+    for (int lane = first; lane < first + lanes_per_phase; ++lane) {
+      if (!(lanes >> lane & 1)) continue;
+      for (uint64_t word = addresses[lane] / 4; word * 4 < addresses[lane] + uint64_t(bytes); ++word) {
+        const int bank = int(word % 32);
+        const int known = std::min(per_bank[bank], 8);
+        if (std::find(words[bank], words[bank] + known, word) != words[bank] + known) continue;
+        if (known < 8) words[bank][known] = word;
+        most = std::max(most, ++per_bank[bank]);
+      }
+    }
+    wavefronts += most;
+    *ideal += most > 0;
+  }
+  return wavefronts;
+}
+
+void Machine::count_access(Space space, const WarpAccess& access) {
+  if (space == Space::kSharedLoad || space == Space::kSharedStore) {
+    int ideal = 0;
+    count(Count::kSharedWavefronts) += wavefronts_of(access.lanes, access.addresses, access.bytes, &ideal);
+    count(Count::kSharedIdealWavefronts) += ideal;
+    return;
+  }
+  std::array<uint64_t, kLanes * 2> sectors;
+  size_t num_sectors = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (!(access.lanes >> lane & 1)) continue;
+    const uint64_t begin = access.addresses[lane] / 32, end = (access.addresses[lane] + access.bytes - 1) / 32;
+    for (uint64_t sector = begin; sector <= end; ++sector) {
+      // Neighbours mostly repeat the last sector.
+      if (std::find(sectors.begin(), sectors.begin() + num_sectors, sector) == sectors.begin() + num_sectors)
+        sectors[num_sectors++] = sector;
+    }
+  }
+  const bool store = space == Space::kGlobalStore;
+  count(store ? Count::kGlobalStoreSectors : Count::kGlobalLoadSectors) += num_sectors;
+  count(store ? Count::kGlobalStoreBytes : Count::kGlobalLoadBytes) +=
+      uint64_t(std::popcount(access.lanes) * access.bytes);
+}
+
+std::string Machine::describe(const Fiber& fiber) const {
+  const Block& block = *fiber.block;
+  char text[160];
+  std::snprintf(text, sizeof text, "block (%d, %d, %d), thread %d (warp %d, lane %d)", block.index[0], block.index[1],
+                block.index[2], fiber.thread, fiber.warp->index, fiber.lane);
+  return std::string(kernel_) + ": " + text;
+}
+
+void Machine::fail(const char* instruction, Site site, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  const std::string text = format_text(format, arguments);
+  va_end(arguments);
+  fail_with(describe(*current_) + ", " + instruction + " at " + place(site) + ": " + text);
+}
+
+// Fibers are left as they are: kernels own nothing that would have to be given back.
+void Machine::fail_with(const std::string& message) {
+  failure_ = message;
+  void* abandoned;
+  cuda_ext_simt_switch(&abandoned, main_stack_);
+  __builtin_unreachable();
+}
+
+std::string Machine::deadlock_table() const {
+  std::string text = std::string(kernel_) + ": deadlock: no thread can run and no copy is under way\n";
+  std::map<std::string, int> rows;
+  for (const auto& block : blocks_) {
+    for (int t = 0; t < geometry_.block; ++t) {
+      const Fiber& fiber = block->fibers[t];
+      char where[96];
+      std::snprintf(where, sizeof where, "  block (%d, %d, %d) warp %2d: ", block->index[0], block->index[1],
+                    block->index[2], fiber.warp->index);
+      std::string row = where;
+      if (fiber.finished) {
+        row += "exited";
+      } else {
+        row += std::string(fiber.wait.instruction) + " at " + place(fiber.wait.site) + describe_barrier(fiber);
+      }
+      ++rows[row];
+    }
+  }
+  for (const auto& [row, threads] : rows) text += row + " (" + std::to_string(threads) + " threads)\n";
+  return text;
+}
+
+std::string Machine::describe_barrier(const Fiber& fiber) const {
+  const Wait& wait = fiber.wait;
+  if (std::strcmp(wait.instruction, "named_barrier") == 0 || std::strcmp(wait.instruction, "sync_threads") == 0) {
+    const NamedBarrier& barrier = fiber.block->barriers[wait.barrier];
+    return ": barrier " + std::to_string(wait.barrier) + " has " + std::to_string(barrier.arrived) + " of " +
+           std::to_string(barrier.expected) + " threads";
+  }
+  return "";
+}
+
+void launch(const char* kernel, const Geometry& geometry, const std::function<void()>& thread) {
+  const auto refuse = [&](const std::string& text) { throw Fault(std::string(kernel) + ": " + text); };
+  const Extent& g = geometry.grid;
+  const Extent& c = geometry.cluster;
+  if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
+    refuse("a grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " + std::to_string(g.z) +
+           ") blocks; each axis takes at least 1, y and z at most 65535");
+  if (geometry.block < 1 || geometry.block > kMaxThreads)
+    refuse("a block of " + std::to_string(geometry.block) + " threads; 1 to 1024 can be launched");
+  if (geometry.shared_bytes > kMaxSharedBytes)
+    refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
+           std::to_string(kMaxSharedBytes));
+  if (c.count() < 1 || c.count() > kMaxCluster || g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
+    refuse("a cluster of (" + std::to_string(c.x) + ", " + std::to_string(c.y) + ", " + std::to_string(c.z) +
+           ") blocks; it has 1 to 16 of them and divides the grid");
+
+  const int64_t clusters = g.count() / c.count();
+  const bool together = geometry.blocks_wait;
+  int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
+  if (together || options().check_races) workers = 1;
+  workers = int(std::clamp<int64_t>(clusters, 1, workers));
+
+  std::atomic<int64_t> next{0};
+  std::mutex failure_mutex;
+  std::exception_ptr failure;
+  const auto work = [&] {
+    Machine emulated(kernel, geometry, thread);
+    try {
+      if (together) {
+        std::vector<int64_t> all;
+        for (int64_t cluster = 0; cluster < clusters; ++cluster) all.push_back(cluster);
+        emulated.run(all);
+      } else {
+        for (int64_t cluster; (cluster = next.fetch_add(1)) < clusters;) emulated.run({cluster});
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(failure_mutex);
+      if (!failure) failure = std::current_exception();
+      next = clusters;
+    }
+    const std::lock_guard<std::mutex> lock(global_mutex);
+    for (size_t i = 0; i < total_counters.size(); ++i) total_counters[i] += emulated.counters()[i];
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < workers; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& t : threads) t.join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace cuda_ext::simt

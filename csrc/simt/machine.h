@@ -1,0 +1,253 @@
+// The emulated multiprocessor: the blocks that are resident on one thread of the host, their warps and fibers, and the
+// scheduler that decides which fiber runs next. One Machine serves one launch on one host thread.
+//
+// A fiber runs until it has to wait for others; then it parks and jumps straight to the next fiber that can run. When
+// none can, asynchronous copies that are still under way complete, one at a time; when none are left, it is a deadlock.
+#pragma once
+
+#include <bit>
+#include <cstdarg>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "simt/fiber.h"
+#include "simt/launch.h"
+
+namespace cuda_ext::simt {
+
+class Checker;
+struct Block;
+struct Warp;
+
+constexpr int kLanes = 32;
+constexpr uint32_t kReservedSharedBytes = 1024;  // at the start of every block's window, as on the hardware
+
+// The line of a Site that holds an address of code in place of a file's name.
+constexpr int kCodeAddress = -1;
+// "gemm_sm80.cuh:120".
+std::string place(Site site);
+
+// What a parked fiber waits for, as the deadlock table tells it.
+struct Wait {
+  const char* instruction;
+  Site site;
+  SharedAddress barrier = 0;  // of an mbarrier, or the number of a named one
+  uint32_t parity = 0;
+};
+
+// One copy that cp.async started.
+struct AsyncCopy {
+  std::byte* to;
+  SharedAddress address;
+  const void* from;
+  int bytes;
+  int valid;
+  Site site;
+};
+
+struct Fiber {
+  void* stack_pointer;
+  const Stack* stack;
+  Block* block;
+  Warp* warp;
+  int lane;
+  int index;   // among all threads of the machine: its number for the checker
+  int thread;  // threadIdx.x
+  bool finished = false;
+  Wait wait{};                                     // holds while the fiber cannot run
+  std::vector<AsyncCopy> open_copies;              // since the last commit
+  std::deque<std::vector<AsyncCopy>> copy_groups;  // oldest first
+};
+
+// Lanes that came to one warp-wide instruction, until the last one acts for all.
+struct Meeting {
+  const char* instruction = nullptr;
+  Site site;
+  uint32_t mask = 0;  // 0: nobody is here
+  uint32_t arrived = 0;
+  void* arguments[kLanes];
+};
+
+// The n-th time that lanes reach one memory instruction: what the hardware serves as one access of the warp.
+struct WarpAccess {
+  uint32_t lanes = 0;
+  int bytes = 0;
+  uint64_t addresses[kLanes];
+};
+struct AccessStream {
+  uint32_t next[kLanes] = {};
+  uint32_t first = 0;  // number of the oldest open access
+  std::deque<WarpAccess> open;
+};
+
+struct Warp {
+  Block* block;
+  int index;      // in the block
+  int number;     // in the machine
+  Fiber* fibers;  // (kLanes)
+  uint32_t alive = 0;
+  uint32_t runnable = 0;
+  uint32_t priority = 0;     // PCT
+  bool backwards = false;    // PCT: lanes run from the last to the first
+  Meeting meetings[kLanes];  // one for each lane that may be the lowest of a mask
+  uint32_t meeting = 0;      // lanes that wait in one of these
+  std::unordered_map<uint64_t, AccessStream> accesses;
+};
+
+struct NamedBarrier {
+  int expected = 0;  // threads, of the phase that is open
+  int arrived = 0;
+  std::vector<Fiber*> waiting;
+  std::vector<int> arrivals;  // fiber indices, for the checker
+};
+
+struct Block {
+  int index[3];  // blockIdx
+  int rank = 0;  // in the cluster
+  int number = 0;
+  std::byte* shared = nullptr;  // the window: reserved bytes, then shared_bytes
+  uint32_t shared_end = 0;      // first address past the window
+  int threads_left = 0;
+  std::array<NamedBarrier, 16> barriers;
+  std::vector<Warp> warps;
+  std::unique_ptr<Fiber[]> fibers;
+};
+
+// Something the hardware does on its own: when it acts, fibers may become runnable.
+using Action = std::function<void()>;
+
+class Machine {
+ public:
+  Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread);
+  ~Machine();
+
+  // Runs cluster `cluster` of the grid (a block, where there are no clusters) to its end.
+  void run(const std::vector<int64_t>& clusters);
+
+  Fiber& current() { return *current_; }
+  const Geometry& geometry() const { return geometry_; }
+  bool lazy() const { return options_.completion == Completion::kLazy; }
+  Checker* checker() { return checker_.get(); }
+  uint64_t& count(Count what) { return counters_[size_t(what)]; }
+  const Counters& counters() const { return counters_; }
+
+  // The current fiber waits until somebody wakes it.
+  void park(const Wait& wait);
+  void wake(Fiber& fiber);
+  // The current fiber waits until `ready` holds; it is asked when nothing else can run.
+  void park_until(const Wait& wait, std::function<bool()> ready);
+  // Lets `action` happen: now, or when no fiber can run.
+  void start(Action action);
+  // Lets a warp of higher priority go first.
+  void yield();
+
+  // All lanes of `mask` have to come here; the last to come calls act(arguments of each lane) and returns, the others
+  // return after it.
+  template <class Arguments, class Act>
+  void meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
+
+  // Whether this synchronisation call is to be carried out: it is noted, and a mutation leaves one out.
+  bool synchronizes(const char* instruction, Site site);
+
+  // `bytes` of shared memory at `address` of the current block.
+  std::byte* shared(SharedAddress address, int bytes, int alignment, const char* instruction, Site site);
+  SharedAddress address_of(const void* pointer) const;
+  // One lane's part of a warp's access to memory, for the counters.
+  enum class Space { kSharedLoad, kSharedStore, kGlobalLoad, kGlobalStore };
+  void note_access(Space space, uint64_t address, int bytes, Site site);
+
+  // A plain load or store of the current fiber, seen where kernels are compiled with hooks (raw_access.cpp).
+  void plain_access(bool write, const void* memory, int bytes, const void* code_address);
+
+  // Ends the launch with what is wrong, as seen from the current fiber.
+  [[noreturn]] void fail(const char* instruction, Site site, const char* format, ...)
+      __attribute__((format(printf, 4, 5)));
+  std::string describe(const Fiber& fiber) const;
+  const char* kernel() const { return kernel_; }
+  uint64_t random();
+
+ private:
+  friend void fiber_main();
+  void start_block(int64_t cluster, int rank);
+  void end_block(Block& block);
+  [[noreturn]] void finish_current();
+  // The next fiber that can run, or null.
+  Fiber* choose();
+  Fiber* choose_lane(Warp& warp);
+  Fiber* choose_or_complete();
+  void switch_to(Fiber* next);
+  void draw_priority(Warp& warp);
+  [[noreturn]] void fail_with(const std::string& message);
+  std::string deadlock_table() const;
+  std::string describe_barrier(const Fiber& fiber) const;
+  Meeting& join_meeting(const char* instruction, Site site, uint32_t mask);
+  [[noreturn]] void refuse_meeting(const char* instruction, Site site, uint32_t mask);
+  void count_access(Space space, const WarpAccess& access);
+
+  const char* kernel_;
+  Geometry geometry_;
+  const std::function<void()>& thread_;
+  Options options_;
+  Counters counters_{};
+  std::unique_ptr<Checker> checker_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Warp*> order_;  // PCT: by priority
+  size_t turn_ = 0;           // FIFO: index into order_
+  std::deque<Action> in_flight_;
+  struct Poller {
+    Fiber* fiber;
+    std::function<bool()> ready;
+  };
+  std::vector<Poller> pollers_;
+  Fiber* current_ = nullptr;
+  void* main_stack_ = nullptr;
+  int fibers_left_ = 0;
+  uint64_t random_state_;
+  std::optional<std::string> failure_;
+  std::set<std::tuple<const char*, int, const char*>> noted_sites_;
+};
+
+extern thread_local Machine* machine __attribute__((tls_model("initial-exec")));
+
+inline Meeting& Machine::join_meeting(const char* instruction, Site site, uint32_t mask) {
+  Warp& warp = *current_->warp;
+  const uint32_t mine = uint32_t(1) << current_->lane;
+  Meeting& meeting = warp.meetings[std::countr_zero(mask | uint32_t(1) << 31)];
+  if (meeting.mask == 0) {
+    if ((mask & mine) == 0 || (mask & ~warp.alive) != 0 || (mask & warp.meeting) != 0)
+      refuse_meeting(instruction, site, mask);
+    meeting.instruction = instruction;
+    meeting.site = site;
+    meeting.mask = mask;
+    meeting.arrived = 0;
+    warp.meeting |= mask;
+  } else if (meeting.mask != mask || meeting.instruction != instruction || meeting.site.line != site.line) {
+    refuse_meeting(instruction, site, mask);
+  }
+  meeting.arrived |= mine;
+  return meeting;
+}
+
+template <class Arguments, class Act>
+void Machine::meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act) {
+  Meeting& meeting = join_meeting(instruction, site, mask);
+  Warp& warp = *current_->warp;
+  meeting.arguments[current_->lane] = &arguments;
+  if (meeting.arrived != mask) return park({instruction, site});
+  Arguments* all[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane)
+    all[lane] = mask >> lane & 1 ? static_cast<Arguments*>(meeting.arguments[lane]) : nullptr;
+  meeting.mask = 0;
+  warp.meeting &= ~mask;
+  act(all);
+  warp.runnable |= mask;
+}
+
+}  // namespace cuda_ext::simt

@@ -1,0 +1,32 @@
+// Plain loads and stores of kernels, seen without a change to their source: the kernel's translation unit is compiled
+// with -fsanitize=thread and linked with these functions in place of that sanitizer's. (The emulator itself is not.)
+#include "simt/machine.h"
+
+namespace {
+
+void access(bool write, const void* memory, size_t bytes, const void* code) {
+  if (cuda_ext::simt::machine != nullptr) cuda_ext::simt::machine->plain_access(write, memory, int(bytes), code);
+}
+
+}  // namespace
+
+#define HOOK extern "C" __attribute__((visibility("hidden"))) void
+#define CALLER __builtin_return_address(0)
+#define ACCESS(bytes)                                                                       \
+  HOOK __tsan_read##bytes(void* memory) { access(false, memory, bytes, CALLER); }           \
+  HOOK __tsan_write##bytes(void* memory) { access(true, memory, bytes, CALLER); }           \
+  HOOK __tsan_unaligned_read##bytes(void* memory) { access(false, memory, bytes, CALLER); } \
+  HOOK __tsan_unaligned_write##bytes(void* memory) { access(true, memory, bytes, CALLER); }
+
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+HOOK __tsan_read_range(void* memory, size_t bytes) { access(false, memory, bytes, CALLER); }
+HOOK __tsan_write_range(void* memory, size_t bytes) { access(true, memory, bytes, CALLER); }
+HOOK __tsan_vptr_update(void**, void*) {}
+HOOK __tsan_vptr_read(void**) {}
+HOOK __tsan_func_entry(void*) {}
+HOOK __tsan_func_exit() {}
+HOOK __tsan_init() {}

@@ -1,0 +1,88 @@
+// Loads, stores, atomics, cp.async, conversions.
+#include "arch/async_copy.cuh"
+#include "arch/math.cuh"
+#include "arch/warp.cuh"
+#include "conformance.h"
+
+namespace cuda_ext::conformance {
+
+using namespace arch;
+
+struct Bytes2048 {
+  alignas(16) uint32_t x[512];
+};
+
+CONFORMANCE(global_vectors, 32, 0, 4 * 512, 4 * 512) {
+  const int t = thread_index();
+  store_global(out + 4 * t, load_global<Words4>(in + 4 * t));
+  store_global_streaming(out + 128 + 2 * t, load_global_streaming<Words2>(in + 128 + 2 * t));
+  store_global(out + 256 + t, load_global<uint32_t>(in + 256 + t));
+  const auto* halves = reinterpret_cast<const uint16_t*>(in + 384);
+  auto* half_out = reinterpret_cast<uint16_t*>(out + 384);
+  store_global(half_out + t, load_global_streaming<uint16_t>(halves + t));
+}
+CONFORMANCE(shared_vectors, 32, sizeof(Bytes2048), 512, 3 * 512) {
+  SHARED_STORAGE(Bytes2048, shared);
+  const int t = thread_index();
+  const SharedAddress base = shared_address(shared.x);
+  store_shared(base + 16 * uint32_t(t), load_global<Words4>(in + 4 * t));
+  sync_warp();
+  store_global(out + 4 * t, load_shared<Words4>(base + 16 * uint32_t(31 - t)));
+  store_global(out + 128 + 2 * t, load_shared<Words2>(base + 8 * uint32_t(31 - t)));
+  out[256 + t] = load_shared<uint32_t>(base + 4 * uint32_t(31 - t));
+}
+CONFORMANCE(atomics, 64, 0, 256, 16) {
+  const int t = thread_index();
+  if (t < 4) out[t] = 0;
+  arch::sync_threads();
+  atomic_add(out, in[t]);
+  reduce_add(reinterpret_cast<float*>(out + 1), float(in[t] % 256));
+  reduce_or(out + 2, 1u << in[t] % 32);
+  atomic_add_acq_rel(out + 3, 1);
+}
+// Every size, whole, in part and not at all; two groups in flight.
+CONFORMANCE(cp_async, 32, sizeof(Bytes2048), 2048, 2048) {
+  SHARED_STORAGE(Bytes2048, shared);
+  const int t = thread_index();
+  const SharedAddress base = shared_address(shared.x);
+  arch::cp_async<16>(base + 16 * uint32_t(t), in + 4 * t, t % 2 == 0 ? 16 : t % 16);
+  cp_async_commit();
+  arch::cp_async<8>(base + 512 + 8 * uint32_t(t), in + 128 + 2 * t, t % 9);
+  arch::cp_async<4>(base + 1024 + 4 * uint32_t(t), in + 256 + t, t % 5);
+  cp_async_commit();
+  cp_async_wait<1>();
+  sync_warp();
+  store_global(out + 4 * t, load_shared<Words4>(base + 16 * uint32_t(31 - t)));
+  cp_async_wait<0>();
+  sync_warp();
+  store_global(out + 128 + 2 * t, load_shared<Words2>(base + 512 + 8 * uint32_t(31 - t)));
+  out[256 + t] = load_shared<uint32_t>(base + 1024 + 4 * uint32_t(31 - t));
+}
+
+// All roundings: any bits in.
+CONFORMANCE(conversions, 128, 0, 512, 8 * 512) {
+  const int t = thread_index();
+  const float x = bits_float(in[t]);
+  out[t] = from_float<half_t>(x).bits;
+  out[128 + t] = from_float<bfloat16_t>(x).bits;
+  out[256 + t] = to_tf32(x);
+  out[384 + t] = pack<half_t>(x, -x);
+  out[512 + t] = pack<bfloat16_t>(x, -x);
+  out[640 + t] = float_bits(to_float(half_t{uint16_t(in[t])}));
+  out[768 + t] = float_bits(to_float(bfloat16_t{uint16_t(in[t])}));
+  out[896 + t] = float_bits(arch::fma(x, x, 1.0f));
+}
+// Approximate on the hardware: compared within a tolerance.
+CONFORMANCE(special_functions, 128, 0, 512, 7 * 512) {
+  const int t = thread_index();
+  const float x = (float(in[t] >> 8) / 8388608.0f - 1.0f) * 6.0f;
+  out[t] = float_bits(fast_exp2(x));
+  out[128 + t] = float_bits(fast_log2(x * x + 0.5f));
+  out[256 + t] = float_bits(fast_reciprocal(x));
+  out[384 + t] = float_bits(fast_tanh(x));
+  out[512 + t] = float_bits(arch::exp(x));
+  out[640 + t] = float_bits(arch::erf(x));
+  out[768 + t] = float_bits(arch::tanh(x));
+}
+
+}  // namespace cuda_ext::conformance

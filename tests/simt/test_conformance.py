@@ -1,0 +1,267 @@
+"""Every primitive of csrc/arch on the emulator: against what the PTX manual says, and against what GPUs answered.
+
+`python tests/simt/record.py` stores a GPU's answers under golden/; wherever they are, the emulator has to give the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import HERE, Library
+
+SOURCES = ["conformance_warp.cu", "conformance_memory.cu", "conformance_mma.cu"]
+MODES = [
+    {"mode": "eager", "schedule": "fifo"},
+    {"mode": "lazy", "schedule": "fifo"},
+    *({"mode": "lazy", "schedule": "pct", "seed": seed} for seed in range(3)),
+    {"mode": "lazy", "schedule": "pct", "seed": 3, "check_races": True},
+]
+# Approximate in hardware, or free to round sums as it likes: equal within a tolerance only.
+TOLERANCE = {"special_functions": 2.0**-10, "mma_f16": 1e-5, "mma_bf16": 1e-5, "mma_tf32": 1e-5}
+
+Reference = Callable[[np.ndarray], np.ndarray]
+references: dict[str, Reference] = {}
+
+
+def reference(function: Reference) -> Reference:
+    references[function.__name__] = function
+    return function
+
+
+LANES = np.arange(32)
+
+
+@reference
+def shuffle(x: np.ndarray) -> np.ndarray:
+    return x[x[32:] % 32]
+
+
+@reference
+def shuffle_xor(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([x[LANES ^ 1 << i] for i in range(5)])
+
+
+@reference
+def shuffle_up_down(x: np.ndarray) -> np.ndarray:
+    def moved(by: int) -> np.ndarray:
+        lanes = LANES + by
+        return x[np.where((lanes >= 0) & (lanes < 32), lanes, LANES)]
+
+    return np.concatenate([moved(-1), moved(-13), moved(1), moved(13)])
+
+
+@reference
+def shuffle_diverged(x: np.ndarray) -> np.ndarray:
+    return x[np.where(LANES % 2 == 0, (LANES + 2) % 32, (LANES + 30) % 32)]
+
+
+@reference
+def ballot(x: np.ndarray) -> np.ndarray:
+    votes = sum(int(bit) << lane for lane, bit in enumerate(x % 2))
+    return np.repeat(np.array([votes, (x == 0).any(), (x != 0).all()], np.uint32), 32)
+
+
+@reference
+def elect_one(x: np.ndarray) -> np.ndarray:
+    return (np.arange(64) % 32 == 0).astype(np.uint32)
+
+
+@reference
+def lane_sums(x: np.ndarray) -> np.ndarray:
+    small = x % 1024
+    fours = small.reshape(8, 4).sum(1).repeat(4)
+    return np.concatenate([np.full(32, small.sum()), fours, small.reshape(4, 8).max(1).repeat(8)])
+
+
+@reference
+def sync_threads(x: np.ndarray) -> np.ndarray:
+    return x[(np.arange(128) + 37) % 128]
+
+
+@reference
+def sync_warp(x: np.ndarray) -> np.ndarray:
+    return x[::-1]
+
+
+@reference
+def named_barriers(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([x[64:], x[:64]])
+
+
+@reference
+def global_vectors(x: np.ndarray) -> np.ndarray:
+    out = np.full(512, 0xFFFFFFFF, np.uint32)
+    out[:128], out[128:192], out[256:288], out[384:400] = x[:128], x[128:192], x[256:288], x[384:400]
+    return out
+
+
+@reference
+def shared_vectors(x: np.ndarray) -> np.ndarray:
+    out = np.full(384, 0xFFFFFFFF, np.uint32)
+    out[:128] = x.reshape(32, 4)[::-1].ravel()
+    out[128:192] = x[:64].reshape(32, 2)[::-1].ravel()
+    out[256:288] = x[:32][::-1]
+    return out
+
+
+@reference
+def atomics(x: np.ndarray) -> np.ndarray:
+    bits = np.bitwise_or.reduce(np.uint32(1) << x % 32)
+    return np.array([x.sum(dtype=np.uint32), np.float32((x % 256).sum()).view(np.uint32), bits, 64], np.uint32)
+
+
+@reference
+def cp_async(x: np.ndarray) -> np.ndarray:
+    out = np.full(512, 0xFFFFFFFF, np.uint32)
+    whole = np.where(LANES % 2 == 0, 16, LANES % 16)
+    for begin, words, valid in ((0, 4, whole), (128, 2, LANES % 9), (256, 1, LANES % 5)):
+        rows = x[begin : begin + 32 * words].copy().view(np.uint8).reshape(32, 4 * words)
+        rows[np.arange(4 * words) >= valid[:, None]] = 0
+        out[begin : begin + 32 * words] = rows[::-1].copy().view(np.uint32).ravel()
+    return out
+
+
+@reference
+def conversions(x: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        f = x.view(np.float32)
+        half, bfloat = f.astype(np.float16), to_bfloat16(x)
+        half = np.where(np.isnan(f), np.uint16(0x7FFF), half.view(np.uint16)).astype(np.uint32)
+        negative = np.where(np.isnan(f), half, half ^ 0x8000)
+        negative_bfloat = np.where(np.isnan(f), bfloat, bfloat ^ 0x8000)
+        finite_tf32 = ((x.astype(np.uint64) + 0x1000) & 0xFFFFE000).astype(np.uint32)
+        tf32 = np.where(np.isnan(f), 0x7FFFFFFF, np.where(np.isinf(f), x, finite_tf32))
+        widened = (x & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+        fma = (f.astype(np.float64) ** 2 + 1.0).astype(np.float32)
+    return np.concatenate(
+        [
+            half,
+            bfloat,
+            tf32,
+            negative << 16 | half,
+            negative_bfloat << 16 | bfloat,
+            widened,
+            x << 16,
+            fma.view(np.uint32),
+        ]
+    )
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    rounded = ((x.astype(np.uint64) + 0x7FFF + (x >> 16 & 1)) >> 16).astype(np.uint32)
+    return np.where(np.isnan(x.view(np.float32)), np.uint32(0x7FFF), rounded)
+
+
+@reference
+def special_functions(x: np.ndarray) -> np.ndarray:
+    from math import erf
+
+    f = ((x >> 8).astype(np.float32) / np.float32(8388608) - np.float32(1)) * np.float32(6)
+    d = f.astype(np.float64)
+    values = [2**d, np.log2(d * d + 0.5), 1 / d, np.tanh(d), np.exp(d), np.array([erf(v) for v in d]), np.tanh(d)]
+    return np.concatenate(values).astype(np.float32).view(np.uint32)
+
+
+def matrices(x: np.ndarray, count: int, transposed: bool) -> np.ndarray:
+    element = x.view(np.uint16).reshape(4, 8, 8).astype(np.uint32)
+    if transposed:
+        element = element.transpose(0, 2, 1)
+    g, t = LANES // 4, LANES % 4
+    return np.concatenate([element[i, g, 2 * t + 1] << 16 | element[i, g, 2 * t] for i in range(count)])
+
+
+for _count in (1, 2, 4):
+    references[f"ldmatrix_x{_count}"] = lambda x, count=_count: matrices(x, count, False)
+    references[f"ldmatrix_x{_count}_trans"] = lambda x, count=_count: matrices(x, count, True)
+
+
+def fragments(x: np.ndarray, decode: Callable[[np.ndarray], np.ndarray], pack: int) -> np.ndarray:
+    """D = C + A @ B from what each lane holds; `pack` elements to a register."""
+    words = x.reshape(10, 32)
+    a, b, c = np.zeros((16, 8 * pack)), np.zeros((8 * pack, 8)), np.zeros((16, 8))
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        for half in range(pack):
+            for i in range(4):
+                a[g + i % 2 * 8, pack * t + half + i // 2 * 4 * pack] = decode(words[i, lane], half)
+            for i in range(2):
+                b[pack * t + half + i * 4 * pack, g] = decode(words[4 + i, lane], half)
+        for i in range(4):
+            c[g + i // 2 * 8, 2 * t + i % 2] = words[6 + i, lane : lane + 1].view(np.float32)[0]
+    d = (c + a @ b).astype(np.float32)
+    g, t = LANES // 4, LANES % 4
+    return np.concatenate([d[g + i // 2 * 8, 2 * t + i % 2] for i in range(4)]).view(np.uint32)
+
+
+def word16(word: np.uint32, half: int) -> np.ndarray:
+    return np.array([int(word) >> 16 * half & 0xFFFF], np.uint16)
+
+
+references["mma_f16"] = lambda x: fragments(x, lambda w, h: float(word16(w, h).view(np.float16)[0]), 2)
+references["mma_bf16"] = lambda x: fragments(
+    x, lambda w, h: float((word16(w, h).astype(np.uint32) << 16).view(np.float32)[0]), 2
+)
+references["mma_tf32"] = lambda x: fragments(
+    x, lambda w, h: float(np.array([int(w) & 0xFFFFE000], np.uint32).view(np.float32)[0]), 1
+)
+
+
+def inputs_of(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
+    """Random words; for products such numbers that float32 sums of them are exact, or nearly."""
+    if not name.startswith("mma"):
+        return rng.integers(0, 2**32, words, dtype=np.uint32)
+    values = rng.integers(-8, 9, (words, 2)).astype(np.float32)
+    values[words * 6 // 10 :] = rng.integers(-1000, 1001, (words - words * 6 // 10, 2))
+    if name == "mma_f16":
+        operands = values.astype(np.float16).view(np.uint16).astype(np.uint32)
+    else:
+        operands = values.view(np.uint32) >> 16
+    packed = operands[:, 0] | operands[:, 1] << 16
+    single = values[:, 0].copy().view(np.uint32)
+    return np.where((np.arange(words) >= 192) | (name == "mma_tf32"), single, packed).astype(np.uint32)
+
+
+def assert_same(name: str, got: np.ndarray, expected: np.ndarray) -> None:
+    expected = expected.astype(np.uint32)
+    if name == "special_functions":
+        np.testing.assert_allclose(got.view(np.float32), expected.view(np.float32), rtol=TOLERANCE[name], atol=1e-6)
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return Library.build("conformance", SOURCES)
+
+
+def test_every_case_has_a_reference(library: Library) -> None:
+    assert set(library.index) == set(references)
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("name", sorted(references))
+def test_primitive(library: Library, name: str, options: dict[str, object]) -> None:
+    rng = np.random.default_rng()
+    for _ in range(3):
+        data = inputs_of(name, library.in_bytes(name) // 4, rng)
+        with library.options(**options):  # type: ignore[arg-type]
+            got = library.run(name, data)
+        assert_same(name, got, references[name](data))
+
+
+GOLDEN = sorted((HERE / "golden").glob("*/*.npz"))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_what_a_gpu_answered(library: Library, path: Path) -> None:
+    golden = np.load(path)
+    got = library.run(path.stem, golden["input"])
+    tolerance = TOLERANCE.get(path.stem)
+    if tolerance is None:
+        np.testing.assert_array_equal(got, golden["output"])
+    else:
+        np.testing.assert_allclose(got.view(np.float32), golden["output"].view(np.float32), rtol=tolerance, atol=1e-6)
