@@ -68,6 +68,22 @@ void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, 
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 
+// mbarriers; `bytes` are announced with the arrival.
+void barrier_init(uint64_t* word, int arrivals, Site site);
+void barrier_invalidate(uint64_t* word, Site site);
+void fence_barrier_init(Site site);
+void barrier_arrive(uint64_t* word, uint32_t bytes, Site site);
+void barrier_wait(uint64_t* word, uint32_t parity, Site site);
+void fence_async_shared(Site site);
+
+// TMA. `map` is an encoded TensorMapFields.
+void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, Site site);
+void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site);
+void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* barrier, Site site);
+void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site);
+void bulk_commit(Site site);
+void bulk_wait(int pending, bool read_only, Site site);
+
 // Conversions, to nearest with ties to even; to_tf32 with ties away from zero.
 inline uint32_t float_bits(float x) {
   uint32_t bits;

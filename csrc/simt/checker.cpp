@@ -23,19 +23,21 @@ void Clock::join(const Clock& other) {
 void Checker::start_blocks(size_t threads) {
   // What was released stays; under the number of its run, as agents are counted anew.
   if (run_ != 0) {
-    for (auto& [key, clock] : released_) {
-      if (clock.own.empty()) continue;
-      Clock moved;
-      moved.earlier[run_] = std::make_shared<const std::vector<uint32_t>>(std::move(clock.own));
-      clock.own.clear();
-      clock.join(moved);
+    for (auto& [key, knowledge] : released_) {
+      for (Clock* clock : {&knowledge.seen, &knowledge.async}) {
+        if (clock->own.empty()) continue;
+        Clock moved;
+        moved.earlier[run_] = std::make_shared<const std::vector<uint32_t>>(std::move(clock->own));
+        clock->own.clear();
+        clock->join(moved);
+      }
     }
   }
   ++run_;
   agents_.assign(threads, {});
   for (size_t i = 0; i < threads; ++i) {
-    agents_[i].seen.own.resize(threads);
-    agents_[i].seen.own[i] = 1;
+    agents_[i].now.seen.own.resize(threads);
+    agents_[i].now.seen.own[i] = 1;
   }
 }
 
@@ -65,10 +67,10 @@ uint32_t Checker::intern(const char* instruction, Site site) {
   return entry->second;
 }
 
-bool Checker::ordered(const Epoch& before, const Agent& now) const {
-  if (before.run == run_) return before.agent < now.seen.own.size() && before.clock <= now.seen.own[before.agent];
-  const auto known = now.seen.earlier.find(before.run);
-  return known != now.seen.earlier.end() && before.agent < known->second->size() &&
+bool Checker::ordered(const Epoch& before, const Clock& clock) const {
+  if (before.run == run_) return before.agent < clock.own.size() && before.clock <= clock.own[before.agent];
+  const auto known = clock.earlier.find(before.run);
+  return known != clock.earlier.end() && before.agent < known->second->size() &&
          before.clock <= (*known->second)[before.agent];
 }
 
@@ -76,25 +78,32 @@ void Checker::access(Access kind, const void* memory, int bytes, const char* ins
   const auto index = uint32_t(machine_.current().index);
   const Agent& agent = agents_[index];
   const bool atomic = kind == Access::kAtomic;
-  const Epoch now{run_, index, agent.seen.own[index], intern(instruction, site), atomic};
+  const bool async = kind == Access::kAsyncRead || kind == Access::kAsyncWrite;
+  const bool writes = kind != Access::kRead && kind != Access::kAsyncRead;
+  const Clock& seen = agent.now.seen;
+  const Epoch now{run_, index, seen.own[index], intern(instruction, site), atomic, async};
+  // An asynchronous access sees a plain write only from a fence on.
+  const auto visible = [&](const Epoch& write, bool in_shared) {
+    return ordered(write, async && in_shared && !write.async ? agent.now.async : seen);
+  };
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   for (uintptr_t at = begin / kCellBytes * kCellBytes; at < begin + uintptr_t(bytes); at += kCellBytes) {
     Cell& c = cell(at);
     if (c.write.run == 0) {
-      if (c.shared && kind == Access::kRead)
+      if (c.shared && !writes)
         machine_.fail(instruction, site, "reads shared memory at 0x%x that nobody has written",
                       machine_.address_of(reinterpret_cast<const void*>(at)));
-    } else if (!(atomic && c.write.atomic) && !ordered(c.write, agent)) {
-      report(c.write, true, kind != Access::kRead, reinterpret_cast<const void*>(at), instruction, site);
+    } else if (!(atomic && c.write.atomic) && !visible(c.write, c.shared)) {
+      report(c.write, true, writes, reinterpret_cast<const void*>(at), instruction, site);
     }
-    if (kind == Access::kRead) {
-      if (c.read.run == 0 || (c.read.run == run_ && c.read.agent == index) || ordered(c.read, agent)) {
+    if (!writes) {
+      if (c.read.run == 0 || (c.read.run == run_ && c.read.agent == index) || ordered(c.read, seen)) {
         c.read = now;
       } else {
         if (c.more_reads == nullptr) c.more_reads = std::make_unique<std::vector<Epoch>>();
         auto& reads = *c.more_reads;
         const auto mine = std::find_if(reads.begin(), reads.end(), [&](const Epoch& e) {
-          return (e.run == run_ && e.agent == index) || ordered(e, agent);
+          return (e.run == run_ && e.agent == index) || ordered(e, seen);
         });
         if (mine != reads.end())
           *mine = now;
@@ -103,11 +112,11 @@ void Checker::access(Access kind, const void* memory, int bytes, const char* ins
       }
       continue;
     }
-    if (c.read.run != 0 && !ordered(c.read, agent))
+    if (c.read.run != 0 && !ordered(c.read, seen))
       report(c.read, false, true, reinterpret_cast<const void*>(at), instruction, site);
     if (c.more_reads != nullptr) {
       for (const Epoch& read : *c.more_reads)
-        if (!ordered(read, agent)) report(read, false, true, reinterpret_cast<const void*>(at), instruction, site);
+        if (!ordered(read, seen)) report(read, false, true, reinterpret_cast<const void*>(at), instruction, site);
       c.more_reads.reset();
     }
     c.read = {};
@@ -137,26 +146,25 @@ void Checker::report(const Epoch& before, bool before_writes, bool now_writes, c
 }
 
 void Checker::join(const std::vector<int>& fibers) {
-  Clock all;
-  for (const int fiber : fibers) all.join(agents_[fiber].seen);
+  Knowledge all;
+  for (const int fiber : fibers) all.join(agents_[fiber].now);
   for (const int fiber : fibers) {
-    agents_[fiber].seen = all;
-    ++agents_[fiber].seen.own[fiber];
+    agents_[fiber].now = all;
+    ++agents_[fiber].now.seen.own[fiber];
   }
 }
 
 void Checker::release(const void* key) {
   const int index = machine_.current().index;
-  released_[key].join(agents_[index].seen);
-  ++agents_[index].seen.own[index];
+  released_[key].join(agents_[index].now);
+  ++agents_[index].now.seen.own[index];
 }
 void Checker::acquire(const void* key) {
   const auto released = released_.find(key);
-  if (released != released_.end()) agents_[machine_.current().index].seen.join(released->second);
+  if (released != released_.end()) agents_[machine_.current().index].now.join(released->second);
 }
 void Checker::relaxed_atomic(const void* key) {
-  const int index = machine_.current().index;
-  Agent& agent = agents_[index];
+  Agent& agent = agents_[machine_.current().index];
   const auto released = released_.find(key);
   if (released != released_.end()) agent.read_by_atomics.join(released->second);
   if (agent.fenced) released_[key].join(agent.at_fence);
@@ -164,10 +172,24 @@ void Checker::relaxed_atomic(const void* key) {
 void Checker::fence() {
   const int index = machine_.current().index;
   Agent& agent = agents_[index];
-  agent.seen.join(agent.read_by_atomics);
-  agent.at_fence = agent.seen;
+  agent.now.join(agent.read_by_atomics);
+  agent.at_fence = agent.now;
   agent.fenced = true;
-  ++agent.seen.own[index];
+  ++agent.now.seen.own[index];
 }
+void Checker::fence_async() {
+  const int index = machine_.current().index;
+  Knowledge& now = agents_[index].now;
+  now.async.join(now.seen);
+  ++now.seen.own[index];
+}
+
+std::shared_ptr<const Knowledge> Checker::start_copy() {
+  const int index = machine_.current().index;
+  auto at_start = std::make_shared<const Knowledge>(agents_[index].now);
+  ++agents_[index].now.seen.own[index];
+  return at_start;
+}
+void Checker::end_copy(const void* key, const Knowledge& at_start) { released_[key].join(at_start); }
 
 }  // namespace cuda_ext::simt

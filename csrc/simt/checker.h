@@ -25,7 +25,20 @@ struct Clock {
   void join(const Clock& other);
 };
 
-enum class Access : uint8_t { kRead, kWrite, kAtomic };
+// What a thread knows to have happened, and the part of it that asynchronous accesses (TMA, wgmma) see: plain accesses to
+// shared memory count only from a fence.proxy.async on.
+struct Knowledge {
+  Clock seen;
+  Clock async;
+
+  void join(const Knowledge& other) {
+    seen.join(other.seen);
+    async.join(other.async);
+  }
+};
+
+// The asynchronous ones are of TMA and wgmma; cp.async counts as plain.
+enum class Access : uint8_t { kRead, kWrite, kAtomic, kAsyncRead, kAsyncWrite };
 
 class Checker {
  public:
@@ -47,6 +60,11 @@ class Checker {
   // A relaxed atomic and a fence make a release or an acquire together.
   void relaxed_atomic(const void* key);
   void fence();
+  void fence_async();
+
+  // A copy that ends later: what the current thread knows when it starts it, to be released when it is done.
+  std::shared_ptr<const Knowledge> start_copy();
+  void end_copy(const void* key, const Knowledge& at_start);
 
  private:
   struct Epoch {
@@ -55,6 +73,7 @@ class Checker {
     uint32_t clock = 0;
     uint32_t what = 0;  // index into whats_
     bool atomic = false;
+    bool async = false;
   };
   struct Cell {
     Epoch write;
@@ -63,9 +82,9 @@ class Checker {
     bool shared = false;
   };
   struct Agent {
-    Clock seen;
-    Clock at_fence;         // what the last fence covered
-    Clock read_by_atomics;  // what a fence would acquire
+    Knowledge now;
+    Knowledge at_fence;         // what the last fence covered
+    Knowledge read_by_atomics;  // what a fence would acquire
     bool fenced = false;
   };
   struct What {
@@ -76,7 +95,7 @@ class Checker {
   using Page = std::vector<Cell>;
 
   Cell& cell(uintptr_t address);
-  bool ordered(const Epoch& before, const Agent& now) const;
+  bool ordered(const Epoch& before, const Clock& clock) const;
   [[noreturn]] void report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                            const char* instruction, Site site);
   uint32_t intern(const char* instruction, Site site);
@@ -87,7 +106,7 @@ class Checker {
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
   uintptr_t last_page_ = 0;
   Page* last_cells_ = nullptr;
-  std::unordered_map<const void*, Clock> released_;
+  std::unordered_map<const void*, Knowledge> released_;
   std::vector<What> whats_;
   std::map<std::pair<const char*, std::pair<const char*, int>>, uint32_t> what_index_;
 };

@@ -314,6 +314,7 @@ void Machine::switch_to(Fiber* next) {
 
 void Machine::finish_current() {
   Fiber& self = *current_;
+  finish_stores(self);
   const uint32_t mine = uint32_t(1) << self.lane;
   self.finished = true;
   self.warp->runnable &= ~mine;
@@ -510,6 +511,17 @@ std::string Machine::describe_barrier(const Fiber& fiber) const {
     const NamedBarrier& barrier = fiber.block->barriers[wait.barrier];
     return ": barrier " + std::to_string(wait.barrier) + " has " + std::to_string(barrier.arrived) + " of " +
            std::to_string(barrier.expected) + " threads";
+  }
+  if (std::strcmp(wait.instruction, "barrier_wait") == 0) {
+    const auto found = fiber.block->mbarriers.find(wait.barrier);
+    if (found == fiber.block->mbarriers.end()) return ": the barrier is gone";
+    const BarrierState& state = found->second;
+    char text[160];
+    std::snprintf(
+        text, sizeof text,
+        ": barrier 0x%x in phase %u, waits for the end of parity %u; %u of %u arrivals and %lld bytes are missing",
+        wait.barrier, state.phase, wait.parity, state.pending, state.expected, (long long)state.bytes);
+    return text;
   }
   return "";
 }

@@ -52,6 +52,13 @@ struct AsyncCopy {
   Site site;
 };
 
+// One store of a tile or of bytes that the bulk engine was given.
+struct BulkStore {
+  std::function<std::vector<std::byte>()> read;              // shared memory, when it is due
+  std::function<void(const std::vector<std::byte>&)> write;  // global memory, after that
+  std::optional<std::vector<std::byte>> data;                // what was read
+};
+
 struct Fiber {
   void* stack_pointer;
   const Stack* stack;
@@ -61,8 +68,10 @@ struct Fiber {
   int index;   // among all threads of the machine: its number for the checker
   int thread;  // threadIdx.x
   bool finished = false;
-  Wait wait{};                                     // holds while the fiber cannot run
-  std::vector<AsyncCopy> open_copies;              // since the last commit
+  Wait wait{};                         // holds while the fiber cannot run
+  std::vector<AsyncCopy> open_copies;  // since the last commit
+  std::vector<BulkStore> open_stores;
+  std::deque<std::vector<BulkStore>> store_groups;
   std::deque<std::vector<AsyncCopy>> copy_groups;  // oldest first
 };
 
@@ -108,6 +117,15 @@ struct NamedBarrier {
   std::vector<int> arrivals;  // fiber indices, for the checker
 };
 
+// An mbarrier's state; the word in shared memory only shows whether it is still there.
+struct BarrierState {
+  uint32_t expected = 0;
+  uint32_t pending = 0;
+  int64_t bytes = 0;  // announced and not yet complete
+  uint32_t phase = 0;
+  std::vector<Fiber*> waiting;
+};
+
 struct Block {
   int index[3];  // blockIdx
   int rank = 0;  // in the cluster
@@ -116,6 +134,7 @@ struct Block {
   uint32_t shared_end = 0;      // first address past the window
   int threads_left = 0;
   std::array<NamedBarrier, 16> barriers;
+  std::unordered_map<SharedAddress, BarrierState> mbarriers;
   std::vector<Warp> warps;
   std::unique_ptr<Fiber[]> fibers;
 };
@@ -166,6 +185,9 @@ class Machine {
   // A plain load or store of the current fiber, seen where kernels are compiled with hooks (raw_access.cpp).
   void plain_access(bool write, const void* memory, int bytes, const void* code_address);
 
+  // The mbarrier whose word is at `word`.
+  BarrierState& barrier(uint64_t* word, const char* instruction, Site site);
+
   // Ends the launch with what is wrong, as seen from the current fiber.
   [[noreturn]] void fail(const char* instruction, Site site, const char* format, ...)
       __attribute__((format(printf, 4, 5)));
@@ -213,6 +235,9 @@ class Machine {
   std::optional<std::string> failure_;
   std::set<std::tuple<const char*, int, const char*>> noted_sites_;
 };
+
+// What the bulk engine still owes a thread that exits.
+void finish_stores(Fiber& fiber);
 
 extern thread_local Machine* machine __attribute__((tls_model("initial-exec")));
 
