@@ -1,5 +1,6 @@
 #include "bucket/bucket_kernels.cuh"
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "bucket/bucket_cuda.h"
@@ -9,45 +10,102 @@ namespace cuda_ext {
 
 namespace {
 
-constexpr size_t kPartialOffset = 16;  // the counter, padded
+using bucket::TableChunk;
+using bucket::TableEntry;
 
 // A bucket of no elements has a block too: it writes the statistics.
 int64_t num_blocks(int64_t count) { return count > 0 ? (count + kBlockElements - 1) / kBlockElements : 1; }
 
+struct Workspace {
+  static constexpr size_t kTableOffset = 16;  // the counter, padded
+  uint32_t* counter;
+  TableEntry* table;  // (num_entries,)
+  double* partial;    // (blocks,)
+
+  Workspace(void* memory, int64_t num_entries)
+      : counter(static_cast<uint32_t*>(memory)),
+        table(reinterpret_cast<TableEntry*>(static_cast<char*>(memory) + kTableOffset)),
+        partial(reinterpret_cast<double*>(table + num_entries)) {}
+};
+
+template <int capacity>
+void write_chunk(const std::string& name, const BucketEntry* entries, int count, const Workspace& workspace,
+                 TableEntry* target, void* stream) {
+  TableChunk<capacity> chunk{target, workspace.counter, count, {}};
+  for (int i = 0; i < count; ++i) {
+    const BucketEntry& entry = entries[i];
+    if (entry.dtype == Dtype::kFloat64)
+      throw std::invalid_argument(name + ": no CUDA kernel for a tensor of float64; convert it with .float()");
+    chunk.entries[i] = {entry.data, entry.begin, entry.begin + entry.count, entry.dtype};
+  }
+  const int blocks = std::max(1, (count + arch::kWarpSize - 1) / arch::kWarpSize);
+  rt::launch<bucket::bucket_table_kernel<capacity>>(
+      (name + "_table").c_str(), {.grid = {blocks}, .threads = arch::kWarpSize, .stream = stream}, chunk);
+}
+
+// Runs at least once, for the sake of the counter.
+void write_table(const char* name, const BucketParams& params, const Workspace& workspace, void* stream) {
+  int64_t first = 0;
+  do {
+    const BucketEntry* const entries = params.entries + first;
+    const int count = int(std::min<int64_t>(params.num_entries - first, bucket::kLargeChunk));
+    if (count <= bucket::kSmallChunk)
+      write_chunk<bucket::kSmallChunk>(name, entries, count, workspace, workspace.table + first, stream);
+    else
+      write_chunk<bucket::kLargeChunk>(name, entries, count, workspace, workspace.table + first, stream);
+    first += count;
+  } while (first < params.num_entries);
+}
+
 template <BucketOp op, class Bucket>
-void launch(const char* name, const BucketParams& params, void* workspace, void* stream) {
-  char* const bytes = static_cast<char*>(workspace);
-  const BucketWorkspace memory{reinterpret_cast<uint32_t*>(bytes), reinterpret_cast<double*>(bytes + kPartialOffset)};
-  rt::launch<bucket_kernel<op, Bucket>>(name,
-                                        {.grid = {int(num_blocks(params.count))},
-                                         .threads = BucketConfig::kThreads,
-                                         .shared_bytes = sizeof(bucket::SharedStorage),
-                                         .stream = stream},
-                                        params, memory);
+void launch(const char* name, const BucketParams& params, float* stats, void* memory, void* stream) {
+  const Workspace workspace(memory, params.num_entries);
+  write_table(name, params, workspace, stream);
+  const bucket::Params kernel_params{
+      .table = workspace.table,
+      .num_entries = params.num_entries,
+      .bucket = params.bucket,
+      .count = params.count,
+      .scale = float(params.scale),
+      .stats = stats,
+      .counter = workspace.counter,
+      .partial = workspace.partial,
+  };
+  rt::launch<bucket::bucket_kernel<op, Bucket>>(name,
+                                                {.grid = {int(num_blocks(params.count))},
+                                                 .threads = BucketConfig::kThreads,
+                                                 .shared_bytes = sizeof(bucket::SharedStorage),
+                                                 .stream = stream},
+                                                kernel_params);
 }
 
 template <BucketOp op>
-void launch_for_dtype(const char* name, const BucketParams& params, void* workspace, void* stream) {
+void launch_for_dtype(const char* name, const BucketParams& params, float* stats, void* workspace, void* stream) {
   switch (params.bucket_dtype) {
-    case Dtype::kFloat32: return launch<op, float>(name, params, workspace, stream);
-    case Dtype::kFloat16: return launch<op, half_t>(name, params, workspace, stream);
-    case Dtype::kBFloat16: return launch<op, bfloat16_t>(name, params, workspace, stream);
-    default: throw std::invalid_argument(std::string(name) + ": no CUDA kernel for a bucket of float64");
+    case Dtype::kFloat32: return launch<op, float>(name, params, stats, workspace, stream);
+    case Dtype::kFloat16: return launch<op, half_t>(name, params, stats, workspace, stream);
+    case Dtype::kBFloat16: return launch<op, bfloat16_t>(name, params, stats, workspace, stream);
+    default:
+      throw std::invalid_argument(std::string(name) +
+                                  ": no CUDA kernel for a bucket of float64; use one of float32, float16 or bfloat16");
   }
 }
 
 }  // namespace
 
-size_t bucket_cuda_workspace(int64_t count) { return kPartialOffset + size_t(num_blocks(count)) * sizeof(double); }
+size_t bucket_cuda_workspace(int64_t count, int64_t num_entries) {
+  return Workspace::kTableOffset + size_t(num_entries) * sizeof(TableEntry) +
+         size_t(num_blocks(count)) * sizeof(double);
+}
 
-void launch_bucket_pack_cuda(const BucketParams& params, void* workspace, void* stream) {
-  launch_for_dtype<BucketOp::kPack>("bucket_pack", params, workspace, stream);
+void launch_bucket_pack_cuda(const BucketParams& params, float* stats, void* workspace, void* stream) {
+  launch_for_dtype<BucketOp::kPack>("bucket_pack", params, stats, workspace, stream);
 }
-void launch_bucket_unpack_cuda(const BucketParams& params, void* workspace, void* stream) {
-  launch_for_dtype<BucketOp::kUnpack>("bucket_unpack", params, workspace, stream);
+void launch_bucket_unpack_cuda(const BucketParams& params, float* stats, void* workspace, void* stream) {
+  launch_for_dtype<BucketOp::kUnpack>("bucket_unpack", params, stats, workspace, stream);
 }
-void launch_bucket_stats_cuda(const BucketParams& params, void* workspace, void* stream) {
-  launch<BucketOp::kStats, float>("bucket_stats", params, workspace, stream);  // no bucket, so one type will do
+void launch_bucket_stats_cuda(const BucketParams& params, float* stats, void* workspace, void* stream) {
+  launch<BucketOp::kStats, float>("bucket_stats", params, stats, workspace, stream);  // no bucket, so one type will do
 }
 
 }  // namespace cuda_ext

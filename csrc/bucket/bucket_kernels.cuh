@@ -1,7 +1,11 @@
 // Gradient buckets on the GPU: pack, unpack and statistics of any number of tensors of mixed dtype in one launch.
 //
-// Problem. BucketParams (bucket.h), all of it in device memory. A pass over memory and nothing else: each byte is read
-// once and written once, and scale, cast, sum of squares and non-finite flag ride along in registers.
+// Problem. As BucketParams (bucket.h) says. A pass over memory and nothing else: each byte is read once and written
+// once, and scale, cast, sum of squares and non-finite flag ride along in registers.
+//
+// Table. The entries travel as parameters of a small kernel of their own, which writes them to the workspace: nothing on
+// the host has to outlive the call, nothing is pinned, and a captured graph carries them in its nodes. That kernel also
+// clears the counter below.
 //
 // Work. Block b owns bucket elements [b, b + 1) * kBlockElements, whatever tensors lie there, and each of its warps an
 // equal region of them; from there on a warp needs no other. It finds its first entry by a search in which every lane
@@ -15,11 +19,12 @@
 //
 // Statistics. Squares are summed in float64, where a sum of finite float32 values cannot overflow: an infinite or NaN
 // sum is the non-finite flag. Lane, warp, block, grid: each level adds in an order that only positions and alignments
-// decide. The grid's level is the block that arrives last at a counter; it leaves the counter at 0 for the next launch,
-// so that a captured graph can be replayed.
+// decide. The grid's level is the block that arrives last at a counter. Each arrival releases the block's sum and acquires
+// those before it, and the barrier passes them on to the block's other threads.
 //
 // In place. Where a tensor is its own place in the bucket, the lane that writes an element is the one that has read it,
-// and with scale = 1 nothing is written. No load may go through the read-only path for this.
+// and with scale = 1 nothing is written. The data must not be read through the read-only path for this, nor may the
+// partial sums, which other blocks write; the table may.
 //
 // Barriers. sync_threads, all threads: between warps' sums and their use, and after the arrival at the counter.
 // Shared memory. SharedStorage: one sum a warp and one flag.
@@ -50,13 +55,37 @@ struct BucketConfig {
   static_assert(kBlockElements % kWarps == 0);
 };
 
-// Memory that outlives the launch: the counter is 0 before it and after it.
-struct BucketWorkspace {
-  uint32_t* counter;  // (1,)
-  double* partial;    // (blocks,)
+namespace bucket {
+
+// An entry as the device reads it: a search reads the ends alone.
+struct alignas(16) TableEntry {
+  void* data;
+  int64_t begin;  // elements of the bucket
+  int64_t end;
+  Dtype dtype;
 };
 
-namespace bucket {
+// Entries on their way to the device. A kernel takes 4 KiB of parameters as ever, and 32764 bytes at most.
+template <int capacity>
+struct TableChunk {
+  TableEntry* target;
+  uint32_t* counter;
+  int count;
+  TableEntry entries[capacity];
+};
+constexpr int kSmallChunk = 126, kLargeChunk = 1022;
+static_assert(sizeof(TableChunk<kSmallChunk>) <= 4096 && sizeof(TableChunk<kLargeChunk>) <= 32764);
+
+struct Params {
+  const TableEntry* table;  // (num_entries,)
+  int64_t num_entries;
+  void* bucket;  // (count,); not used for stats
+  int64_t count;
+  float scale;
+  float* stats;       // (2,): sum of squares; 1 if a value is infinite or NaN, else 0
+  uint32_t* counter;  // (1,), 0
+  double* partial;    // (blocks,)
+};
 
 using Config = BucketConfig;
 using arch::kWarpSize;
@@ -67,7 +96,14 @@ struct SharedStorage {
 };
 
 DEVICE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-DEVICE int64_t end_of(const BucketEntry& entry) { return entry.begin + entry.count; }
+
+DEVICE int64_t load_end(const TableEntry* entry) { return arch::load_global<int64_t>(&entry->end); }
+DEVICE TableEntry load_entry(const TableEntry* entry) {
+  struct {
+    arch::Words4 low, high;
+  } const words{arch::load_global<arch::Words4>(entry), arch::load_global<arch::Words4>(&entry->end)};
+  return __builtin_bit_cast(TableEntry, words);
+}
 
 template <class F>
 DEVICE auto with_type(Dtype dtype, F f) {
@@ -217,12 +253,12 @@ DEVICE int count_low_bits(uint32_t bits) {
 
 // The first entry at or after `entry` that ends behind `position`, or num_entries. All lanes together: each looks at
 // one of the next 32, where the answer is but for a region's first search, then at the end of a 32nd part of the rest.
-DEVICE int64_t find_entry(const BucketParams& params, int64_t entry, int64_t position) {
+DEVICE int64_t find_entry(const Params& params, int64_t entry, int64_t position) {
   int64_t last = params.num_entries;  // the answer is in [entry, last]
   int64_t stride = 1;
   while (entry < last) {
     const int64_t probe = entry + (arch::lane_index() + 1) * stride - 1;
-    const bool passed = probe < last && end_of(params.entries[probe]) <= position;
+    const bool passed = probe < last && load_end(params.table + probe) <= position;
     const int parts = count_low_bits(arch::ballot(passed));
     entry += parts * stride;
     if (parts < kWarpSize) {
@@ -248,14 +284,13 @@ DEVICE float float_of(uint32_t bits, Dtype dtype) {
 // Moves bucket elements [position, position + count), at most kLongPiece, one per lane at a time. Their entries are in
 // [first_entry, last_entry]; gaps are among them.
 template <BucketOp op, class Bucket>
-DEVICE double move_short(const BucketParams& params, int64_t first_entry, int64_t last_entry, int64_t position,
-                         int count) {
+DEVICE double move_short(const Params& params, int64_t first_entry, int64_t last_entry, int64_t position, int count) {
   constexpr int kElements = Config::kShortElements;
   constexpr Dtype kBucketDtype = DtypeOf<Bucket>::value;
   constexpr int kNone = -1;
-  const float scale = float(params.scale);
+  const float scale = params.scale;
   Bucket* const bucket = static_cast<Bucket*>(params.bucket);  // null for stats
-  const BucketEntry* const entries = params.entries + first_entry;
+  const TableEntry* const entries = params.table + first_entry;
   const int num_entries = int(last_entry - first_entry);
 
   // Every lane searches all its elements' entries side by side: at each step, half of what is left is passed or not.
@@ -267,7 +302,7 @@ DEVICE double move_short(const BucketParams& params, int64_t first_entry, int64_
     for (int i = 0; i < kElements; ++i) {
       const int probe = passed[i] + step - 1;
       const int element = arch::lane_index() + i * kWarpSize;
-      if (probe < num_entries && end_of(entries[probe]) <= position + element) passed[i] += step;
+      if (probe < num_entries && load_end(entries + probe) <= position + element) passed[i] += step;
     }
   }
 
@@ -276,9 +311,13 @@ DEVICE double move_short(const BucketParams& params, int64_t first_entry, int64_
   for (int i = 0; i < kElements; ++i) {
     const int element = arch::lane_index() + i * kWarpSize;
     const int64_t at = position + element;
-    const BucketEntry& entry = entries[passed[i]];
     bits[i] = 0;
-    if (element >= count || first_entry + passed[i] >= params.num_entries || entry.begin > at)
+    if (element >= count || first_entry + passed[i] >= params.num_entries) {
+      passed[i] = kNone;
+      continue;
+    }
+    const TableEntry entry = load_entry(entries + passed[i]);
+    if (entry.begin > at)
       passed[i] = kNone;
     else if (op == BucketOp::kUnpack)
       bits[i] = load_bits(bucket, at, kBucketDtype);
@@ -295,7 +334,7 @@ DEVICE double move_short(const BucketParams& params, int64_t first_entry, int64_
       if (op == BucketOp::kPack && element < count) arch::store_global_streaming(bucket + at, Bucket{});
       continue;
     }
-    const BucketEntry& entry = entries[passed[i]];
+    const TableEntry entry = load_entry(entries + passed[i]);
     const int64_t offset = at - entry.begin;
     if constexpr (op == BucketOp::kStats) {
       const double v = float_of(bits[i], entry.dtype);
@@ -317,8 +356,8 @@ DEVICE double move_short(const BucketParams& params, int64_t first_entry, int64_
 
 // Moves [position, position + count) of the bucket, all of it in `entry`.
 template <BucketOp op, class Bucket>
-DEVICE double move_long(const BucketParams& params, const BucketEntry& entry, int64_t position, int count) {
-  const float scale = float(params.scale);
+DEVICE double move_long(const Params& params, const TableEntry& entry, int64_t position, int count) {
+  const float scale = params.scale;
   return with_type(entry.dtype, [&](auto tag) {
     using T = decltype(tag);
     T* const data = static_cast<T*>(entry.data) + (position - entry.begin);
@@ -337,18 +376,15 @@ DEVICE double move_long(const BucketParams& params, const BucketEntry& entry, in
 
 // Moves bucket elements [position, end) with one warp; returns this lane's share of the squares.
 template <BucketOp op, class Bucket>
-DEVICE double move_region(const BucketParams& params, int64_t position, int64_t end) {
+DEVICE double move_region(const Params& params, int64_t position, int64_t end) {
   double squares = 0.0;
   int64_t index = 0;
   while (position < end) {
     index = find_entry(params, index, position);
-    bool is_gap = true;
-    int64_t piece_end = end;
-    if (index < params.num_entries) {
-      const BucketEntry& entry = params.entries[index];
-      is_gap = entry.begin > position;
-      piece_end = smaller(is_gap ? entry.begin : end_of(entry), end);
-    }
+    TableEntry entry{nullptr, end, end, Dtype::kFloat32};  // behind the last one is a gap
+    if (index < params.num_entries) entry = load_entry(params.table + index);
+    const bool is_gap = entry.begin > position;
+    const int64_t piece_end = smaller(is_gap ? entry.begin : entry.end, end);
     const int count = int(piece_end - position);
     if (is_gap && op != BucketOp::kPack) {
       position = piece_end;
@@ -356,7 +392,7 @@ DEVICE double move_region(const BucketParams& params, int64_t position, int64_t 
       if (is_gap)
         fill_zeros(static_cast<Bucket*>(params.bucket) + position, count);
       else
-        squares += move_long<op, Bucket>(params, params.entries[index], position, count);
+        squares += move_long<op, Bucket>(params, entry, position, count);
       position = piece_end;
     } else {
       const int64_t short_end = smaller(position + Config::kLongPiece, end);
@@ -381,34 +417,48 @@ DEVICE double sum_over_block(double value, SharedStorage& shared) {
   return sum;
 }
 
-}  // namespace bucket
+// Writes a chunk of the table, an entry per lane: parameters are read one address at a time.
+template <int capacity>
+GLOBAL(kWarpSize, 1)
+bucket_table_kernel(GRID_CONSTANT TableChunk<capacity> chunk) {
+  const int index = arch::block_x() * kWarpSize + arch::thread_index();
+  if (index == 0) arch::store_global(chunk.counter, 0u);
+  if (index >= chunk.count) return;
+  const TableEntry& entry = chunk.entries[index];
+  TableEntry* const target = chunk.target + index;
+  arch::store_global(&target->data, entry.data);
+  arch::store_global(&target->begin, entry.begin);
+  arch::store_global(&target->end, entry.end);
+  arch::store_global(&target->dtype, uint32_t(entry.dtype));
+}
 
 template <BucketOp op, class Bucket>
-GLOBAL(BucketConfig::kThreads, BucketConfig::kMinBlocks)
-bucket_kernel(GRID_CONSTANT BucketParams params, GRID_CONSTANT BucketWorkspace workspace) {
-  using Config = BucketConfig;
-  SHARED_STORAGE(bucket::SharedStorage, shared);
+GLOBAL(Config::kThreads, Config::kMinBlocks)
+bucket_kernel(GRID_CONSTANT Params params) {
+  SHARED_STORAGE(SharedStorage, shared);
   const int thread = arch::thread_index();
-  const int64_t begin = arch::block_x() * kBlockElements + thread / arch::kWarpSize * int64_t(Config::kRegionElements);
-  const int64_t end = bucket::smaller(begin + Config::kRegionElements, params.count);
-  const double squares = bucket::sum_over_block(bucket::move_region<op, Bucket>(params, begin, end), shared);
+  const int64_t begin = arch::block_x() * kBlockElements + thread / kWarpSize * int64_t(Config::kRegionElements);
+  const int64_t end = smaller(begin + Config::kRegionElements, params.count);
+  const double squares = sum_over_block(move_region<op, Bucket>(params, begin, end), shared);
 
   if (thread == 0) {
-    workspace.partial[arch::block_x()] = squares;
-    shared.is_last = arch::atomic_add_acq_rel(workspace.counter, 1) == uint32_t(arch::grid_x() - 1);
+    arch::store_global(params.partial + arch::block_x(), squares);
+    shared.is_last = arch::atomic_add_acq_rel(params.counter, 1) == uint32_t(arch::grid_x() - 1);
   }
   arch::sync_threads();
   if (!shared.is_last) return;
 
   double total = 0.0;
-  for (int block = thread; block < arch::grid_x(); block += Config::kThreads) total += workspace.partial[block];
-  total = bucket::sum_over_block(total, shared);
+  for (int block = thread; block < arch::grid_x(); block += Config::kThreads)
+    total += arch::load_global_streaming<double>(params.partial + block);
+  total = sum_over_block(total, shared);
   if (thread == 0) {
     constexpr double kLargest = 0x1.fffffffffffffp1023;
-    params.stats->squares = total;
-    params.stats->nonfinite = !(total <= kLargest);  // infinite or NaN
-    *workspace.counter = 0;
+    arch::store_global(params.stats, float(total));
+    arch::store_global(params.stats + 1, total <= kLargest ? 0.0f : 1.0f);
   }
 }
+
+}  // namespace bucket
 
 }  // namespace cuda_ext

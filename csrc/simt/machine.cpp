@@ -395,7 +395,10 @@ std::byte* Machine::shared(SharedAddress address, int bytes, int alignment, cons
 void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
   Fiber& self = *current_;
   Warp& warp = *self.warp;
-  const uint64_t key = (reinterpret_cast<uintptr_t>(site.file) * 31 + uint64_t(site.line)) << 2 | uint64_t(space);
+  // Instances of a template share their lines, not their widths.
+  const uint64_t instruction =
+      (reinterpret_cast<uintptr_t>(site.file) * 31 + uint64_t(site.line)) * 32 + uint64_t(bytes);
+  const uint64_t key = instruction << 2 | uint64_t(space);
   AccessStream& stream = warp.accesses[key];
   const uint32_t turn = stream.next[self.lane]++ - stream.first;
   if (turn >= stream.open.size()) stream.open.resize(turn + 1);

@@ -1,0 +1,28 @@
+// The C face of the bucket launchers, for test_bucket_kernels.py.
+#include <cstdio>
+#include <exception>
+
+#include "bucket/bucket_cuda.h"
+
+using namespace cuda_ext;
+
+#define EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+EXPORT size_t bucket_workspace(int64_t count, int64_t num_entries) { return bucket_cuda_workspace(count, num_entries); }
+
+// op: 0 packs, 1 unpacks, 2 takes statistics. Returns 0, or 1 with what went wrong in `error`.
+EXPORT int bucket_run(int op, const BucketEntry* entries, int64_t num_entries, void* bucket, int64_t count, int dtype,
+                      double scale, float* stats, void* workspace, char* error, size_t error_size) {
+  constexpr decltype(&launch_bucket_pack_cuda) kLaunchers[] = {launch_bucket_pack_cuda, launch_bucket_unpack_cuda,
+                                                               launch_bucket_stats_cuda};
+  try {
+    kLaunchers[op]({entries, num_entries, bucket, count, Dtype(dtype), scale, nullptr}, stats, workspace, nullptr);
+    return 0;
+  } catch (const std::exception& e) {
+    std::snprintf(error, error_size, "%s", e.what());
+    return 1;
+  }
+}
+}
