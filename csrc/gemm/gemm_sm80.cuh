@@ -2,11 +2,11 @@
 //
 // Tile      A block makes block_m x block_n of the output, going through k (and the reduced products) block_k at a
 //           time. If the product is gated the tile's left half are gate columns, its right half the up columns that go
-//           with them, so it covers block_n / 2 columns of the output. Sizes: the table kTiles below.
+//           with them, so it covers block_n / 2 columns of the output. Sizes: the table kTiles of plan_sm80.h.
 // Warps     All do the same: warps_m x warps_n of them share the tile, and all threads share every copy.
 // Waiting   A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies, then
 //           one sync_threads per k tile says both that the next tile has arrived and that the one before has been read.
-// Shared    (stages, A tile + B tile), written over by the result, (block_m, block_n + 8) floats, for the epilogue.
+// Shared    (stages, A tile + B tile), written over by rows of the result, (<= 64, block_n + 8) floats at a time.
 // Registers A warp holds its part of the output, block_m / warps_m x block_n / warps_n floats, and two sets of operand
 //           fragments: one is loaded while the other is multiplied.
 // Operands  are read in place, whichever of their dims has stride 1, from any address: 16 bytes at a time where base
@@ -15,204 +15,13 @@
 //           last to arrive adds them up in the order of k, whichever block it is, and runs the epilogue.
 #pragma once
 
-#include <algorithm>
-#include <limits>
-#include <string>
-
-#include "arch/async_copy.cuh"
-#include "arch/mma.cuh"
 #include "gemm/epilogue_sm80.cuh"
 #include "gemm/gemm_sm80.h"
+#include "gemm/operand_sm80.cuh"
+#include "gemm/plan_sm80.h"
 #include "rt/launch.cuh"
 
 namespace cuda_ext::sm80 {
-
-// A tile shape and all that hangs on it.
-struct GemmConfig {
-  int block_m;
-  int block_n;
-  int block_k;
-  int stages;
-  int warps_m;
-  int warps_n;
-  int min_blocks;  // of a multiprocessor: bounds the registers
-
-  constexpr int threads() const { return 32 * warps_m * warps_n; }
-};
-
-// How fragments are multiplied: 16-bit ones as they are, float32 ones as tf32 in one or three products.
-enum class Arithmetic { k16Bit, kTf32, kThreeTf32 };
-
-// The shapes of each arithmetic: [0] for large outputs, [1] for small ones.
-constexpr GemmConfig kTiles[3][2] = {
-    {
-        // 64 x 64 a warp reads least from shared memory, and two blocks of 4 warps hide each other's epilogues.
-        {.block_m = 128, .block_n = 128, .block_k = 32, .stages = 4, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
-        // Deeper k tiles: half as many waits, where there is little to do between them.
-        {.block_m = 64, .block_n = 64, .block_k = 64, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
-    },
-    {
-        // The same in bytes.
-        {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 4, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
-        {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
-    },
-    {
-        // Three products want both parts of every fragment in registers, so a warp takes half as much of the output.
-        {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 4, .warps_m = 4, .warps_n = 2, .min_blocks = 1},
-        {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
-    },
-};
-
-// An operand's tile in shared memory: lines of 16-byte chunks. A line goes along the dim with stride 1, which is k if
-// `k_major`; the chunks of a line are permuted, so that neither copies nor fragment loads meet in a bank.
-template <class T, bool k_major, int extent, int depth>
-struct OperandTile {
-  static constexpr int kElements = 16 / sizeof(T);  // of a chunk
-  static constexpr int kLines = k_major ? extent : depth;
-  static constexpr int kChunks = (k_major ? depth : extent) / kElements;  // of a line
-  static constexpr int kBytes = kLines * kChunks * 16;
-  static_assert(kChunks == 4 || kChunks % 8 == 0);
-
-  DEVICE static int offset(int line, int chunk) {
-    if constexpr (kChunks == 4)  // 2 lines fill the banks, and ldmatrix reads one chunk of each of 8
-      chunk ^= line >> 1 & 3;
-    else if constexpr (!k_major && sizeof(T) == 4)  // plain loads of 2 chunks of each of 4 lines
-      chunk ^= (line & 3) << 1;
-    else  // one chunk of each of 8 lines
-      chunk ^= line & 7;
-    return (line * kChunks + chunk) * 16;
-  }
-
-  // The part of a warp's fragments that begins at index `first` of the extent, in step `step` of 32 bytes along k, as 4
-  // quadrants of 8 x 16 bytes: m[0], m[1] = indices 0-7, 8-15 in the first half of k, m[2], m[3] in the second. That is
-  // a fragment of A (16 rows); and two of B (16 columns), {m[0], m[2]} and {m[1], m[3]}.
-  DEVICE static void load_fragment(uint32_t (&m)[4], arch::SharedAddress tile, int first, int step) {
-    const int lane = arch::lane_index();
-    if constexpr (k_major) {
-      arch::ldmatrix<4>(m, tile + offset(first + (lane & 15), step * 2 + (lane >> 4)));
-    } else if constexpr (sizeof(T) == 2) {
-      const int line = step * 16 + (lane & 7) + (lane >> 4) * 8;
-      arch::ldmatrix<4, true>(m, tile + offset(line, first / kElements + (lane >> 3 & 1)));
-    } else {  // ldmatrix transposes 16-bit elements only
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int index = first + lane / 4 + i % 2 * 8, line = step * 8 + lane % 4 + i / 2 * 4;
-        m[i] = arch::load_shared<uint32_t>(tile + offset(line, index / kElements) + index % kElements * 4);
-      }
-    }
-  }
-};
-
-// What one thread copies of an operand, k tile after k tile: the same chunk of every kLinesPerPass-th line.
-template <class T, bool k_major, int extent, int depth, int threads>
-class TileCopy {
-  using Tile = OperandTile<T, k_major, extent, depth>;
-  static constexpr int kLinesPerPass = threads / Tile::kChunks;
-  static constexpr int kPasses = Tile::kLines / kLinesPerPass;
-  static constexpr int kHalf = extent / 2;  // where `up` begins in a gated tile
-  static_assert(kLinesPerPass * kPasses == Tile::kLines);
-  static_assert(!k_major || kHalf % kLinesPerPass == 0, "a pass is of one half");
-
- public:
-  // The tile at [first, first + extent) of an operand whose lines are line_stride elements apart and whose extent is
-  // `size`; gated: its second half at [first + size, ..) of an extent of 2 size.
-  DEVICE TileCopy(const void* data, int64_t line_stride, int64_t first, int64_t size, bool gated, int vector_bytes)
-      : line_bytes_(line_stride * int64_t(sizeof(T))), vector_bytes_(vector_bytes) {
-    line_ = arch::thread_index() / Tile::kChunks;
-    chunk_ = arch::thread_index() % Tile::kChunks;
-    const int half = gated ? kHalf : extent;
-    const int left = size - first < half ? int(size - first) : half;
-    int64_t column = first + (k_major ? 0 : chunk_ * Tile::kElements);
-    if constexpr (k_major) {
-      end_ = left;
-      upper_end_ = gated ? half + left : left;
-      upper_bytes_ = gated ? (size - half) * line_bytes_ : 0;
-    } else {
-      const int begin = chunk_ * Tile::kElements;
-      const bool upper = begin >= half;
-      column += upper ? size - half : 0;
-      valid_ = clamp_bytes((upper ? half + left : left) - begin);
-    }
-    const int64_t line = k_major ? first + line_ : line_;
-    origin_ = static_cast<const char*>(data) + line * line_bytes_ +
-              (k_major ? chunk_ * Tile::kElements : column) * int64_t(sizeof(T));
-    source_ = origin_;
-  }
-
-  // Goes to the k-th element of a product that begins `offset` elements from the first.
-  DEVICE void seek(int64_t offset, int64_t k) {
-    source_ = origin_ + offset * int64_t(sizeof(T)) + k * (k_major ? int64_t(sizeof(T)) : line_bytes_);
-  }
-
-  // Starts copying a k tile, of which min(k_left, depth) are inside the matrix, and goes to the next.
-  DEVICE void copy(arch::SharedAddress tile, int64_t k_left) {
-    const int left = k_left < depth ? int(k_left) : depth;
-    if (vector_bytes_ == 16) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) copy_pass<16>(tile, pass, left);
-    } else if (sizeof(T) == 4 || vector_bytes_ == 4) {
-#pragma unroll 1  // few registers matter more than speed here
-      for (int pass = 0; pass < kPasses; ++pass) copy_pass<4>(tile, pass, left);
-    } else {
-#pragma unroll 1
-      for (int pass = 0; pass < kPasses; ++pass) copy_pass<2>(tile, pass, left);
-    }
-    source_ += k_major ? int64_t(depth * sizeof(T)) : depth * line_bytes_;
-  }
-
- private:
-  DEVICE static int clamp_bytes(int elements) {
-    return (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * int(sizeof(T));
-  }
-
-  template <int vector_bytes>
-  DEVICE void copy_pass(arch::SharedAddress tile, int pass, int left) const {
-    const int line = line_ + pass * kLinesPerPass;
-    const char* from = source_ + pass * kLinesPerPass * line_bytes_;
-    int valid;
-    if constexpr (k_major) {
-      const bool upper = pass * kLinesPerPass >= kHalf;
-      valid = line < (upper ? upper_end_ : end_) ? clamp_bytes(left - chunk_ * Tile::kElements) : 0;
-      if (upper) from += upper_bytes_;
-    } else {
-      valid = line < left ? valid_ : 0;
-    }
-    copy_chunk<vector_bytes>(tile + Tile::offset(line, chunk_), from, valid);
-  }
-
-  template <int vector_bytes>
-  DEVICE static void copy_chunk(arch::SharedAddress to, const char* from, int valid) {
-    if constexpr (vector_bytes == 16) {
-      arch::cp_async<16>(to, from, valid);
-    } else if constexpr (vector_bytes == 4) {
-#pragma unroll
-      for (int i = 0; i < 16; i += 4) {
-        const int left = valid - i;
-        arch::cp_async<4>(to + i, from + i, left < 0 ? 0 : left < 4 ? left : 4);
-      }
-    } else {  // less than cp.async can carry: through registers
-      arch::Words4 words;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t low = valid > 4 * i ? arch::load_global<uint16_t>(from + 4 * i) : 0;
-        const uint32_t high = valid > 4 * i + 2 ? arch::load_global<uint16_t>(from + 4 * i + 2) : 0;
-        words.data[i] = high << 16 | low;
-      }
-      arch::store_shared(to, words);
-    }
-  }
-
-  const char* origin_;  // this thread's first chunk of k = 0
-  const char* source_;  // and of the next k tile
-  int64_t line_bytes_;
-  int64_t upper_bytes_ = 0;  // k_major: from where a line of the second half would be to where it is
-  int line_;
-  int chunk_;
-  int end_ = 0;        // k_major: lines of the first half that are inside the matrix
-  int upper_end_ = 0;  // and of the second
-  int valid_ = 0;      // else: bytes of the chunk that are
-  int vector_bytes_;
-};
 
 // The nearest tf32 as what mma reads, which ignores the lower 13 bits: half of the last place is added. Infinities and
 // NaN stay. (cvt.rna would do it, at a quarter of the speed of integer arithmetic.)
@@ -224,11 +33,10 @@ DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
   low = round_to_tf32(arch::float_bits(arch::bits_float(bits) - arch::bits_float(high)));
 }
 
-// One instantiation of the kernel: constants and the main loop.
+// One instantiation of the kernel: constants, and what a warp does with its fragments.
 template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, GemmConfig config>
 struct Gemm {
-  static constexpr bool kAKMajor = a_k_major;
-  static constexpr bool kBKMajor = b_k_major;
+  using Element = T;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
   static constexpr int kStages = config.stages;
@@ -238,19 +46,25 @@ struct Gemm {
   static constexpr int kWarpsM = config.warps_m;
   static constexpr int kWarpM = kBlockM / kWarpsM;
   static constexpr int kWarpN = kBlockN / config.warps_n;
-  static constexpr int kRows = kWarpM / 16;                     // fragments of A a warp holds
-  static constexpr int kColumns = kWarpN / 8;                   // and of B
-  static constexpr int kSteps = kBlockK * int(sizeof(T)) / 32;  // an mma is 32 bytes deep
-  static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
+  static constexpr int kRows = kWarpM / 16;    // fragments of A a warp holds
+  static constexpr int kColumns = kWarpN / 8;  // and of B
 
   using TileA = OperandTile<T, a_k_major, kBlockM, kBlockK>;
   using TileB = OperandTile<T, b_k_major, kBlockN, kBlockK>;
   using CopyA = TileCopy<T, a_k_major, kBlockM, kBlockK, kThreads>;
   using CopyB = TileCopy<T, b_k_major, kBlockN, kBlockK, kThreads>;
+  static constexpr int kSteps = kBlockK / TileA::kStep;
+  static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
 
-  // Padded by 8 floats: a warp stores float pairs of 8 rows at once.
+  // The result goes through shared memory in passes of 64 rows, some of each warp's. Rows are padded by 8 floats: a
+  // warp stores float pairs of 8 rows at once.
+  static constexpr int kStagedRows = 64;
+  static constexpr int kPassRows = kStagedRows / kWarpsM;
+  static constexpr int kPasses = kBlockM / kStagedRows;
   static constexpr int kResultStride = kBlockN + 8;
-  using Epilogue = epilogue::TileEpilogue<kThreads, kBlockM, kResultStride>;
+  static_assert(kPassRows % 16 == 0 && kPasses <= 2);
+  static_assert(kStagedRows % (epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
+  using Epilogue = epilogue::TileEpilogue<kThreads, kResultStride, kStagedRows, kWarpM, kPassRows>;
 
   struct Stage {
     alignas(128) unsigned char a[TileA::kBytes];
@@ -259,25 +73,25 @@ struct Gemm {
   struct Storage {
     union {
       Stage stages[kStages];
-      float result[kBlockM * kResultStride];  // (kBlockM, kResultStride), of which kBlockN columns are used
+      alignas(16) float result[kStagedRows * kResultStride];  // (kStagedRows, kResultStride), kBlockN columns in use
     };
     uint32_t arrived;  // split k: blocks of this tile that arrived before this one
   };
 
   using Accumulators = float[kRows][kColumns][4];
 
+  DEVICE static int warp_row() { return arch::thread_index() / arch::kWarpSize % kWarpsM; }
+  DEVICE static int warp_column() { return arch::thread_index() / arch::kWarpSize / kWarpsM; }
+
   struct Fragments {
     uint32_t a[kRows][4];
     uint32_t b[kColumns / 2][4];
 
-    DEVICE void load(const Stage& stage, int step) {
-      const int warp = arch::thread_index() / arch::kWarpSize;
-      const int row = warp % kWarpsM * kWarpM, column = warp / kWarpsM * kWarpN;
-      const arch::SharedAddress tile_a = arch::shared_address(stage.a), tile_b = arch::shared_address(stage.b);
+    DEVICE void load(arch::SharedAddress at_a, arch::SharedAddress at_b, int step) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], tile_a, row + i * 16, step);
+      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], at_a, i, step);
 #pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], tile_b, column + j * 16, step);
+      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
     }
 
     DEVICE void multiply(Accumulators& sums) {
@@ -333,18 +147,18 @@ struct Gemm {
     }
   };
 
-  // All of it at once: the epilogue needs the registers.
-  DEVICE static void store_result(float* result, const Accumulators& sums) {
-    const int warp = arch::thread_index() / arch::kWarpSize, lane = arch::lane_index();
-    const int row = warp % kWarpsM * kWarpM + lane / 4, column = warp / kWarpsM * kWarpN + lane % 4 * 2;
+  // What pass `pass` covers of a warp's sums, to shared memory; `pass` is known when this is compiled.
+  DEVICE static void stage_result(float* result, const Accumulators& sums, int pass) {
+    const int row = warp_row() * kPassRows + arch::lane_index() / 4;
+    const int column = warp_column() * kWarpN + arch::lane_index() % 4 * 2;
     const arch::SharedAddress to = arch::shared_address(result + row * kResultStride + column);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kPassRows / 16; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float* const pair = sums[i][j] + 2 * half;
+          const float* const pair = sums[pass % kPasses * (kPassRows / 16) + i][j] + 2 * half;
           arch::store_shared(to + 4 * ((i * 16 + half * 8) * kResultStride + j * 8),
                              arch::Words2{{arch::float_bits(pair[0]), arch::float_bits(pair[1])}});
         }
@@ -375,24 +189,6 @@ struct Gemm {
   }
 };
 
-// What the host decides; the same for all blocks.
-struct GemmPlan {
-  int shape = 0;  // of kTiles
-  int row_tiles = 0;
-  int column_tiles = 0;
-  int64_t tiles = 0;          // of all batches
-  int64_t k_tiles = 0;        // of one product
-  int64_t all_k_tiles = 0;    // of all reduced products
-  int64_t split_k_tiles = 0;  // of one block
-  int splits = 1;
-  int vector_bytes_a = 16;  // aligned bytes that a and b can be read by
-  int vector_bytes_b = 16;
-  // In the workspace; null if not needed.
-  uint32_t* arrivals = nullptr;  // (tiles,)
-  float* partials = nullptr;     // (splits, tiles, block_m * block_n)
-  float* bias_sums = nullptr;    // (row_tiles, n), gated: (row_tiles, 2n)
-};
-
 // Blocks that run at the same time should share operands in L2: tiles go down columns of kGroup rows.
 DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int block_m, int columns) {
   constexpr int kGroup = 8;
@@ -403,115 +199,135 @@ DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int bloc
           columns};
 }
 
+// sums = the products of this block's k tiles.
+template <class Gemm>
+DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
+                           typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
+  const int first = arch::block_y() * plan.split_k_tiles;
+  const int left = plan.all_k_tiles - first;
+  const int count = left < plan.split_k_tiles ? left : plan.split_k_tiles;
+  if (count <= 0) return;
+
+  typename Gemm::CopyA copy_a(params.a.data, plan.a, at.row, params.m, false);
+  typename Gemm::CopyB copy_b(params.b.data, plan.b, at.column, params.n, has_pairs(params));
+  const auto advance_elements = [&](int64_t a, int64_t b) {
+    copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
+    copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));
+  };
+  using epilogue::offset_of;
+  const auto product_a = [&](int i) {
+    return offset_of(i, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a);
+  };
+  const auto product_b = [&](int i) {
+    return offset_of(i, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b);
+  };
+  advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
+                   offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
+  int product = first / plan.k_tiles, k_tile = first % plan.k_tiles;  // that are copied next
+  advance_elements(product_a(product), product_b(product));
+  copy_a.advance(k_tile * plan.a.k_tile);
+  copy_b.advance(k_tile * plan.b.k_tile);
+
+  const auto copy_next = [&](int slot) {
+    typename Gemm::Stage& stage = shared.stages[slot];
+    const bool last = k_tile + 1 == plan.k_tiles;
+    const int depth = last ? plan.k_tail : Gemm::kBlockK;
+    copy_a.copy(arch::shared_address(stage.a), depth);
+    copy_b.copy(arch::shared_address(stage.b), depth);
+    ++k_tile;
+    if (last && params.reduced_dims > 0) {
+      copy_a.advance(-plan.k_tiles * plan.a.k_tile);
+      copy_b.advance(-plan.k_tiles * plan.b.k_tile);
+      advance_elements(product_a(product + 1) - product_a(product), product_b(product + 1) - product_b(product));
+      ++product;
+      k_tile = 0;
+    }
+  };
+
+  const arch::SharedAddress lane_a =
+      arch::shared_address(shared.stages[0].a) + Gemm::TileA::lane_offset(Gemm::warp_row() * Gemm::kWarpM);
+  const arch::SharedAddress lane_b =
+      arch::shared_address(shared.stages[0].b) + Gemm::TileB::lane_offset(Gemm::warp_column() * Gemm::kWarpN);
+  typename Gemm::Fragments fragments[2];
+  const auto load = [&](int set, int slot, int step) {
+    const auto stage = arch::SharedAddress(slot * sizeof(typename Gemm::Stage));
+    fragments[set].load(lane_a + stage, lane_b + stage, step);
+  };
+
+  constexpr int kAhead = Gemm::kStages - 1;
+  for (int slot = 0; slot < kAhead; ++slot) {
+    if (slot < count) copy_next(slot);
+    arch::cp_async_commit();
+  }
+  arch::cp_async_wait<kAhead - 1>();
+  arch::sync_threads();
+  load(0, 0, 0);
+  int slot = 0;            // that is multiplied
+  int free_slot = kAhead;  // that was multiplied before
+#pragma unroll 1
+  for (int tile = 0; tile < count; ++tile) {
+#pragma unroll
+    for (int step = 0; step < Gemm::kSteps; ++step) {
+      if (step + 1 < Gemm::kSteps) {
+        load((step + 1) % 2, slot, step + 1);
+      } else {
+        arch::cp_async_wait<kAhead - 1>();
+        arch::sync_threads();
+        free_slot = slot;
+        slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
+        if (tile + 1 < count) load(0, slot, 0);
+      }
+      if (step == 0) {
+        if (tile + kAhead < count) copy_next(free_slot);
+        arch::cp_async_commit();  // empty at the end, so that the count of groups holds
+      }
+      fragments[step % 2].multiply(sums);
+    }
+  }
+}
+
+// Leaves this block's sums in the workspace. True for the last of the tile's blocks, whose sums then are those of all.
+template <class Gemm>
+DEVICE bool add_splits(const GemmPlan& plan, uint32_t& arrived, typename Gemm::Accumulators& sums) {
+  constexpr int64_t kSize = Gemm::kBlockM * Gemm::kBlockN;
+  float* const partial = plan.partials + arch::block_x() * kSize;
+  Gemm::store_partial(partial + arch::block_y() * plan.tiles * kSize, sums);
+  arch::sync_threads();  // the arrival releases what the whole block has written
+  if (arch::thread_index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + arch::block_x(), 1u);
+  arch::sync_threads();
+  if (arrived + 1 < uint32_t(plan.splits)) return false;
+#pragma unroll
+  for (auto& row : sums)
+#pragma unroll
+    for (auto& fragment : row)
+#pragma unroll
+      for (float& x : fragment) x = 0.0f;
+  for (int split = 0; split < plan.splits; ++split) Gemm::add_partial(partial + split * plan.tiles * kSize, sums);
+  return true;
+}
+
 // Grid: (tiles, splits).
 template <class Gemm>
 GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
-  using Storage = typename Gemm::Storage;
-  SHARED_STORAGE(Storage, shared);
-  const bool gated = params.gated && params.preact.data == nullptr;
+  SHARED_STORAGE(typename Gemm::Storage, shared);
   const epilogue::TilePosition at =
-      find_tile(plan, arch::block_x(), Gemm::kBlockM, gated ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+      find_tile(plan, arch::block_x(), Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
   typename Gemm::Accumulators sums = {};
+  multiply_tiles<Gemm>(params, plan, at, shared, sums);
+  if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
-  {
-    const int64_t batch_a =
-        epilogue::offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides);
-    const int64_t batch_b =
-        epilogue::offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides);
-    typename Gemm::CopyA copy_a(params.a.data, Gemm::kAKMajor ? params.a.row_stride : params.a.column_stride, at.row,
-                                params.m, false, plan.vector_bytes_a);
-    typename Gemm::CopyB copy_b(params.b.data, Gemm::kBKMajor ? params.b.column_stride : params.b.row_stride, at.column,
-                                params.n, gated, plan.vector_bytes_b);
-
-    const int64_t first = arch::block_y() * plan.split_k_tiles;
-    const int64_t left = plan.all_k_tiles - first;
-    const int64_t count = left < plan.split_k_tiles ? left : plan.split_k_tiles;
-    int64_t product = 0, k = 0;
-    const auto seek = [&] {
-      copy_a.seek(
-          batch_a + epilogue::offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a),
-          k);
-      copy_b.seek(
-          batch_b + epilogue::offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b),
-          k);
-    };
-    const auto copy_next = [&](int slot) {
-      typename Gemm::Stage& stage = shared.stages[slot];
-      copy_a.copy(arch::shared_address(stage.a), params.k - k);
-      copy_b.copy(arch::shared_address(stage.b), params.k - k);
-      k += Gemm::kBlockK;
-      if (k >= params.k) {
-        ++product;
-        k = 0;
-        if (params.reduced_dims > 0) seek();
-      }
-    };
-    if (count > 0) {
-      product = first / plan.k_tiles;
-      k = first % plan.k_tiles * Gemm::kBlockK;
-      seek();
-    }
-
-    constexpr int kAhead = Gemm::kStages - 1;
-    for (int slot = 0; slot < kAhead; ++slot) {
-      if (slot < count) copy_next(slot);
-      arch::cp_async_commit();
-    }
-    typename Gemm::Fragments fragments[2];
-    if (count > 0) {
-      arch::cp_async_wait<kAhead - 1>();
-      arch::sync_threads();
-      fragments[0].load(shared.stages[0], 0);
-    }
-    int slot = 0;            // that is multiplied
-    int free_slot = kAhead;  // that was multiplied before
-    for (int64_t tile = 0; tile < count; ++tile) {
-#pragma unroll
-      for (int step = 0; step < Gemm::kSteps; ++step) {
-        if (step + 1 < Gemm::kSteps) {
-          fragments[(step + 1) % 2].load(shared.stages[slot], step + 1);
-        } else {
-          arch::cp_async_wait<kAhead - 1>();
-          arch::sync_threads();
-          free_slot = slot;
-          slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
-          if (tile + 1 < count) fragments[0].load(shared.stages[slot], 0);
-        }
-        if (step == 0) {
-          if (tile + kAhead < count) copy_next(free_slot);
-          arch::cp_async_commit();  // empty at the end, so that the count of groups holds
-        }
-        fragments[step % 2].multiply(sums);
-      }
-    }
-    arch::cp_async_wait<0>();
-  }
-
-  if (plan.splits > 1) {
-    constexpr int64_t kSize = Gemm::kBlockM * Gemm::kBlockN;
-    float* const partial = plan.partials + arch::block_x() * kSize;
-    Gemm::store_partial(partial + arch::block_y() * plan.tiles * kSize, sums);
-    arch::fence_device();
-    arch::sync_threads();
-    if (arch::thread_index() == 0) shared.arrived = arch::atomic_add_acq_rel(plan.arrivals + arch::block_x(), 1u);
-    arch::sync_threads();
-    if (shared.arrived + 1 < uint32_t(plan.splits)) return;
-    arch::fence_device();
-#pragma unroll
-    for (auto& row : sums)
-#pragma unroll
-      for (auto& fragment : row)
-#pragma unroll
-        for (float& x : fragment) x = 0.0f;
-    for (int split = 0; split < plan.splits; ++split) Gemm::add_partial(partial + split * plan.tiles * kSize, sums);
-  }
-
-  arch::sync_threads();  // the stages have been read
-  Gemm::store_result(shared.result, sums);
+  Gemm::stage_result(shared.result, sums, 0);  // all have read the last stage
   arch::sync_threads();
   typename Gemm::Epilogue finish(params, at);
-  finish.run(shared.result);
+#pragma unroll 1  // its code is long
+  for (int pass = 0;; ++pass) {
+    finish.run(shared.result, pass);
+    if (pass + 1 == Gemm::kPasses) break;
+    arch::sync_threads();
+    Gemm::stage_result(shared.result, sums, 1);
+    arch::sync_threads();
+  }
   if (plan.bias_sums != nullptr) {
     arch::sync_threads();
     finish.store_sums(shared.result, plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
@@ -519,182 +335,102 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
 }
 
 // No block of a tile has arrived.
-inline GLOBAL(256, 1) clear_arrivals(GRID_CONSTANT GemmPlan plan) {
-  const int64_t i = int64_t(arch::block_x()) * arch::block_size() + arch::thread_index();
-  if (i < plan.tiles) plan.arrivals[i] = 0;
+template <int threads>
+GLOBAL(threads, 1)
+clear_arrivals(uint32_t* arrivals, int tiles) {
+  const int i = arch::block_x() * threads + arch::thread_index();
+  if (i < tiles) arch::store_global(arrivals + i, 0u);
 }
 
-// bias_grad = the sums of the rows of tiles, added in order; a thread for each column.
-inline GLOBAL(128, 1) reduce_bias_sums(GRID_CONSTANT GemmPlan plan, GRID_CONSTANT Output bias_grad, int64_t width) {
-  const int64_t column = int64_t(arch::block_x()) * arch::block_size() + arch::thread_index();
-  if (column >= width) return;
-  float sum = 0.0f;
-  for (int tile = 0; tile < plan.row_tiles; ++tile)
-    sum += arch::load_global<float>(plan.bias_sums + tile * width + column);
-  const float sums[epilogue::kVector] = {sum};
-  epilogue::write(bias_grad, column, 1, sums);
-}
-
-// The host's side.
-
-inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
-inline int processor_count() {
+inline Device current_device() {
 #if defined(__CUDACC__)
-  int device = 0, count = 0;
+  const auto attribute = [](int device, cudaDeviceAttr which) {
+    int value = 0;
+    rt::check(cudaDeviceGetAttribute(&value, which, device), "gemm_sm80", "ask what the device has");
+    return value;
+  };
+  int device = 0;
   rt::check(cudaGetDevice(&device), "gemm_sm80", "ask for the current device");
-  rt::check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "gemm_sm80", "count processors");
-  return count;
+  return device_of(
+      10 * attribute(device, cudaDevAttrComputeCapabilityMajor) + attribute(device, cudaDevAttrComputeCapabilityMinor),
+      attribute(device, cudaDevAttrMultiProcessorCount));
 #else
-  return 4;  // so that the emulator sees split k and several waves in small problems
+  return device_of(80, 4);  // so few that small problems have several waves, or their k split
 #endif
 }
 
-// Whether k is the dim that is read as contiguous; the other one is, if not, or has but one index.
-inline bool is_k_major(int64_t k, int64_t k_stride, int64_t other_stride) {
-  return k == 1 ? other_stride != 1 : k_stride == 1;
-}
-inline bool is_k_major_a(const GemmParams& params) {
-  return is_k_major(params.k, params.a.column_stride, params.a.row_stride);
-}
-inline bool is_k_major_b(const GemmParams& params) {
-  return is_k_major(params.k, params.b.row_stride, params.b.column_stride);
-}
-
-inline int64_t product_of(int dims, const int64_t* sizes) {
-  int64_t count = 1;
-  for (int d = 0; d < dims; ++d) count *= sizes[d];
-  return count;
-}
-
-// The largest of 16, 4 and 2 that divides the address and the strides, in bytes, between whatever is read.
-inline int vector_bytes(const GemmParams& params, const Operand& operand, int64_t line_stride,
-                        const int64_t* reduced_strides, int64_t upper_offset) {
-  int64_t bits = line_stride | upper_offset;
-  for (int d = 0; d < params.batch_dims; ++d) bits |= operand.batch_strides[d];
-  for (int d = 0; d < params.reduced_dims; ++d) bits |= reduced_strides[d];
-  bits = bits * size_of(operand.dtype) | int64_t(reinterpret_cast<uintptr_t>(operand.data));
-  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 2;
-}
-
-// The tile shape and the split of k that are done first, in cycles of one multiprocessor: each makes its share of the
-// blocks, a block's k tile costs the larger of its arithmetic and its way from L2, and a split adds the way of the sums
-// through the workspace. The rates are an A100's; only their ratios matter.
-inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic) {
-  constexpr double kMultiplyAdds[] = {1024, 512, 512.0 / 3};  // a cycle, of each arithmetic
-  constexpr double kBytes = 48;                               // a cycle, from L2
-  constexpr double kStartCycles = 1500;                       // of a block: fill the stages, run the epilogue
-  constexpr double kSplitCycles = 4000;                       // the kernel that clears, the blocks that wait
-  constexpr int kMaxSplits = 32;
-  constexpr int64_t kMinSplitTiles = 4;  // as long as the pipeline takes to fill
-
-  const bool gated = params.gated && params.preact.data == nullptr;
-  const int64_t batches = product_of(params.batch_dims, params.batch_sizes);
-  const int64_t reduced = product_of(params.reduced_dims, params.reduced_sizes);
-  const int processors = processor_count();
-  GemmPlan best;
-  double best_cycles = std::numeric_limits<double>::infinity();
-  for (int shape = 0; shape < 2; ++shape) {
-    const GemmConfig& tile = kTiles[int(arithmetic)][shape];
-    GemmPlan plan;
-    plan.shape = shape;
-    const int64_t row_tiles = ceil_div(params.m, tile.block_m);
-    const int64_t column_tiles = ceil_div(params.n, gated ? tile.block_n / 2 : tile.block_n);
-    plan.tiles = row_tiles * column_tiles * batches;
-    if (plan.tiles > std::numeric_limits<int>::max() / 8)
-      throw std::invalid_argument("gemm_sm80: expected fewer than 2^28 output tiles, got " +
-                                  std::to_string(plan.tiles));
-    plan.row_tiles = int(row_tiles);
-    plan.column_tiles = int(column_tiles);
-    plan.k_tiles = ceil_div(params.k, tile.block_k);
-    plan.all_k_tiles = plan.k_tiles * reduced;
-    const double element = arithmetic == Arithmetic::k16Bit ? 2 : 4;
-    const double tile_cycles =
-        std::max(double(tile.block_m) * tile.block_n * tile.block_k / kMultiplyAdds[int(arithmetic)],
-                 double(tile.block_m + tile.block_n) * tile.block_k * element / kBytes);
-    const double sum_cycles = double(tile.block_m) * tile.block_n * sizeof(float) / kBytes;
-    for (int splits = 1; splits <= kMaxSplits; ++splits) {
-      plan.split_k_tiles = ceil_div(plan.all_k_tiles, splits);
-      if (splits > 1 && plan.split_k_tiles < kMinSplitTiles) break;
-      if (splits > 1 && plan.tiles * splits > 4 * processors) break;  // there are blocks enough, and memory is finite
-      if (splits > 1 && ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;  // one would have nothing
-      plan.splits = splits;
-      const double blocks = double(ceil_div(plan.tiles * splits, processors));
-      double cycles = blocks * (double(plan.split_k_tiles) * tile_cycles + kStartCycles);
-      if (splits > 1) cycles += kSplitCycles + (blocks + splits) * sum_cycles;
-      if (cycles < best_cycles) {
-        best_cycles = cycles;
-        best = plan;
-      }
-    }
-  }
-  best.vector_bytes_a =
-      vector_bytes(params, params.a, is_k_major_a(params) ? params.a.row_stride : params.a.column_stride,
-                   params.reduced_strides_a, 0);
-  best.vector_bytes_b =
-      vector_bytes(params, params.b, is_k_major_b(params) ? params.b.column_stride : params.b.row_stride,
-                   params.reduced_strides_b, gated && !is_k_major_b(params) ? params.n : 0);
-  return best;
-}
-
-// Divides the workspace; returns the bytes used.
-inline size_t place_workspace(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
-  size_t used = 0;
-  const auto take = [&](auto*& pointer, int64_t count) {
-    pointer = reinterpret_cast<std::decay_t<decltype(pointer)>>(reinterpret_cast<uintptr_t>(data) + used);
-    used += (size_t(count) * sizeof(*pointer) + 255) / 256 * 256;
-  };
+// Divides the workspace.
+inline WorkspaceCursor place(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
+  WorkspaceCursor cursor(data);
   if (plan.splits > 1) {
-    take(plan.arrivals, plan.tiles);
-    take(plan.partials, plan.splits * plan.tiles * tile.block_m * tile.block_n);
+    cursor.take(plan.arrivals, plan.tiles);
+    cursor.take(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
   }
-  if (params.bias_grad.data != nullptr) take(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
-  return used;
+  if (params.bias_grad.data != nullptr) cursor.take(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
+  return cursor;
 }
 
 template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, int shape>
 void launch_shape(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
-  using Kernel = Gemm<T, arithmetic, a_k_major, b_k_major, kTiles[int(arithmetic)][shape]>;
-  rt::launch<gemm_sm80<Kernel>>("gemm_sm80",
-                                {.grid = {int(plan.tiles), plan.splits},
-                                 .threads = Kernel::kThreads,
-                                 .shared_bytes = sizeof(typename Kernel::Storage),
-                                 .stream = stream},
-                                params, plan);
+  if constexpr (shape < kNumShapes[int(arithmetic)]) {
+    using Kernel = Gemm<T, arithmetic, a_k_major, b_k_major, kTiles[int(arithmetic)][shape]>;
+    rt::launch<gemm_sm80<Kernel>>("gemm_sm80",
+                                  {.grid = {plan.tiles, plan.splits},
+                                   .threads = Kernel::kThreads,
+                                   .shared_bytes = sizeof(typename Kernel::Storage),
+                                   .stream = stream},
+                                  params, plan);
+  }
+}
+
+template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major>
+void launch_layout(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+  switch (plan.shape) {
+    case 0: return launch_shape<T, arithmetic, a_k_major, b_k_major, 0>(params, plan, stream);
+    case 1: return launch_shape<T, arithmetic, a_k_major, b_k_major, 1>(params, plan, stream);
+    default: return launch_shape<T, arithmetic, a_k_major, b_k_major, 2>(params, plan, stream);
+  }
+}
+
+inline bool is_empty(const GemmParams& params) {
+  return params.m == 0 || params.n == 0 || product_of(params.batch_dims, params.batch_sizes) == 0;
+}
+
+inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
+  if (!gemm_sm80_reads(operand, rows, columns))
+    throw std::invalid_argument("gemm_sm80: expected a row or column stride of 1 in " + std::string(name) + ", got " +
+                                std::to_string(operand.row_stride) + " and " + std::to_string(operand.column_stride) +
+                                "; make it contiguous");
+}
+
+template <Arithmetic arithmetic>
+size_t workspace_of(const GemmParams& params) {
+  if (is_empty(params)) return 0;
+  GemmPlan plan = choose_plan(params, arithmetic, current_device());
+  return place(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
 }
 
 template <class T, Arithmetic arithmetic>
 void launch_with(const GemmParams& params, Workspace workspace, rt::Stream stream) {
-  const int64_t batches = product_of(params.batch_dims, params.batch_sizes);
-  if (params.m == 0 || params.n == 0 || batches == 0) return;
-  GemmPlan plan = choose_plan(params, arithmetic);
-  const size_t needed = place_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan);
-  if (needed > workspace.bytes)
-    throw std::invalid_argument("gemm_sm80: expected a workspace of " + std::to_string(needed) + " bytes, got " +
-                                std::to_string(workspace.bytes));
-  if (plan.splits > 1)
-    rt::launch<clear_arrivals>("clear_arrivals",
-                               {.grid = {int(ceil_div(plan.tiles, 256))}, .threads = 256, .stream = stream}, plan);
-  using Launch = void (*)(const GemmParams&, const GemmPlan&, rt::Stream);
-  constexpr Launch kLaunch[2][2][2] = {
-      // [a is k-major][b is k-major][shape]
-      {{launch_shape<T, arithmetic, false, false, 0>, launch_shape<T, arithmetic, false, false, 1>},
-       {launch_shape<T, arithmetic, false, true, 0>, launch_shape<T, arithmetic, false, true, 1>}},
-      {{launch_shape<T, arithmetic, true, false, 0>, launch_shape<T, arithmetic, true, false, 1>},
-       {launch_shape<T, arithmetic, true, true, 0>, launch_shape<T, arithmetic, true, true, 1>}}};
-  kLaunch[is_k_major_a(params)][is_k_major_b(params)][plan.shape](params, plan, stream);
-  if (plan.bias_sums != nullptr) {
-    const int64_t width = (params.gated ? 2 : 1) * params.n;
-    rt::launch<reduce_bias_sums>("reduce_bias_sums",
-                                 {.grid = {int(ceil_div(width, 128))}, .threads = 128, .stream = stream}, plan,
-                                 params.bias_grad, width);
+  if (is_empty(params)) return;
+  check_operand("a", params.a, params.m, params.k);
+  check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
+  GemmPlan plan = choose_plan(params, arithmetic, current_device());
+  place(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan).expect_room("gemm_sm80", workspace);
+  if (plan.splits > 1) {
+    constexpr int kThreads = 256;
+    const int blocks = int(ceil_div(plan.tiles, kThreads));
+    rt::launch<clear_arrivals<kThreads>>("clear_arrivals", {.grid = {blocks}, .threads = kThreads, .stream = stream},
+                                         plan.arrivals, plan.tiles);
   }
-}
-
-template <class T>
-Arithmetic arithmetic_of(Float32Product float32) {
-  if (sizeof(T) == 2) return Arithmetic::k16Bit;
-  return float32 == Float32Product::kTf32 ? Arithmetic::kTf32 : Arithmetic::kThreeTf32;
+  const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
+                                                                    : launch_layout<T, arithmetic, true, false>
+                      : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
+                                             : launch_layout<T, arithmetic, false, false>;
+  launch(params, plan, stream);
+  if (plan.bias_sums != nullptr)
+    epilogue::launch_add_block_sums(plan.bias_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n, params.bias_grad,
+                                    stream);
 }
 
 }  // namespace cuda_ext::sm80
@@ -703,10 +439,12 @@ namespace cuda_ext {
 
 template <class T>
 size_t gemm_sm80_workspace_of(const GemmParams& params, Float32Product float32) {
-  if (params.m == 0 || params.n == 0) return 0;
-  const sm80::Arithmetic arithmetic = sm80::arithmetic_of<T>(float32);
-  sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic);
-  return sm80::place_workspace(params, sm80::kTiles[int(arithmetic)][plan.shape], nullptr, plan);
+  using sm80::Arithmetic;
+  if constexpr (sizeof(T) == 2)
+    return sm80::workspace_of<Arithmetic::k16Bit>(params);
+  else
+    return float32 == Float32Product::kTf32 ? sm80::workspace_of<Arithmetic::kTf32>(params)
+                                            : sm80::workspace_of<Arithmetic::kThreeTf32>(params);
 }
 
 template <class T>

@@ -1,18 +1,10 @@
 // Products on tensor cores that read their operands from registers (sm_80 and later): what the bindings call.
 #pragma once
 
-#include <cstddef>
-#include <stdexcept>
-
 #include "gemm/gemm.h"
+#include "gemm/workspace.h"
 
 namespace cuda_ext {
-
-// Device memory a launch may use until it has ended; its contents before and after mean nothing.
-struct Workspace {
-  void* data = nullptr;
-  size_t bytes = 0;
-};
 
 // How float32 operands are multiplied: rounded to tf32 (11 bits), or as sums of two tf32 (about 22 bits) in three
 // products, where an infinity gives NaN.
