@@ -9,13 +9,16 @@
 
 namespace cuda_ext::epilogue {
 
-// Offset in elements of the index-th of the batches, or of the reduced products; dims are innermost first.
-DEVICE int64_t offset_of(int64_t index, int dims, const int64_t (&sizes)[kMaxBatchDims],
+// Offset in elements of the index-th of the batches, or of the reduced products; dims are innermost first. The host has
+// seen to it that there are fewer than 2^31, as divisions of 64 bits are long.
+DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDims],
                          const int64_t (&strides)[kMaxBatchDims]) {
   int64_t elements = 0;
+#pragma unroll 1
   for (int d = 0; d < dims; ++d) {
-    elements += index % sizes[d] * strides[d];
-    index /= sizes[d];
+    const int size = int(sizes[d]);
+    elements += index % size * strides[d];
+    index /= size;
   }
   return elements;
 }
@@ -23,7 +26,7 @@ DEVICE int64_t offset_of(int64_t index, int dims, const int64_t (&sizes)[kMaxBat
 // Which piece of the output a block makes: `columns` is the tile's width in the output, half of block_n if columns come
 // in pairs, since gate and up columns then lie side by side in the tile.
 struct TilePosition {
-  int64_t batch;
+  int batch;
   int64_t row;
   int64_t column;
   int columns;

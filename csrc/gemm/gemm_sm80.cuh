@@ -215,18 +215,29 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
     copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));
   };
   using epilogue::offset_of;
-  const auto product_a = [&](int i) {
-    return offset_of(i, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a);
-  };
-  const auto product_b = [&](int i) {
-    return offset_of(i, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b);
-  };
   advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
                    offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
   int product = first / plan.k_tiles, k_tile = first % plan.k_tiles;  // that are copied next
-  advance_elements(product_a(product), product_b(product));
+  advance_elements(offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a),
+                   offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b));
   copy_a.advance(k_tile * plan.a.k_tile);
   copy_b.advance(k_tile * plan.b.k_tile);
+  // From behind the last k tile to the first of the next product, whose index counts one on like the digits of a number.
+  const auto next_product = [&] {
+    copy_a.advance(-plan.k_tiles * plan.a.k_tile);
+    copy_b.advance(-plan.k_tiles * plan.b.k_tile);
+    k_tile = 0;
+    int index = ++product;
+#pragma unroll 1
+    for (int d = 0; d < params.reduced_dims; ++d) {
+      const int size = int(params.reduced_sizes[d]);
+      const bool carries = index % size == 0;
+      const int change = carries ? 1 - size : 1;
+      advance_elements(change * params.reduced_strides_a[d], change * params.reduced_strides_b[d]);
+      if (!carries) break;
+      index /= size;
+    }
+  };
 
   const auto copy_next = [&](int slot) {
     typename Gemm::Stage& stage = shared.stages[slot];
@@ -235,13 +246,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
     copy_a.copy(arch::shared_address(stage.a), depth);
     copy_b.copy(arch::shared_address(stage.b), depth);
     ++k_tile;
-    if (last && params.reduced_dims > 0) {
-      copy_a.advance(-plan.k_tiles * plan.a.k_tile);
-      copy_b.advance(-plan.k_tiles * plan.b.k_tile);
-      advance_elements(product_a(product + 1) - product_a(product), product_b(product + 1) - product_b(product));
-      ++product;
-      k_tile = 0;
-    }
+    if (last && params.reduced_dims > 0) next_product();
   };
 
   const arch::SharedAddress lane_a =
@@ -255,6 +260,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   };
 
   constexpr int kAhead = Gemm::kStages - 1;
+#pragma unroll 1
   for (int slot = 0; slot < kAhead; ++slot) {
     if (slot < count) copy_next(slot);
     arch::cp_async_commit();
