@@ -1,0 +1,223 @@
+// Pieces of matrices in registers, and the activations applied to them: what the epilogue of a product and the gradient
+// pass over an activation share.
+//
+// A thread holds kVector neighbouring columns of kRowsAtOnce rows. Dtypes, activations and which terms there are is
+// decided at run time, the same way in all threads, so that one kernel serves all combinations.
+#pragma once
+
+#include "arch/math.cuh"
+#include "arch/memory.cuh"
+#include "gemm/gemm.h"
+
+namespace cuda_ext::epilogue {
+
+constexpr int kVector = 4;      // columns: 8 bytes of a 16-bit dtype, 16 bytes of float32
+constexpr int kRowsAtOnce = 2;  // so many loads of a thread are under way
+
+struct Piece {
+  float at[kRowsAtOnce][kVector];
+};
+
+// Where a piece lies. What is outside the matrix is not read (it counts as 0) and not written.
+struct PiecePosition {
+  int64_t row[kRowsAtOnce];
+  bool exists[kRowsAtOnce];
+  int64_t column;
+  int count;  // of its columns that exist
+};
+
+template <class F>
+DEVICE void for_elements(F&& f) {
+#pragma unroll
+  for (int r = 0; r < kRowsAtOnce; ++r)
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) f(r, i);
+}
+
+template <class F>
+DEVICE void with_storage(Dtype dtype, F&& f) {
+  switch (dtype) {
+    case Dtype::kFloat16: return f(half_t{});
+    case Dtype::kBFloat16: return f(bfloat16_t{});
+    default: return f(float{});
+  }
+}
+
+template <class T>
+DEVICE bool is_vector(const T* pointer, int count) {
+  return count == kVector && reinterpret_cast<uintptr_t>(pointer) % (kVector * sizeof(T)) == 0;
+}
+
+// v = `count` elements, `stride` apart. Not by the read-only path: this may be the output, which is updated in place.
+template <class T>
+DEVICE void read_vector(const T* from, int64_t stride, int count, float (&v)[kVector]) {
+  if (stride == 1 && is_vector(from, count)) {
+    const auto words = arch::load_global_streaming<arch::Words<kVector * sizeof(T) / 4>>(from);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      if constexpr (sizeof(T) == 4)
+        v[i] = arch::bits_float(words.data[i]);
+      else
+        v[i] = i % 2 == 0 ? arch::unpack_low<T>(words.data[i / 2]) : arch::unpack_high<T>(words.data[i / 2]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      v[i] = i < count ? arch::to_float(arch::load_global_streaming<T>(from + i * stride)) : 0.0f;
+  }
+}
+
+template <class T>
+DEVICE void write_vector(T* to, int count, const float (&v)[kVector]) {
+  if (is_vector(to, count)) {
+    arch::Words<kVector * sizeof(T) / 4> words;
+#pragma unroll
+    for (int i = 0; i < int(kVector * sizeof(T) / 4); ++i) {
+      if constexpr (sizeof(T) == 4)
+        words.data[i] = arch::float_bits(v[i]);
+      else
+        words.data[i] = arch::pack<T>(v[2 * i], v[2 * i + 1]);
+    }
+    arch::store_global(to, words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i)
+      if (i < count) arch::store_global(to + i, arch::from_float<T>(v[i]));
+  }
+}
+
+// piece = what `matrix` has at `at`, `right` columns further on; a batch begins `batch_offset` elements from the first.
+DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePosition& at, int64_t right, Piece& piece) {
+  with_storage(matrix.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const T* const from =
+        static_cast<const T*>(matrix.data) + batch_offset + (at.column + right) * matrix.column_stride;
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r)
+      read_vector(from + at.row[r] * matrix.row_stride, matrix.column_stride, at.exists[r] ? at.count : 0, piece.at[r]);
+  });
+}
+
+// The inverse, into rows of `width` elements.
+DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, const PiecePosition& at, int64_t right,
+                  const Piece& piece) {
+  with_storage(matrix.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    T* const to = static_cast<T*>(matrix.data) + batch_offset + at.column + right;
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r)
+      write_vector(to + at.row[r] * width, at.exists[r] ? at.count : 0, piece.at[r]);
+  });
+}
+
+// The activations as in activation_cpu.h, where the reasons and sources are.
+struct ValueAndDerivative {
+  float value;
+  float derivative;
+};
+
+struct Identity {
+  DEVICE static float value(float x) { return x; }
+  DEVICE static ValueAndDerivative both(float x) { return {x, 1.0f}; }
+};
+
+struct Relu {
+  DEVICE static float value(float x) { return x < 0.0f ? 0.0f : x; }
+  DEVICE static ValueAndDerivative both(float x) { return {value(x), x <= 0.0f ? 0.0f : 1.0f}; }
+};
+
+struct Gelu {
+  DEVICE static float distribution(float x) { return 0.5f + 0.5f * arch::erf(x * 0.70710678118654752f); }
+  DEVICE static float value(float x) { return x * distribution(x); }
+  DEVICE static ValueAndDerivative both(float x) {
+    const float phi = distribution(x);
+    const float density = 0.39894228040143268f * arch::exp(-0.5f * x * x);
+    return {x * phi, phi + x * density};
+  }
+};
+
+struct GeluTanh {
+  static constexpr float kScale = 2 * 0.79788456080286536f;
+  static constexpr float kCubic = 0.044715f;
+  DEVICE static float exponential(float x) { return arch::exp(-kScale * x * (1.0f + kCubic * x * x)); }
+  DEVICE static float value(float x) { return x * arch::fast_reciprocal(1.0f + exponential(x)); }
+  DEVICE static ValueAndDerivative both(float x) {
+    const float e = exponential(x);
+    const float sigmoid = arch::fast_reciprocal(1.0f + e);
+    const float complement = (e > 1e30f ? 1e30f : e) * sigmoid;
+    const float slope = kScale * (1.0f + 3 * kCubic * x * x);
+    return {x * sigmoid, sigmoid + (x * sigmoid) * complement * slope};
+  }
+};
+
+struct Silu {
+  DEVICE static float value(float x) { return x * arch::fast_reciprocal(1.0f + arch::exp(-x)); }
+  DEVICE static ValueAndDerivative both(float x) {
+    const float sigmoid = arch::fast_reciprocal(1.0f + arch::exp(-x));
+    const float y = x * sigmoid;
+    return {y, sigmoid + y * (1.0f - sigmoid)};
+  }
+};
+
+template <class F>
+DEVICE void with_activation(Activation activation, F&& f) {
+  switch (activation) {
+    case Activation::kNone: return f(Identity{});
+    case Activation::kRelu: return f(Relu{});
+    case Activation::kGelu: return f(Gelu{});
+    case Activation::kGeluTanh: return f(GeluTanh{});
+    case Activation::kSilu: return f(Silu{});
+  }
+}
+
+// The way of a gradient back through h = activation(z), gated: h = activation(gate) * up, z = (gate, up).
+struct ActivationBackward {
+  Activation activation;
+  bool gated;
+  int64_t n;                  // columns of h
+  const Operand& preact;      // z; may be absent if there is no activation
+  const Output& grad_preact;  // may be absent
+  const Output& hidden;       // h; may be absent
+
+  // `grad`: of h at `at`. What becomes the gradient of z is added to the sums of its columns, of gate and up.
+  DEVICE void run(const PiecePosition& at, Piece& grad, float (&sums)[2][kVector]) const {
+    Piece z, h;
+    if (preact.data != nullptr)
+      read(preact, 0, at, 0, z);
+    else
+      z = {};
+    if (gated) {
+      Piece up, grad_up;
+      read(preact, 0, at, n, up);
+      with_activation(activation, [&](auto f) {
+        for_elements([&](int r, int i) {
+          const ValueAndDerivative gate = f.both(z.at[r][i]);
+          h.at[r][i] = gate.value * up.at[r][i];
+          grad_up.at[r][i] = grad.at[r][i] * gate.value;
+          grad.at[r][i] *= up.at[r][i] * gate.derivative;
+        });
+      });
+      finish(at, 1, grad_up, sums[1]);
+    } else {
+      with_activation(activation, [&](auto f) {
+        for_elements([&](int r, int i) {
+          const ValueAndDerivative y = f.both(z.at[r][i]);
+          h.at[r][i] = y.value;
+          grad.at[r][i] *= y.derivative;
+        });
+      });
+    }
+    if (hidden.data != nullptr) write(hidden, 0, n, at, 0, h);
+    finish(at, 0, grad, sums[0]);
+  }
+
+ private:
+  DEVICE void finish(const PiecePosition& at, int part, const Piece& grad, float (&sums)[kVector]) const {
+    if (grad_preact.data != nullptr) write(grad_preact, 0, (gated ? 2 : 1) * n, at, part * n, grad);
+    for_elements([&](int r, int i) {
+      if (at.exists[r]) sums[i] += grad.at[r][i];
+    });
+  }
+};
+
+}  // namespace cuda_ext::epilogue

@@ -1,0 +1,87 @@
+// Sums of columns in an order that depends on nothing but the shape: threads add up their rows, a block its threads, and
+// a last small kernel the blocks.
+#pragma once
+
+#include "gemm/activation.cuh"
+#include "rt/launch.cuh"
+
+namespace cuda_ext::epilogue {
+
+// How the threads of a block share the columns of a tile: `columns` of them, kVector a thread, so many rows at once.
+struct ThreadColumns {
+  int columns;
+  int row;  // of this thread, among `rows`
+  int rows;
+  int column;  // its first
+
+  DEVICE ThreadColumns(int threads, int tile_columns) : columns(tile_columns) {
+    const int threads_of_row = columns / kVector;
+    rows = threads / threads_of_row;
+    row = arch::thread_index() / threads_of_row;
+    column = arch::thread_index() % threads_of_row * kVector;
+  }
+};
+
+// sums (parts, n) at columns [first, first + columns) = what the block's threads have summed. `shared` has room for
+// threads * parts * kVector floats and nobody uses it.
+template <int threads>
+DEVICE void store_block_sums(const float (&thread_sums)[2][kVector], int parts, const ThreadColumns& mine,
+                             int64_t first, int64_t n, float* shared, float* sums) {
+  const int width = parts * mine.columns;
+#pragma unroll
+  for (int part = 0; part < 2; ++part)
+    if (part < parts) {
+      arch::Words4 words;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) words.data[i] = arch::float_bits(thread_sums[part][i]);
+      arch::store_shared(arch::shared_address(shared + mine.row * width + part * mine.columns + mine.column), words);
+    }
+  arch::sync_threads();
+  for (int j = arch::thread_index(); j < width; j += threads) {
+    float sum = 0.0f;
+    for (int i = 0; i < mine.rows; ++i) sum += arch::load_shared<float>(arch::shared_address(shared + i * width + j));
+    const int64_t column = first + j % mine.columns;
+    if (column < n) arch::store_global(sums + j / mine.columns * n + column, sum);
+  }
+}
+
+// out (width,) = the sums of the columns of block_sums (blocks, width). A thread block takes 32 columns; its warp w adds
+// up rows w, w + warps, ...
+template <int warps>
+GLOBAL(warps * 32, 1)
+add_block_sums(const float* block_sums, int64_t blocks, int64_t width, GRID_CONSTANT Output out) {
+  struct Storage {
+    float sums[warps][arch::kWarpSize];
+  };
+  SHARED_STORAGE(Storage, shared);
+  const int lane = arch::lane_index(), warp = arch::thread_index() / arch::kWarpSize;
+  const int64_t column = int64_t(arch::block_x()) * arch::kWarpSize + lane;
+  float sum = 0.0f;
+  if (column < width)
+    for (int64_t block = warp; block < blocks; block += warps)
+      sum += arch::load_global<float>(block_sums + block * width + column);
+  arch::store_shared(arch::shared_address(&shared.sums[warp][lane]), sum);
+  arch::sync_threads();
+  if (warp > 0 || column >= width) return;
+  sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < warps; ++i) sum += arch::load_shared<float>(arch::shared_address(&shared.sums[i][lane]));
+  with_storage(out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    arch::store_global(static_cast<T*>(out.data) + column, arch::from_float<T>(sum));
+  });
+}
+
+inline void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t width, const Output& out,
+                                  rt::Stream stream) {
+  constexpr int kWarps = 8;
+  const int grid = int((width + arch::kWarpSize - 1) / arch::kWarpSize);
+  rt::launch<add_block_sums<kWarps>>("add_block_sums",
+                                     {.grid = {grid},
+                                      .threads = kWarps * arch::kWarpSize,
+                                      .shared_bytes = kWarps * arch::kWarpSize * sizeof(float),
+                                      .stream = stream},
+                                     block_sums, blocks, width, out);
+}
+
+}  // namespace cuda_ext::epilogue

@@ -1,0 +1,162 @@
+// What becomes of an output tile after its last product: the formulas of GemmParams, on rows of the tile that lie in
+// shared memory as floats.
+//
+// A thread handles kVector neighbouring columns, always the same: a warp reads and writes whole rows of the tile, so
+// every sector that it touches in global memory is full, and column sums stay in registers until the end.
+#pragma once
+
+#include "gemm/column_sums.cuh"
+
+namespace cuda_ext::epilogue {
+
+// Offset in elements of the index-th of the batches, or of the reduced products; dims are innermost first. The host has
+// seen to it that there are fewer than 2^31, as divisions of 64 bits are long.
+DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDims],
+                         const int64_t (&strides)[kMaxBatchDims]) {
+  int64_t elements = 0;
+#pragma unroll 1
+  for (int d = 0; d < dims; ++d) {
+    const int size = int(sizes[d]);
+    elements += index % size * strides[d];
+    index /= size;
+  }
+  return elements;
+}
+
+// Which piece of the output a block makes: `columns` is the tile's width in the output, half of block_n if columns come
+// in pairs, since gate and up columns then lie side by side in the tile.
+struct TilePosition {
+  int batch;
+  int64_t row;
+  int64_t column;
+  int columns;
+};
+
+// `stride`: floats from row to row in shared memory. Warps hold runs of warp_rows rows of the tile, and those in shared
+// memory at one time are pass_rows of each run.
+template <int threads, int stride, int staged_rows, int warp_rows, int pass_rows>
+class TileEpilogue {
+ public:
+  DEVICE TileEpilogue(const GemmParams& params, const TilePosition& at)
+      : params_(params),
+        at_(at),
+        mine_(threads, at.columns),
+        column_(at.column + mine_.column),
+        offset_c_(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.c.batch_strides)),
+        offset_residual_(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.residual.batch_strides)),
+        alpha_(float(params.alpha)),
+        beta_(float(params.beta)) {
+    const int64_t left = params.n - column_;
+    count_ = left <= 0 ? 0 : left < kVector ? int(left) : kVector;
+    if (params.bias.data != nullptr && count_ > 0) {
+      read_bias(0, bias_[0]);
+      if (params.gated) read_bias(params.n, bias_[1]);
+    }
+  }
+
+  // The rows of pass `pass`.
+  DEVICE void run(const float* staged, int pass) {
+    if (count_ == 0) return;
+#pragma unroll 1  // the code is long
+    for (int i = mine_.row; i < staged_rows; i += kRowsAtOnce * mine_.rows) {
+      PiecePosition position;
+      position.column = column_;
+      position.count = count_;
+      const float* products[kRowsAtOnce];
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const int row = i + r * mine_.rows;
+        position.row[r] = at_.row + row / pass_rows * warp_rows + pass * pass_rows + row % pass_rows;
+        position.exists[r] = position.row[r] < params_.m;
+        products[r] = staged + row * stride + mine_.column;
+      }
+      if (params_.preact.data != nullptr)
+        backward(position, products);
+      else
+        forward(position, products);
+    }
+  }
+
+  // The sums of the tile's columns, for its row of tiles.
+  DEVICE void store_sums(float* shared, float* bias_sums) const {
+    store_block_sums<threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
+  }
+
+ private:
+  DEVICE void read_bias(int64_t right, float (&bias)[kVector]) const {
+    const Operand& operand = params_.bias;
+    with_storage(operand.dtype, [&](auto tag) {
+      using T = decltype(tag);
+      read_vector(static_cast<const T*>(operand.data) + (column_ + right) * operand.column_stride,
+                  operand.column_stride, count_, bias);
+    });
+  }
+
+  // z = alpha * products + beta * c + bias, saved if wanted.
+  DEVICE void make_preact(const PiecePosition& position, int part, const float* const (&products)[kRowsAtOnce],
+                          Piece& z) const {
+    load_products(products, part * at_.columns, z);
+    if (params_.c.data != nullptr) {
+      Piece term;
+      read(params_.c, offset_c_, position, 0, term);
+      for_elements([&](int r, int i) { z.at[r][i] += beta_ * term.at[r][i]; });
+    }
+    if (params_.bias.data != nullptr) for_elements([&](int r, int i) { z.at[r][i] += bias_[part][i]; });
+    if (params_.preact_out.data != nullptr) {
+      const int64_t width = (params_.gated ? 2 : 1) * params_.n;
+      write(params_.preact_out, at_.batch * params_.m * width, width, position, part * params_.n, z);
+    }
+  }
+
+  DEVICE void forward(const PiecePosition& position, const float* const (&products)[kRowsAtOnce]) const {
+    Piece y;
+    make_preact(position, 0, products, y);
+    if (params_.gated) {
+      Piece up;
+      make_preact(position, 1, products, up);
+      with_activation(params_.activation, [&](auto f) {
+        for_elements([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]) * up.at[r][i]; });
+      });
+    } else {
+      with_activation(params_.activation,
+                      [&](auto f) { for_elements([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]); }); });
+    }
+    if (params_.residual.data != nullptr) {
+      Piece term;
+      read(params_.residual, offset_residual_, position, 0, term);
+      for_elements([&](int r, int i) { y.at[r][i] += term.at[r][i]; });
+    }
+    write(params_.out, at_.batch * params_.m * params_.n, params_.n, position, 0, y);
+  }
+
+  DEVICE void backward(const PiecePosition& position, const float* const (&products)[kRowsAtOnce]) {
+    Piece grad;
+    load_products(products, 0, grad);
+    const ActivationBackward through{params_.activation, params_.gated, params_.n,
+                                     params_.preact,     params_.out,   params_.hidden};
+    through.run(position, grad, sums_);
+  }
+
+  DEVICE void load_products(const float* const (&products)[kRowsAtOnce], int right, Piece& v) const {
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      const auto words = arch::load_shared<arch::Words4>(arch::shared_address(products[r] + right));
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) v.at[r][i] = alpha_ * arch::bits_float(words.data[i]);
+    }
+  }
+
+  const GemmParams& params_;
+  const TilePosition at_;
+  const ThreadColumns mine_;
+  const int64_t column_;  // this thread's first, in the output
+  const int64_t offset_c_;
+  const int64_t offset_residual_;
+  const float alpha_;
+  const float beta_;
+  int count_;  // of this thread's columns that exist
+  float bias_[2][kVector] = {};
+  float sums_[2][kVector] = {};  // backward: of the columns of out; gated: of gate and up
+};
+
+}  // namespace cuda_ext::epilogue

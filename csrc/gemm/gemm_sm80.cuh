@@ -1,0 +1,467 @@
+// Matrix products with fused epilogues on sm_80 and later: GemmParams as one kernel, for float16, bfloat16 and float32.
+//
+// Tile      A block makes block_m x block_n of the output, going through k (and the reduced products) block_k at a
+//           time. If the product is gated the tile's left half are gate columns, its right half the up columns that go
+//           with them, so it covers block_n / 2 columns of the output. Sizes: the table kTiles of plan_sm80.h.
+// Warps     All do the same: warps_m x warps_n of them share the tile, and all threads share every copy.
+// Waiting   A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies, then
+//           one sync_threads per k tile says both that the next tile has arrived and that the one before has been read.
+// Shared    (stages, A tile + B tile), written over by rows of the result, (<= 64, block_n + 8) floats at a time.
+// Registers A warp holds its part of the output, block_m / warps_m x block_n / warps_n floats, and two sets of operand
+//           fragments: one is loaded while the other is multiplied.
+// Operands  are read in place, whichever of their dims has stride 1, from any address: 16 bytes at a time where base
+//           and strides allow, else 4, else 2. What lies outside the matrix arrives as zeros.
+// Split k   A small output has its k tiles divided among several blocks. Each leaves its sums in the workspace; the
+//           last to arrive adds them up in the order of k, whichever block it is, and runs the epilogue.
+#pragma once
+
+#include "gemm/epilogue_sm80.cuh"
+#include "gemm/gemm_sm80.h"
+#include "gemm/operand_sm80.cuh"
+#include "gemm/plan_sm80.h"
+#include "rt/launch.cuh"
+
+namespace cuda_ext::sm80 {
+
+// The nearest tf32 as what mma reads, which ignores the lower 13 bits: half of the last place is added. Infinities and
+// NaN stay. (cvt.rna would do it, at a quarter of the speed of integer arithmetic.)
+DEVICE uint32_t round_to_tf32(uint32_t bits) { return bits << 1 < 0xff000000u ? bits + 0x1000 : bits; }
+
+// x = high + low, tf32 both: what truncation loses of x is exact in float32.
+DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
+  high = bits & 0xffffe000u;
+  low = round_to_tf32(arch::float_bits(arch::bits_float(bits) - arch::bits_float(high)));
+}
+
+// One instantiation of the kernel: constants, and what a warp does with its fragments.
+template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, GemmConfig config>
+struct Gemm {
+  using Element = T;
+  static constexpr int kThreads = config.threads();
+  static constexpr int kMinBlocks = config.min_blocks;
+  static constexpr int kStages = config.stages;
+  static constexpr int kBlockM = config.block_m;
+  static constexpr int kBlockN = config.block_n;
+  static constexpr int kBlockK = config.block_k;
+  static constexpr int kWarpsM = config.warps_m;
+  static constexpr int kWarpM = kBlockM / kWarpsM;
+  static constexpr int kWarpN = kBlockN / config.warps_n;
+  static constexpr int kRows = kWarpM / 16;    // fragments of A a warp holds
+  static constexpr int kColumns = kWarpN / 8;  // and of B
+
+  using TileA = OperandTile<T, a_k_major, kBlockM, kBlockK>;
+  using TileB = OperandTile<T, b_k_major, kBlockN, kBlockK>;
+  using CopyA = TileCopy<T, a_k_major, kBlockM, kBlockK, kThreads>;
+  using CopyB = TileCopy<T, b_k_major, kBlockN, kBlockK, kThreads>;
+  static constexpr int kSteps = kBlockK / TileA::kStep;
+  static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
+
+  // The result goes through shared memory in passes of 64 rows, some of each warp's. Rows are padded by 8 floats: a
+  // warp stores float pairs of 8 rows at once.
+  static constexpr int kStagedRows = 64;
+  static constexpr int kPassRows = kStagedRows / kWarpsM;
+  static constexpr int kPasses = kBlockM / kStagedRows;
+  static constexpr int kResultStride = kBlockN + 8;
+  static_assert(kPassRows % 16 == 0 && kPasses <= 2);
+  static_assert(kStagedRows % (epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
+  using Epilogue = epilogue::TileEpilogue<kThreads, kResultStride, kStagedRows, kWarpM, kPassRows>;
+
+  struct Stage {
+    alignas(128) unsigned char a[TileA::kBytes];
+    alignas(128) unsigned char b[TileB::kBytes];
+  };
+  struct Storage {
+    union {
+      Stage stages[kStages];
+      alignas(16) float result[kStagedRows * kResultStride];  // (kStagedRows, kResultStride), kBlockN columns in use
+    };
+    uint32_t arrived;  // split k: blocks of this tile that arrived before this one
+  };
+
+  using Accumulators = float[kRows][kColumns][4];
+
+  DEVICE static int warp_row() { return arch::thread_index() / arch::kWarpSize % kWarpsM; }
+  DEVICE static int warp_column() { return arch::thread_index() / arch::kWarpSize / kWarpsM; }
+
+  struct Fragments {
+    uint32_t a[kRows][4];
+    uint32_t b[kColumns / 2][4];
+
+    DEVICE void load(arch::SharedAddress at_a, arch::SharedAddress at_b, int step) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], at_a, i, step);
+#pragma unroll
+      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
+    }
+
+    DEVICE void multiply(Accumulators& sums) {
+      if constexpr (arithmetic == Arithmetic::kThreeTf32)
+        multiply_three_tf32(sums);
+      else
+        multiply_once(sums);
+    }
+
+   private:
+    DEVICE void multiply_once(Accumulators& sums) {
+      if constexpr (arithmetic == Arithmetic::kTf32) {
+#pragma unroll
+        for (auto& fragment : a)
+#pragma unroll
+          for (uint32_t& x : fragment) x = round_to_tf32(x);
+#pragma unroll
+        for (auto& fragment : b)
+#pragma unroll
+          for (uint32_t& x : fragment) x = round_to_tf32(x);
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          const uint32_t b_fragment[2] = {b[j / 2][j % 2], b[j / 2][j % 2 + 2]};
+          if constexpr (arithmetic == Arithmetic::k16Bit)
+            arch::mma_m16n8k16<T>(sums[i][j], a[i], b_fragment);
+          else
+            arch::mma_m16n8k8_tf32(sums[i][j], a[i], b_fragment);
+        }
+    }
+
+    // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32; the small terms first.
+    DEVICE void multiply_three_tf32(Accumulators& sums) const {
+      uint32_t a_high[kRows][4], a_low[kRows][4];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) split_tf32(a[i][q], a_high[i][q], a_low[i][q]);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        uint32_t b_high[2], b_low[2];
+#pragma unroll
+        for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 + 2 * q], b_high[q], b_low[q]);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_low[i], b_high);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_high[i], b_low);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_high[i], b_high);
+      }
+    }
+  };
+
+  // What pass `pass` covers of a warp's sums, to shared memory; `pass` is known when this is compiled.
+  DEVICE static void stage_result(float* result, const Accumulators& sums, int pass) {
+    const int row = warp_row() * kPassRows + arch::lane_index() / 4;
+    const int column = warp_column() * kWarpN + arch::lane_index() % 4 * 2;
+    const arch::SharedAddress to = arch::shared_address(result + row * kResultStride + column);
+#pragma unroll
+    for (int i = 0; i < kPassRows / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float* const pair = sums[pass % kPasses * (kPassRows / 16) + i][j] + 2 * half;
+          arch::store_shared(to + 4 * ((i * 16 + half * 8) * kResultStride + j * 8),
+                             arch::Words2{{arch::float_bits(pair[0]), arch::float_bits(pair[1])}});
+        }
+  }
+
+  // A block's sums in the workspace, as threads hold them: (kRows, kColumns, kThreads) vectors of 4.
+  DEVICE static void store_partial(float* partial, const Accumulators& sums) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const float (&d)[4] = sums[i][j];
+        arch::store_global(partial + ((i * kColumns + j) * kThreads + arch::thread_index()) * 4,
+                           arch::Words4{{arch::float_bits(d[0]), arch::float_bits(d[1]), arch::float_bits(d[2]),
+                                         arch::float_bits(d[3])}});
+      }
+  }
+  DEVICE static void add_partial(const float* partial, Accumulators& sums) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const auto words = arch::load_global_streaming<arch::Words4>(
+            partial + ((i * kColumns + j) * kThreads + arch::thread_index()) * 4);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) sums[i][j][q] += arch::bits_float(words.data[q]);
+      }
+  }
+};
+
+// Blocks that run at the same time should share operands in L2: tiles go down columns of kGroup rows.
+DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int block_m, int columns) {
+  constexpr int kGroup = 8;
+  const int tiles = plan.row_tiles * plan.column_tiles, of_group = kGroup * plan.column_tiles;
+  const int t = tile % tiles, group = t / of_group, in_group = t % of_group;
+  const int left = plan.row_tiles - group * kGroup, rows = left < kGroup ? left : kGroup;
+  return {tile / tiles, int64_t(group * kGroup + in_group % rows) * block_m, int64_t(in_group / rows) * columns,
+          columns};
+}
+
+// sums = the products of this block's k tiles.
+template <class Gemm>
+DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
+                           typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
+  const int first = arch::block_y() * plan.split_k_tiles;
+  const int left = plan.all_k_tiles - first;
+  const int count = left < plan.split_k_tiles ? left : plan.split_k_tiles;
+  if (count <= 0) return;
+
+  typename Gemm::CopyA copy_a(params.a.data, plan.a, at.row, params.m, false);
+  typename Gemm::CopyB copy_b(params.b.data, plan.b, at.column, params.n, has_pairs(params));
+  const auto advance_elements = [&](int64_t a, int64_t b) {
+    copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
+    copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));
+  };
+  using epilogue::offset_of;
+  advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
+                   offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
+  int product = first / plan.k_tiles, k_tile = first % plan.k_tiles;  // that are copied next
+  advance_elements(offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a),
+                   offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b));
+  copy_a.advance(k_tile * plan.a.k_tile);
+  copy_b.advance(k_tile * plan.b.k_tile);
+  // From behind the last k tile to the first of the next product, whose index counts one on like the digits of a number.
+  const auto next_product = [&] {
+    copy_a.advance(-plan.k_tiles * plan.a.k_tile);
+    copy_b.advance(-plan.k_tiles * plan.b.k_tile);
+    k_tile = 0;
+    int index = ++product;
+#pragma unroll 1
+    for (int d = 0; d < params.reduced_dims; ++d) {
+      const int size = int(params.reduced_sizes[d]);
+      const bool carries = index % size == 0;
+      const int change = carries ? 1 - size : 1;
+      advance_elements(change * params.reduced_strides_a[d], change * params.reduced_strides_b[d]);
+      if (!carries) break;
+      index /= size;
+    }
+  };
+
+  const auto copy_next = [&](int slot) {
+    typename Gemm::Stage& stage = shared.stages[slot];
+    const bool last = k_tile + 1 == plan.k_tiles;
+    const int depth = last ? plan.k_tail : Gemm::kBlockK;
+    copy_a.copy(arch::shared_address(stage.a), depth);
+    copy_b.copy(arch::shared_address(stage.b), depth);
+    ++k_tile;
+    if (last && params.reduced_dims > 0) next_product();
+  };
+
+  const arch::SharedAddress lane_a =
+      arch::shared_address(shared.stages[0].a) + Gemm::TileA::lane_offset(Gemm::warp_row() * Gemm::kWarpM);
+  const arch::SharedAddress lane_b =
+      arch::shared_address(shared.stages[0].b) + Gemm::TileB::lane_offset(Gemm::warp_column() * Gemm::kWarpN);
+  typename Gemm::Fragments fragments[2];
+  const auto load = [&](int set, int slot, int step) {
+    const auto stage = arch::SharedAddress(slot * sizeof(typename Gemm::Stage));
+    fragments[set].load(lane_a + stage, lane_b + stage, step);
+  };
+
+  constexpr int kAhead = Gemm::kStages - 1;
+#pragma unroll 1
+  for (int slot = 0; slot < kAhead; ++slot) {
+    if (slot < count) copy_next(slot);
+    arch::cp_async_commit();
+  }
+  arch::cp_async_wait<kAhead - 1>();
+  arch::sync_threads();
+  load(0, 0, 0);
+  int slot = 0;            // that is multiplied
+  int free_slot = kAhead;  // that was multiplied before
+#pragma unroll 1
+  for (int tile = 0; tile < count; ++tile) {
+#pragma unroll
+    for (int step = 0; step < Gemm::kSteps; ++step) {
+      if (step + 1 < Gemm::kSteps) {
+        load((step + 1) % 2, slot, step + 1);
+      } else {
+        arch::cp_async_wait<kAhead - 1>();
+        arch::sync_threads();
+        free_slot = slot;
+        slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
+        if (tile + 1 < count) load(0, slot, 0);
+      }
+      if (step == 0) {
+        if (tile + kAhead < count) copy_next(free_slot);
+        arch::cp_async_commit();  // empty at the end, so that the count of groups holds
+      }
+      fragments[step % 2].multiply(sums);
+    }
+  }
+}
+
+// Leaves this block's sums in the workspace. True for the last of the tile's blocks, whose sums then are those of all.
+template <class Gemm>
+DEVICE bool add_splits(const GemmPlan& plan, uint32_t& arrived, typename Gemm::Accumulators& sums) {
+  constexpr int64_t kSize = Gemm::kBlockM * Gemm::kBlockN;
+  float* const partial = plan.partials + arch::block_x() * kSize;
+  Gemm::store_partial(partial + arch::block_y() * plan.tiles * kSize, sums);
+  arch::sync_threads();  // the arrival releases what the whole block has written
+  if (arch::thread_index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + arch::block_x(), 1u);
+  arch::sync_threads();
+  if (arrived + 1 < uint32_t(plan.splits)) return false;
+#pragma unroll
+  for (auto& row : sums)
+#pragma unroll
+    for (auto& fragment : row)
+#pragma unroll
+      for (float& x : fragment) x = 0.0f;
+  for (int split = 0; split < plan.splits; ++split) Gemm::add_partial(partial + split * plan.tiles * kSize, sums);
+  return true;
+}
+
+// Grid: (tiles, splits).
+template <class Gemm>
+GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
+gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
+  SHARED_STORAGE(typename Gemm::Storage, shared);
+  const epilogue::TilePosition at =
+      find_tile(plan, arch::block_x(), Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+  typename Gemm::Accumulators sums = {};
+  multiply_tiles<Gemm>(params, plan, at, shared, sums);
+  if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
+
+  Gemm::stage_result(shared.result, sums, 0);  // all have read the last stage
+  arch::sync_threads();
+  typename Gemm::Epilogue finish(params, at);
+#pragma unroll 1  // its code is long
+  for (int pass = 0;; ++pass) {
+    finish.run(shared.result, pass);
+    if (pass + 1 == Gemm::kPasses) break;
+    arch::sync_threads();
+    Gemm::stage_result(shared.result, sums, 1);
+    arch::sync_threads();
+  }
+  if (plan.bias_sums != nullptr) {
+    arch::sync_threads();
+    finish.store_sums(shared.result, plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
+  }
+}
+
+// No block of a tile has arrived.
+template <int threads>
+GLOBAL(threads, 1)
+clear_arrivals(uint32_t* arrivals, int tiles) {
+  const int i = arch::block_x() * threads + arch::thread_index();
+  if (i < tiles) arch::store_global(arrivals + i, 0u);
+}
+
+inline Device current_device() {
+#if defined(__CUDACC__)
+  const auto attribute = [](int device, cudaDeviceAttr which) {
+    int value = 0;
+    rt::check(cudaDeviceGetAttribute(&value, which, device), "gemm_sm80", "ask what the device has");
+    return value;
+  };
+  int device = 0;
+  rt::check(cudaGetDevice(&device), "gemm_sm80", "ask for the current device");
+  return device_of(
+      10 * attribute(device, cudaDevAttrComputeCapabilityMajor) + attribute(device, cudaDevAttrComputeCapabilityMinor),
+      attribute(device, cudaDevAttrMultiProcessorCount));
+#else
+  return device_of(80, 4);  // so few that small problems have several waves, or their k split
+#endif
+}
+
+// Divides the workspace.
+inline WorkspaceCursor place(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
+  WorkspaceCursor cursor(data);
+  if (plan.splits > 1) {
+    cursor.take(plan.arrivals, plan.tiles);
+    cursor.take(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
+  }
+  if (params.bias_grad.data != nullptr) cursor.take(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
+  return cursor;
+}
+
+template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, int shape>
+void launch_shape(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+  if constexpr (shape < kNumShapes[int(arithmetic)]) {
+    using Kernel = Gemm<T, arithmetic, a_k_major, b_k_major, kTiles[int(arithmetic)][shape]>;
+    rt::launch<gemm_sm80<Kernel>>("gemm_sm80",
+                                  {.grid = {plan.tiles, plan.splits},
+                                   .threads = Kernel::kThreads,
+                                   .shared_bytes = sizeof(typename Kernel::Storage),
+                                   .stream = stream},
+                                  params, plan);
+  }
+}
+
+template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major>
+void launch_layout(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+  switch (plan.shape) {
+    case 0: return launch_shape<T, arithmetic, a_k_major, b_k_major, 0>(params, plan, stream);
+    case 1: return launch_shape<T, arithmetic, a_k_major, b_k_major, 1>(params, plan, stream);
+    default: return launch_shape<T, arithmetic, a_k_major, b_k_major, 2>(params, plan, stream);
+  }
+}
+
+inline bool is_empty(const GemmParams& params) {
+  return params.m == 0 || params.n == 0 || product_of(params.batch_dims, params.batch_sizes) == 0;
+}
+
+inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
+  if (!gemm_sm80_reads(operand, rows, columns))
+    throw std::invalid_argument("gemm_sm80: expected a row or column stride of 1 in " + std::string(name) + ", got " +
+                                std::to_string(operand.row_stride) + " and " + std::to_string(operand.column_stride) +
+                                "; make it contiguous");
+}
+
+template <Arithmetic arithmetic>
+size_t workspace_of(const GemmParams& params) {
+  if (is_empty(params)) return 0;
+  GemmPlan plan = choose_plan(params, arithmetic, current_device());
+  return place(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
+}
+
+template <class T, Arithmetic arithmetic>
+void launch_with(const GemmParams& params, Workspace workspace, rt::Stream stream) {
+  if (is_empty(params)) return;
+  check_operand("a", params.a, params.m, params.k);
+  check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
+  GemmPlan plan = choose_plan(params, arithmetic, current_device());
+  place(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan).expect_room("gemm_sm80", workspace);
+  if (plan.splits > 1) {
+    constexpr int kThreads = 256;
+    const int blocks = int(ceil_div(plan.tiles, kThreads));
+    rt::launch<clear_arrivals<kThreads>>("clear_arrivals", {.grid = {blocks}, .threads = kThreads, .stream = stream},
+                                         plan.arrivals, plan.tiles);
+  }
+  const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
+                                                                    : launch_layout<T, arithmetic, true, false>
+                      : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
+                                             : launch_layout<T, arithmetic, false, false>;
+  launch(params, plan, stream);
+  if (plan.bias_sums != nullptr)
+    epilogue::launch_add_block_sums(plan.bias_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n, params.bias_grad,
+                                    stream);
+}
+
+}  // namespace cuda_ext::sm80
+
+namespace cuda_ext {
+
+template <class T>
+size_t gemm_sm80_workspace_of(const GemmParams& params, Float32Product float32) {
+  using sm80::Arithmetic;
+  if constexpr (sizeof(T) == 2)
+    return sm80::workspace_of<Arithmetic::k16Bit>(params);
+  else
+    return float32 == Float32Product::kTf32 ? sm80::workspace_of<Arithmetic::kTf32>(params)
+                                            : sm80::workspace_of<Arithmetic::kThreeTf32>(params);
+}
+
+template <class T>
+void launch_gemm_sm80_of(const GemmParams& params, Workspace workspace, void* stream, Float32Product float32) {
+  using sm80::Arithmetic;
+  if constexpr (sizeof(T) == 2)
+    sm80::launch_with<T, Arithmetic::k16Bit>(params, workspace, stream);
+  else if (float32 == Float32Product::kTf32)
+    sm80::launch_with<T, Arithmetic::kTf32>(params, workspace, stream);
+  else
+    sm80::launch_with<T, Arithmetic::kThreeTf32>(params, workspace, stream);
+}
+
+}  // namespace cuda_ext

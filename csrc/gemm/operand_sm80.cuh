@@ -1,0 +1,165 @@
+// An operand's way from global memory through shared memory into the fragments of mma.sync.
+#pragma once
+
+#include "arch/async_copy.cuh"
+#include "arch/mma.cuh"
+#include "gemm/plan_sm80.h"
+
+namespace cuda_ext::sm80 {
+
+// An operand's tile in shared memory: lines of 16-byte chunks. A line goes along the dim that is contiguous, which is k
+// if `k_major`; the chunks of a line are permuted, so that neither copies nor fragment loads meet in a bank.
+template <class T, bool k_major, int extent, int depth>
+struct OperandTile {
+  static constexpr int kElements = 16 / sizeof(T);  // of a chunk
+  static constexpr int kLines = k_major ? extent : depth;
+  static constexpr int kChunks = (k_major ? depth : extent) / kElements;  // of a line
+  static constexpr int kLineBytes = kChunks * 16;
+  static constexpr int kBytes = kLines * kLineBytes;
+  static constexpr int kStep = 32 / sizeof(T);  // depth of an mma
+  static_assert(kChunks == 4 || kChunks % 8 == 0);
+
+  DEVICE static int offset(int line, int chunk) {
+    if constexpr (kChunks == 4)  // 2 lines fill the banks, and ldmatrix reads one chunk of each of 8
+      chunk ^= line >> 1 & 3;
+    else if constexpr (!k_major && sizeof(T) == 4)  // plain loads of 2 chunks of each of 4 lines
+      chunk ^= (line & 3) << 1;
+    else  // one chunk of each of 8 lines
+      chunk ^= line & 7;
+    return line * kLineBytes + chunk * 16;
+  }
+
+  // A fragment is 16 indices of the extent by 32 bytes along k, as 4 quadrants of 8 x 16 bytes: m[0], m[1] = indices
+  // 0-7, 8-15 in the first half of k, m[2], m[3] in the second. That is a fragment of A (16 rows), and two of B (16
+  // columns): {m[0], m[2]} and {m[1], m[3]}.
+
+  // Where this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
+  DEVICE static int lane_offset(int first) {
+    const int lane = arch::lane_index();
+    if constexpr (k_major)
+      return offset(first + lane % 16, lane / 16);
+    else if constexpr (sizeof(T) == 2)
+      return offset(lane % 8 + lane / 16 * 8, first / kElements + lane / 8 % 2);
+    else
+      return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
+  }
+
+  // Fragment `i` of the warp in step `step`, from `at` = tile + lane_offset. The permutation is an exclusive or, so
+  // going to another chunk is one too, with a number that the compiler knows; it stays within 128 bytes, to which tiles
+  // are aligned.
+  DEVICE static void load_fragment(uint32_t (&m)[4], arch::SharedAddress at, int i, int step) {
+    if constexpr (k_major) {
+      arch::ldmatrix<4>(m, (at ^ step * 32) + i * 16 * kLineBytes);
+    } else if constexpr (sizeof(T) == 2) {
+      arch::ldmatrix<4, true>(m, (at ^ i % 4 * 32) + i / 4 * 128 + step * kStep * kLineBytes);
+    } else {  // ldmatrix transposes 16-bit elements only
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        m[q] = arch::load_shared<uint32_t>((at ^ (i % 2 * 64 + q % 2 * 32)) + i / 2 * 128 +
+                                           (step * kStep + q / 2 * 4) * kLineBytes);
+    }
+  }
+};
+
+// What one thread copies of an operand, k tile after k tile: the same chunk of every kLinesPerPass-th line.
+template <class T, bool k_major, int extent, int depth, int threads>
+class TileCopy {
+  using Tile = OperandTile<T, k_major, extent, depth>;
+  static constexpr int kLinesPerPass = threads / Tile::kChunks;
+  static constexpr int kPasses = Tile::kLines / kLinesPerPass;
+  static_assert(kLinesPerPass * kPasses == Tile::kLines);
+  static_assert(kLinesPerPass % (!k_major && sizeof(T) == 4 ? 4 : 8) == 0, "all passes permute alike");
+  static_assert(!k_major || kPasses % 2 == 0, "a pass is of one half");
+
+ public:
+  // The tile at [first, first + extent) of an operand of `size` along its extent; with pairs, its second half is at
+  // [first + size, ..) of 2 size.
+  DEVICE TileCopy(const void* data, const OperandWalk& walk, int64_t first, int64_t size, bool pairs) : walk_(walk) {
+    const int line = arch::thread_index() / Tile::kChunks, chunk = arch::thread_index() % Tile::kChunks;
+    const int half = pairs ? extent / 2 : extent;
+    const int inside = size - first < half ? int(size - first) : half;  // of each half
+    offset_ = Tile::offset(line, chunk);
+    source_ = static_cast<const char*>(data);
+    if constexpr (k_major) {
+      source_ += (first + line) * walk.line + chunk * 16;
+      begin_ = chunk * Tile::kElements;
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        const int index = line + pass * kLinesPerPass;
+        if ((index < half ? index : index - half) < inside) valid_ |= 1 << pass;
+      }
+    } else {
+      const int index = chunk * Tile::kElements;
+      const bool upper = index >= half;
+      source_ += line * walk.line + (first + index + (upper ? size - half : 0)) * int64_t(sizeof(T));
+      begin_ = line;
+      valid_ = bytes_of((upper ? inside + half : inside) - index);
+    }
+  }
+
+  DEVICE void advance(int64_t bytes) { source_ += bytes; }
+
+  // Starts copying a k tile, of which `left` are inside the matrix, and goes to the next.
+  DEVICE void copy(arch::SharedAddress tile, int left) {
+    if (walk_.vector_bytes == 16)
+      copy_by<16>(tile, left);
+    else if (sizeof(T) == 4 || walk_.vector_bytes == 4)
+      copy_by<4>(tile, left);
+    else
+      copy_by<2>(tile, left);
+    source_ += walk_.k_tile;
+  }
+
+ private:
+  DEVICE static int bytes_of(int elements) {
+    return (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * int(sizeof(T));
+  }
+
+  template <int vector_bytes>
+  DEVICE void copy_by(arch::SharedAddress tile, int left) const {
+    const int tail = k_major ? bytes_of(left - begin_) : 0;
+    const char* from = source_;
+    tile += offset_;
+#pragma unroll(vector_bytes == 16 ? kPasses : 1)  // else few registers matter more than speed
+    for (int pass = 0; pass < kPasses; ++pass) {
+      int bytes;
+      if constexpr (k_major)
+        bytes = valid_ >> pass & 1 ? tail : 0;
+      else
+        bytes = begin_ + pass * kLinesPerPass < left ? valid_ : 0;
+      copy_chunk<vector_bytes>(tile + pass * kLinesPerPass * Tile::kLineBytes, from, bytes);
+      from += walk_.pass;
+      if (k_major && pass + 1 == kPasses / 2) from += walk_.upper;
+    }
+  }
+
+  template <int vector_bytes>
+  DEVICE static void copy_chunk(arch::SharedAddress to, const char* from, int bytes) {
+    if constexpr (vector_bytes == 16) {
+      arch::cp_async<16>(to, from, bytes);
+    } else if constexpr (vector_bytes == 4) {
+#pragma unroll
+      for (int i = 0; i < 16; i += 4) {
+        const int left = bytes - i;
+        arch::cp_async<4>(to + i, from + i, left < 0 ? 0 : left < 4 ? left : 4);
+      }
+    } else {  // less than cp.async can carry: through registers
+      arch::Words4 words;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t low = bytes > 4 * i ? arch::load_global<uint16_t>(from + 4 * i) : 0;
+        const uint32_t high = bytes > 4 * i + 2 ? arch::load_global<uint16_t>(from + 4 * i + 2) : 0;
+        words.data[i] = high << 16 | low;
+      }
+      arch::store_shared(to, words);
+    }
+  }
+
+  const OperandWalk& walk_;
+  const char* source_;  // this thread's first chunk of the next k tile
+  int offset_;          // and of a tile in shared memory
+  int begin_;           // k_major: the first k of the chunk, else of the first line
+  int valid_ = 0;  // k_major: a bit for each pass whose line is inside the matrix, else: bytes of the chunk that are
+};
+
+}  // namespace cuda_ext::sm80
