@@ -13,7 +13,8 @@ namespace cuda_ext::activation_grad {
 
 constexpr int kThreads = 256;
 constexpr int kTileColumns = arch::kWarpSize * epilogue::kVector;
-constexpr int kTileRows = kThreads / arch::kWarpSize * epilogue::kRowsAtOnce;  // that a block has under way
+constexpr int kRowsAtOnce = 4;
+constexpr int kTileRows = kThreads / arch::kWarpSize * kRowsAtOnce;  // that a block has under way
 
 struct Storage {
   alignas(16) float sums[kThreads * 2 * epilogue::kVector];
@@ -29,7 +30,7 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t rows_of_block
   const int64_t first_row = arch::block_y() * rows_of_block;
   const ThreadColumns mine(threads, kTileColumns);
 
-  PiecePosition at;
+  PiecePosition<kRowsAtOnce> at;
   at.column = first_column + mine.column;
   const int64_t left = params.n - at.column;
   at.count = left <= 0 ? 0 : left < kVector ? int(left) : kVector;
@@ -44,7 +45,7 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t rows_of_block
       at.row[r] = row + mine.row + r * mine.rows;
       at.exists[r] = at.row[r] < params.rows;
     }
-    Piece grad;
+    Piece<kRowsAtOnce> grad;
     read(params.grad_out, 0, at, 0, grad);
     through.run(at, grad, sums);
   }

@@ -63,8 +63,8 @@ struct Gemm {
   static constexpr int kPasses = kBlockM / kStagedRows;
   static constexpr int kResultStride = kBlockN + 8;
   static_assert(kPassRows % 16 == 0 && kPasses <= 2);
-  static_assert(kStagedRows % (epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
   using Epilogue = epilogue::TileEpilogue<kThreads, kResultStride, kStagedRows, kWarpM, kPassRows>;
+  static_assert(kStagedRows % (Epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
 
   struct Stage {
     alignas(128) unsigned char a[TileA::kBytes];
