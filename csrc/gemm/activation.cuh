@@ -1,7 +1,8 @@
 // Pieces of matrices in registers, and the activations applied to them: what the epilogue of a product and the gradient
 // pass over an activation share.
 //
-// A thread holds kVector neighbouring columns of kRowsAtOnce rows. Dtypes, activations and which terms there are is
+// A thread holds kVector neighbouring columns of some rows: as many as its registers allow, since so many loads are
+// under way. Dtypes, activations and which terms there are is
 // decided at run time, the same way in all threads, so that one kernel serves all combinations.
 #pragma once
 
@@ -11,25 +12,26 @@
 
 namespace cuda_ext::epilogue {
 
-constexpr int kVector = 4;      // columns: 8 bytes of a 16-bit dtype, 16 bytes of float32
-constexpr int kRowsAtOnce = 2;  // so many loads of a thread are under way
+constexpr int kVector = 4;  // columns: 8 bytes of a 16-bit dtype, 16 bytes of float32
 
+template <int rows>
 struct Piece {
-  float at[kRowsAtOnce][kVector];
+  float at[rows][kVector];
 };
 
 // Where a piece lies. What is outside the matrix is not read (it counts as 0) and not written.
+template <int rows>
 struct PiecePosition {
-  int64_t row[kRowsAtOnce];
-  bool exists[kRowsAtOnce];
+  int64_t row[rows];
+  bool exists[rows];
   int64_t column;
   int count;  // of its columns that exist
 };
 
-template <class F>
+template <int rows, class F>
 DEVICE void for_elements(F&& f) {
 #pragma unroll
-  for (int r = 0; r < kRowsAtOnce; ++r)
+  for (int r = 0; r < rows; ++r)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) f(r, i);
 }
@@ -87,26 +89,28 @@ DEVICE void write_vector(T* to, int count, const float (&v)[kVector]) {
 }
 
 // piece = what `matrix` has at `at`, `right` columns further on; a batch begins `batch_offset` elements from the first.
-DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePosition& at, int64_t right, Piece& piece) {
+template <int rows>
+DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePosition<rows>& at, int64_t right,
+                 Piece<rows>& piece) {
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
     const T* const from =
         static_cast<const T*>(matrix.data) + batch_offset + (at.column + right) * matrix.column_stride;
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r)
+    for (int r = 0; r < rows; ++r)
       read_vector(from + at.row[r] * matrix.row_stride, matrix.column_stride, at.exists[r] ? at.count : 0, piece.at[r]);
   });
 }
 
 // The inverse, into rows of `width` elements.
-DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, const PiecePosition& at, int64_t right,
-                  const Piece& piece) {
+template <int rows>
+DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, const PiecePosition<rows>& at,
+                  int64_t right, const Piece<rows>& piece) {
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
     T* const to = static_cast<T*>(matrix.data) + batch_offset + at.column + right;
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r)
-      write_vector(to + at.row[r] * width, at.exists[r] ? at.count : 0, piece.at[r]);
+    for (int r = 0; r < rows; ++r) write_vector(to + at.row[r] * width, at.exists[r] ? at.count : 0, piece.at[r]);
   });
 }
 
@@ -180,17 +184,18 @@ struct ActivationBackward {
   const Output& hidden;       // h; may be absent
 
   // `grad`: of h at `at`. What becomes the gradient of z is added to the sums of its columns, of gate and up.
-  DEVICE void run(const PiecePosition& at, Piece& grad, float (&sums)[2][kVector]) const {
-    Piece z, h;
+  template <int rows>
+  DEVICE void run(const PiecePosition<rows>& at, Piece<rows>& grad, float (&sums)[2][kVector]) const {
+    Piece<rows> z, h;
     if (preact.data != nullptr)
       read(preact, 0, at, 0, z);
     else
       z = {};
     if (gated) {
-      Piece up, grad_up;
+      Piece<rows> up, grad_up;
       read(preact, 0, at, n, up);
       with_activation(activation, [&](auto f) {
-        for_elements([&](int r, int i) {
+        for_elements<rows>([&](int r, int i) {
           const ValueAndDerivative gate = f.both(z.at[r][i]);
           h.at[r][i] = gate.value * up.at[r][i];
           grad_up.at[r][i] = grad.at[r][i] * gate.value;
@@ -200,7 +205,7 @@ struct ActivationBackward {
       finish(at, 1, grad_up, sums[1]);
     } else {
       with_activation(activation, [&](auto f) {
-        for_elements([&](int r, int i) {
+        for_elements<rows>([&](int r, int i) {
           const ValueAndDerivative y = f.both(z.at[r][i]);
           h.at[r][i] = y.value;
           grad.at[r][i] *= y.derivative;
@@ -212,9 +217,10 @@ struct ActivationBackward {
   }
 
  private:
-  DEVICE void finish(const PiecePosition& at, int part, const Piece& grad, float (&sums)[kVector]) const {
+  template <int rows>
+  DEVICE void finish(const PiecePosition<rows>& at, int part, const Piece<rows>& grad, float (&sums)[kVector]) const {
     if (grad_preact.data != nullptr) write(grad_preact, 0, (gated ? 2 : 1) * n, at, part * n, grad);
-    for_elements([&](int r, int i) {
+    for_elements<rows>([&](int r, int i) {
       if (at.exists[r]) sums[i] += grad.at[r][i];
     });
   }

@@ -37,6 +37,8 @@ struct TilePosition {
 template <int threads, int stride, int staged_rows, int warp_rows, int pass_rows>
 class TileEpilogue {
  public:
+  static constexpr int kRowsAtOnce = 2;  // beside the sums of a pass that waits
+
   DEVICE TileEpilogue(const GemmParams& params, const TilePosition& at)
       : params_(params),
         at_(at),
@@ -59,7 +61,7 @@ class TileEpilogue {
     if (count_ == 0) return;
 #pragma unroll 1  // the code is long
     for (int i = mine_.row; i < staged_rows; i += kRowsAtOnce * mine_.rows) {
-      PiecePosition position;
+      Position position;
       position.column = column_;
       position.count = count_;
       const float* products[kRowsAtOnce];
@@ -83,6 +85,9 @@ class TileEpilogue {
   }
 
  private:
+  using Rows = Piece<kRowsAtOnce>;
+  using Position = PiecePosition<kRowsAtOnce>;
+
   DEVICE void read_bias(int64_t right, float (&bias)[kVector]) const {
     const Operand& operand = params_.bias;
     with_storage(operand.dtype, [&](auto tag) {
@@ -93,51 +98,52 @@ class TileEpilogue {
   }
 
   // z = alpha * products + beta * c + bias, saved if wanted.
-  DEVICE void make_preact(const PiecePosition& position, int part, const float* const (&products)[kRowsAtOnce],
-                          Piece& z) const {
+  DEVICE void make_preact(const Position& position, int part, const float* const (&products)[kRowsAtOnce],
+                          Rows& z) const {
     load_products(products, part * at_.columns, z);
     if (params_.c.data != nullptr) {
-      Piece term;
+      Rows term;
       read(params_.c, offset_c_, position, 0, term);
-      for_elements([&](int r, int i) { z.at[r][i] += beta_ * term.at[r][i]; });
+      for_elements<kRowsAtOnce>([&](int r, int i) { z.at[r][i] += beta_ * term.at[r][i]; });
     }
-    if (params_.bias.data != nullptr) for_elements([&](int r, int i) { z.at[r][i] += bias_[part][i]; });
+    if (params_.bias.data != nullptr) for_elements<kRowsAtOnce>([&](int r, int i) { z.at[r][i] += bias_[part][i]; });
     if (params_.preact_out.data != nullptr) {
       const int64_t width = (params_.gated ? 2 : 1) * params_.n;
       write(params_.preact_out, at_.batch * params_.m * width, width, position, part * params_.n, z);
     }
   }
 
-  DEVICE void forward(const PiecePosition& position, const float* const (&products)[kRowsAtOnce]) const {
-    Piece y;
+  DEVICE void forward(const Position& position, const float* const (&products)[kRowsAtOnce]) const {
+    Rows y;
     make_preact(position, 0, products, y);
     if (params_.gated) {
-      Piece up;
+      Rows up;
       make_preact(position, 1, products, up);
       with_activation(params_.activation, [&](auto f) {
-        for_elements([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]) * up.at[r][i]; });
+        for_elements<kRowsAtOnce>([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]) * up.at[r][i]; });
       });
     } else {
-      with_activation(params_.activation,
-                      [&](auto f) { for_elements([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]); }); });
+      with_activation(params_.activation, [&](auto f) {
+        for_elements<kRowsAtOnce>([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]); });
+      });
     }
     if (params_.residual.data != nullptr) {
-      Piece term;
+      Rows term;
       read(params_.residual, offset_residual_, position, 0, term);
-      for_elements([&](int r, int i) { y.at[r][i] += term.at[r][i]; });
+      for_elements<kRowsAtOnce>([&](int r, int i) { y.at[r][i] += term.at[r][i]; });
     }
     write(params_.out, at_.batch * params_.m * params_.n, params_.n, position, 0, y);
   }
 
-  DEVICE void backward(const PiecePosition& position, const float* const (&products)[kRowsAtOnce]) {
-    Piece grad;
+  DEVICE void backward(const Position& position, const float* const (&products)[kRowsAtOnce]) {
+    Rows grad;
     load_products(products, 0, grad);
     const ActivationBackward through{params_.activation, params_.gated, params_.n,
                                      params_.preact,     params_.out,   params_.hidden};
     through.run(position, grad, sums_);
   }
 
-  DEVICE void load_products(const float* const (&products)[kRowsAtOnce], int right, Piece& v) const {
+  DEVICE void load_products(const float* const (&products)[kRowsAtOnce], int right, Rows& v) const {
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
       const auto words = arch::load_shared<arch::Words4>(arch::shared_address(products[r] + right));

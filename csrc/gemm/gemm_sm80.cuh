@@ -49,10 +49,10 @@ struct Gemm {
   static constexpr int kRows = kWarpM / 16;    // fragments of A a warp holds
   static constexpr int kColumns = kWarpN / 8;  // and of B
 
-  using TileA = OperandTile<T, a_k_major, kBlockM, kBlockK>;
-  using TileB = OperandTile<T, b_k_major, kBlockN, kBlockK>;
-  using CopyA = TileCopy<T, a_k_major, kBlockM, kBlockK, kThreads>;
-  using CopyB = TileCopy<T, b_k_major, kBlockN, kBlockK, kThreads>;
+  using TileA = OperandTile<T, Side::kA, a_k_major, kBlockM, kBlockK>;
+  using TileB = OperandTile<T, Side::kB, b_k_major, kBlockN, kBlockK>;
+  using CopyA = TileCopy<TileA, kThreads>;
+  using CopyB = TileCopy<TileB, kThreads>;
   static constexpr int kSteps = kBlockK / TileA::kStep;
   static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
 
@@ -63,8 +63,8 @@ struct Gemm {
   static constexpr int kPasses = kBlockM / kStagedRows;
   static constexpr int kResultStride = kBlockN + 8;
   static_assert(kPassRows % 16 == 0 && kPasses <= 2);
-  static_assert(kStagedRows % (epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
   using Epilogue = epilogue::TileEpilogue<kThreads, kResultStride, kStagedRows, kWarpM, kPassRows>;
+  static_assert(kStagedRows % (Epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
 
   struct Stage {
     alignas(128) unsigned char a[TileA::kBytes];
@@ -117,7 +117,7 @@ struct Gemm {
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          const uint32_t b_fragment[2] = {b[j / 2][j % 2], b[j / 2][j % 2 + 2]};
+          const uint32_t b_fragment[2] = {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]};
           if constexpr (arithmetic == Arithmetic::k16Bit)
             arch::mma_m16n8k16<T>(sums[i][j], a[i], b_fragment);
           else
@@ -136,7 +136,7 @@ struct Gemm {
       for (int j = 0; j < kColumns; ++j) {
         uint32_t b_high[2], b_low[2];
 #pragma unroll
-        for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 + 2 * q], b_high[q], b_low[q]);
+        for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 * 2 + q], b_high[q], b_low[q]);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_low[i], b_high);
 #pragma unroll
@@ -280,8 +280,8 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         arch::cp_async_wait<kAhead - 1>();
         arch::sync_threads();
         free_slot = slot;
-        slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
-        if (tile + 1 < count) load(0, slot, 0);
+        if (tile + 1 < count) slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
+        load(0, slot, 0);  // after the last tile for nothing: a branch would cost registers
       }
       if (step == 0) {
         if (tile + kAhead < count) copy_next(free_slot);
@@ -323,7 +323,8 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   multiply_tiles<Gemm>(params, plan, at, shared, sums);
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
-  Gemm::stage_result(shared.result, sums, 0);  // all have read the last stage
+  arch::sync_threads();  // all have read the last stage
+  Gemm::stage_result(shared.result, sums, 0);
   arch::sync_threads();
   typename Gemm::Epilogue finish(params, at);
 #pragma unroll 1  // its code is long

@@ -7,10 +7,16 @@
 
 namespace cuda_ext::sm80 {
 
+enum class Side { kA, kB };
+
 // An operand's tile in shared memory: lines of 16-byte chunks. A line goes along the dim that is contiguous, which is k
 // if `k_major`; the chunks of a line are permuted, so that neither copies nor fragment loads meet in a bank.
-template <class T, bool k_major, int extent, int depth>
+template <class T, Side side, bool k_major, int extent, int depth>
 struct OperandTile {
+  using Element = T;
+  static constexpr bool kKMajor = k_major;
+  static constexpr int kExtent = extent;
+  static constexpr int kDepth = depth;
   static constexpr int kElements = 16 / sizeof(T);  // of a chunk
   static constexpr int kLines = k_major ? extent : depth;
   static constexpr int kChunks = (k_major ? depth : extent) / kElements;  // of a line
@@ -29,17 +35,19 @@ struct OperandTile {
     return line * kLineBytes + chunk * 16;
   }
 
-  // A fragment is 16 indices of the extent by 32 bytes along k, as 4 quadrants of 8 x 16 bytes: m[0], m[1] = indices
-  // 0-7, 8-15 in the first half of k, m[2], m[3] in the second. That is a fragment of A (16 rows), and two of B (16
-  // columns): {m[0], m[2]} and {m[1], m[3]}.
+  // A fragment is 16 indices of the extent by 32 bytes along k, as 4 quadrants of 8 x 16 bytes. Those of A (a fragment
+  // of mma) go along the extent first, those of B (two fragments) along k, so that each is in neighbouring registers.
 
   // Where this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
   DEVICE static int lane_offset(int first) {
     const int lane = arch::lane_index();
+    // Lanes 8q to 8q + 7 give the rows of quadrant q to ldmatrix.
+    const int along_extent = side == Side::kA ? lane / 8 % 2 : lane / 16;
+    const int along_k = side == Side::kA ? lane / 16 : lane / 8 % 2;
     if constexpr (k_major)
-      return offset(first + lane % 16, lane / 16);
+      return offset(first + lane % 8 + along_extent * 8, along_k);
     else if constexpr (sizeof(T) == 2)
-      return offset(lane % 8 + lane / 16 * 8, first / kElements + lane / 8 % 2);
+      return offset(lane % 8 + along_k * 8, first / kElements + along_extent);
     else
       return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
   }
@@ -54,33 +62,36 @@ struct OperandTile {
       arch::ldmatrix<4, true>(m, (at ^ i % 4 * 32) + i / 4 * 128 + step * kStep * kLineBytes);
     } else {  // ldmatrix transposes 16-bit elements only
 #pragma unroll
-      for (int q = 0; q < 4; ++q)
-        m[q] = arch::load_shared<uint32_t>((at ^ (i % 2 * 64 + q % 2 * 32)) + i / 2 * 128 +
-                                           (step * kStep + q / 2 * 4) * kLineBytes);
+      for (int q = 0; q < 4; ++q) {
+        const int along_extent = side == Side::kA ? q % 2 : q / 2, along_k = side == Side::kA ? q / 2 : q % 2;
+        m[q] = arch::load_shared<uint32_t>((at ^ (i % 2 * 64 + along_extent * 32)) + i / 2 * 128 +
+                                           (step * kStep + along_k * 4) * kLineBytes);
+      }
     }
   }
 };
 
 // What one thread copies of an operand, k tile after k tile: the same chunk of every kLinesPerPass-th line.
-template <class T, bool k_major, int extent, int depth, int threads>
+template <class Tile, int threads>
 class TileCopy {
-  using Tile = OperandTile<T, k_major, extent, depth>;
+  static constexpr int kBytesOfElement = sizeof(typename Tile::Element);
   static constexpr int kLinesPerPass = threads / Tile::kChunks;
   static constexpr int kPasses = Tile::kLines / kLinesPerPass;
   static_assert(kLinesPerPass * kPasses == Tile::kLines);
-  static_assert(kLinesPerPass % (!k_major && sizeof(T) == 4 ? 4 : 8) == 0, "all passes permute alike");
-  static_assert(!k_major || kPasses % 2 == 0, "a pass is of one half");
+  static_assert(kLinesPerPass % (!Tile::kKMajor && kBytesOfElement == 4 ? 4 : 8) == 0, "all passes permute alike");
+  static_assert(!Tile::kKMajor || kPasses % 2 == 0, "a pass is of one half");
 
  public:
-  // The tile at [first, first + extent) of an operand of `size` along its extent; with pairs, its second half is at
+  // The tile at [first, first + kExtent) of an operand of `size` along its extent; with pairs, its second half is at
   // [first + size, ..) of 2 size.
   DEVICE TileCopy(const void* data, const OperandWalk& walk, int64_t first, int64_t size, bool pairs) : walk_(walk) {
     const int line = arch::thread_index() / Tile::kChunks, chunk = arch::thread_index() % Tile::kChunks;
-    const int half = pairs ? extent / 2 : extent;
+    const int half = pairs ? Tile::kExtent / 2 : Tile::kExtent;
     const int inside = size - first < half ? int(size - first) : half;  // of each half
+    inside_ = inside == half;
     offset_ = Tile::offset(line, chunk);
     source_ = static_cast<const char*>(data);
-    if constexpr (k_major) {
+    if constexpr (Tile::kKMajor) {
       source_ += (first + line) * walk.line + chunk * 16;
       begin_ = chunk * Tile::kElements;
 #pragma unroll
@@ -91,7 +102,7 @@ class TileCopy {
     } else {
       const int index = chunk * Tile::kElements;
       const bool upper = index >= half;
-      source_ += line * walk.line + (first + index + (upper ? size - half : 0)) * int64_t(sizeof(T));
+      source_ += line * walk.line + (first + index + (upper ? size - half : 0)) * kBytesOfElement;
       begin_ = line;
       valid_ = bytes_of((upper ? inside + half : inside) - index);
     }
@@ -101,9 +112,11 @@ class TileCopy {
 
   // Starts copying a k tile, of which `left` are inside the matrix, and goes to the next.
   DEVICE void copy(arch::SharedAddress tile, int left) {
-    if (walk_.vector_bytes == 16)
+    if (walk_.vector_bytes == 16 && inside_ && left == Tile::kDepth)
+      copy_by<16, true>(tile, left);
+    else if (walk_.vector_bytes == 16)
       copy_by<16>(tile, left);
-    else if (sizeof(T) == 4 || walk_.vector_bytes == 4)
+    else if (kBytesOfElement == 4 || walk_.vector_bytes == 4)
       copy_by<4>(tile, left);
     else
       copy_by<2>(tile, left);
@@ -112,24 +125,26 @@ class TileCopy {
 
  private:
   DEVICE static int bytes_of(int elements) {
-    return (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * int(sizeof(T));
+    return (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * kBytesOfElement;
   }
 
-  template <int vector_bytes>
+  template <int vector_bytes, bool all_inside = false>
   DEVICE void copy_by(arch::SharedAddress tile, int left) const {
-    const int tail = k_major ? bytes_of(left - begin_) : 0;
+    const int tail = Tile::kKMajor ? bytes_of(left - begin_) : 0;
     const char* from = source_;
     tile += offset_;
 #pragma unroll(vector_bytes == 16 ? kPasses : 1)  // else few registers matter more than speed
     for (int pass = 0; pass < kPasses; ++pass) {
       int bytes;
-      if constexpr (k_major)
+      if constexpr (all_inside)
+        bytes = 16;
+      else if constexpr (Tile::kKMajor)
         bytes = valid_ >> pass & 1 ? tail : 0;
       else
         bytes = begin_ + pass * kLinesPerPass < left ? valid_ : 0;
       copy_chunk<vector_bytes>(tile + pass * kLinesPerPass * Tile::kLineBytes, from, bytes);
       from += walk_.pass;
-      if (k_major && pass + 1 == kPasses / 2) from += walk_.upper;
+      if (Tile::kKMajor && pass + 1 == kPasses / 2) from += walk_.upper;
     }
   }
 
@@ -157,9 +172,11 @@ class TileCopy {
 
   const OperandWalk& walk_;
   const char* source_;  // this thread's first chunk of the next k tile
+  bool inside_;         // the whole extent is inside the matrix; the same for all threads
   int offset_;          // and of a tile in shared memory
-  int begin_;           // k_major: the first k of the chunk, else of the first line
-  int valid_ = 0;  // k_major: a bit for each pass whose line is inside the matrix, else: bytes of the chunk that are
+  int begin_;           // Tile::kKMajor: the first k of the chunk, else of the first line
+  int valid_ =
+      0;  // Tile::kKMajor: a bit for each pass whose line is inside the matrix, else: bytes of the chunk that are
 };
 
 }  // namespace cuda_ext::sm80
