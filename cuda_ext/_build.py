@@ -58,8 +58,8 @@ class Plan:
     @property
     def sources(self) -> list[Path]:
         suffixes = {".cpp", ".cu"} if self.cuda else {".cpp"}
-        emulator = CSRC / "simt"  # a library of its own
-        return sorted(path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent != emulator)
+        emulator = {CSRC / "simt", CSRC / "emulated"}  # a library of its own
+        return sorted(path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator)
 
     @property
     def nvcc_flags(self) -> list[str]:

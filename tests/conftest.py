@@ -6,21 +6,24 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-from cuda_ext import _stamp
+from cuda_ext import _stamp, testing
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Inputs are fresh in every run; the report's header says how to repeat one.
 SEED = int(os.environ.get("CUDA_EXT_TEST_SEED", random.SystemRandom().randrange(2**31)))
 
-settings.register_profile("cuda_ext", deadline=None, print_blob=True)
+# The backend stays the same for all examples of a test, as it should.
+settings.register_profile(
+    "cuda_ext", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 settings.load_profile("cuda_ext")
 
 
@@ -34,6 +37,46 @@ def seeded(request: pytest.FixtureRequest) -> None:
     seed = SEED ^ zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
+
+
+# Where the ops of a test run: the CPU's kernels; the CUDA kernels, emulated; and on a GPU, if there is one.
+BACKENDS = ("cpu", "simt", *(["cuda"] if torch.cuda.is_available() else []))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_backend: runs the test on each of the backends cpu, simt and cuda")
+    config.addinivalue_line("markers", "cpu_only(reason): keeps a test of such a module to the CPU's kernels")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("every_backend"):
+        cpu_only = metafunc.definition.get_closest_marker("cpu_only")
+        metafunc.parametrize("backend", BACKENDS[:1] if cpu_only else BACKENDS, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """float64 has no CUDA kernel."""
+
+    def applies(item: pytest.Item) -> bool:
+        params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        return params.get("backend", "cpu") == "cpu" or torch.float64 not in params.values()
+
+    config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
+    items[:] = [item for item in items if applies(item)]
+
+
+@pytest.fixture(autouse=True)
+def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
+    name = getattr(request, "param", "cpu")
+    if name == "simt":
+        with testing.emulated(mode="lazy", schedule="pct", seed=random.randrange(2**31)) as emulation:
+            yield name
+        assert emulation.counters["blocks"] > 0, "the test has run no CUDA kernel"
+    elif name == "cuda":
+        with torch.device("cuda"):
+            yield name
+    else:
+        yield name
 
 
 @pytest.fixture

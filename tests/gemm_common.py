@@ -69,8 +69,12 @@ def check(op: str, tensors: Mapping[str, Tensor], **options: Any) -> None:
             run_options["out_dtype"] = dtype
         out = function(**leaves, **run_options)
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        generator = torch.Generator().manual_seed(out.numel())
-        weights = torch.randn(out.shape, dtype=torch.float64, generator=generator).to(actual_dtype).to(out.dtype)
+        generator = torch.Generator(out.device).manual_seed(out.numel())
+        weights = (
+            torch.randn(out.shape, dtype=torch.float64, generator=generator, device=out.device)
+            .to(actual_dtype)
+            .to(out.dtype)
+        )
         return out, list(torch.autograd.grad(out, wanted, weights)) if wanted else []
 
     some = next(iter(tensors.values()))

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from gemm_common import ACTIVATIONS, DTYPES, OPS, arguments, check, integers, rand, shapes_of
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cuda_ext import testing
 from cuda_ext.gemm import gated_linear, gemm, linear, mlp
+
+pytestmark = pytest.mark.every_backend
 
 # float16 products of plain PyTorch are slow on a CPU, so the sizes stay small.
 SIZES = [(1, 1, 1), (3, 5, 7), (17, 97, 131), (73, 50, 300)]
@@ -37,6 +39,7 @@ def test_several_tasks_and_blocks_of_k(op: str) -> None:
     check(op, arguments(op, (), 50, 60, 1031, f=1029), activation="gelu")
 
 
+@pytest.mark.cpu_only("the BLAS")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_large_products_through_the_blas(dtype: torch.dtype) -> None:
     """From 256 on in every size, float32 and float64 products are the BLAS's; the epilogues are the same."""
@@ -195,7 +198,7 @@ def test_integer_mlp_gradients_are_exact() -> None:
         assert torch.equal(leaf.grad.double(), expected.grad)
 
 
-def test_special_values_pass_through() -> None:
+def test_special_values_pass_through(backend: str) -> None:
     x = torch.tensor([[math.nan], [math.inf], [-math.inf], [0.0], [-0.0]])
     one = torch.ones(1, 1)
     for activation in ACTIVATIONS:
@@ -203,6 +206,8 @@ def test_special_values_pass_through() -> None:
         # torch's gelu and silu are NaN at -inf, where the limit is 0; either is taken
         limit = torch.tensor([[math.nan], [math.inf], [0.0], [0.0], [0.0]])
         same = (out == expected) | (out.isnan() & expected.isnan()) | (out == limit)
+        if backend != "cpu":  # in sums of two tf32 an infinity is inf - inf, which may become NaN
+            same |= x.isinf() & out.isnan()
         assert same.all(), (activation, out, expected)
     overflow = gemm(torch.full((1, 1), 300.0).half(), torch.full((1, 1), 300.0).half())
     assert overflow.item() == math.inf
@@ -297,9 +302,10 @@ def test_many_batch_dims() -> None:
 )
 @settings(max_examples=60)
 def test_random_calls(
-    op: str, dtype: torch.dtype, lead: list[int], m: int, n: int, k: int, f: int, activation: str | None,
+    backend: str, op: str, dtype: torch.dtype, lead: list[int], m: int, n: int, k: int, f: int, activation: str | None,
     absent: set[str], frozen: set[str], layout: str, alpha: float, beta: float,
 ) -> None:  # fmt: skip
+    assume(backend == "cpu" or dtype != torch.float64)
     tensors = arguments(op, tuple(lead), m, n, k, f=f, dtype=dtype)
     for name in list(tensors):
         if name in absent:
@@ -314,6 +320,7 @@ def test_random_calls(
 # determinism
 
 
+@pytest.mark.cpu_only("threads")
 @pytest.mark.parametrize("op", OPS)
 def test_same_bits_again_and_on_any_number_of_threads(op: str) -> None:
     tensors = arguments(op, (3,), 111, 130, 70, f=90)
@@ -360,6 +367,7 @@ print(json.dumps("ok"))
 """
 
 
+@pytest.mark.cpu_only("instruction sets")
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
 def test_every_instruction_set(isa: str, run_python: Callable[..., Any], request: pytest.FixtureRequest) -> None:
     """On a processor without the named one, the widest it has is tested once more."""
@@ -388,6 +396,7 @@ print("more threads:", len(os.listdir("/proc/self/task")) > before)
 """
 
 
+@pytest.mark.cpu_only("threads")
 def test_work_is_shared_among_threads(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     """Built without OpenMP, torch's parallel_for would be a plain loop."""
     done = run_python("-c", COUNT_THREADS)

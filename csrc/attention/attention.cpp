@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "binding/autograd.h"
+#include "binding/device.h"
 
 namespace cuda_ext {
 namespace {
@@ -256,6 +257,7 @@ void set_rng_state(AttentionParams& p, const char* op, const Tensor& rng_state) 
 
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Options& o) {
+  refuse_emulation(op);
   const Shape shape = check(op, query, key, value, o);
   AttentionParams p;
   Operands operands;
@@ -308,6 +310,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   constexpr const char* op = "flash_attention_backward";
   const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  refuse_emulation(op);
   const Shape shape = check(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),

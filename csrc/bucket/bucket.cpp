@@ -9,7 +9,7 @@
 #include <cmath>
 #include <vector>
 
-#include "binding/op.h"
+#include "binding/device.h"
 
 namespace cuda_ext {
 
@@ -77,13 +77,34 @@ BucketEntry write_entry(const Tensor& contiguous, int64_t begin) {
   return {contiguous.mutable_data_ptr(), begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
 }
 
+// The kernels of an op.
+struct Kernels {
+  const char* op;
+  void (*cpu)(const BucketParams&);
+  void (*CudaKernels::*cuda)(const BucketParams&, float* stats, void* workspace, void* stream);
+};
+constexpr Kernels kPackKernels{kPack, launch_bucket_pack, &CudaKernels::bucket_pack};
+constexpr Kernels kUnpackKernels{kUnpack, launch_bucket_unpack, &CudaKernels::bucket_unpack};
+constexpr Kernels kStatsKernels{kStats, launch_bucket_stats, &CudaKernels::bucket_stats};
+
+at::ScalarType type_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? at::kDouble : at::kFloat; }
+
 // Returns the statistics, (2,), in the accumulation type of the bucket.
-Tensor run(void (*launch)(const BucketParams&), const std::vector<BucketEntry>& entries, BucketEntry bucket,
-           double scale) {
-  BucketStats stats;
-  launch({entries.data(), int64_t(entries.size()), bucket.data, bucket.count, bucket.dtype, scale, &stats});
+Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, BucketEntry bucket, double scale,
+           at::Device device) {
   const bool is_double = bucket.dtype == Dtype::kFloat64;
-  const Tensor out = at::empty({2}, at::TensorOptions().dtype(is_double ? at::kDouble : at::kFloat));
+  const Tensor out = empty_on(device, {2}, is_double ? at::kDouble : at::kFloat);
+  BucketStats stats;
+  const BucketParams params{entries.data(), int64_t(entries.size()), bucket.data, bucket.count, bucket.dtype, scale,
+                            &stats};
+  const CudaKernels* cuda = cuda_kernels(kernels.op, device, type_of(bucket.dtype));
+  if (cuda != nullptr) {
+    for (const BucketEntry& entry : entries) cuda_kernels(kernels.op, device, type_of(entry.dtype));
+    const LaunchScope scope(device, cuda->bucket_workspace(params.count, params.num_entries));
+    (cuda->*kernels.cuda)(params, out.mutable_data_ptr<float>(), scope.workspace().data, scope.stream());
+    return out;
+  }
+  kernels.cpu(params);
   const auto write = [&](auto* p) {
     using T = std::remove_pointer_t<decltype(p)>;
     p[0] = T(stats.squares);
@@ -106,7 +127,7 @@ Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offset
     check_no_overlap(kPack, i, source, bucket, offsets[i]);
     entries.push_back(read_entry(source, offsets[i]));
   }
-  return run(launch_bucket_pack, entries, target, scale);
+  return run(kPackKernels, entries, target, scale, bucket.device());
 }
 
 Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offsets, double scale) {
@@ -124,13 +145,13 @@ Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offs
     check_no_overlap(kUnpack, i, target, bucket, offsets[i]);
     entries.push_back(write_entry(target, offsets[i]));
   }
-  const Tensor stats = run(launch_bucket_unpack, entries, read_entry(bucket, 0), scale);
+  const Tensor stats = run(kUnpackKernels, entries, read_entry(bucket, 0), scale, bucket.device());
   for (const auto& [i, copy] : copies) tensors[i].copy_(copy);
   return stats;
 }
 
 Tensor stats(at::TensorList tensors) {
-  check_tensors(kStats, tensors, at::kCPU);
+  check_tensors(kStats, tensors, tensors[0].device());
   std::vector<Tensor> copies;
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
@@ -143,7 +164,7 @@ Tensor stats(at::TensorList tensors) {
     whole.count += tensor.numel();
     if (tensor.scalar_type() == at::kDouble) whole.dtype = Dtype::kFloat64;
   }
-  return run(launch_bucket_stats, entries, whole, 1.0);
+  return run(kStatsKernels, entries, whole, 1.0, tensors[0].device());
 }
 
 // Autograd key: refuses what would need a gradient, and counts writes for whoever has saved the tensors.
@@ -190,17 +211,14 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("bucket_stats(Tensor[] tensors) -> Tensor", tags);
 }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+static void register_kernels(torch::Library& m) {
   m.impl("bucket_pack", cuda_ext::pack);
   m.impl("bucket_unpack", cuda_ext::unpack);
   m.impl("bucket_stats", cuda_ext::stats);
 }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
-  for (const char* op : {cuda_ext::kPack, cuda_ext::kUnpack, cuda_ext::kStats}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&cuda_ext::no_cuda_kernel>());
-  }
-}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("bucket_pack", cuda_ext::pack_autograd);

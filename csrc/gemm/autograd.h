@@ -14,10 +14,9 @@ inline ActivationName saved_activation(const AutogradContext* ctx) {
   return name_of(Activation(saved_option<int64_t>(ctx, "activation")));
 }
 
-// The keys at which ops have no kernel yet: each refuses in words.
+// The layouts that no kernel reads: each op refuses them in words.
 inline void register_refusals(torch::Library& m, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
-    m.impl(op, torch::dispatch(c10::DispatchKey::CUDA, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>()));
     for (const auto key : {c10::DispatchKey::SparseCPU, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::MkldnnCPU})
       m.impl(op, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&no_layout_kernel>()));
   }

@@ -58,10 +58,12 @@ void check_scale(const char* op, const char* argument, double value) {
   CUDA_EXT_CHECK(!std::isnan(value), op, "expected ", argument, " to be a number, got nan");
 }
 
-std::tuple<Tensor, Tensor> run_gemm(const char* op, const Tensor& a, const Tensor& b, const OptionalTensor& c,
-                                    const OptionalTensor& bias, const ActivationName& activation_name, double alpha,
-                                    double beta, OptionalType out_dtype, bool for_backward) {
-  const GemmShape shape = check_product(op, a, b);
+std::tuple<Tensor, Tensor> gemm_on_device(const char* op, const Tensor& given_a, const Tensor& given_b,
+                                          const OptionalTensor& c, const OptionalTensor& bias,
+                                          const ActivationName& activation_name, double alpha, double beta,
+                                          OptionalType out_dtype, bool for_backward) {
+  const GemmShape shape = check_product(op, given_a, given_b);
+  const Tensor a = with_unit_stride(given_a), b = with_unit_stride(given_b);
   const Sizes sizes = shape.out();
   const Activation activation = parse_activation(op, activation_name);
   const auto type = output_type(op, out_dtype, a.scalar_type());
@@ -71,8 +73,8 @@ std::tuple<Tensor, Tensor> run_gemm(const char* op, const Tensor& a, const Tenso
   check_scale(op, "beta", beta);
 
   const bool save_preact = for_backward && needs_preact(activation, false, false);
-  Tensor out = empty_cpu(sizes, type);
-  Tensor preact = save_preact ? empty_cpu(sizes, type) : for_backward ? absent(type) : Tensor();
+  Tensor out = empty_beside(a, sizes, type);
+  Tensor preact = save_preact ? empty_beside(a, sizes, type) : for_backward ? absent(a, type) : Tensor();
   if (out.numel() == 0) return {out, preact};
 
   GemmParams params;
@@ -99,25 +101,27 @@ std::tuple<Tensor, Tensor> run_gemm(const char* op, const Tensor& a, const Tenso
   params.activation = activation;
   params.out = output(out);
   if (save_preact) params.preact_out = output(preact);
-  launch_gemm(params);
+  run_gemm(op, out, params);
   return {out, preact};
 }
 
 Tensor gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
             ActivationName activation, double alpha, double beta, OptionalType out_dtype) {
-  return std::get<0>(run_gemm("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, false));
+  return std::get<0>(gemm_on_device("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, false));
 }
 
 std::tuple<Tensor, Tensor> gemm_forward(const Tensor& a, const Tensor& b, const OptionalTensor& c,
                                         const OptionalTensor& bias, ActivationName activation, double alpha,
                                         double beta, OptionalType out_dtype) {
-  return run_gemm("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, true);
+  return gemm_on_device("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, true);
 }
 
 // alpha * grad @ other, or other @ grad for `is_left` operands, in the shape of `operand`: the batch dims that it was
 // broadcast along are summed over.
-Tensor operand_gradient(const Tensor& grad, const Tensor& operand, const Tensor& other, double alpha, bool is_left) {
-  Tensor result = empty_cpu(operand.sizes(), operand.scalar_type());
+Tensor operand_gradient(const char* op, const Tensor& given_grad, const Tensor& operand, const Tensor& given_other,
+                        double alpha, bool is_left) {
+  const Tensor grad = with_unit_stride(given_grad), other = with_unit_stride(given_other);
+  Tensor result = empty_beside(grad, operand.sizes(), operand.scalar_type());
   if (result.numel() == 0) return result;
   const int64_t dims = grad.dim();
   GemmParams params;
@@ -133,10 +137,10 @@ Tensor operand_gradient(const Tensor& grad, const Tensor& operand, const Tensor&
     const int64_t stride = broadcast_stride(grad, d, dims), other_stride = broadcast_stride(other, d, dims);
     batch.push_back({grad.size(d), reduced, is_left ? stride : other_stride, is_left ? other_stride : stride, 0, 0});
   }
-  set_batch("gemm_backward", params, batch);
+  set_batch(op, params, batch);
   params.alpha = alpha;
   params.out = output(result);
-  launch_gemm(params);
+  run_gemm(op, result, params);
   return result;
 }
 
@@ -148,11 +152,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gemm_backward(const Tensor& grad, con
   const Activation activation = parse_activation(op, activation_name);
   check_gradient(op, grad, preact, check_product(op, a, b).out(), false, activation);
   const auto type = a.scalar_type();
-  auto [grad_preact, grad_bias] =
-      activation_gradient(grad, preact, activation, false, output_mask[3], is_given(bias) ? bias->scalar_type() : type);
-  return {output_mask[0] ? operand_gradient(grad_preact, a, b, alpha, true) : absent(type),
-          output_mask[1] ? operand_gradient(grad_preact, b, a, alpha, false) : absent(type),
-          output_mask[2] ? at::mul(grad_preact, beta) : absent(type), grad_bias};
+  auto [grad_preact, grad_bias] = activation_gradient(op, grad, preact, activation, false, output_mask[3],
+                                                      is_given(bias) ? bias->scalar_type() : type);
+  // Tensor cores take two operands of one dtype.
+  const Tensor factor = cuda_kernels(op, grad.device(), type) == nullptr ? grad_preact : grad_preact.to(type);
+  return {output_mask[0] ? operand_gradient(op, factor, a, b, alpha, true) : absent(grad, type),
+          output_mask[1] ? operand_gradient(op, factor, b, a, alpha, false) : absent(grad, type),
+          output_mask[2] ? at::mul(grad_preact, beta) : absent(grad, type), grad_bias};
 }
 
 // linear, gated_linear
@@ -167,7 +173,7 @@ std::tuple<Tensor, Tensor> run_linear(const char* op, const Tensor& input, const
                  replace_last(input.sizes(), 1, {weight.size(0)}));
   const bool save_preact = for_backward && needs_preact(activation, gated, is_given(residual));
   auto [out, preact] = project(op, input, weight, bias, residual, activation, gated, save_preact);
-  return {out, for_backward && !save_preact ? absent(input.scalar_type()) : preact};
+  return {out, for_backward && !save_preact ? absent(input, input.scalar_type()) : preact};
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
@@ -195,10 +201,10 @@ std::tuple<Tensor, Tensor, Tensor> run_linear_backward(const char* op, const Ten
   const Activation activation = parse_activation(op, activation_name);
   check_gradient(op, grad, preact, replace_last(input.sizes(), 1, {n}), gated, activation);
   const auto type = input.scalar_type();
-  auto [grad_preact, grad_bias] =
-      activation_gradient(grad, preact, activation, gated, output_mask[2], is_given(bias) ? bias->scalar_type() : type);
-  return {output_mask[0] ? input_gradient(op, grad_preact, weight, type) : absent(type),
-          output_mask[1] ? weight_gradient(op, grad_preact, input, type) : absent(type), grad_bias};
+  auto [grad_preact, grad_bias] = activation_gradient(op, grad, preact, activation, gated, output_mask[2],
+                                                      is_given(bias) ? bias->scalar_type() : type);
+  return {output_mask[0] ? input_gradient(op, grad_preact, weight, type) : absent(grad, type),
+          output_mask[1] ? weight_gradient(op, grad_preact, input, type) : absent(grad, type), grad_bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
@@ -388,7 +394,9 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
                         "gated_linear", "gated_linear_forward", "gated_linear_backward"});
 }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+namespace {
+
+void register_kernels(torch::Library& m) {
   m.impl("gemm", gemm);
   m.impl("gemm_forward", gemm_forward);
   m.impl("gemm_backward", gemm_backward);
@@ -399,6 +407,11 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("gated_linear_forward", gated_linear_forward);
   m.impl("gated_linear_backward", gated_linear_backward);
 }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("gemm", gemm_autograd);

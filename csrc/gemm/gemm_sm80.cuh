@@ -27,9 +27,11 @@ namespace cuda_ext::sm80 {
 // NaN stay. (cvt.rna would do it, at a quarter of the speed of integer arithmetic.)
 DEVICE uint32_t round_to_tf32(uint32_t bits) { return bits << 1 < 0xff000000u ? bits + 0x1000 : bits; }
 
-// x = high + low, tf32 both: what truncation loses of x is exact in float32.
+// x = high + low, tf32 both, up to 2^-23 x. High is the nearest, which halves the largest low and takes away its sign:
+// what is dropped, low times low, then has no bias. Where rounding would make an infinity of a finite x, high is
+// truncated.
 DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
-  high = bits & 0xffffe000u;
+  high = (bits << 1 < 0xfeffe000u ? bits + 0x1000 : bits) & 0xffffe000u;
   low = round_to_tf32(arch::float_bits(arch::bits_float(bits) - arch::bits_float(high)));
 }
 
@@ -125,7 +127,9 @@ struct Gemm {
         }
     }
 
-    // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32; the small terms first.
+    // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32; the small terms first. Tensor
+    // cores truncate where they add to a sum (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores,
+    // arXiv 2203.03341), so theirs begin at zero, and what rounds the long sums is float32's own addition.
     DEVICE void multiply_three_tf32(Accumulators& sums) const {
       uint32_t a_high[kRows][4], a_low[kRows][4];
 #pragma unroll
@@ -137,12 +141,17 @@ struct Gemm {
         uint32_t b_high[2], b_low[2];
 #pragma unroll
         for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 * 2 + q], b_high[q], b_low[q]);
+        float products[kRows][4] = {};
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_low[i], b_high);
+        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(products[i], a_low[i], b_high);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_high[i], b_low);
+        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(products[i], a_high[i], b_low);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(sums[i][j], a_high[i], b_high);
+        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(products[i], a_high[i], b_high);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[i][q];
       }
     }
   };
@@ -404,7 +413,7 @@ inline bool is_empty(const GemmParams& params) {
 }
 
 inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
-  if (!gemm_sm80_reads(operand, rows, columns))
+  if (rows > 0 && columns > 0 && !gemm_sm80_reads(operand, rows, columns))
     throw std::invalid_argument("gemm_sm80: expected a row or column stride of 1 in " + std::string(name) + ", got " +
                                 std::to_string(operand.row_stride) + " and " + std::to_string(operand.column_stride) +
                                 "; make it contiguous");

@@ -64,36 +64,38 @@ Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& we
   const auto type = input.scalar_type();
   const auto [wants_input, wants_weight1, wants_weight2, wants_bias1, wants_bias2] = output_mask;
 
-  Tensor grad_preact = absent(type), hidden = absent(type), grad_bias1 = absent(type);
+  Tensor grad_preact = absent(grad, type), hidden = absent(grad, type), grad_bias1 = absent(grad, type);
   if (wants_input || wants_weight1 || wants_weight2 || wants_bias1) {
-    grad_preact = empty_cpu(preact_size, type);
-    hidden = wants_weight2 ? empty_cpu(replace_last(input.sizes(), 1, {hidden_size}), type) : absent(type);
+    grad_preact = empty_beside(grad, preact_size, type);
+    hidden =
+        wants_weight2 ? empty_beside(grad, replace_last(input.sizes(), 1, {hidden_size}), type) : absent(grad, type);
     if (wants_bias1) grad_bias1 = at::zeros({width}, is_given(bias1) ? bias1->options() : input.options());
     if (grad_preact.numel() > 0) {
       // (rows, N) @ (N, hidden), with the backward epilogue.
-      const Tensor grad_rows = grad.reshape({preact.numel() / width, weight2.size(0)});
+      const Tensor grad_rows = with_unit_stride(grad.reshape({preact.numel() / width, weight2.size(0)}));
       const Tensor preact_rows = preact.reshape({preact.numel() / width, width});
       GemmParams params;
       params.m = grad_rows.size(0);
       params.n = hidden_size;
       params.k = weight2.size(0);
       params.a = matrix(grad_rows);
-      params.b = matrix(weight2);
+      const Tensor weight = with_unit_stride(weight2);
+      params.b = matrix(weight);
       params.activation = activation;
       params.gated = gated;
       params.preact = matrix(preact_rows);
       params.out = output(grad_preact);
       if (wants_weight2) params.hidden = output(hidden);
       if (wants_bias1) params.bias_grad = output(grad_bias1);
-      launch_gemm(params);
+      run_gemm(op, grad_preact, params);
     }
   }
-  Tensor grad_bias2 = activation_gradient(grad, Tensor(), Activation::kNone, false, wants_bias2,
+  Tensor grad_bias2 = activation_gradient(op, grad, Tensor(), Activation::kNone, false, wants_bias2,
                                           is_given(bias2) ? bias2->scalar_type() : type)
                           .bias;
-  return {wants_input ? input_gradient(op, grad_preact, weight1, type) : absent(type),
-          wants_weight1 ? weight_gradient(op, grad_preact, input, type) : absent(type),
-          wants_weight2 ? weight_gradient(op, grad, hidden, type) : absent(type), grad_bias1, grad_bias2};
+  return {wants_input ? input_gradient(op, grad_preact, weight1, type) : absent(grad, type),
+          wants_weight1 ? weight_gradient(op, grad_preact, input, type) : absent(grad, type),
+          wants_weight2 ? weight_gradient(op, grad, hidden, type) : absent(grad, type), grad_bias1, grad_bias2};
 }
 
 template <bool gated>
@@ -168,7 +170,9 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   register_refusals(m, {"mlp", "mlp_forward", "mlp_backward", "gated_mlp", "gated_mlp_forward", "gated_mlp_backward"});
 }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
+namespace {
+
+void register_kernels(torch::Library& m) {
   m.impl("mlp", mlp<false>);
   m.impl("mlp_forward", mlp_forward<false>);
   m.impl("mlp_backward", mlp_backward<false>);
@@ -176,6 +180,11 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
   m.impl("gated_mlp_forward", mlp_forward<true>);
   m.impl("gated_mlp_backward", mlp_backward<true>);
 }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("mlp", mlp_autograd<false>);

@@ -1,5 +1,7 @@
 #include "gemm/product.h"
 
+#include <ATen/Context.h>
+
 #include <algorithm>
 
 namespace cuda_ext {
@@ -136,14 +138,26 @@ void set_rows(const char* op, GemmParams& params, const Tensor& input, const Ten
 
 }  // namespace
 
-Projection project(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
+  const at::Device device = out.device();
+  const auto type = params.a.dtype == Dtype::kFloat64 ? at::kDouble : out.scalar_type();
+  const CudaKernels* kernels = cuda_kernels(op, device, type);
+  if (kernels == nullptr) return launch_gemm(params);
+  const bool exact = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  const auto float32 = exact ? Float32Product::kThreeTf32 : Float32Product::kTf32;
+  const LaunchScope scope(device, kernels->gemm_workspace(params, float32));
+  kernels->gemm(params, scope.workspace(), scope.stream(), float32);
+}
+
+Projection project(const char* op, const Tensor& given_input, const Tensor& given_weight, const OptionalTensor& bias,
                    const OptionalTensor& residual, Activation activation, bool gated, bool save_preact) {
+  const Tensor input = with_unit_stride(given_input), weight = with_unit_stride(given_weight);
   const auto type = input.scalar_type();
   const int64_t width = weight.size(0);
   GemmParams params;
   params.n = gated ? width / 2 : width;
-  Projection result{empty_cpu(replace_last(input.sizes(), 1, {params.n}), type),
-                    save_preact ? empty_cpu(replace_last(input.sizes(), 1, {width}), type) : Tensor()};
+  Projection result{empty_beside(input, replace_last(input.sizes(), 1, {params.n}), type),
+                    save_preact ? empty_beside(input, replace_last(input.sizes(), 1, {width}), type) : Tensor()};
   if (result.out.numel() == 0) return result;
   set_rows(op, params, input, value_or_empty(residual));
   params.b = transposed(matrix(weight));
@@ -152,29 +166,31 @@ Projection project(const char* op, const Tensor& input, const Tensor& weight, co
   params.gated = gated;
   params.out = output(result.out);
   if (save_preact) params.preact_out = output(result.preact);
-  launch_gemm(params);
+  run_gemm(op, result.out, params);
   return result;
 }
 
-Tensor input_gradient(const char* op, const Tensor& grad, const Tensor& weight, at::ScalarType type) {
-  Tensor result = empty_cpu(replace_last(grad.sizes(), 1, {weight.size(1)}), type);
+Tensor input_gradient(const char* op, const Tensor& given_grad, const Tensor& given_weight, at::ScalarType type) {
+  const Tensor grad = with_unit_stride(given_grad), weight = with_unit_stride(given_weight);
+  Tensor result = empty_beside(grad, replace_last(grad.sizes(), 1, {weight.size(1)}), type);
   if (result.numel() == 0) return result;
   GemmParams params;
   params.n = weight.size(1);
   set_rows(op, params, grad, Tensor());
   params.b = matrix(weight);
   params.out = output(result);
-  launch_gemm(params);
+  run_gemm(op, result, params);
   return result;
 }
 
-Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, at::ScalarType type) {
+Tensor weight_gradient(const char* op, const Tensor& given_grad, const Tensor& given_input, at::ScalarType type) {
+  const Tensor grad = with_unit_stride(given_grad), input = with_unit_stride(given_input);
   const int64_t dims = grad.dim();
   GemmParams params;
   params.m = grad.size(dims - 1);
   params.n = input.size(dims - 1);
   params.k = dims >= 2 ? grad.size(dims - 2) : 1;
-  Tensor result = empty_cpu({params.m, params.n}, type);
+  Tensor result = empty_beside(grad, {params.m, params.n}, type);
   if (result.numel() == 0) return result;
   params.a = transposed(matrix(grad));
   params.b = matrix(input);
@@ -182,7 +198,7 @@ Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, 
   for (int64_t d = 0; d < dims - 2; ++d) batch.push_back({grad.size(d), true, grad.stride(d), input.stride(d), 0, 0});
   set_batch(op, params, batch);
   params.out = output(result);
-  launch_gemm(params);
+  run_gemm(op, result, params);
   return result;
 }
 
@@ -191,13 +207,13 @@ Tensor flatten_rows(const Tensor& tensor) {
   return tensor.reshape({n == 0 ? 0 : tensor.numel() / n, n});
 }
 
-ActivationGradient activation_gradient(const Tensor& grad, const Tensor& preact, Activation activation, bool gated,
-                                       bool bias_wanted, at::ScalarType bias_type) {
+ActivationGradient activation_gradient(const char* op, const Tensor& grad, const Tensor& preact, Activation activation,
+                                       bool gated, bool bias_wanted, at::ScalarType bias_type) {
   const auto type = grad.scalar_type();
   const bool elementwise = gated || activation != Activation::kNone;
   const int64_t n = grad.size(-1), width = gated ? 2 * n : n;
-  ActivationGradient result{elementwise ? empty_cpu(replace_last(grad.sizes(), 1, {width}), type) : grad,
-                            bias_wanted ? empty_cpu({width}, bias_type) : absent(bias_type)};
+  ActivationGradient result{elementwise ? empty_beside(grad, replace_last(grad.sizes(), 1, {width}), type) : grad,
+                            bias_wanted ? empty_beside(grad, {width}, bias_type) : absent(grad, bias_type)};
   if (n == 0 || !(elementwise || bias_wanted)) return result;
   const Tensor rows = flatten_rows(grad);
   Tensor preact_rows;
@@ -213,7 +229,13 @@ ActivationGradient activation_gradient(const Tensor& grad, const Tensor& preact,
     params.grad_preact = output(result.grad_preact);
   }
   if (bias_wanted) params.bias_grad = output(result.bias);
-  launch_activation_grad(params);
+  const CudaKernels* kernels = cuda_kernels(op, grad.device(), type);
+  if (kernels == nullptr) {
+    launch_activation_grad(params);
+  } else {
+    const LaunchScope scope(grad.device(), kernels->activation_grad_workspace(params));
+    kernels->activation_grad(params, scope.workspace(), scope.stream());
+  }
   return result;
 }
 

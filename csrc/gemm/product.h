@@ -6,7 +6,7 @@
 #include <array>
 #include <string_view>
 
-#include "binding/op.h"
+#include "binding/device.h"
 #include "gemm/gemm.h"
 
 namespace cuda_ext {
@@ -30,9 +30,12 @@ inline bool needs_preact(Activation activation, bool gated, bool has_residual) {
   return gated || !(activation == Activation::kNone || (activation == Activation::kRelu && !has_residual));
 }
 
-inline Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType type) { return empty_on(at::kCPU, sizes, type); }
+// A new tensor beside `other`.
+inline Tensor empty_beside(const Tensor& other, at::IntArrayRef sizes, at::ScalarType type) {
+  return empty_on(other.device(), sizes, type);
+}
 // What an op returns in the place of something that was not asked for.
-inline Tensor absent(at::ScalarType type) { return empty_cpu({0}, type); }
+inline Tensor absent(const Tensor& other, at::ScalarType type) { return empty_beside(other, {0}, type); }
 
 using Sizes = c10::SmallVector<int64_t, 6>;
 // `sizes` without its last `dropped`, then `more`.
@@ -91,6 +94,9 @@ void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact
 // k where a reduced dim only lengthens the sum, otherwise merged with each other where strides allow.
 void set_batch(const char* op, GemmParams& params, const BatchDims& dims);
 
+// Runs the kernel for the device of the output `out`.
+void run_gemm(const char* op, const Tensor& out, const GemmParams& params);
+
 // epilogue(input (..., K) @ weight^T), weight (N, K) or, gated, (2N, K): (..., N), and the pre-activation if asked for.
 struct Projection {
   Tensor out;
@@ -111,8 +117,8 @@ struct ActivationGradient {
   Tensor grad_preact;  // (..., N) or, gated, (..., 2N), in the dtype of grad
   Tensor bias;
 };
-ActivationGradient activation_gradient(const Tensor& grad, const Tensor& preact, Activation activation, bool gated,
-                                       bool bias_wanted, at::ScalarType bias_type);
+ActivationGradient activation_gradient(const char* op, const Tensor& grad, const Tensor& preact, Activation activation,
+                                       bool gated, bool bias_wanted, at::ScalarType bias_type);
 
 // (..., n) as (rows, n).
 Tensor flatten_rows(const Tensor& tensor);

@@ -1,0 +1,41 @@
+// The launchers of the CUDA kernels as a table. There are two of a kind: the one below, linked into the library for
+// devices, and that of the emulator, which runs the same kernels on CPU tensors (csrc/emulated).
+#pragma once
+
+#include "bucket/bucket_cuda.h"
+#include "gemm/activation_grad.h"
+#include "gemm/gemm_sm80.h"
+
+namespace cuda_ext {
+
+struct CudaKernels {
+  // Tells a table that was compiled from other sources, which would be read amiss.
+  static constexpr uint64_t kLayout =
+      sizeof(GemmParams) << 32 | sizeof(ActivationGradParams) << 16 | sizeof(BucketParams);
+  uint64_t layout;
+
+  size_t (*gemm_workspace)(const GemmParams&, Float32Product);
+  void (*gemm)(const GemmParams&, Workspace, void* stream, Float32Product);
+  size_t (*activation_grad_workspace)(const ActivationGradParams&);
+  void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
+  size_t (*bucket_workspace)(int64_t count, int64_t num_entries);
+  void (*bucket_pack)(const BucketParams&, float* stats, void* workspace, void* stream);
+  void (*bucket_unpack)(const BucketParams&, float* stats, void* workspace, void* stream);
+  void (*bucket_stats)(const BucketParams&, float* stats, void* workspace, void* stream);
+};
+
+inline CudaKernels linked_cuda_kernels() {
+  return {
+      .layout = CudaKernels::kLayout,
+      .gemm_workspace = gemm_sm80_workspace,
+      .gemm = launch_gemm_sm80,
+      .activation_grad_workspace = activation_grad_workspace,
+      .activation_grad = launch_activation_grad_cuda,
+      .bucket_workspace = bucket_cuda_workspace,
+      .bucket_pack = launch_bucket_pack_cuda,
+      .bucket_unpack = launch_bucket_unpack_cuda,
+      .bucket_stats = launch_bucket_stats_cuda,
+  };
+}
+
+}  // namespace cuda_ext

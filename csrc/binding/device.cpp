@@ -1,0 +1,96 @@
+#include "binding/device.h"
+
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+
+#include "build_config.h"
+
+#if CUDA_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "cuda/device_probe.h"
+#endif
+
+namespace cuda_ext {
+
+namespace {
+
+// Set while the ops of CPU tensors run on the emulator.
+std::atomic<const CudaKernels*> emulated_kernels = nullptr;
+
+#if CUDA_EXT_WITH_CUDA
+
+// Once for each device, and not at its first launch, where CUDA would say less.
+void check_architecture(const char* op, at::Device device) {
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<bool>, kMaxDevices> checked{};
+  const int index = device.index();
+  if (index < kMaxDevices && checked[index].load(std::memory_order_acquire)) return;
+  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
+  CUDA_EXT_CHECK(cuda::has_kernel_image(index), op,
+                 "expected a device of the architectures that cuda_ext was built for, ", CUDA_EXT_CUDA_ARCHS, ", got ",
+                 device, ", which is sm_", properties->major, properties->minor,
+                 "; rebuild with TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor,
+                 properties->major == 9 ? "a" : "", " pip install --no-build-isolation .");
+  if (index < kMaxDevices) checked[index].store(true, std::memory_order_release);
+}
+
+#endif
+
+}  // namespace
+
+const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type) {
+  const CudaKernels* kernels = nullptr;
+  if (device.is_cpu()) {
+    kernels = emulated_kernels.load(std::memory_order_acquire);
+    if (kernels == nullptr) return nullptr;
+  }
+#if CUDA_EXT_WITH_CUDA
+  if (device.is_cuda()) {
+    static const CudaKernels linked = linked_cuda_kernels();
+    check_architecture(op, device);
+    kernels = &linked;
+  }
+#endif
+  TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr && type != at::kDouble, CUDA_EXT_OP(""), op,
+                              ": no CUDA kernel is built for ", type, " on device ", device,
+                              "; move the tensors to the CPU with .cpu()");
+  return kernels;
+}
+
+void refuse_emulation(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(emulated_kernels.load(std::memory_order_acquire) == nullptr, CUDA_EXT_OP(""), op,
+                              ": has no CUDA kernel yet that could be emulated; call it outside of "
+                              "cuda_ext.testing.emulated()");
+}
+
+Tensor with_unit_stride(const Tensor& tensor) {
+  if (tensor.is_cpu() && emulated_kernels.load(std::memory_order_acquire) == nullptr) return tensor;
+  const int64_t dims = tensor.dim();
+  if (dims == 0 || tensor.size(-1) == 1 || tensor.stride(-1) == 1) return tensor;
+  if (dims >= 2 && tensor.size(-2) != 1 && tensor.stride(-2) == 1) return tensor;
+  return tensor.contiguous();
+}
+
+LaunchScope::LaunchScope(at::Device device, size_t workspace_bytes) : guard_(device), bytes_(workspace_bytes) {
+#if CUDA_EXT_WITH_CUDA
+  if (device.is_cuda()) stream_ = c10::cuda::getCurrentCUDAStream(device.index()).stream();
+#endif
+  // 256 bytes, which kernels count on, are what CUDA's allocator gives; the CPU's aligns to 64.
+  if (bytes_ > 0) workspace_ = empty_on(device, {int64_t(bytes_)}, at::kByte);
+}
+
+}  // namespace cuda_ext
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  // The address of a CudaKernels for CPU tensors from now on, or 0 for the CPU's own.
+  m.def("_emulate(int kernels) -> ()", [](int64_t address) {
+    const auto* kernels = reinterpret_cast<const cuda_ext::CudaKernels*>(address);
+    CUDA_EXT_CHECK(kernels == nullptr || kernels->layout == cuda_ext::CudaKernels::kLayout, "_emulate",
+                   "expected kernels compiled from the sources of this library, got others; rebuild it");
+    cuda_ext::emulated_kernels.store(kernels, std::memory_order_release);
+  });
+}

@@ -1,0 +1,62 @@
+// The Python module `_simt`: the CUDA kernels, compiled for the emulator, and the emulator's switches.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "binding/cuda_kernels.h"
+#include "simt/options.h"
+
+namespace py = pybind11;
+using namespace cuda_ext;
+
+namespace {
+
+using Site = std::tuple<std::string, int, std::string>;  // file, line, instruction
+
+void configure(bool lazy, bool pct, uint64_t seed, bool check_races, int threads, const std::optional<Site>& skip) {
+  static simt::SyncSite skipped;
+  if (skip) skipped = {std::get<0>(*skip), std::get<1>(*skip), std::get<2>(*skip)};
+  simt::options() = {.completion = lazy ? simt::Completion::kLazy : simt::Completion::kEager,
+                     .schedule = pct ? simt::Schedule::kPct : simt::Schedule::kFifo,
+                     .seed = seed,
+                     .check_races = check_races,
+                     .threads = threads,
+                     .skip = skip ? &skipped : nullptr};
+}
+
+std::map<std::string, uint64_t> counters() {
+  const simt::Counters values = simt::counters();
+  std::map<std::string, uint64_t> named;
+  for (size_t i = 0; i < values.size(); ++i) named[simt::name_of(simt::Count(i))] = values[i];
+  return named;
+}
+
+std::vector<Site> sync_sites() {
+  std::vector<Site> sites;
+  for (const simt::SyncSite& site : simt::sync_sites()) sites.emplace_back(site.file, site.line, site.instruction);
+  return sites;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_simt, m) {
+  m.doc() = "The CUDA kernels of cuda_ext on the emulator.";
+  m.def(
+      "kernels",
+      [] {
+        static const CudaKernels kernels = linked_cuda_kernels();
+        return reinterpret_cast<intptr_t>(&kernels);
+      },
+      "The address of the launchers, for the op _emulate.");
+  m.def("configure", configure, py::arg("lazy"), py::arg("pct"), py::arg("seed"), py::arg("check_races"),
+        py::arg("threads"), py::arg("skip"), "How the launches that follow run; see csrc/simt/options.h.");
+  m.def("counters", counters, "What launches did since the last reset.");
+  m.def("reset_counters", simt::reset_counters);
+  m.def("sync_sites", sync_sites, "Every synchronisation call since the last reset: file, line, instruction.");
+  m.def("reset_sync_sites", simt::reset_sync_sites);
+}
