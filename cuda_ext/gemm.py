@@ -1,8 +1,12 @@
 """Matrix products with everything around them fused: bias, activation, gate, residual, and their gradients.
 
 Tensors are float32, float16, bfloat16, or float64 on the CPU; accumulation is float32 (float64 for float64). Tensors of
-any strides, expanded ones included, are read in place; results are contiguous. Dimensions of size 0 work: an empty sum
-is 0.
+any strides, expanded ones included, are read in place on the CPU; on a GPU those with a unit stride in one of the last
+two dims, and the others are made contiguous. Results are contiguous. Dimensions of size 0 work: an empty sum is 0.
+
+On a GPU float32 products follow `torch.set_float32_matmul_precision`: with "highest", the default, each is three
+products of tf32 (Ootomo and Yokota, arXiv 2203.03341), as accurate as float32's own but for an infinity, which may
+become NaN; else one.
 
 Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (Hendrycks and Gimpel, Gaussian Error
 Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).

@@ -8,7 +8,6 @@
 #include "build_config.h"
 
 #if CUDA_EXT_WITH_CUDA
-#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/device_probe.h"
@@ -29,12 +28,11 @@ void check_architecture(const char* op, at::Device device) {
   static std::array<std::atomic<bool>, kMaxDevices> checked{};
   const int index = device.index();
   if (index < kMaxDevices && checked[index].load(std::memory_order_acquire)) return;
-  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(index);
+  const int capability = cuda::compute_capability(index);
   CUDA_EXT_CHECK(cuda::has_kernel_image(index), op,
                  "expected a device of the architectures that cuda_ext was built for, ", CUDA_EXT_CUDA_ARCHS, ", got ",
-                 device, ", which is sm_", properties->major, properties->minor,
-                 "; rebuild with TORCH_CUDA_ARCH_LIST=", properties->major, ".", properties->minor,
-                 properties->major == 9 ? "a" : "", " pip install --no-build-isolation .");
+                 device, ", which is sm_", capability, "; rebuild with TORCH_CUDA_ARCH_LIST=", capability / 10, ".",
+                 capability % 10, capability / 10 == 9 ? "a" : "", " pip install --no-build-isolation .");
   if (index < kMaxDevices) checked[index].store(true, std::memory_order_release);
 }
 
