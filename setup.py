@@ -34,7 +34,7 @@ class BuildLibrary(torch_helpers.BuildExtension):
                 sys.exit(str(error))
             folder = ROOT / "build" / plan.name
             plan.prepare(folder)
-            _build.use(plan)
+            _build.use(plan, folder)
             self.build_temp = str(folder)
             (library,) = self.extensions
             library.sources = [str(path.relative_to(ROOT)) for path in plan.sources]

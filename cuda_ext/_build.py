@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,9 @@ WARNINGS = ("-Wall", "-Wextra", "-Wundef", "-Wno-psabi", "-Wno-unused-parameter"
 # -fopenmp, because without it torch's parallel_for runs on one thread and says nothing.
 CXX_FLAGS = ("-O3", "-g0", "-fno-math-errno", "-fopenmp", *WARNINGS, f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
 NVCC_FLAGS = ("-O3", "-std=c++20", "-lineinfo", f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
+# Of the files beside CUDA objects in which nvcc's messages are kept: ptxas says there, and nowhere else, that it had to
+# serialise matrix products, and calls it information, which no flag makes an error (tools/static_gates.py does).
+LOG_SUFFIX = ".log"
 LINK_FLAGS = ("-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed")
 
 
@@ -102,6 +106,19 @@ class Plan:
                 shim.parent.mkdir(exist_ok=True)
                 shim.unlink(missing_ok=True)
                 shim.symlink_to(cudart)
+            nvcc = self.nvcc(folder)
+            _write_if_changed(
+                nvcc,
+                "#!/bin/sh\n# Written by the build: nvcc, whose messages are also kept beside the object.\n"
+                'for argument; do [ "$option" = -o ] && object=$argument; option=$argument; done\n'
+                f'{shlex.quote(str(self.toolkit.home / "bin" / "nvcc"))} "$@" >"$object{LOG_SUFFIX}" 2>&1\n'
+                f'status=$?\ncat "$object{LOG_SUFFIX}"\nexit $status\n',
+            )
+            nvcc.chmod(0o755)
+
+    def nvcc(self, folder: Path) -> Path:
+        """The compiler for CUDA sources, as written by `prepare`."""
+        return folder / "nvcc"
 
     @property
     def arch_names(self) -> str:
@@ -206,11 +223,12 @@ def torch_helpers() -> Any:
         logger.setLevel(level)
 
 
-def use(plan: Plan) -> None:
-    """Makes torch's build helpers take the compilers and the number of jobs of `plan`."""
+def use(plan: Plan, folder: Path) -> None:
+    """Makes torch's build helpers take the compilers and the number of jobs of `plan`, prepared in `folder`."""
     os.environ["MAX_JOBS"] = str(plan.jobs)
     if plan.toolkit:
         os.environ["CUDA_HOME"] = torch_helpers().CUDA_HOME = str(plan.toolkit.home)
+        os.environ["PYTORCH_NVCC"] = shlex.quote(str(plan.nvcc(folder)))
 
 
 @contextmanager

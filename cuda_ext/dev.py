@@ -58,7 +58,7 @@ def load(
         # without end. Whoever holds our lock is alone in the folder, so that file is nobody's.
         (folder / "lock").unlink(missing_ok=True)
         plan.prepare(folder)
-        _build.use(plan)
+        _build.use(plan, folder)
         library: str = _build.torch_helpers().load(
             "cuda_ext_jit",
             [str(file) for file in files],

@@ -366,6 +366,16 @@ class TestPrepare:
         make_plan().prepare(tmp_path)
         assert header.stat().st_mtime == 1
 
+    def test_nvcc_leaves_its_messages_beside_the_object(self, tmp_path: Path) -> None:
+        home = make_toolkit(tmp_path / "cuda toolkit")
+        (home / "bin/nvcc").write_text('#!/bin/sh\necho "said of $*"; echo and more >&2; exit 3\n')
+        plan = make_plan(Toolkit("pip", home, "13.0"))
+        plan.prepare(tmp_path / "build")
+        command = [str(plan.nvcc(tmp_path / "build")), "-c", "a b.cu", "-o", str(tmp_path / "a b.o"), "-O3"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 3
+        assert done.stdout == (tmp_path / "a b.o.log").read_text() == f"said of {' '.join(command[1:])}\nand more\n"
+
     def test_links_follow_the_toolkit(self, tmp_path: Path) -> None:
         for name in ("one", "two"):
             home = make_toolkit(tmp_path / name)
@@ -381,9 +391,12 @@ def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, mon
     for name in ("MAX_JOBS", "CUDA_HOME"):
         monkeypatch.setenv(name, "before")
     monkeypatch.setattr(helpers, "CUDA_HOME", "before")
-    _build.use(make_plan())
+    monkeypatch.setenv("PYTORCH_NVCC", "before")
+    _build.use(make_plan(), tmp_path)
+    assert os.environ["PYTORCH_NVCC"] == "before"
     assert (os.environ["MAX_JOBS"], os.environ["CUDA_HOME"], helpers.CUDA_HOME) == ("2", "before", "before")
-    _build.use(make_plan(Toolkit("pip", tmp_path, "13.0")))
+    _build.use(make_plan(Toolkit("pip", tmp_path, "13.0")), tmp_path)
+    assert os.environ["PYTORCH_NVCC"] == str(tmp_path / "nvcc")
     assert os.environ["CUDA_HOME"] == helpers.CUDA_HOME == str(tmp_path)
 
 

@@ -51,14 +51,14 @@ class SyncSite:
         return f"{Path(self.file).name}:{self.line} {self.instruction}"
 
 
-def _digest(paths: Sequence[Path], flags: Sequence[str]) -> str:
-    digest = hashlib.sha256(" ".join(flags).encode())
+def digest(paths: Sequence[Path], flags: Sequence[str]) -> str:
+    state = hashlib.sha256(" ".join(flags).encode())
     for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+        state.update(path.read_bytes())
+    return state.hexdigest()[:16]
 
 
-def _headers() -> list[Path]:
+def headers() -> list[Path]:
     return sorted(
         path for folder in (CSRC, HERE) for path in folder.rglob("*") if path.suffix in {".h", ".cuh", ".inc"}
     )
@@ -66,7 +66,7 @@ def _headers() -> list[Path]:
 
 def _compile(source: Path, flags: Sequence[str]) -> Path:
     """An object file, built again only if the source, a header or a flag has changed."""
-    target = BUILD / f"{source.stem}-{_digest([source, *_headers()], flags)}.o"
+    target = BUILD / f"{source.stem}-{digest([source, *headers()], flags)}.o"
     if not target.exists():
         scratch = target.with_suffix(f".{os.getpid()}.tmp")
         command = [os.environ.get("CXX", "c++"), *flags, f"-I{CSRC}", f"-I{HERE}", "-x", "c++", "-c", str(source)]
@@ -83,8 +83,9 @@ class Library:
         self._c.conformance_name.restype = ctypes.c_char_p
         self._c.conformance_in_bytes.restype = ctypes.c_size_t
         self._c.conformance_out_bytes.restype = ctypes.c_size_t
-        self._c.simt_counter_name.restype = ctypes.c_char_p
-        self._c.simt_sync_sites.restype = ctypes.c_size_t
+        if hasattr(self._c, "simt_configure"):  # not in a library for devices
+            self._c.simt_counter_name.restype = ctypes.c_char_p
+            self._c.simt_sync_sites.restype = ctypes.c_size_t
         self.index = {self._c.conformance_name(i).decode(): i for i in range(self._c.conformance_count())}
 
     @classmethod
@@ -97,7 +98,7 @@ class Library:
         jobs += [(file, FLAGS) for file in (HERE / "library.cpp", *sorted((CSRC / "simt").glob("*.cpp")))]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda job: _compile(*job), jobs))
-        target = BUILD / f"{name}-{_digest(objects, [])}.so"
+        target = BUILD / f"{name}-{digest(objects, [])}.so"
         if not target.exists():
             scratch = target.with_suffix(f".{os.getpid()}.tmp")
             command = [os.environ.get("CXX", "c++"), "-shared", "-pthread", *map(str, objects), "-o", str(scratch)]

@@ -1,0 +1,312 @@
+"""Static gates: what ptxas made of every CUDA kernel, read from the built library and from the compilers' messages.
+
+    python tools/static_gates.py           # checks, and compares docs/kernels.md
+    python tools/static_gates.py --write   # checks, and writes the tables into docs/kernels.md
+
+It needs no GPU, and compiles nothing: cuobjdump (of the CUDA toolkit, or of the triton wheel) reads the machine code in
+the library, and the build has kept nvcc's messages beside each object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cuda_ext import _build, _stamp, _toolchain  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "kernels.md"
+BEGIN, END = "<!-- written by tools/static_gates.py -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What holds of every kernel whose name matches `name`, a regular expression, from its beginning."""
+
+    name: str
+    contains: tuple[str, ...] = ()  # regular expressions, each of which must match an opcode from its beginning
+    shared_bytes: int | None = None  # dynamic shared memory, where all instances ask for the same
+
+
+# The first that fits a kernel counts; one that fits none is a fault.
+RULES = (
+    Rule("probe", shared_bytes=0),
+    Rule("bucket_table_kernel", shared_bytes=0),
+    Rule("bucket_kernel<2", (r"LDG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
+    Rule("bucket_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
+    # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
+    Rule("gemm_sm80<Gemm<float, ., false, false", ("HMMA", "LDGSTS")),
+    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS")),
+    Rule("add_block_sums"),
+    Rule("clear_arrivals", shared_bytes=0),
+)
+
+# Opcodes that say what a kernel does, in the order of the table.
+SHOWN = ("HGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM", "LDS", "STS", "LDG", "STG", "BAR")
+
+
+@dataclass
+class Kernel:
+    arch: str  # "sm_90a"
+    symbol: str
+    name: str = ""  # readable, without namespaces and parameters
+    registers: int = 0
+    stack_bytes: int = 0
+    local_bytes: int = 0
+    shared_bytes: int = 0  # static
+    threads: int = 0  # most of a block; 0 where nothing bounds them
+    opcodes: Counter[str] = field(default_factory=Counter)
+
+    def count(self, opcode: str) -> int:
+        """How often `opcode` occurs, with any modifiers."""
+        return sum(n for code, n in self.opcodes.items() if code.split(".")[0] == opcode)
+
+
+def find_tool(name: str) -> str:
+    """cuobjdump or nvdisasm; raises FileNotFoundError."""
+    try:
+        import triton
+
+        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        if bundled.exists():
+            return str(bundled)
+    except ImportError:
+        pass
+    if found := shutil.which(name):
+        return found
+    raise FileNotFoundError(f"{name} is not on PATH, and there is no triton wheel that brings it; pip install triton")
+
+
+def _dump(binary: Path, *flags: str) -> str:
+    command = [find_tool("cuobjdump"), *flags, str(binary)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def read_kernels(binary: Path) -> list[Kernel]:
+    """Every kernel in a library or an object, by architecture and name."""
+    kernels: dict[tuple[str, str], Kernel] = {}
+
+    def of(arch: str, symbol: str) -> Kernel:
+        return kernels.setdefault((arch, symbol), Kernel(arch, symbol))
+
+    for arch, line in _by_arch(_dump(binary, "-res-usage")):
+        if match := re.match(r"\s*Function (\S+):$", line):
+            kernel = of(arch, match[1])
+        elif match := re.match(r"\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
+            kernel.registers, kernel.stack_bytes, kernel.shared_bytes, kernel.local_bytes = map(int, match.groups())
+            # From sm_90 on cuobjdump includes what the system reserves, of the kernels for which ptxas notes it.
+            if kernel.shared_bytes >= RESERVED_SHARED_BYTES and not arch.startswith("sm_8"):
+                kernel.shared_bytes -= RESERVED_SHARED_BYTES
+    instruction = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+    for arch, line in _by_arch(_dump(binary, "-sass")):
+        if match := re.match(r"\s*Function : (\S+)", line):
+            kernel = of(arch, match[1])
+        elif match := instruction.match(line):
+            kernel.opcodes[match[1]] += 1
+    bounded = False
+    for arch, line in _by_arch(_dump(binary, "-elf")):
+        if line.startswith(".nv.info."):
+            kernel = of(arch, line.removeprefix(".nv.info."))
+        elif line.startswith("\tAttribute:"):
+            bounded = line.endswith(("EIATTR_MAX_THREADS", "EIATTR_REQNTID"))
+        elif bounded and (match := re.match(r"\s*Value:\s+0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)", line)):
+            kernel.threads = int(match[1], 16) * int(match[2], 16) * int(match[3], 16)
+    names = _readable([symbol for _, symbol in kernels])
+    for kernel, name in zip(kernels.values(), names):
+        kernel.name = name
+    return sorted(kernels.values(), key=lambda k: (k.arch, k.name))
+
+
+def _by_arch(text: str) -> Iterator[tuple[str, str]]:
+    arch = ""
+    for line in text.splitlines():
+        if line.startswith("arch = "):  # not in a cubin, which has one
+            arch = line.removeprefix("arch = ")
+        yield arch, line
+
+
+def _readable(symbols: Sequence[str]) -> list[str]:
+    """Demangled, without return types, parameters and namespaces."""
+    names = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
+    readable = []
+    for name in names.splitlines():
+        if name.endswith(")"):  # the parameters: back to the parenthesis that opens them
+            depth = 0
+            for i in range(len(name) - 1, -1, -1):
+                depth += {")": 1, "(": -1}.get(name[i], 0)
+                if depth == 0:
+                    name = name[:i]
+                    break
+        name = re.sub(r"\((?:[\w:]+::)?\w+\)(?=-?\d)", "", name)  # the type of an enumerator: (Op)2
+        name = re.sub(r"(?:\b\w+|\(anonymous namespace\))::", "", name)
+        readable.append(name.removeprefix("void ").replace("> >", ">>"))
+    return readable
+
+
+def compiler_complaints(text: str) -> list[str]:
+    """The lines in which ptxas says that it gave up on asynchronous matrix products, or on a register count."""
+    return [line.strip() for line in text.splitlines() if re.search(r"\(C75\d\d\)", line)]
+
+
+def rule_of(kernel: Kernel, rules: Sequence[Rule]) -> Rule | None:
+    return next((rule for rule in rules if re.match(rule.name, kernel.name)), None)
+
+
+def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str]:
+    """What is wrong with the kernels, a sentence each."""
+    found = []
+    for kernel in kernels:
+        where = f"{kernel.arch} {kernel.name}: "
+        loads, stores = kernel.count("LDL"), kernel.count("STL")
+        if loads or stores or kernel.stack_bytes or kernel.local_bytes:
+            found.append(
+                f"{where}expected everything in registers, got {loads} loads from and {stores} stores to local memory "
+                f"and {kernel.stack_bytes} bytes of stack; registers spill (allow more, or hold less), or an array is "
+                "indexed at run time (unroll the loop)"
+            )
+        if kernel.threads == 0:
+            found.append(f"{where}expected launch bounds, got none; declare the kernel with GLOBAL(threads, blocks)")
+        rule = rule_of(kernel, rules)
+        if rule is None:
+            found.append(f"{where}expected a rule in tools/static_gates.py, got none; add one")
+            continue
+        for pattern in rule.contains:
+            if not any(re.match(pattern, opcode) for opcode in kernel.opcodes):
+                found.append(f"{where}expected an instruction {pattern}, got none among {kernel.opcodes.total()}")
+    return found
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    shared_bytes: int
+    registers: int = 65536
+    threads: int = 2048
+    blocks: int = 32
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+MULTIPROCESSORS = {"sm_80": Multiprocessor(164 * 1024), "sm_90a": Multiprocessor(228 * 1024)}
+RESERVED_SHARED_BYTES = 1024  # of each block, for the system
+
+
+def blocks_per_multiprocessor(kernel: Kernel, shared_bytes: int) -> int | None:
+    """How many fit at once, or None where it is not known."""
+    limits = MULTIPROCESSORS.get(kernel.arch)
+    if limits is None or kernel.threads == 0:
+        return None
+    warps = -(-kernel.threads // 32)
+    registers_of_warp = -(-kernel.registers * 32 // 256) * 256
+    shared = -(-(shared_bytes + RESERVED_SHARED_BYTES) // 128) * 128
+    return min(
+        limits.blocks,
+        limits.threads // (warps * 32),
+        limits.registers // registers_of_warp // warps,
+        limits.shared_bytes // shared,
+    )
+
+
+def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str, str]:
+    """A table in Markdown for each architecture."""
+    out = {}
+    for arch in dict.fromkeys(kernel.arch for kernel in kernels):
+        lines = [
+            f"## {arch}",
+            "",
+            "| kernel | registers | threads | shared memory | blocks | instructions | of them |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for kernel in (k for k in kernels if k.arch == arch):
+            rule = rule_of(kernel, rules)
+            dynamic = rule.shared_bytes if rule else None
+            shared = kernel.shared_bytes + (dynamic or 0)
+            blocks = blocks_per_multiprocessor(kernel, shared)
+            mix = ", ".join(f"{n} {opcode}" for opcode in SHOWN if (n := kernel.count(opcode)))
+            lines.append(
+                f"| `{kernel.name}` | {kernel.registers} | {kernel.threads or '?'} | "
+                f"{shared if dynamic is not None else '?'} | "
+                f"{'' if dynamic is not None else '≤ '}{'?' if blocks is None else blocks} | "
+                f"{kernel.opcodes.total()} | {mix} |"
+            )
+        out[arch] = "\n".join(lines) + "\n"
+    return out
+
+
+def _sections(text: str) -> dict[str, str]:
+    return {match[1]: match[0] for match in re.finditer(r"^## (\S+)\n(?:(?!^## ).*\n?)*", text, re.MULTILINE)}
+
+
+def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
+    """The version of CUDA that the tables are of, and the table of each architecture."""
+    text = path.read_text()
+    if BEGIN not in text or END not in text:
+        raise RuntimeError(f"{path.name}: expected the lines {BEGIN} and {END}, between which the tables go")
+    written = text.partition(BEGIN)[2].partition(END)[0]
+    version = re.search(r"^CUDA (\S+)\.$", written, re.MULTILINE)
+    return version[1] if version else "", {k: v.strip() + "\n" for k, v in _sections(written).items()}
+
+
+def write_document(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> None:
+    old_cuda, old = read_document(path)
+    merged = {**(old if old_cuda == cuda else {}), **new}
+    head, rest = path.read_text().split(BEGIN)
+    body = "\n".join(merged[arch] for arch in sorted(merged))
+    path.write_text(f"{head}{BEGIN}\nCUDA {cuda}.\n\n{body}{END}{rest.partition(END)[2]}")
+
+
+def stale(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> list[str]:
+    """The architectures whose table in the document is another; none can be compared between versions of CUDA."""
+    old_cuda, old = read_document(path)
+    return [arch for arch, table in new.items() if old.get(arch) != table] if old_cuda == cuda else []
+
+
+def build_log(stamp: dict[str, object]) -> str:
+    """What nvcc said when it compiled the objects of the library; raises FileNotFoundError if it was not kept."""
+    plan = _build.Plan(str(stamp["torch"]), str(stamp["compiler"]), None, (), jobs=1)
+    objects = ROOT / "build" / plan.name / "csrc"
+    text = ""
+    for source in sorted(_build.CSRC.rglob("*.cu")):
+        log = (objects / source.relative_to(_build.CSRC)).with_suffix(".o" + _build.LOG_SUFFIX)
+        if not log.exists():
+            raise FileNotFoundError(f"{log}: no messages of the compiler; build with CUDA_EXT_CUDA=1 make build")
+        text += log.read_text()
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the tables into docs/kernels.md")
+    arguments = parser.parse_args()
+    stamp = _stamp.read()
+    if stamp["cuda"] is None:
+        print("static_gates: the library was built without CUDA; build it with CUDA_EXT_CUDA=1 make build")
+        return 2
+    kernels = read_kernels(_stamp.LIBRARY)
+    missing = {_toolchain.sm_name(arch) for arch in stamp["archs"]} - {kernel.arch for kernel in kernels}
+    found = [f"{arch}: expected kernels, got none" for arch in sorted(missing)]
+    found += faults(kernels) + compiler_complaints(build_log(stamp))
+    if arguments.write:
+        write_document(stamp["cuda"], tables(kernels))
+    found += [
+        f"docs/kernels.md: the table of {arch} is not current; run tools/static_gates.py --write"
+        for arch in stale(stamp["cuda"], tables(kernels))
+    ]
+    for fault in found:
+        print(fault)
+    print(f"static_gates: {len(kernels)} kernels, {len(found)} faults")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
