@@ -1,0 +1,305 @@
+"""The GEMM kernels and the gradient pass under the emulator: what only the kernels' level can see. Layouts, alignments,
+bytes beside the outputs, schedules, races, the loss of synchronisation, and counters."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gemm_library import ACTIVATIONS, Expected, Gemm, GemmLibrary, Target, encode, expected, place
+from harness import Fault
+
+ARITHMETICS = {"float16": ("float16", False), "bfloat16": ("bfloat16", False)}
+ARITHMETICS |= {"tf32": ("float32", True), "three_tf32": ("float32", False)}
+ARITHMETIC = pytest.mark.parametrize("arithmetic", ARITHMETICS)
+LAYOUTS = {"nn": ((0, 1), (0, 1)), "nt": ((0, 1), (1, 0)), "tn": ((1, 0), (0, 1)), "tt": ((1, 0), (1, 0))}
+LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+# m, n, k: 1, a tile, one more and one less, primes, several tiles and a rest. On the 4 processors of the emulator's
+# device these take all tile shapes, with and without a split of k.
+SHAPES = [
+    (1, 1, 1),
+    (7, 9, 0),
+    (1, 130, 67),
+    (63, 65, 33),
+    (64, 64, 64),
+    (65, 63, 31),
+    (128, 128, 32),
+    (131, 131, 131),
+    (127, 257, 65),
+    (129, 520, 129),
+    (200, 1032, 104),
+    (250, 500, 65),
+    (5, 3, 1100),
+]
+# First element and gap between lines: addresses that are multiples of 16, of 4 and of 2 bytes (float32: 16, 4, 4).
+ALIGNMENTS = [(0, 8), (2, 2), (1, 1)]
+
+
+@pytest.fixture(scope="session")
+def library() -> GemmLibrary:
+    return GemmLibrary.make()
+
+
+@pytest.fixture(scope="session")
+def hooked() -> GemmLibrary:
+    """The same with plain loads and stores seen, as the race checker needs."""
+    return GemmLibrary.make(hooks=True)
+
+
+def integers(shape: tuple[int, ...], largest: int = 3) -> np.ndarray:
+    """Whole numbers so small that every sum here is exact in float32."""
+    return np.random.default_rng().integers(-largest, largest + 1, shape).astype(np.float32)
+
+
+def aligned_gap(inner: int, alignment: int) -> int:
+    """What makes lines of `inner` elements begin at that alignment."""
+    return {0: -inner % 8, 1: inner % 2, 2: 1 - inner % 2}[alignment]
+
+
+def operands(
+    m: int, n: int, k: int, arithmetic: str, layout: str, alignment: int = 0
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    dtype, tf32 = ARITHMETICS[arithmetic]
+    order_a, order_b = LAYOUTS[layout]
+    offset = ALIGNMENTS[alignment][0]
+    inner_a, inner_b = (m, k)[order_a[1]], (k, n)[order_b[1]]
+    a = place(integers((m, k)), dtype, order_a, offset, aligned_gap(inner_a, alignment))
+    b = place(integers((k, n)), dtype, order_b, offset, aligned_gap(inner_b, alignment))
+    return a, b, tf32
+
+
+def assert_exact(call: Gemm, want: Expected | None = None) -> None:
+    """Every output is the rounded exact result, written once over poison, with nothing beside it."""
+    want = expected(call) if want is None else want
+    pairs = [(call.out, want.out), (call.preact_out, want.preact), (call.hidden, want.hidden)]
+    pairs.append((call.bias_grad, want.bias_grad))
+    for target, values in pairs:
+        if target is None:
+            continue
+        target.values()  # looks at the canaries
+        assert values is not None
+        np.testing.assert_array_equal(target.storage.view(), _rounded(values, target))
+
+
+def _rounded(values: np.ndarray, target: Target) -> np.ndarray:
+    dtype = {"float32": "float32", "float16": "float16"}.get(target.storage.dtype.name, "bfloat16")
+    return encode(values + 0.0, dtype)  # + 0.0: no negative zeros, which exact sums of products do not make
+
+
+@ARITHMETIC
+@LAYOUT
+def test_any_shape_layout_and_alignment_is_exact(library: GemmLibrary, arithmetic: str, layout: str) -> None:
+    for i, (m, n, k) in enumerate(SHAPES):
+        alignment = i % 3
+        a, b, tf32 = operands(m, n, k, arithmetic, layout, alignment)
+        call = Gemm(a, b, Target((m, n), "float32", ALIGNMENTS[alignment][0]), tf32=tf32)
+        library.gemm(call)
+        assert_exact(call)
+
+
+@pytest.mark.parametrize("alignment", range(3))
+@ARITHMETIC
+def test_alignments_of_one_shape(library: GemmLibrary, arithmetic: str, alignment: int) -> None:
+    for layout in LAYOUTS:
+        a, b, tf32 = operands(67, 131, 77, arithmetic, layout, alignment)
+        call = Gemm(a, b, Target((67, 131), "bfloat16", 1), tf32=tf32)
+        library.gemm(call)
+        assert_exact(call)
+
+
+def test_the_sweep_takes_every_tile_and_a_split(library: GemmLibrary) -> None:
+    choices = [library.choice(m, n, k, 80, 4) for m, n, k in SHAPES]
+    assert {choice[:2] for choice in choices} == {(128, 256), (128, 128), (64, 64)}
+    assert any(choice[3] > 1 for choice in choices) and any(choice[3] == 1 for choice in choices)
+
+
+def test_empty_outputs_launch_nothing(library: GemmLibrary) -> None:
+    library.reset()
+    for m, n in ((0, 5), (5, 0)):
+        library.gemm(
+            Gemm(place(integers((m, 3)), "bfloat16"), place(integers((3, n)), "bfloat16"), Target((m, n), "float32"))
+        )
+    assert library.counters()["blocks"] == 0
+
+
+@ARITHMETIC
+def test_batches_broadcasts_and_single_lines(library: GemmLibrary, arithmetic: str) -> None:
+    dtype, tf32 = ARITHMETICS[arithmetic]
+    m, n, k = 33, 40, 48
+    a = place(integers((3, 2, m, k)), dtype, (1, 0, 2, 3))  # batches in another order in memory
+    b = place(integers((2, k, n)), dtype, (0, 2, 1))
+    for right in (np.broadcast_to(b, (3, 2, k, n)), np.broadcast_to(b[:1, :, :1], (3, 2, k, n))):
+        call = Gemm(a, right, Target((3, 2, m, n), "float32"), tf32=tf32)
+        call.c = np.broadcast_to(place(integers((m, 1)), "float16"), (3, 2, m, n))
+        call.residual = place(integers((3, 2, m, n)), "bfloat16", (3, 0, 1, 2))
+        library.gemm(call)
+        assert_exact(call)
+    # With one index along a dim its stride means nothing.
+    column = place(integers((k, 3)), dtype)[:, :1]
+    call = Gemm(a[0, 0], column, Target((m, 1), "float32"), tf32=tf32)
+    library.gemm(call)
+    assert_exact(call)
+
+
+@ARITHMETIC
+def test_sums_over_reduced_dims(library: GemmLibrary, arithmetic: str) -> None:
+    dtype, tf32 = ARITHMETICS[arithmetic]
+    m, n, k = 24, 136, 40
+    a = place(integers((3, 2, 5, 2, m, k)), dtype, (2, 0, 1, 3, 5, 4))
+    b = place(integers((3, 2, 1, 2, k, n)), dtype)
+    call = Gemm(a, np.broadcast_to(b, (3, 2, 5, 2, k, n)), Target((2, m, n), "float32"), reduced_dims=3, tf32=tf32)
+    library.gemm(call)
+    assert_exact(call)
+
+
+@pytest.mark.parametrize("shape", [(70, 72, 40), (130, 260, 33), (20, 20, 700)])
+def test_terms_of_the_forward_epilogue(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a, b, _ = operands(m, n, k, "bfloat16", "nt")
+    for out_dtype, with_c, with_bias, with_residual in itertools.product(
+        ("float32", "float16"), (False, True), (False, True), (False, True)
+    ):
+        call = Gemm(a, b, Target((m, n), out_dtype, 1), alpha=0.5, beta=-2.0, activation="relu")
+        call.preact_out = Target((m, n), "float32")
+        if with_c:
+            call.c = place(integers((m, n)), "bfloat16", (1, 0), 1)
+        if with_bias:
+            call.bias = place(integers((n,)), "float16", offset=3)
+        if with_residual:
+            call.residual = place(integers((m, n)), "float32", gap=1)
+        library.gemm(call)
+        want = expected(call)
+        if with_residual or out_dtype == "float32":
+            assert_exact(call, want)
+        else:
+            assert_exact(replace(call, out=None, preact_out=call.preact_out), replace(want))
+            np.testing.assert_array_equal(call.out.values() if call.out else None, encode(want.out, out_dtype))
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "three_tf32"])
+def test_gated_product(library: GemmLibrary, arithmetic: str, layout: str) -> None:
+    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (3, 1, 9, 0), (20, 20, 700, 2), (257, 300, 16, 0)):
+        a, b, tf32 = operands(m, 2 * n, k, arithmetic, layout, alignment)
+        call = Gemm(a, b, Target((m, n), "float32"), n=n, gated=True, activation="relu", tf32=tf32)
+        call.bias = place(integers((2 * n,)), "float32")
+        call.preact_out = Target((m, 2 * n), "bfloat16" if k < 16 else "float32", 1)
+        library.gemm(call)
+        assert_exact(call)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_backward_epilogue(library: GemmLibrary, gated: bool) -> None:
+    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (20, 20, 700, 2), (257, 300, 16, 0)):
+        a, b, _ = operands(m, n, k, "bfloat16", "nn", alignment)
+        parts = 2 if gated else 1
+        call = Gemm(a, b, Target((m, parts * n), "float32", 1), activation="relu", gated=gated, alpha=0.5)
+        call.preact = place(integers((m, parts * n)), "bfloat16", offset=1, gap=1)
+        call.hidden = Target((m, n), "float16")
+        call.bias_grad = Target((parts * n,), "float32", 1)
+        library.gemm(call)
+        assert_exact(call)
+
+
+# The kernels round to float32 after every step: 1e-6 relative to the largest term is 8 of its last places.
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations_forward_and_backward(library: GemmLibrary, activation: str, gated: bool) -> None:
+    m, n, k = 40, 68, 16
+    parts = 2 if gated else 1
+    rng = np.random.default_rng()
+    a, b = place(rng.normal(size=(m, k)), "float16"), place(rng.normal(size=(k, parts * n)), "float16")
+    call = Gemm(a, b, Target((m, n), "float32"), n=n, activation=activation, gated=gated)
+    library.gemm(call)
+    want = expected(call).out
+    assert call.out is not None
+    np.testing.assert_allclose(call.out.values(), want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+    call = Gemm(a, b[:, :n], Target((m, parts * n), "float32"), activation=activation, gated=gated)
+    call.preact = place(rng.normal(size=(m, parts * n), scale=3), "float32")
+    call.hidden, call.bias_grad = Target((m, n), "float32"), Target((parts * n,), "float32")
+    library.gemm(call)
+    wanted = expected(call)
+    for target, values in ((call.out, wanted.out), (call.hidden, wanted.hidden), (call.bias_grad, wanted.bias_grad)):
+        assert target is not None and values is not None
+        np.testing.assert_allclose(target.values(), values, rtol=0, atol=2 * TOLERANCE * np.abs(values).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str) -> None:
+    a, b, _ = operands(70, 133, 40, "bfloat16", "tn")
+    out = Target((70, 133), dtype)
+    out.storage[...] = encode(integers((70, 133)), dtype)
+    call = Gemm(a, b, out, c=out.storage)
+    want = expected(call)  # before it is written over
+    library.gemm(call)
+    assert_exact(call, want)
+
+
+def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> None:
+    rng = np.random.default_rng()
+    a, b = place(rng.normal(size=(64, 512)), "float32"), place(rng.normal(size=(512, 64)), "float32")
+    errors = {}
+    for tf32 in (False, True):
+        call = Gemm(a, b, Target((64, 64), "float32"), tf32=tf32)
+        library.gemm(call)
+        assert call.out is not None
+        errors[tf32] = np.abs(call.out.values() - expected(call).out).max() / np.sqrt(512)
+    # Sums of 512 products of size 1: float32 rounds each to 2^-24, tf32 rounds operands to 2^-12.
+    assert errors[False] < 2e-6
+    assert 1e-5 < errors[True] < 2e-3
+
+
+def test_too_small_a_workspace_and_strides_nobody_reads_are_refused(library: GemmLibrary) -> None:
+    a, b, _ = operands(5, 3, 1100, "bfloat16", "nn")
+    with pytest.raises(Fault, match=r"gemm_sm80: expected a workspace of \d+ bytes, got 16"):
+        library.gemm(Gemm(a, b, Target((5, 3), "float32"), workspace_bytes=16))
+    every_second = place(integers((8, 16)), "bfloat16")[:, ::2]
+    with pytest.raises(Fault, match="expected a row or column stride of 1 in a, got 16 and 2"):
+        library.gemm(Gemm(every_second, place(integers((8, 8)), "bfloat16"), Target((8, 8), "float32")))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ["none", "relu"])
+def test_activation_grad_is_exact(library: GemmLibrary, activation: str, gated: bool) -> None:
+    parts = 2 if gated else 1
+    for rows, n, dtype, offset in (
+        (1, 1, "float32", 0),
+        (37, 131, "bfloat16", 1),
+        (64, 256, "float16", 0),
+        (200, 5, "bfloat16", 2),
+    ):
+        grad_out = place(integers((rows, n)), dtype, offset=offset, gap=offset)
+        preact = place(integers((rows, parts * n)), "bfloat16", offset=offset)
+        # The backward epilogue of a product with the identity says what it should be.
+        call = Gemm(grad_out, place(np.eye(n), dtype), None, activation=activation, gated=gated, preact=preact)
+        want = expected(call)
+        call.out, call.bias_grad = Target((rows, parts * n), "float32", 1), Target((parts * n,), "float32", 1)
+        library.activation_grad(grad_out, preact, call.out, call.bias_grad, activation, gated)
+        assert_exact(call, want)
+
+
+def test_activation_grad_of_a_bias_alone_only_sums(library: GemmLibrary) -> None:
+    for rows, n in ((0, 7), (1, 1), (300, 133)):
+        grad_out, sums = place(integers((rows, n)), "float16", (1, 0)), Target((n,), "bfloat16")
+        library.activation_grad(grad_out, None, None, sums)
+        assert_exact(
+            Gemm(grad_out, grad_out.T, None, bias_grad=sums),
+            Expected(np.zeros(0), bias_grad=grad_out.astype(np.float64).sum(0)),
+        )
+
+
+def test_activation_grad_sums_do_not_depend_on_the_schedule(library: GemmLibrary) -> None:
+    grad_out = place(np.random.default_rng().normal(size=(500, 70)), "float32")
+    seen = set()
+    for seed in range(3):
+        sums = Target((70,), "float32")
+        with library.options("lazy", "pct", seed):
+            library.activation_grad(grad_out, None, None, sums)
+        seen.add(sums.storage.tobytes())
+    assert len(seen) == 1
