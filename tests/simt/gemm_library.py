@@ -152,7 +152,7 @@ def _output(target: Target | None) -> _Output:
 
 @dataclass
 class Gemm:
-    """The arguments of one product. a: (*reduced, *batch, m, k), b: (*reduced, *batch, k, n or 2n), all with strides."""
+    """The arguments of one product. a: (*reduced, *batch, m, k), b: (*reduced, *batch, k, n or 2n), strided."""
 
     a: np.ndarray
     b: np.ndarray

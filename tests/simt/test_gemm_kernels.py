@@ -4,7 +4,6 @@ bytes beside the outputs, schedules, races, the loss of synchronisation, and cou
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ SHAPES = [
     (129, 520, 129),
     (200, 1032, 104),
     (250, 500, 65),
-    (5, 3, 1100),
+    (5, 3, 2300),
 ]
 # First element and gap between lines: addresses that are multiples of 16, of 4 and of 2 bytes (float32: 16, 4, 4).
 ALIGNMENTS = [(0, 8), (2, 2), (1, 1)]
@@ -154,7 +153,7 @@ def test_sums_over_reduced_dims(library: GemmLibrary, arithmetic: str) -> None:
     assert_exact(call)
 
 
-@pytest.mark.parametrize("shape", [(70, 72, 40), (130, 260, 33), (20, 20, 700)])
+@pytest.mark.parametrize("shape", [(70, 72, 40), (130, 260, 33), (20, 20, 2400)])
 def test_terms_of_the_forward_epilogue(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     a, b, _ = operands(m, n, k, "bfloat16", "nt")
@@ -170,18 +169,13 @@ def test_terms_of_the_forward_epilogue(library: GemmLibrary, shape: tuple[int, i
         if with_residual:
             call.residual = place(integers((m, n)), "float32", gap=1)
         library.gemm(call)
-        want = expected(call)
-        if with_residual or out_dtype == "float32":
-            assert_exact(call, want)
-        else:
-            assert_exact(replace(call, out=None, preact_out=call.preact_out), replace(want))
-            np.testing.assert_array_equal(call.out.values() if call.out else None, encode(want.out, out_dtype))
+        assert_exact(call)
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt"])
 @pytest.mark.parametrize("arithmetic", ["bfloat16", "three_tf32"])
 def test_gated_product(library: GemmLibrary, arithmetic: str, layout: str) -> None:
-    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (3, 1, 9, 0), (20, 20, 700, 2), (257, 300, 16, 0)):
+    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (3, 1, 9, 0), (20, 20, 2400, 2), (257, 300, 16, 0)):
         a, b, tf32 = operands(m, 2 * n, k, arithmetic, layout, alignment)
         call = Gemm(a, b, Target((m, n), "float32"), n=n, gated=True, activation="relu", tf32=tf32)
         call.bias = place(integers((2 * n,)), "float32")
@@ -192,7 +186,7 @@ def test_gated_product(library: GemmLibrary, arithmetic: str, layout: str) -> No
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_backward_epilogue(library: GemmLibrary, gated: bool) -> None:
-    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (20, 20, 700, 2), (257, 300, 16, 0)):
+    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (20, 20, 2400, 2), (257, 300, 16, 0)):
         a, b, _ = operands(m, n, k, "bfloat16", "nn", alignment)
         parts = 2 if gated else 1
         call = Gemm(a, b, Target((m, parts * n), "float32", 1), activation="relu", gated=gated, alpha=0.5)
@@ -242,21 +236,26 @@ def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str) ->
 
 
 def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> None:
+    m, n, k = 64, 64, 512
     rng = np.random.default_rng()
-    a, b = place(rng.normal(size=(64, 512)), "float32"), place(rng.normal(size=(512, 64)), "float32")
-    errors = {}
+    a, b = place(rng.normal(size=(m, k)), "float32"), place(rng.normal(size=(k, n)), "float32")
+    in_float32 = np.zeros((m, n), np.float32)
+    for i in range(k):
+        in_float32 += a[:, i, None] * b[i]
+    errors = []
     for tf32 in (False, True):
-        call = Gemm(a, b, Target((64, 64), "float32"), tf32=tf32)
+        call = Gemm(a, b, Target((m, n), "float32"), tf32=tf32)
         library.gemm(call)
         assert call.out is not None
-        errors[tf32] = np.abs(call.out.values() - expected(call).out).max() / np.sqrt(512)
-    # Sums of 512 products of size 1: float32 rounds each to 2^-24, tf32 rounds operands to 2^-12.
-    assert errors[False] < 2e-6
-    assert 1e-5 < errors[True] < 2e-3
+        errors.append(np.abs(call.out.values() - expected(call).out).max())
+    # Three times as many additions, and products that are off by 2^-22 instead of 2^-24; with tf32 by 2^-12.
+    float32_error = np.abs(in_float32 - expected(call).out).max()
+    assert errors[0] < 4 * float32_error
+    assert 20 * float32_error < errors[1] < 2000 * float32_error
 
 
 def test_too_small_a_workspace_and_strides_nobody_reads_are_refused(library: GemmLibrary) -> None:
-    a, b, _ = operands(5, 3, 1100, "bfloat16", "nn")
+    a, b, _ = operands(5, 3, 2300, "bfloat16", "nn")
     with pytest.raises(Fault, match=r"gemm_sm80: expected a workspace of \d+ bytes, got 16"):
         library.gemm(Gemm(a, b, Target((5, 3), "float32"), workspace_bytes=16))
     every_second = place(integers((8, 16)), "bfloat16")[:, ::2]
