@@ -302,3 +302,207 @@ def test_activation_grad_sums_do_not_depend_on_the_schedule(library: GemmLibrary
             library.activation_grad(grad_out, None, None, sums)
         seen.add(sums.storage.tobytes())
     assert len(seen) == 1
+
+
+def large_tile() -> Gemm:
+    """128 x 256, more k tiles than twice the stages, rows and columns that are not there."""
+    a, b, _ = operands(250, 260, 260, "bfloat16", "nt")
+    return Gemm(a, b, Target((250, 260), "float32"))
+
+
+def middle_tile() -> Gemm:
+    a, b, _ = operands(120, 390, 230, "float16", "tn")
+    return Gemm(a, b, Target((120, 390), "float32"))
+
+
+def split_k() -> Gemm:
+    a, b, _ = operands(20, 20, 2400, "bfloat16", "nn")
+    return Gemm(a, b, Target((20, 20), "float32"))
+
+
+def backward() -> Gemm:
+    a, b, _ = operands(130, 72, 330, "bfloat16", "nn")
+    call = Gemm(a, b, Target((130, 144), "float32"), activation="relu", gated=True)
+    call.preact, call.hidden = place(integers((130, 144)), "bfloat16"), Target((130, 72), "float16")
+    call.bias_grad = Target((144,), "float32")
+    return call
+
+
+def three_tf32() -> Gemm:
+    a, b, tf32 = operands(130, 140, 150, "three_tf32", "nn")
+    return Gemm(a, b, Target((130, 140), "float32"), tf32=tf32)
+
+
+CALLS = {call.__name__: call for call in (large_tile, middle_tile, split_k, backward, three_tf32)}
+CALL = pytest.mark.parametrize("name", CALLS)
+
+
+def is_right(library: GemmLibrary, call: Gemm) -> bool:
+    for target in (call.out, call.hidden, call.bias_grad):
+        if target is not None:
+            target.storage.view(np.uint8)[...] = 0xFF
+    library.gemm(call)
+    try:
+        assert_exact(call)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_the_calls_take_the_paths_they_are_named_for(library: GemmLibrary) -> None:
+    assert library.choice(250, 260, 260, 80, 4) == (128, 256, 32, 1)
+    assert library.choice(120, 390, 230, 80, 4) == (128, 128, 32, 1)
+    assert library.choice(20, 20, 2400, 80, 4)[3] > 1
+
+
+@CALL
+def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
+    call = CALLS[name]()
+    for seed in range(5):
+        with library.options("lazy", "pct", seed):
+            assert is_right(library, call), seed
+
+
+@CALL
+def test_no_races(hooked: GemmLibrary, name: str) -> None:
+    call = CALLS[name]()
+    for seed in range(2):
+        with hooked.options("lazy", "pct", seed, check_races=True):
+            assert is_right(hooked, call), seed
+
+
+def test_activation_grad_has_no_races(hooked: GemmLibrary) -> None:
+    grad_out, preact = place(integers((100, 140)), "bfloat16"), place(integers((100, 280)), "bfloat16")
+    grad_preact, sums = Target((100, 280), "bfloat16"), Target((280,), "float32")
+    for seed in range(3):
+        with hooked.options("lazy", "pct", seed, check_races=True):
+            hooked.activation_grad(grad_out, preact, grad_preact, sums, "silu", True)
+
+
+@pytest.mark.parametrize("shape", [(20, 20, 2400), (250, 260, 260)])
+def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng()
+    a, b = place(rng.normal(size=(m, k)), "bfloat16"), place(rng.normal(size=(k, n)), "bfloat16")
+    call = Gemm(a, b, Target((m, n), "float32"), preact=place(rng.normal(size=(m, n)), "float32"), activation="silu")
+    call.bias_grad = Target((n,), "float32")
+    seen = set()
+    for seed, mode, threads in ((0, "eager", 1), (0, "eager", 2), (1, "lazy", 1), (2, "lazy", 2), (3, "lazy", 1)):
+        with library.options(mode, "pct" if seed else "fifo", seed, threads=threads):
+            library.gemm(call)
+        assert call.out is not None
+        seen.add(call.out.storage.tobytes() + call.bias_grad.storage.tobytes())
+    assert len(seen) == 1
+
+
+# What a mutation may take away unnoticed, with the reason. None: every call is needed.
+HARMLESS: dict[str, str] = {}
+
+
+def is_caught(library: GemmLibrary, name: str, skip: SyncSite, check_races: bool) -> bool:
+    """Whether any of three seeds shows the loss of `skip`."""
+    call = CALLS[name]()
+    for seed in (1, 2, 3):
+        with library.options("lazy", "pct", seed, check_races=check_races, skip=skip):
+            try:
+                if not is_right(library, call):
+                    return True
+            except Fault:
+                return True
+    return False
+
+
+def test_loss_of_any_synchronisation_is_noticed(library: GemmLibrary, hooked: GemmLibrary) -> None:
+    reached: dict[SyncSite, list[str]] = {}
+    for name, call in CALLS.items():
+        library.reset()
+        with library.options("lazy", "pct", 0):
+            library.gemm(call())
+        for site in library.sync_sites():
+            reached.setdefault(site, []).append(name)
+    assert len(reached) >= 15
+    survivors = {
+        str(site)
+        for site, names in reached.items()
+        if not any(is_caught(library, name, site, False) for name in names)
+        and not any(is_caught(hooked, name, site, True) for name in names)
+    }
+    assert survivors == set(HARMLESS)
+
+
+COUNTERS = HERE / "golden_counters" / "gemm_sm80.json"
+
+
+def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
+    """What the kernels cost, whatever the machine: exact tiles of every shape, arithmetic and layout."""
+    costs = {}
+    for arithmetic, layout in itertools.product(ARITHMETICS, LAYOUTS):
+        for m, n, k in ((256, 512, 256), (64, 64, 256)):
+            a, b, tf32 = operands(m, n, k, arithmetic, layout)
+            library.reset()
+            library.gemm(Gemm(a, b, Target((m, n), "bfloat16"), tf32=tf32))
+            costs[f"{arithmetic} {layout} {m}x{n}x{k}"] = library.counters()
+    library.reset()
+    library.gemm(split_k())
+    costs["split k"] = library.counters()
+    library.reset()
+    grad_out, preact = place(integers((256, 256)), "bfloat16"), place(integers((256, 256)), "bfloat16")
+    library.activation_grad(grad_out, preact, Target((256, 256), "bfloat16"), Target((256,), "float32"), "relu")
+    costs["activation_grad 256x256"] = library.counters()
+    return {name: {key: value for key, value in cost.items() if value} for name, cost in costs.items()}
+
+
+def test_costs_are_those_on_record(library: GemmLibrary) -> None:
+    """A change of cost is a change of this file, made by `python tests/simt/test_gemm_kernels.py`."""
+    assert counted(library) == json.loads(COUNTERS.read_text())
+
+
+def test_no_bank_conflicts_and_no_byte_too_many(library: GemmLibrary) -> None:
+    tiles = {  # blocks of the output, (rows, columns), for 256 x 512
+        "float16": (128, 256),
+        "bfloat16": (128, 256),
+        "tf32": (128, 256),
+        "three_tf32": (128, 128),
+    }
+    for name, cost in counted(library).items():
+        assert cost["shared_wavefronts"] == cost["shared_ideal_wavefronts"], name
+        assert cost.get("matrix_wavefronts") == cost.get("matrix_ideal_wavefronts"), name
+        if "256x512x256" in name:
+            block_m, block_n = tiles[name.split()[0]]
+            size = 4 if "tf32" in name else 2
+            ideal = (256 // block_m) * (512 // block_n) * (block_m + block_n) * 256 * size
+            assert cost["global_load_bytes"] <= 1.05 * ideal, name
+            assert cost["global_load_sectors"] * 32 <= 1.05 * ideal, name
+            assert cost["global_store_sectors"] * 32 == cost["global_store_bytes"] == 256 * 512 * 2, name
+    cost = counted(library)["activation_grad 256x256"]
+    sums = 256 // 16 * 256 * 4  # of each 16 rows at this size; written and read again
+    assert cost["global_load_bytes"] == 2 * 256 * 256 * 2 + sums
+    assert cost["global_store_bytes"] == 256 * 256 * 2 + sums + 256 * 4
+
+
+CHOICES = [  # compute capability, processors, (m, n, k), (block_m, block_n), whether k is split
+    (80, 108, (8192, 8192, 8192), (128, 256), False),
+    (90, 132, (8192, 8192, 8192), (128, 256), False),
+    (90, 132, (4096, 4096, 64), None, False),
+    (90, 132, (2048, 2048, 2048), (128, 256), False),
+    (80, 108, (2048, 1024, 4096), (128, 128), False),
+    (89, 128, (1024, 2048, 1024), (128, 128), False),
+    (90, 132, (64, 4096, 4096), (64, 64), True),
+    (90, 132, (1, 4096, 4096), (64, 64), True),
+    (80, 108, (256, 256, 65536), None, True),
+    (90, 132, (64, 64, 128), (64, 64), False),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice_of_tile_and_split(
+    library: GemmLibrary, choice: tuple[int, int, tuple[int, int, int], tuple[int, int] | None, bool]
+) -> None:
+    capability, processors, shape, tile, is_split = choice
+    block_m, block_n, _, splits = library.choice(*shape, capability, processors)
+    assert tile is None or (block_m, block_n) == tile
+    assert (splits > 1) == is_split
+
+
+if __name__ == "__main__":
+    COUNTERS.write_text(json.dumps(counted(GemmLibrary.make()), indent=1) + "\n")
