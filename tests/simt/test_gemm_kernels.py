@@ -4,11 +4,12 @@ bytes beside the outputs, schedules, races, the loss of synchronisation, and cou
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 from gemm_library import ACTIVATIONS, Expected, Gemm, GemmLibrary, Target, encode, expected, place
-from harness import Fault
+from harness import HERE, Fault, SyncSite
 
 ARITHMETICS = {"float16": ("float16", False), "bfloat16": ("bfloat16", False)}
 ARITHMETICS |= {"tf32": ("float32", True), "three_tf32": ("float32", False)}
