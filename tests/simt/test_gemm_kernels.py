@@ -1,0 +1,509 @@
+"""The GEMM kernels and the gradient pass under the emulator: what only the kernels' level can see. Layouts, alignments,
+bytes beside the outputs, schedules, races, the loss of synchronisation, and counters."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from gemm_library import ACTIVATIONS, Expected, Gemm, GemmLibrary, Target, encode, expected, place
+from harness import HERE, Fault, SyncSite
+
+ARITHMETICS = {"float16": ("float16", False), "bfloat16": ("bfloat16", False)}
+ARITHMETICS |= {"tf32": ("float32", True), "three_tf32": ("float32", False)}
+ARITHMETIC = pytest.mark.parametrize("arithmetic", ARITHMETICS)
+LAYOUTS = {"nn": ((0, 1), (0, 1)), "nt": ((0, 1), (1, 0)), "tn": ((1, 0), (0, 1)), "tt": ((1, 0), (1, 0))}
+LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+# m, n, k: 1, a tile, one more and one less, primes, several tiles and a rest. On the 4 processors of the emulator's
+# device these take all tile shapes, with and without a split of k.
+SHAPES = [
+    (1, 1, 1),
+    (7, 9, 0),
+    (1, 130, 67),
+    (63, 65, 33),
+    (64, 64, 64),
+    (65, 63, 31),
+    (128, 128, 32),
+    (131, 131, 131),
+    (127, 257, 65),
+    (129, 520, 129),
+    (200, 1032, 104),
+    (250, 500, 65),
+    (5, 3, 2300),
+]
+# First element and gap between lines: addresses that are multiples of 16, of 4 and of 2 bytes (float32: 16, 4, 4).
+ALIGNMENTS = [(0, 8), (2, 2), (1, 1)]
+
+
+@pytest.fixture(scope="session")
+def library() -> GemmLibrary:
+    return GemmLibrary.make()
+
+
+@pytest.fixture(scope="session")
+def hooked() -> GemmLibrary:
+    """The same with plain loads and stores seen, as the race checker needs."""
+    return GemmLibrary.make(hooks=True)
+
+
+def integers(shape: tuple[int, ...], largest: int = 3) -> np.ndarray:
+    """Whole numbers so small that every sum here is exact in float32."""
+    return np.random.default_rng().integers(-largest, largest + 1, shape).astype(np.float32)
+
+
+def aligned_gap(inner: int, alignment: int) -> int:
+    """What makes lines of `inner` elements begin at that alignment."""
+    return {0: -inner % 8, 1: inner % 2, 2: 1 - inner % 2}[alignment]
+
+
+def operands(
+    m: int, n: int, k: int, arithmetic: str, layout: str, alignment: int = 0
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    dtype, tf32 = ARITHMETICS[arithmetic]
+    order_a, order_b = LAYOUTS[layout]
+    offset = ALIGNMENTS[alignment][0]
+    inner_a, inner_b = (m, k)[order_a[1]], (k, n)[order_b[1]]
+    a = place(integers((m, k)), dtype, order_a, offset, aligned_gap(inner_a, alignment))
+    b = place(integers((k, n)), dtype, order_b, offset, aligned_gap(inner_b, alignment))
+    return a, b, tf32
+
+
+def assert_exact(call: Gemm, want: Expected | None = None) -> None:
+    """Every output is the rounded exact result, written once over poison, with nothing beside it."""
+    want = expected(call) if want is None else want
+    pairs = [(call.out, want.out), (call.preact_out, want.preact), (call.hidden, want.hidden)]
+    pairs.append((call.bias_grad, want.bias_grad))
+    for target, values in pairs:
+        if target is None:
+            continue
+        target.values()  # looks at the canaries
+        assert values is not None
+        np.testing.assert_array_equal(target.storage.view(), _rounded(values, target))
+
+
+def _rounded(values: np.ndarray, target: Target) -> np.ndarray:
+    dtype = {"float32": "float32", "float16": "float16"}.get(target.storage.dtype.name, "bfloat16")
+    return encode(values + 0.0, dtype)  # + 0.0: no negative zeros, which exact sums of products do not make
+
+
+@ARITHMETIC
+@LAYOUT
+def test_any_shape_layout_and_alignment_is_exact(library: GemmLibrary, arithmetic: str, layout: str) -> None:
+    for i, (m, n, k) in enumerate(SHAPES):
+        alignment = i % 3
+        a, b, tf32 = operands(m, n, k, arithmetic, layout, alignment)
+        call = Gemm(a, b, Target((m, n), "float32", ALIGNMENTS[alignment][0]), tf32=tf32)
+        library.gemm(call)
+        assert_exact(call)
+
+
+@pytest.mark.parametrize("alignment", range(3))
+@ARITHMETIC
+def test_alignments_of_one_shape(library: GemmLibrary, arithmetic: str, alignment: int) -> None:
+    for layout in LAYOUTS:
+        a, b, tf32 = operands(67, 131, 77, arithmetic, layout, alignment)
+        call = Gemm(a, b, Target((67, 131), "bfloat16", 1), tf32=tf32)
+        library.gemm(call)
+        assert_exact(call)
+
+
+def test_the_sweep_takes_every_tile_and_a_split(library: GemmLibrary) -> None:
+    choices = [library.choice(m, n, k, 80, 4) for m, n, k in SHAPES]
+    assert {choice[:2] for choice in choices} == {(128, 256), (128, 128), (64, 64)}
+    assert any(choice[3] > 1 for choice in choices) and any(choice[3] == 1 for choice in choices)
+
+
+def test_empty_outputs_launch_nothing(library: GemmLibrary) -> None:
+    library.reset()
+    for m, n in ((0, 5), (5, 0)):
+        library.gemm(
+            Gemm(place(integers((m, 3)), "bfloat16"), place(integers((3, n)), "bfloat16"), Target((m, n), "float32"))
+        )
+    assert library.counters()["blocks"] == 0
+
+
+@ARITHMETIC
+def test_batches_broadcasts_and_single_lines(library: GemmLibrary, arithmetic: str) -> None:
+    dtype, tf32 = ARITHMETICS[arithmetic]
+    m, n, k = 33, 40, 48
+    a = place(integers((3, 2, m, k)), dtype, (1, 0, 2, 3))  # batches in another order in memory
+    b = place(integers((2, k, n)), dtype, (0, 2, 1))
+    for right in (np.broadcast_to(b, (3, 2, k, n)), np.broadcast_to(b[:1, :, :1], (3, 2, k, n))):
+        call = Gemm(a, right, Target((3, 2, m, n), "float32"), tf32=tf32)
+        call.c = np.broadcast_to(place(integers((m, 1)), "float16"), (3, 2, m, n))
+        call.residual = place(integers((3, 2, m, n)), "bfloat16", (3, 0, 1, 2))
+        library.gemm(call)
+        assert_exact(call)
+    # With one index along a dim its stride means nothing.
+    column = place(integers((k, 3)), dtype)[:, :1]
+    call = Gemm(a[0, 0], column, Target((m, 1), "float32"), tf32=tf32)
+    library.gemm(call)
+    assert_exact(call)
+
+
+@ARITHMETIC
+def test_sums_over_reduced_dims(library: GemmLibrary, arithmetic: str) -> None:
+    dtype, tf32 = ARITHMETICS[arithmetic]
+    m, n, k = 24, 136, 40
+    a = place(integers((3, 2, 5, 2, m, k)), dtype, (2, 0, 1, 3, 5, 4))
+    b = place(integers((3, 2, 1, 2, k, n)), dtype)
+    call = Gemm(a, np.broadcast_to(b, (3, 2, 5, 2, k, n)), Target((2, m, n), "float32"), reduced_dims=3, tf32=tf32)
+    library.gemm(call)
+    assert_exact(call)
+
+
+@pytest.mark.parametrize("shape", [(70, 72, 40), (130, 260, 33), (20, 20, 2400)])
+def test_terms_of_the_forward_epilogue(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    a, b, _ = operands(m, n, k, "bfloat16", "nt")
+    for out_dtype, with_c, with_bias, with_residual in itertools.product(
+        ("float32", "float16"), (False, True), (False, True), (False, True)
+    ):
+        call = Gemm(a, b, Target((m, n), out_dtype, 1), alpha=0.5, beta=-2.0, activation="relu")
+        call.preact_out = Target((m, n), "float32")
+        if with_c:
+            call.c = place(integers((m, n)), "bfloat16", (1, 0), 1)
+        if with_bias:
+            call.bias = place(integers((n,)), "float16", offset=3)
+        if with_residual:
+            call.residual = place(integers((m, n)), "float32", gap=1)
+        library.gemm(call)
+        assert_exact(call)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt"])
+@pytest.mark.parametrize("arithmetic", ["bfloat16", "three_tf32"])
+def test_gated_product(library: GemmLibrary, arithmetic: str, layout: str) -> None:
+    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (3, 1, 9, 0), (20, 20, 2400, 2), (257, 300, 16, 0)):
+        a, b, tf32 = operands(m, 2 * n, k, arithmetic, layout, alignment)
+        call = Gemm(a, b, Target((m, n), "float32"), n=n, gated=True, activation="relu", tf32=tf32)
+        call.bias = place(integers((2 * n,)), "float32")
+        call.preact_out = Target((m, 2 * n), "bfloat16" if k < 16 else "float32", 1)
+        library.gemm(call)
+        assert_exact(call)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_backward_epilogue(library: GemmLibrary, gated: bool) -> None:
+    for m, n, k, alignment in ((70, 72, 40, 0), (130, 129, 33, 1), (20, 20, 2400, 2), (257, 300, 16, 0)):
+        a, b, _ = operands(m, n, k, "bfloat16", "nn", alignment)
+        parts = 2 if gated else 1
+        call = Gemm(a, b, Target((m, parts * n), "float32", 1), activation="relu", gated=gated, alpha=0.5)
+        call.preact = place(integers((m, parts * n)), "bfloat16", offset=1, gap=1)
+        call.hidden = Target((m, n), "float16")
+        call.bias_grad = Target((parts * n,), "float32", 1)
+        library.gemm(call)
+        assert_exact(call)
+
+
+# The kernels round to float32 after every step: 1e-6 relative to the largest term is 8 of its last places.
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_activations_forward_and_backward(library: GemmLibrary, activation: str, gated: bool) -> None:
+    m, n, k = 40, 68, 16
+    parts = 2 if gated else 1
+    rng = np.random.default_rng()
+    a, b = place(rng.normal(size=(m, k)), "float16"), place(rng.normal(size=(k, parts * n)), "float16")
+    call = Gemm(a, b, Target((m, n), "float32"), n=n, activation=activation, gated=gated)
+    library.gemm(call)
+    want = expected(call).out
+    assert call.out is not None
+    np.testing.assert_allclose(call.out.values(), want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+    call = Gemm(a, b[:, :n], Target((m, parts * n), "float32"), activation=activation, gated=gated)
+    call.preact = place(rng.normal(size=(m, parts * n), scale=3), "float32")
+    call.hidden, call.bias_grad = Target((m, n), "float32"), Target((parts * n,), "float32")
+    library.gemm(call)
+    wanted = expected(call)
+    for target, values in ((call.out, wanted.out), (call.hidden, wanted.hidden), (call.bias_grad, wanted.bias_grad)):
+        assert target is not None and values is not None
+        np.testing.assert_allclose(target.values(), values, rtol=0, atol=2 * TOLERANCE * np.abs(values).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str) -> None:
+    a, b, _ = operands(70, 133, 40, "bfloat16", "tn")
+    out = Target((70, 133), dtype)
+    out.storage[...] = encode(integers((70, 133)), dtype)
+    call = Gemm(a, b, out, c=out.storage)
+    want = expected(call)  # before it is written over
+    library.gemm(call)
+    assert_exact(call, want)
+
+
+def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> None:
+    m, n, k = 64, 64, 512
+    rng = np.random.default_rng()
+    a, b = place(rng.normal(size=(m, k)), "float32"), place(rng.normal(size=(k, n)), "float32")
+    in_float32 = np.zeros((m, n), np.float32)
+    for i in range(k):
+        in_float32 += a[:, i, None] * b[i]
+    errors = []
+    for tf32 in (False, True):
+        call = Gemm(a, b, Target((m, n), "float32"), tf32=tf32)
+        library.gemm(call)
+        assert call.out is not None
+        errors.append(np.abs(call.out.values() - expected(call).out).max())
+    # Three times as many additions, and products that are off by 2^-22 instead of 2^-24; with tf32 by 2^-12.
+    float32_error = np.abs(in_float32 - expected(call).out).max()
+    assert errors[0] < 4 * float32_error
+    assert 20 * float32_error < errors[1] < 2000 * float32_error
+
+
+def test_too_small_a_workspace_and_strides_nobody_reads_are_refused(library: GemmLibrary) -> None:
+    a, b, _ = operands(5, 3, 2300, "bfloat16", "nn")
+    with pytest.raises(Fault, match=r"gemm_sm80: expected a workspace of \d+ bytes, got 16"):
+        library.gemm(Gemm(a, b, Target((5, 3), "float32"), workspace_bytes=16))
+    every_second = place(integers((8, 16)), "bfloat16")[:, ::2]
+    with pytest.raises(Fault, match="expected a row or column stride of 1 in a, got 16 and 2"):
+        library.gemm(Gemm(every_second, place(integers((8, 8)), "bfloat16"), Target((8, 8), "float32")))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ["none", "relu"])
+def test_activation_grad_is_exact(library: GemmLibrary, activation: str, gated: bool) -> None:
+    parts = 2 if gated else 1
+    for rows, n, dtype, offset in (
+        (1, 1, "float32", 0),
+        (37, 131, "bfloat16", 1),
+        (64, 256, "float16", 0),
+        (200, 5, "bfloat16", 2),
+    ):
+        grad_out = place(integers((rows, n)), dtype, offset=offset, gap=offset)
+        preact = place(integers((rows, parts * n)), "bfloat16", offset=offset)
+        # The backward epilogue of a product with the identity says what it should be.
+        call = Gemm(grad_out, place(np.eye(n), dtype), None, activation=activation, gated=gated, preact=preact)
+        want = expected(call)
+        call.out, call.bias_grad = Target((rows, parts * n), "float32", 1), Target((parts * n,), "float32", 1)
+        library.activation_grad(grad_out, preact, call.out, call.bias_grad, activation, gated)
+        assert_exact(call, want)
+
+
+def test_activation_grad_of_a_bias_alone_only_sums(library: GemmLibrary) -> None:
+    for rows, n in ((0, 7), (1, 1), (300, 133)):
+        grad_out, sums = place(integers((rows, n)), "float16", (1, 0)), Target((n,), "bfloat16")
+        library.activation_grad(grad_out, None, None, sums)
+        assert_exact(
+            Gemm(grad_out, grad_out.T, None, bias_grad=sums),
+            Expected(np.zeros(0), bias_grad=grad_out.astype(np.float64).sum(0)),
+        )
+
+
+def test_activation_grad_sums_do_not_depend_on_the_schedule(library: GemmLibrary) -> None:
+    grad_out = place(np.random.default_rng().normal(size=(500, 70)), "float32")
+    seen = set()
+    for seed in range(3):
+        sums = Target((70,), "float32")
+        with library.options("lazy", "pct", seed):
+            library.activation_grad(grad_out, None, None, sums)
+        seen.add(sums.storage.tobytes())
+    assert len(seen) == 1
+
+
+def large_tile() -> Gemm:
+    """128 x 256, more k tiles than twice the stages, rows and columns that are not there."""
+    a, b, _ = operands(250, 500, 260, "bfloat16", "nt")
+    return Gemm(a, b, Target((250, 500), "float32"))
+
+
+def middle_tile() -> Gemm:
+    a, b, _ = operands(120, 390, 230, "float16", "tn")
+    return Gemm(a, b, Target((120, 390), "float32"))
+
+
+def split_k() -> Gemm:
+    a, b, _ = operands(20, 20, 2400, "bfloat16", "nn")
+    return Gemm(a, b, Target((20, 20), "float32"))
+
+
+def backward() -> Gemm:
+    a, b, _ = operands(130, 72, 330, "bfloat16", "nn")
+    call = Gemm(a, b, Target((130, 144), "float32"), activation="relu", gated=True)
+    call.preact, call.hidden = place(integers((130, 144)), "bfloat16"), Target((130, 72), "float16")
+    call.bias_grad = Target((144,), "float32")
+    return call
+
+
+def three_tf32() -> Gemm:
+    a, b, tf32 = operands(130, 140, 150, "three_tf32", "nn")
+    return Gemm(a, b, Target((130, 140), "float32"), tf32=tf32)
+
+
+CALLS = {call.__name__: call for call in (large_tile, middle_tile, split_k, backward, three_tf32)}
+CALL = pytest.mark.parametrize("name", CALLS)
+
+
+def is_right(library: GemmLibrary, call: Gemm) -> bool:
+    for target in (call.out, call.hidden, call.bias_grad):
+        if target is not None:
+            target.storage.view(np.uint8)[...] = 0xFF
+    library.gemm(call)
+    try:
+        assert_exact(call)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_the_calls_take_the_paths_they_are_named_for(library: GemmLibrary) -> None:
+    assert library.choice(250, 500, 260, 80, 4) == (128, 256, 32, 1)
+    assert library.choice(120, 390, 230, 80, 4) == (128, 128, 32, 1)
+    assert library.choice(20, 20, 2400, 80, 4)[3] > 1
+
+
+@CALL
+def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
+    call = CALLS[name]()
+    for seed in range(5):
+        with library.options("lazy", "pct", seed):
+            assert is_right(library, call), seed
+
+
+@CALL
+def test_no_races(hooked: GemmLibrary, name: str) -> None:
+    call = CALLS[name]()
+    for seed in range(2):
+        with hooked.options("lazy", "pct", seed, check_races=True):
+            assert is_right(hooked, call), seed
+
+
+def test_activation_grad_has_no_races(hooked: GemmLibrary) -> None:
+    grad_out, preact = place(integers((100, 140)), "bfloat16"), place(integers((100, 280)), "bfloat16")
+    grad_preact, sums = Target((100, 280), "bfloat16"), Target((280,), "float32")
+    for seed in range(3):
+        with hooked.options("lazy", "pct", seed, check_races=True):
+            hooked.activation_grad(grad_out, preact, grad_preact, sums, "silu", True)
+
+
+@pytest.mark.parametrize("shape", [(20, 20, 2400), (250, 500, 70)])
+def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng()
+    a, b = place(rng.normal(size=(m, k)), "bfloat16"), place(rng.normal(size=(k, n)), "bfloat16")
+    call = Gemm(a, b, Target((m, n), "float32"), preact=place(rng.normal(size=(m, n)), "float32"), activation="silu")
+    call.bias_grad = Target((n,), "float32")
+    seen = set()
+    for seed, mode, threads in ((0, "eager", 1), (0, "eager", 2), (1, "lazy", 1), (2, "lazy", 2), (3, "lazy", 1)):
+        with library.options(mode, "pct" if seed else "fifo", seed, threads=threads):
+            library.gemm(call)
+        assert call.out is not None
+        seen.add(call.out.storage.tobytes() + call.bias_grad.storage.tobytes())
+    assert len(seen) == 1
+
+
+# What a mutation may take away unnoticed, with the reason. None: every call is needed.
+HARMLESS: dict[str, str] = {}
+
+
+def is_caught(library: GemmLibrary, name: str, skip: SyncSite, check_races: bool) -> bool:
+    """Whether any of three seeds shows the loss of `skip`."""
+    call = CALLS[name]()
+    for seed in (1, 2, 3):
+        with library.options("lazy", "pct", seed, check_races=check_races, skip=skip):
+            try:
+                if not is_right(library, call):
+                    return True
+            except Fault:
+                return True
+    return False
+
+
+def test_loss_of_any_synchronisation_is_noticed(library: GemmLibrary, hooked: GemmLibrary) -> None:
+    reached: dict[SyncSite, list[str]] = {}
+    for name, call in CALLS.items():
+        library.reset()
+        with library.options("lazy", "pct", 0):
+            library.gemm(call())
+        for site in library.sync_sites():
+            reached.setdefault(site, []).append(name)
+    assert len(reached) >= 15
+    survivors = {
+        str(site)
+        for site, names in reached.items()
+        if not any(is_caught(library, name, site, False) for name in names)
+        and not any(is_caught(hooked, name, site, True) for name in names)
+    }
+    assert survivors == set(HARMLESS)
+
+
+COUNTERS = HERE / "golden_counters" / "gemm_sm80.json"
+
+
+def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
+    """What the kernels cost, whatever the machine: exact tiles of every shape, arithmetic and layout."""
+    costs = {}
+    for arithmetic, layout in itertools.product(ARITHMETICS, LAYOUTS):
+        for m, n, k in ((256, 512, 256), (64, 64, 256)):
+            a, b, tf32 = operands(m, n, k, arithmetic, layout)
+            library.reset()
+            library.gemm(Gemm(a, b, Target((m, n), "bfloat16"), tf32=tf32))
+            costs[f"{arithmetic} {layout} {m}x{n}x{k}"] = library.counters()
+    library.reset()
+    library.gemm(split_k())
+    costs["split k"] = library.counters()
+    library.reset()
+    grad_out, preact = place(integers((256, 256)), "bfloat16"), place(integers((256, 256)), "bfloat16")
+    library.activation_grad(grad_out, preact, Target((256, 256), "bfloat16"), Target((256,), "float32"), "relu")
+    costs["activation_grad 256x256"] = library.counters()
+    return {name: {key: value for key, value in cost.items() if value} for name, cost in costs.items()}
+
+
+def test_costs_are_those_on_record(library: GemmLibrary) -> None:
+    """A change of cost is a change of this file, made by `python tests/simt/test_gemm_kernels.py`."""
+    assert counted(library) == json.loads(COUNTERS.read_text())
+
+
+def test_no_bank_conflicts_and_no_byte_too_many(library: GemmLibrary) -> None:
+    tiles = {  # blocks of the output, (rows, columns), for 256 x 512
+        "float16": (128, 256),
+        "bfloat16": (128, 256),
+        "tf32": (128, 256),
+        "three_tf32": (128, 128),
+    }
+    for name, cost in counted(library).items():
+        assert cost["shared_wavefronts"] == cost["shared_ideal_wavefronts"], name
+        assert cost.get("matrix_wavefronts") == cost.get("matrix_ideal_wavefronts"), name
+        if "256x512x256" in name:
+            block_m, block_n = tiles[name.split()[0]]
+            size = 4 if "tf32" in name else 2
+            ideal = (256 // block_m) * (512 // block_n) * (block_m + block_n) * 256 * size
+            assert cost["global_load_bytes"] <= 1.05 * ideal, name
+            assert cost["global_load_sectors"] * 32 <= 1.05 * ideal, name
+            assert cost["global_store_sectors"] * 32 == cost["global_store_bytes"] == 256 * 512 * 2, name
+    cost = counted(library)["activation_grad 256x256"]
+    sums = 256 // 32 * 256 * 4  # of each 32 rows at this size; written and read again
+    assert cost["global_load_bytes"] == 2 * 256 * 256 * 2 + sums
+    assert cost["global_store_bytes"] == 256 * 256 * 2 + sums + 256 * 4
+
+
+CHOICES = [  # compute capability, processors, (m, n, k), (block_m, block_n), whether k is split
+    (80, 108, (8192, 8192, 8192), (128, 256), False),
+    (90, 132, (8192, 8192, 8192), (128, 256), False),
+    (90, 132, (4096, 4096, 64), None, False),
+    (90, 132, (2048, 2048, 2048), (128, 256), False),
+    (80, 108, (2304, 2304, 4096), (128, 128), False),
+    (89, 128, (1024, 2048, 1024), (128, 128), False),
+    (90, 132, (64, 4096, 4096), (64, 64), True),
+    (90, 132, (1, 4096, 4096), (64, 64), True),
+    (80, 108, (256, 256, 65536), None, True),
+    (90, 132, (64, 64, 128), (64, 64), False),
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_choice_of_tile_and_split(
+    library: GemmLibrary, choice: tuple[int, int, tuple[int, int, int], tuple[int, int] | None, bool]
+) -> None:
+    capability, processors, shape, tile, is_split = choice
+    block_m, block_n, _, splits = library.choice(*shape, capability, processors)
+    assert tile is None or (block_m, block_n) == tile
+    assert (splits > 1) == is_split
+
+
+if __name__ == "__main__":
+    COUNTERS.write_text(json.dumps(counted(GemmLibrary.make()), indent=1) + "\n")
