@@ -6,7 +6,7 @@
 // Warps     All do the same: warps_m x warps_n of them share the tile, and all threads share every copy.
 // Waiting   A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies, then
 //           one sync_threads per k tile says both that the next tile has arrived and that the one before has been read.
-// Shared    (stages, A tile + B tile), written over by rows of the result, (<= 64, block_n + 8) floats at a time.
+// Shared    (stages, A tile + B tile), written over by rows of the result, (64, block_n + 8) floats at a time.
 // Registers A warp holds its part of the output, block_m / warps_m x block_n / warps_n floats, and two sets of operand
 //           fragments: one is loaded while the other is multiplied.
 // Operands  are read in place, whichever of their dims has stride 1, from any address: 16 bytes at a time where base

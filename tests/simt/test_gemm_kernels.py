@@ -154,6 +154,15 @@ def test_sums_over_reduced_dims(library: GemmLibrary, arithmetic: str) -> None:
     assert_exact(call)
 
 
+def test_a_split_begins_in_the_middle_of_a_product(library: GemmLibrary) -> None:
+    a, b = place(integers((5, 4, 20, 130)), "bfloat16"), place(integers((5, 4, 130, 20)), "bfloat16", (1, 0, 2, 3))
+    call = Gemm(a, b, Target((20, 20), "float32"), reduced_dims=2)
+    library.reset()
+    library.gemm(call)
+    assert_exact(call)
+    assert library.counters()["atomic"] > 1
+
+
 @pytest.mark.parametrize("shape", [(70, 72, 40), (130, 260, 33), (20, 20, 2400)])
 def test_terms_of_the_forward_epilogue(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
