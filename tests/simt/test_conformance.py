@@ -136,7 +136,7 @@ def conversions(x: np.ndarray) -> np.ndarray:
         finite_tf32 = ((x.astype(np.uint64) + 0x1000) & 0xFFFFE000).astype(np.uint32)
         tf32 = np.where(np.isnan(f), 0x7FFFFFFF, np.where(np.isinf(f), x, finite_tf32))
         widened = (x & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
-        fma = (f.astype(np.float64) ** 2 + 1.0).astype(np.float32)
+        fma = square_plus_one(f)
     return np.concatenate(
         [
             half,
@@ -149,6 +149,18 @@ def conversions(x: np.ndarray) -> np.ndarray:
             fma.view(np.uint32),
         ]
     )
+
+
+def square_plus_one(f: np.ndarray) -> np.ndarray:
+    """Rounded once. The square is exact in float64; where the sum is not, its last bit is set, which keeps a second
+    rounding from taking it for a tie."""
+    square = f.astype(np.float64) ** 2
+    total = square + 1.0
+    one = total - square
+    lost = (square - (total - one)) + (1.0 - one)
+    even = total.view(np.uint64) % 2 == 0
+    odd = np.nextafter(total, np.copysign(np.inf, lost))
+    return np.where(np.isfinite(total) & (lost != 0) & even, odd, total).astype(np.float32)
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
