@@ -1,4 +1,4 @@
-"""Golden counters: what kernels cost on the emulator. They are the same on every machine, so a change shows in review."""
+"""Golden counters: what kernels cost on the emulator, the same on every machine, so that a change shows in review."""
 
 from __future__ import annotations
 
