@@ -46,6 +46,7 @@ RULES = (
     # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
     Rule("gemm_sm80<Gemm<float, ., false, false", ("HMMA", "LDGSTS")),
     Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS")),
+    Rule("activation_grad"),
     Rule("add_block_sums"),
     Rule("clear_arrivals", shared_bytes=0),
 )

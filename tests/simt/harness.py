@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -116,9 +115,13 @@ class Library:
         assert data.nbytes == self.in_bytes(name)
         # Aligned as on a device, where allocations begin at multiples of 256 bytes.
         out_bytes = self._c.conformance_out_bytes(index)
-        source, target = aligned(data.nbytes), aligned(out_bytes)
+        source, target = _aligned(data.nbytes), _aligned(out_bytes)
         source[:] = data.view(np.uint8)
-        self.call("conformance_run", index, address(source), address(target))
+        error = ctypes.create_string_buffer(8192)
+        if self._c.conformance_run(
+            index, source.ctypes.data_as(ctypes.c_void_p), target.ctypes.data_as(ctypes.c_void_p), error, 8192
+        ):
+            raise Fault(error.value.decode())
         return target.view(np.uint32)
 
     def call(self, function: str, *arguments: object) -> None:
@@ -170,27 +173,7 @@ class Library:
         return [SyncSite(file, int(line), instruction) for file, line, instruction in rows]
 
 
-def assert_same_cost(name: str, measured: dict[str, dict[str, int]]) -> None:
-    """Compares counters, by case, with those recorded in golden/. They are the same on every machine, so that a change
-    of cost shows in review; CUDA_EXT_RECORD_COUNTERS=1 records them anew."""
-    path = HERE / "golden" / f"{name}_counters.json"
-    if os.environ.get("CUDA_EXT_RECORD_COUNTERS") == "1":
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(measured, indent=1) + "\n")
-    assert path.exists(), f"{path.name} is missing; run this test with CUDA_EXT_RECORD_COUNTERS=1"
-    recorded = json.loads(path.read_text())
-    changed = [case for case in {**recorded, **measured} if recorded.get(case) != measured.get(case)]
-    assert not changed, "the cost has changed; if it is meant to, run this test with CUDA_EXT_RECORD_COUNTERS=1:\n" + (
-        "\n".join(f"{case}: {recorded.get(case)} -> {measured.get(case)}" for case in changed)
-    )
-
-
-def address(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def aligned(size: int) -> np.ndarray:
-    """Bytes, of no certain value, that begin at a multiple of 256."""
+def _aligned(size: int) -> np.ndarray:
     raw = np.empty(size + 256, np.uint8)
     begin = -raw.ctypes.data % 256
     return raw[begin : begin + size]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from harness import CSRC, Fault, Library, SyncSite, address, aligned, assert_same_cost
+from cost import assert_same_cost
+from harness import CSRC, Fault, Library, SyncSite
 
 SOURCES = [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"]
 DTYPES = ("float32", "float16", "bfloat16")
@@ -122,6 +123,17 @@ class Stretch:
 
     def part(self, begin: int, count: int) -> Stretch:
         return Stretch(self.at + begin * size_of(self.dtype), count, self.dtype)
+
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def aligned(size: int) -> np.ndarray:
+    """Bytes that begin at a multiple of 256, as the device's allocator gives them."""
+    raw = np.empty(size + 256, np.uint8)
+    begin = -raw.ctypes.data % 256
+    return raw[begin : begin + size]
 
 
 class Launch:

@@ -1,0 +1,24 @@
+"""Golden counters: what kernels cost on the emulator, the same on every machine, so that a change shows in review."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from harness import HERE
+
+RECORD = "CUDA_EXT_RECORD_COUNTERS"
+
+
+def assert_same_cost(name: str, measured: dict[str, dict[str, int]]) -> None:
+    """Compares counters, by case, with golden/<name>_counters.json; CUDA_EXT_RECORD_COUNTERS=1 records them anew."""
+    path = HERE / "golden" / f"{name}_counters.json"
+    if os.environ.get(RECORD) == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(measured, indent=1) + "\n")
+    assert path.exists(), f"{path.name} is missing; run this test with {RECORD}=1"
+    recorded = json.loads(path.read_text())
+    changed = [case for case in {**recorded, **measured} if recorded.get(case) != measured.get(case)]
+    assert not changed, f"the cost has changed; if it is meant to, run this test with {RECORD}=1:\n" + "\n".join(
+        f"{case}: {recorded.get(case)} -> {measured.get(case)}" for case in changed
+    )
