@@ -4,12 +4,12 @@ bytes beside the outputs, schedules, races, the loss of synchronisation, and cou
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
+from cost import assert_same_cost
 from gemm_library import ACTIVATIONS, Expected, Gemm, GemmLibrary, Target, encode, expected, place
-from harness import HERE, Fault, SyncSite
+from harness import Fault, SyncSite
 
 ARITHMETICS = {"float16": ("float16", False), "bfloat16": ("bfloat16", False)}
 ARITHMETICS |= {"tf32": ("float32", True), "three_tf32": ("float32", False)}
@@ -440,9 +440,6 @@ def test_loss_of_any_synchronisation_is_noticed(library: GemmLibrary, hooked: Ge
     assert survivors == set(HARMLESS)
 
 
-COUNTERS = HERE / "golden_counters" / "gemm_sm80.json"
-
-
 def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
     """What the kernels cost, whatever the machine: exact tiles of every shape, arithmetic and layout."""
     costs = {}
@@ -463,8 +460,7 @@ def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
 
 
 def test_costs_are_those_on_record(library: GemmLibrary) -> None:
-    """A change of cost is a change of this file, made by `python tests/simt/test_gemm_kernels.py`."""
-    assert counted(library) == json.loads(COUNTERS.read_text())
+    assert_same_cost("gemm", counted(library))
 
 
 def test_no_bank_conflicts_and_no_byte_too_many(library: GemmLibrary) -> None:
@@ -512,7 +508,3 @@ def test_choice_of_tile_and_split(
     block_m, block_n, _, splits = library.choice(*shape, capability, processors)
     assert tile is None or (block_m, block_n) == tile
     assert (splits > 1) == is_split
-
-
-if __name__ == "__main__":
-    COUNTERS.write_text(json.dumps(counted(GemmLibrary.make()), indent=1) + "\n")
