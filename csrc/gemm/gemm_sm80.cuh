@@ -141,17 +141,15 @@ struct Gemm {
         uint32_t b_high[2], b_low[2];
 #pragma unroll
         for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 * 2 + q], b_high[q], b_low[q]);
-        float products[kRows][4] = {};
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(products[i], a_low[i], b_high);
+        for (int i = 0; i < kRows; ++i) {
+          float products[4] = {};
+          arch::mma_m16n8k8_tf32(products, a_low[i], b_high);
+          arch::mma_m16n8k8_tf32(products, a_high[i], b_low);
+          arch::mma_m16n8k8_tf32(products, a_high[i], b_high);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(products[i], a_high[i], b_low);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) arch::mma_m16n8k8_tf32(products[i], a_high[i], b_high);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i)
-#pragma unroll
-          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[i][q];
+          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[q];
+        }
       }
     }
   };
@@ -453,25 +451,19 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
 
 namespace cuda_ext {
 
-template <class T>
-size_t gemm_sm80_workspace_of(const GemmParams& params, Float32Product float32) {
-  using sm80::Arithmetic;
-  if constexpr (sizeof(T) == 2)
-    return sm80::workspace_of<Arithmetic::k16Bit>(params);
-  else
-    return float32 == Float32Product::kTf32 ? sm80::workspace_of<Arithmetic::kTf32>(params)
-                                            : sm80::workspace_of<Arithmetic::kThreeTf32>(params);
+template <class T, Float32Product float32>
+constexpr sm80::Arithmetic kArithmetic = sizeof(T) == 2                     ? sm80::Arithmetic::k16Bit
+                                         : float32 == Float32Product::kTf32 ? sm80::Arithmetic::kTf32
+                                                                            : sm80::Arithmetic::kThreeTf32;
+
+template <class T, Float32Product float32>
+size_t GemmSm80<T, float32>::workspace(const GemmParams& params) {
+  return sm80::workspace_of<kArithmetic<T, float32>>(params);
 }
 
-template <class T>
-void launch_gemm_sm80_of(const GemmParams& params, Workspace workspace, void* stream, Float32Product float32) {
-  using sm80::Arithmetic;
-  if constexpr (sizeof(T) == 2)
-    sm80::launch_with<T, Arithmetic::k16Bit>(params, workspace, stream);
-  else if (float32 == Float32Product::kTf32)
-    sm80::launch_with<T, Arithmetic::kTf32>(params, workspace, stream);
-  else
-    sm80::launch_with<T, Arithmetic::kThreeTf32>(params, workspace, stream);
+template <class T, Float32Product float32>
+void GemmSm80<T, float32>::launch(const GemmParams& params, Workspace workspace, void* stream) {
+  sm80::launch_with<T, kArithmetic<T, float32>>(params, workspace, stream);
 }
 
 }  // namespace cuda_ext

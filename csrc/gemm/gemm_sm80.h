@@ -15,37 +15,38 @@ inline bool gemm_sm80_reads(const Operand& operand, int64_t rows, int64_t column
   return operand.column_stride == 1 || operand.row_stride == 1 || rows == 1 || columns == 1;
 }
 
-// One instantiation per storage type, in gemm_sm80_{f16,bf16,f32}.cu.
-template <class T>
-size_t gemm_sm80_workspace_of(const GemmParams& params, Float32Product float32);
-template <class T>
-void launch_gemm_sm80_of(const GemmParams& params, Workspace workspace, void* stream, Float32Product float32);
-extern template size_t gemm_sm80_workspace_of<half_t>(const GemmParams&, Float32Product);
-extern template size_t gemm_sm80_workspace_of<bfloat16_t>(const GemmParams&, Float32Product);
-extern template size_t gemm_sm80_workspace_of<float>(const GemmParams&, Float32Product);
-extern template void launch_gemm_sm80_of<half_t>(const GemmParams&, Workspace, void*, Float32Product);
-extern template void launch_gemm_sm80_of<bfloat16_t>(const GemmParams&, Workspace, void*, Float32Product);
-extern template void launch_gemm_sm80_of<float>(const GemmParams&, Workspace, void*, Float32Product);
+// One instantiation per storage type and product, in gemm_sm80_{f16,bf16,f32,tf32}.cu.
+template <class T, Float32Product float32 = Float32Product::kThreeTf32>
+struct GemmSm80 {
+  static size_t workspace(const GemmParams& params);
+  static void launch(const GemmParams& params, Workspace workspace, void* stream);
+};
+extern template struct GemmSm80<half_t>;
+extern template struct GemmSm80<bfloat16_t>;
+extern template struct GemmSm80<float>;
+extern template struct GemmSm80<float, Float32Product::kTf32>;
+
+// Calls f(GemmSm80<..>{}) for the operands' dtype.
+template <class F>
+auto with_gemm_sm80(const GemmParams& params, Float32Product float32, F&& f) {
+  switch (params.a.dtype) {
+    case Dtype::kFloat16: return f(GemmSm80<half_t>{});
+    case Dtype::kBFloat16: return f(GemmSm80<bfloat16_t>{});
+    case Dtype::kFloat32:
+      return float32 == Float32Product::kTf32 ? f(GemmSm80<float, Float32Product::kTf32>{}) : f(GemmSm80<float>{});
+    default: throw std::invalid_argument("gemm_sm80: expected float16, bfloat16 or float32 operands, got float64");
+  }
+}
 
 // Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
 inline size_t gemm_sm80_workspace(const GemmParams& params, Float32Product float32 = Float32Product::kThreeTf32) {
-  switch (params.a.dtype) {
-    case Dtype::kFloat16: return gemm_sm80_workspace_of<half_t>(params, float32);
-    case Dtype::kBFloat16: return gemm_sm80_workspace_of<bfloat16_t>(params, float32);
-    case Dtype::kFloat32: return gemm_sm80_workspace_of<float>(params, float32);
-    default: throw std::invalid_argument("gemm_sm80: expected float16, bfloat16 or float32 operands, got float64");
-  }
+  return with_gemm_sm80(params, float32, [&](auto gemm) { return gemm.workspace(params); });
 }
 
 // Starts what GemmParams describes on `stream`, an rt::Stream. a and b have one dtype; the others any but float64.
 inline void launch_gemm_sm80(const GemmParams& params, Workspace workspace, void* stream,
                              Float32Product float32 = Float32Product::kThreeTf32) {
-  switch (params.a.dtype) {
-    case Dtype::kFloat16: return launch_gemm_sm80_of<half_t>(params, workspace, stream, float32);
-    case Dtype::kBFloat16: return launch_gemm_sm80_of<bfloat16_t>(params, workspace, stream, float32);
-    case Dtype::kFloat32: return launch_gemm_sm80_of<float>(params, workspace, stream, float32);
-    default: throw std::invalid_argument("gemm_sm80: expected float16, bfloat16 or float32 operands, got float64");
-  }
+  with_gemm_sm80(params, float32, [&](auto gemm) { gemm.launch(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext

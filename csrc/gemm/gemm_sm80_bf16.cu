@@ -3,7 +3,6 @@
 
 namespace cuda_ext {
 
-template size_t gemm_sm80_workspace_of<bfloat16_t>(const GemmParams&, Float32Product);
-template void launch_gemm_sm80_of<bfloat16_t>(const GemmParams&, Workspace, void*, Float32Product);
+template struct GemmSm80<bfloat16_t>;
 
 }  // namespace cuda_ext

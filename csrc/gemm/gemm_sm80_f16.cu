@@ -3,7 +3,6 @@
 
 namespace cuda_ext {
 
-template size_t gemm_sm80_workspace_of<half_t>(const GemmParams&, Float32Product);
-template void launch_gemm_sm80_of<half_t>(const GemmParams&, Workspace, void*, Float32Product);
+template struct GemmSm80<half_t>;
 
 }  // namespace cuda_ext

@@ -1,9 +1,8 @@
-// The kernels for float32 operands.
+// The kernels for float32 operands, as sums of two tf32.
 #include "gemm/gemm_sm80.cuh"
 
 namespace cuda_ext {
 
-template size_t gemm_sm80_workspace_of<float>(const GemmParams&, Float32Product);
-template void launch_gemm_sm80_of<float>(const GemmParams&, Workspace, void*, Float32Product);
+template struct GemmSm80<float>;
 
 }  // namespace cuda_ext

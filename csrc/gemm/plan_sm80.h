@@ -52,10 +52,10 @@ constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
         {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
     },
     {
-        // Three products want both parts of every fragment in registers, so a warp takes half as much of the output;
-        // and they take so long that what a larger block would save does not count.
+        // Three products want both parts of every fragment in registers, so a warp takes half as much of the output,
+        // and fewer blocks fit; and they take so long that what a larger block would save does not count.
         {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 4, .warps_m = 4, .warps_n = 2, .min_blocks = 1},
-        {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
+        {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
     },
 };
 

@@ -220,7 +220,13 @@ class GemmLibrary(Library):
 
     @classmethod
     def make(cls, hooks: bool = False) -> GemmLibrary:
-        sources = ["gemm_sm80_f16.cu", "gemm_sm80_bf16.cu", "gemm_sm80_f32.cu", "activation_grad.cu"]
+        sources = [
+            "gemm_sm80_f16.cu",
+            "gemm_sm80_bf16.cu",
+            "gemm_sm80_f32.cu",
+            "gemm_sm80_tf32.cu",
+            "activation_grad.cu",
+        ]
         name = "gemm-hooks" if hooks else "gemm"
         library = cls.build(name, [HERE / "gemm_kernels.cu", *(CSRC / "gemm" / s for s in sources)], hooks)
         assert isinstance(library, GemmLibrary)
