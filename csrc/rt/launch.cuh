@@ -32,7 +32,8 @@ struct LaunchConfig {
   Extent grid;
   int threads = 1;  // of a block
   Extent cluster;
-  size_t shared_bytes = 0;    // dynamic
+  bool nonportable_cluster = false;  // of 9 to 16 blocks, which not every device can run
+  size_t shared_bytes = 0;           // dynamic
   bool blocks_wait = false;   // blocks wait for one another, so all of them must fit the device at once
   bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended (sm_90)
   Stream stream = nullptr;
@@ -73,6 +74,9 @@ void allow_shared_memory(const char* name, size_t bytes) {
 template <auto kernel, class... Params>
 void launch(const char* name, const LaunchConfig& config, const Params&... params) {
   allow_shared_memory<kernel>(name, config.shared_bytes);
+  if (config.nonportable_cluster)
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+          name, "allow a cluster of more than 8 blocks");
   cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.grid.x, config.grid.y, config.grid.z);
@@ -106,6 +110,7 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
   geometry.grid = {config.grid.x, config.grid.y, config.grid.z};
   geometry.block = config.threads;
   geometry.cluster = {config.cluster.x, config.cluster.y, config.cluster.z};
+  geometry.nonportable_cluster = config.nonportable_cluster;
   geometry.shared_bytes = config.shared_bytes;
   geometry.blocks_wait = config.blocks_wait;
   simt::launch(name, geometry, [&] { kernel(params...); });
