@@ -106,15 +106,17 @@ class Library:
     def in_bytes(self, name: str) -> int:
         return int(self._c.conformance_in_bytes(self.index[name]))
 
-    def run(self, name: str, data: np.ndarray) -> np.ndarray:
-        """The output words of case `name` for input words `data`. Raises Fault."""
+    def run(self, name: str, data: np.ndarray, out_bytes: int | None = None) -> np.ndarray:
+        """The output words of case `name` for input words `data`; `out_bytes` for cases of any size. Raises Fault."""
         index = self.index[name]
         data = np.ascontiguousarray(data).view(np.uint32)
-        assert data.nbytes == self.in_bytes(name)
+        assert data.nbytes == (self.in_bytes(name) or data.nbytes)
+        if out_bytes is None:
+            out_bytes = int(self._c.conformance_out_bytes(index))
         # Aligned as on a device, where allocations begin at multiples of 256 bytes.
-        out_bytes = self._c.conformance_out_bytes(index)
         source, target = _aligned(data.nbytes), _aligned(out_bytes)
         source[:] = data.view(np.uint8)
+        target[:] = 0xFF
         error = ctypes.create_string_buffer(8192)
         if self._c.conformance_run(
             index, source.ctypes.data_as(ctypes.c_void_p), target.ctypes.data_as(ctypes.c_void_p), error, 8192
