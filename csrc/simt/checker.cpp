@@ -106,8 +106,8 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
     Cell& c = cell(at);
     if (c.write.run == 0) {
       if (c.shared && !writes)
-        machine_.fail(instruction, site, "reads shared memory at 0x%x that nobody has written",
-                      machine_.address_of(reinterpret_cast<const void*>(at)));
+        machine_.fail(instruction, site, "reads %s, which nobody has written",
+                      machine_.describe_address(reinterpret_cast<const void*>(at)).c_str());
     } else if (!(atomic && c.write.atomic) && !visible(c.write, c.shared)) {
       report(c.write, true, writes, reinterpret_cast<const void*>(at), instruction, site);
     }
@@ -142,15 +142,9 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
 void Checker::report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                      const char* instruction, Site site) {
   const What& what = whats_[before.what];
-  char where[64];
-  const auto* byte = static_cast<const std::byte*>(memory);
-  const Block& block = *machine_.current().block;
-  if (byte >= block.shared && byte < block.shared + block.shared_end)
-    std::snprintf(where, sizeof where, "shared address 0x%x", machine_.address_of(memory));
-  else
-    std::snprintf(where, sizeof where, "global address %p", memory);
+  const std::string where = machine_.describe_address(memory);
   machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are in no order",
-                now_writes ? "write" : "read", where, before_writes ? "write" : "read", who(before).c_str(), what.instruction,
+                now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read", who(before).c_str(), what.instruction,
                 place(what.site).c_str());
 }
 

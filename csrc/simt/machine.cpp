@@ -412,6 +412,21 @@ std::string Machine::describe(const Fiber& fiber) const {
   return std::string(kernel_) + ": " + text;
 }
 
+std::string Machine::describe_address(const void* memory) const {
+  const auto* byte = static_cast<const std::byte*>(memory);
+  char text[96];
+  for (const auto& block : blocks_) {
+    if (byte < block->shared || byte >= block->shared + block->shared_end) continue;
+    const int written = std::snprintf(text, sizeof text, "shared address 0x%x", unsigned(byte - block->shared));
+    if (block.get() != current_->block)
+      std::snprintf(text + written, sizeof text - size_t(written), " in block (%d, %d, %d)", block->index[0],
+                    block->index[1], block->index[2]);
+    return text;
+  }
+  std::snprintf(text, sizeof text, "global address %p", memory);
+  return text;
+}
+
 void Machine::fail(const char* instruction, Site site, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);

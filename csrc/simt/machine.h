@@ -264,6 +264,7 @@ class Machine {
   // Where a signal of bad memory lands, on the stack of the fiber that met it.
   [[noreturn]] void bad_memory(const void* memory, const void* code);
   std::string describe(const Fiber& fiber) const;
+  std::string describe_address(const void* memory) const;
   const char* kernel() const { return kernel_; }
   uint64_t random();
 

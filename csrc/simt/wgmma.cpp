@@ -1,7 +1,8 @@
 // wgmma: the tensor cores' products of a warpgroup, which run in the background.
 //
-// Lazily a product reads shared memory when the first thread waits for its group, and until a thread's own wait its
-// accumulators hold NaNs. A fragment of A that changes under way, and accumulators that are written, are found then.
+// Lazily a product reads shared memory when a thread waits for its group and nothing else can run, and until a thread's
+// own wait its accumulators hold NaNs. A fragment of A that changes under way, and accumulators that are written, are
+// found then.
 #include <algorithm>
 #include <utility>
 
@@ -29,6 +30,7 @@ struct Accumulators {
 };
 
 struct Product {
+  const Block* block;  // whose shared memory holds the operands: products are computed in any fiber's turn
   WgmmaOperands operands;
   std::shared_ptr<Accumulators> accumulators;
   std::array<const uint32_t*, kWarpgroupThreads> a{};
@@ -40,6 +42,8 @@ struct Product {
 struct Group {
   std::vector<Product> products;
   bool computed = false;
+  bool requested = false;  // by a thread that waits
+  std::vector<Fiber*> waiting;
   int retired = 0;  // threads that have waited for it
 };
 
@@ -87,12 +91,12 @@ Descriptor decode(uint64_t bits, Site site) {
 // f(row, k, 16 bytes of shared memory) for an operand of `rows` x 32 bytes: the bytes go along k, or along the rows if it
 // is MN-major. `element` is in bytes.
 template <class F>
-void for_units(uint64_t descriptor, int rows, int element, bool mn_major, Site site, F&& f) {
+void for_units(const Block& block, uint64_t descriptor, int rows, int element, bool mn_major, Site site, F&& f) {
   const Descriptor d = decode(descriptor, site);
   const int per_unit = kUnit / element, k_size = 32 / element;
   const uint32_t width = uint32_t(d.swizzle_bytes);
   const auto unit = [&](int row, int k, uint32_t offset) {
-    f(row, k, machine->shared(swizzled(d.start + offset, d.swizzle_bytes), kUnit, kUnit, "wgmma", site));
+    f(row, k, machine->shared(block, swizzled(d.start + offset, d.swizzle_bytes), kUnit, kUnit, "wgmma", site));
   };
   if (!mn_major) {
     for (int row = 0; row < rows; ++row) {
@@ -126,11 +130,11 @@ float element_of(WgmmaType type, const std::byte* at) {
 }
 
 // The operand as floats: out[row * row_step + k * k_step].
-void read_operand(uint64_t descriptor, int rows, WgmmaType type, bool mn_major, Site site, float* out, int row_step,
+void read_operand(const Block& block, uint64_t descriptor, int rows, WgmmaType type, bool mn_major, Site site, float* out, int row_step,
                   int k_step) {
   const int element = type == WgmmaType::kTf32 ? 4 : 2;
   const int step = mn_major ? row_step : k_step;
-  for_units(descriptor, rows, element, mn_major, site, [&](int row, int k, const std::byte* from) {
+  for_units(block, descriptor, rows, element, mn_major, site, [&](int row, int k, const std::byte* from) {
     float* to = out + row * row_step + k * k_step;
     for (int i = 0; i < kUnit / element; ++i) to[i * step] = element_of(type, from + i * element);
   });
@@ -178,29 +182,39 @@ void compute(const Product& product) {
   if (operands.a != nullptr)
     read_fragments(operands.type, product.a_at_issue.data(), a);
   else
-    read_operand(operands.a_descriptor, kRows, operands.type, operands.a_transposed, product.site, a[0], kMaxK, 1);
-  read_operand(operands.b_descriptor, n, operands.type, operands.b_transposed, product.site, b, 1, n);
+    read_operand(*product.block, operands.a_descriptor, kRows, operands.type, operands.a_transposed, product.site, a[0], kMaxK, 1);
+  read_operand(*product.block, operands.b_descriptor, n, operands.type, operands.b_transposed, product.site, b, 1, n);
   std::vector<float>& value = product.accumulators->value;
   if (!operands.accumulate) std::fill(value.begin(), value.end(), 0.0f);
   multiply(n, k, a, b, value.data());
 }
 
-// f(accumulator i of the thread, its place in a (64, n) matrix).
+// f(a pair of the thread's accumulators, its place in a (64, n) matrix).
 template <class F>
-void for_accumulators(int thread, int n, F&& f) {
+void for_pairs(float* registers, int thread, int n, F&& f) {
   const int row = thread / kLanes * 16 + thread % kLanes / 4, column = 2 * (thread % 4);
-  for (int i = 0; i < n / 2; ++i) f(i, (row + i % 4 / 2 * 8) * n + i / 4 * 8 + column + i % 2);
+  for (int j = 0; j < n / 8; ++j) {
+    f(registers + 4 * j, row * n + 8 * j + column);
+    f(registers + 4 * j + 2, (row + 8) * n + 8 * j + column);
+  }
 }
 void deliver(const Accumulators& accumulators, int thread) {
-  float* registers = accumulators.registers[size_t(thread)];
-  for_accumulators(thread, accumulators.n, [&](int i, int at) { registers[i] = accumulators.value[size_t(at)]; });
+  const float* const value = accumulators.value.data();
+  for_pairs(accumulators.registers[size_t(thread)], thread, accumulators.n,
+            [value](float* pair, int at) { std::memcpy(pair, value + at, 8); });
 }
+// A signalling NaN: arithmetic on it leaves a quiet one, so that an accumulator that was only updated shows too.
+constexpr uint32_t kPoisonedAccumulator = 0xffbfffff;
+
 void poison(const Accumulators& accumulators, int thread) {
-  std::memset(accumulators.registers[size_t(thread)], kPoison, size_t(accumulators.n) * 2);
+  float* const registers = accumulators.registers[size_t(thread)];
+  for (int i = 0; i < accumulators.n / 2; ++i) std::memcpy(registers + i, &kPoisonedAccumulator, 4);
 }
 void check_poison(const Accumulators& accumulators, int thread, Site site) {
-  const auto* bytes = reinterpret_cast<const uint8_t*>(accumulators.registers[size_t(thread)]);
-  if (std::all_of(bytes, bytes + accumulators.n * 2, [](uint8_t b) { return b == kPoison; })) return;
+  const float* const registers = accumulators.registers[size_t(thread)];
+  if (std::all_of(registers, registers + accumulators.n / 2,
+                  [](const float& x) { return std::memcmp(&x, &kPoisonedAccumulator, 4) == 0; }))
+    return;
   machine->fail("wgmma", site, "accumulators of thread %d of the warpgroup were written while products were under way",
                 thread);
 }
@@ -239,7 +253,7 @@ std::shared_ptr<Accumulators> find_accumulators(WgmmaUnit& unit, const std::arra
   fresh->value.resize(size_t(kRows) * size_t(n));
   for (int t = 0; t < kWarpgroupThreads; ++t) {
     float* registers = fresh->registers[size_t(t)] = all[size_t(t)]->d;
-    for_accumulators(t, n, [&](int i, int at) { fresh->value[size_t(at)] = registers[i]; });
+    for_pairs(registers, t, n, [&](const float* pair, int at) { std::memcpy(&fresh->value[size_t(at)], pair, 8); });
     if (machine->lazy()) poison(*fresh, t);
   }
   unit.accumulators.push_back(fresh);
@@ -259,8 +273,8 @@ void check_reads(const Product& product, const std::array<Arguments*, kWarpgroup
     checker->access(*operation, Access::kAsyncRead, at, kUnit, "wgmma", product.site);
   };
   if (operands.a == nullptr)
-    for_units(operands.a_descriptor, kRows, element, operands.a_transposed, product.site, check);
-  for_units(operands.b_descriptor, operands.n, element, operands.b_transposed, product.site, check);
+    for_units(*product.block, operands.a_descriptor, kRows, element, operands.a_transposed, product.site, check);
+  for_units(*product.block, operands.b_descriptor, operands.n, element, operands.b_transposed, product.site, check);
 }
 
 Warpgroup& own_warpgroup() {
@@ -300,7 +314,7 @@ void wgmma(float* d, const WgmmaOperands& operands, Site site) {
   machine->gather("wgmma", site, mine, [&](const std::array<Arguments*, kWarpgroupThreads>& all) {
     ++machine->count(Count::kWgmma);
     WgmmaUnit& unit = own_unit();
-    Product product{operands, find_accumulators(unit, all, site), {}, {}, {}, site};
+    Product product{self.block, operands, find_accumulators(unit, all, site), {}, {}, {}, site};
     for (int t = 0; t < kWarpgroupThreads; ++t) {
       const WgmmaOperands& theirs = *all[size_t(t)]->operands;
       check_same(operands, theirs, site);
@@ -310,10 +324,7 @@ void wgmma(float* d, const WgmmaOperands& operands, Site site) {
       product.a_at_issue.insert(product.a_at_issue.end(), theirs.a, theirs.a + kFragment);
     }
     check_reads(product, all, unit, product.operation);
-    if (!machine->lazy()) {
-      compute(product);
-      for (int t = 0; t < kWarpgroupThreads; ++t) deliver(*product.accumulators, t);
-    }
+    if (!machine->lazy()) compute(product);
     unit.open.push_back(std::move(product));
   });
 }
@@ -325,10 +336,33 @@ void wgmma_fence(Site site) {
 void wgmma_commit(Site site) {
   if (!machine->synchronizes("wgmma_commit", site)) return;
   WgmmaUnit& unit = own_unit();
+  const int thread = machine->current().thread % kWarpgroupThreads;
+  if (!machine->lazy())  // as soon as can be, but once for a group
+    for (const auto& known : unit.accumulators)
+      if (known->pending[size_t(thread)] > 0) deliver(*known, thread);
   // The first thread to commit makes the group; the others find it.
   if (machine->current().wgmma_committed++ < unit.first + unit.groups.size()) return;
-  unit.groups.push_back({std::move(unit.open), !machine->lazy(), 0});
+  unit.groups.push_back({.products = std::move(unit.open), .computed = !machine->lazy()});
   unit.open.clear();
+}
+
+// Until the group and those before it, whose accumulators it may go on with, are computed.
+static void wait_for_group(WgmmaUnit& unit, uint64_t number, Site site) {
+  Group& group = unit.groups[number - unit.first];
+  while (!group.computed) {
+    group.waiting.push_back(&machine->current());
+    if (!std::exchange(group.requested, true)) {
+      machine->start([&unit, number] {
+        for (uint64_t g = unit.first; g <= number; ++g) {
+          Group& due = unit.groups[g - unit.first];
+          if (!std::exchange(due.computed, true))
+            for (const Product& product : due.products) compute(product);
+          for (Fiber* fiber : std::exchange(due.waiting, {})) machine->wake(*fiber);
+        }
+      });
+    }
+    machine->park({"wgmma_wait", site});
+  }
 }
 
 void wgmma_wait(int pending, Site site) {
@@ -338,12 +372,7 @@ void wgmma_wait(int pending, Site site) {
   WgmmaUnit& unit = own_unit();
   while (self.wgmma_committed - self.wgmma_retired > uint64_t(pending)) {
     const uint64_t number = self.wgmma_retired++;
-    // Earlier products on the same accumulators come first.
-    for (uint64_t g = unit.first; g <= number; ++g) {
-      Group& group = unit.groups[g - unit.first];
-      if (!std::exchange(group.computed, true))
-        for (const Product& product : group.products) compute(product);
-    }
+    wait_for_group(unit, number, site);
     Group& group = unit.groups[number - unit.first];
     for (Product& product : group.products) retire(product, unit, self.thread % kWarpgroupThreads);
     ++group.retired;

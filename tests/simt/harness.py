@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ FLAGS = [
     "-Wextra",
     "-Wno-unknown-pragmas",
     "-Wno-missing-field-initializers",
+    "-Wno-psabi",
 ]
 
 
@@ -113,16 +115,14 @@ class Library:
         assert data.nbytes == (self.in_bytes(name) or data.nbytes)
         if out_bytes is None:
             out_bytes = int(self._c.conformance_out_bytes(index))
-        # Aligned as on a device, where allocations begin at multiples of 256 bytes.
-        source, target = _aligned(data.nbytes), _aligned(out_bytes)
-        source[:] = data.view(np.uint8)
-        target[:] = 0xFF
+        source, target = Buffer(data.nbytes), Buffer(out_bytes)
+        source.bytes[:] = data.view(np.uint8)
         error = ctypes.create_string_buffer(8192)
-        if self._c.conformance_run(
-            index, source.ctypes.data_as(ctypes.c_void_p), target.ctypes.data_as(ctypes.c_void_p), error, 8192
-        ):
+        if self._c.conformance_run(index, source.pointer, target.pointer, error, 8192):
             raise Fault(error.value.decode())
-        return target.view(np.uint32)
+        assert source.is_intact() and target.is_intact(), "written past its end"
+        assert np.array_equal(source.bytes, data.view(np.uint8)), "the input was written"
+        return target.bytes.view(np.uint32)
 
     @contextmanager
     def options(
@@ -162,7 +162,26 @@ class Library:
         return [SyncSite(file, int(line), instruction) for file, line, instruction in rows]
 
 
-def _aligned(size: int) -> np.ndarray:
-    raw = np.empty(size + 256, np.uint8)
-    begin = -raw.ctypes.data % 256
-    return raw[begin : begin + size]
+class Buffer:
+    """Memory for a kernel, between pages that nobody can touch; aligned as on a device, where allocations begin at
+    multiples of 256 bytes. What this leaves between its end and the page is watched."""
+
+    _CANARY = 0xA5
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        length = (size + 256 + page - 1) // page * page + 2 * page
+        whole = np.frombuffer(mmap.mmap(-1, length), np.uint8)
+        end = length - page
+        for begin in (0, end):
+            address = ctypes.c_void_p(whole.ctypes.data + begin)
+            assert ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(page), 0) == 0
+        first = (end - size) // 256 * 256
+        self.bytes = whole[first : first + size]
+        self.pointer = ctypes.c_void_p(self.bytes.ctypes.data)
+        self._slack = whole[first + size : end]
+        self.bytes[:] = 0xFF
+        self._slack[:] = self._CANARY
+
+    def is_intact(self) -> bool:
+        return bool((self._slack == self._CANARY).all())
