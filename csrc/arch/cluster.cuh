@@ -30,9 +30,11 @@ DEVICE int cluster_size() {
 
 // The barrier of all threads of the cluster, in two steps. Of what came before, a relaxed arrival makes known to the
 // others only barriers that were initialised and fenced.
-DEVICE void cluster_arrive(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_arrive_relaxed(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_wait(Site = {}) { CUDA_EXT_SM90("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.release.aligned;" :: : "memory"); }
+DEVICE void cluster_arrive_relaxed(Site = {}) {
+  CUDA_EXT_SM90("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
+}
+DEVICE void cluster_wait(Site = {}) { CUDA_EXT_SM90("barrier.cluster.wait.acquire.aligned;" :: : "memory"); }
 
 // Where block `rank` of the cluster has what this block has at `address`.
 DEVICE SharedAddress mapa(SharedAddress address, int rank, Site = {}) {
@@ -51,7 +53,8 @@ DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site = {}) {
   uint32_t done;
   do {
     asm volatile(
-        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, 0, "
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, "
+        "0, "
         "p;\n}"
         : "=r"(done)
         : "r"(address), "r"(parity)
@@ -67,10 +70,8 @@ DEVICE Vector load_shared_cluster(SharedAddress address, Site = {}) {
   Vector v{};
   uint32_t* w = reinterpret_cast<uint32_t*>(&v);
   if constexpr (sizeof(Vector) == 16)
-    CUDA_EXT_SM90("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                  : "r"(address)
-                  : "memory");
+    CUDA_EXT_SM90("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]),
+                  "=r"(w[3]) : "r"(address) : "memory");
   else if constexpr (sizeof(Vector) == 8)
     CUDA_EXT_SM90("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address) : "memory");
   else
@@ -83,8 +84,7 @@ DEVICE void store_shared_cluster(SharedAddress address, const Vector& v, Site = 
   [[maybe_unused]] const uint32_t* w = reinterpret_cast<const uint32_t*>(&v);
   if constexpr (sizeof(Vector) == 16)
     CUDA_EXT_SM90("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]),
-                  "r"(w[3])
-                  : "memory");
+                  "r"(w[3]) : "memory");
   else if constexpr (sizeof(Vector) == 8)
     CUDA_EXT_SM90("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(w[0]), "r"(w[1]) : "memory");
   else
@@ -93,8 +93,8 @@ DEVICE void store_shared_cluster(SharedAddress address, const Vector& v, Site = 
 
 // Where the launch is programmatic: until the kernel ahead in the stream has ended and its writes are seen; and the next
 // one may start.
-DEVICE void grid_dependency_wait(Site = {}) { CUDA_EXT_SM90("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void grid_launch_dependents(Site = {}) { CUDA_EXT_SM90("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void grid_dependency_wait(Site = {}) { CUDA_EXT_SM90("griddepcontrol.wait;" :: : "memory"); }
+DEVICE void grid_launch_dependents(Site = {}) { CUDA_EXT_SM90("griddepcontrol.launch_dependents;" :: : "memory"); }
 
 #undef CUDA_EXT_SM90
 

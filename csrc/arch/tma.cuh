@@ -32,39 +32,36 @@ DEVICE void tma_prefetch(const TensorMap& map, Site = {}) {
 
 // For each rank; the strings are where its instructions find the coordinates: after three operands (and, after those, the
 // mask of a multicast) and after two.
-#define CUDA_EXT_TMA_RANK(rank, at3, mask, at2, ...)                                                                   \
-  DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank], Site = {}) {    \
-    CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                         \
-                 "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, " at3 "], [%2];" ::"r"(to),    \
-                 "l"(&map), "r"(shared_address(&barrier)), __VA_ARGS__                                                 \
-                 : "memory");                                                                                          \
-  }                                                                                                                    \
-  DEVICE void tma_load_multicast(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank],      \
-                                 uint16_t blocks, Site = {}) {                                                         \
-    CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                         \
-                 "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, " at3       \
-                 "], [%2], " mask ";" ::"r"(to),                                                                       \
-                 "l"(&map), "r"(shared_address(&barrier)), __VA_ARGS__, "h"(blocks)                                    \
-                 : "memory");                                                                                          \
-  }                                                                                                                    \
-  template <bool add = false>                                                                                          \
-  DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[rank], Site = {}) {                  \
-    if constexpr (add)                                                                                                 \
-      CUDA_EXT_TMA("cp.reduce.async.bulk.tensor." #rank "d.global.shared::cta.add.tile.bulk_group [%0, " at2           \
-                   "], [%1];" ::"l"(&map),                                                                             \
-                   "r"(from), __VA_ARGS__                                                                              \
-                   : "memory");                                                                                        \
-    else                                                                                                               \
-      CUDA_EXT_TMA("cp.async.bulk.tensor." #rank "d.global.shared::cta.tile.bulk_group [%0, " at2 "], [%1];" ::"l"(    \
-                       &map),                                                                                          \
-                   "r"(from), __VA_ARGS__                                                                              \
-                   : "memory");                                                                                        \
+#define CUDA_EXT_TMA_RANK(rank, at3, mask, at2, ...)                                                                 \
+  DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank], Site = {}) { \
+    CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                       \
+                 "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, " at3 "], [%2];" ::"r"(to),  \
+                 "l"(&map), "r"(shared_address(&barrier)), __VA_ARGS__ : "memory");                                  \
+  }                                                                                                                  \
+  DEVICE void tma_load_multicast(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank],    \
+                                 uint16_t blocks, Site = {}) {                                                       \
+    CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                       \
+                 "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, " at3     \
+                 "], [%2], " mask ";" ::"r"(to),                                                                     \
+                 "l"(&map), "r"(shared_address(&barrier)), __VA_ARGS__, "h"(blocks) : "memory");                     \
+  }                                                                                                                  \
+  template <bool add = false>                                                                                        \
+  DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[rank], Site = {}) {                \
+    if constexpr (add)                                                                                               \
+      CUDA_EXT_TMA("cp.reduce.async.bulk.tensor." #rank "d.global.shared::cta.add.tile.bulk_group [%0, " at2         \
+                   "], [%1];" ::"l"(&map),                                                                           \
+                   "r"(from), __VA_ARGS__ : "memory");                                                               \
+    else                                                                                                             \
+      CUDA_EXT_TMA("cp.async.bulk.tensor." #rank "d.global.shared::cta.tile.bulk_group [%0, " at2                    \
+                   "], [%1];" ::"l"(&map),                                                                           \
+                   "r"(from), __VA_ARGS__ : "memory");                                                               \
   }
 CUDA_EXT_TMA_RANK(1, "{%3}", "%4", "{%2}", "r"(at[0]))
 CUDA_EXT_TMA_RANK(2, "{%3, %4}", "%5", "{%2, %3}", "r"(at[0]), "r"(at[1]))
 CUDA_EXT_TMA_RANK(3, "{%3, %4, %5}", "%6", "{%2, %3, %4}", "r"(at[0]), "r"(at[1]), "r"(at[2]))
 CUDA_EXT_TMA_RANK(4, "{%3, %4, %5, %6}", "%7", "{%2, %3, %4, %5}", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]))
-CUDA_EXT_TMA_RANK(5, "{%3, %4, %5, %6, %7}", "%8", "{%2, %3, %4, %5, %6}", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]))
+CUDA_EXT_TMA_RANK(5, "{%3, %4, %5, %6, %7}", "%8", "{%2, %3, %4, %5, %6}", "r"(at[0]), "r"(at[1]), "r"(at[2]),
+                  "r"(at[3]), "r"(at[4]))
 #undef CUDA_EXT_TMA_RANK
 
 // Plain bytes, a multiple of 16, between addresses aligned to 16.

@@ -49,25 +49,24 @@ struct WgmmaTypeName<half_t> {
   static constexpr char value[] = "f16";
 };
 
-#define CUDA_EXT_WGMMA(n, p0, p1, p2, p3, p4, p5, p6, p7)                                                               \
+#define CUDA_EXT_WGMMA(n, p0, p1, p2, p3, p4, p5, p6, p7)                                                              \
   template <>                                                                                                          \
   struct WgmmaInstruction<n> {                                                                                         \
     template <class T, int a_major, int b_major>                                                                       \
     static DEVICE void shared(float (&d)[n / 2], uint64_t a, uint64_t b, int scale_d) {                                \
-      asm volatile(                                                                                                    \
-          "{\n .reg .pred p;\n setp.ne.b32 p, " p2 ", 0;\n wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." p5 "." p5  \
-          " {" CUDA_EXT_P##n "}, " p0 ", " p1 ", p, 1, 1, " p3 ", " p4 ";\n}"                                          \
-          : CUDA_EXT_D##n                                                                                              \
-          : "l"(a), "l"(b), "r"(scale_d), "n"(a_major), "n"(b_major), "C"(WgmmaTypeName<T>::value));                   \
+      asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " p2 ", 0;\n wgmma.mma_async.sync.aligned.m64n" #n              \
+                   "k16.f32." p5 "." p5 " {" CUDA_EXT_P##n "}, " p0 ", " p1 ", p, 1, 1, " p3 ", " p4 ";\n}"            \
+                   : CUDA_EXT_D##n                                                                                     \
+                   : "l"(a), "l"(b), "r"(scale_d), "n"(a_major), "n"(b_major), "C"(WgmmaTypeName<T>::value));          \
     }                                                                                                                  \
     template <class T, int b_major>                                                                                    \
     static DEVICE void registers(float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int scale_d) {                 \
-      asm volatile(                                                                                                    \
-          "{\n .reg .pred p;\n setp.ne.b32 p, " p5 ", 0;\n wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." p7 "." p7  \
-          " {" CUDA_EXT_P##n "}, {" p0 ", " p1 ", " p2 ", " p3 "}, " p4 ", p, 1, 1, " p6 ";\n}"                        \
-          : CUDA_EXT_D##n                                                                                              \
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(b_major),                            \
-            "C"(WgmmaTypeName<T>::value));                                                                             \
+      asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " p5 ", 0;\n wgmma.mma_async.sync.aligned.m64n" #n              \
+                   "k16.f32." p7 "." p7 " {" CUDA_EXT_P##n "}, {" p0 ", " p1 ", " p2 ", " p3 "}, " p4 ", p, 1, 1, " p6 \
+                                                           ";\n}"                                                      \
+                   : CUDA_EXT_D##n                                                                                     \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(scale_d), "n"(b_major),                   \
+                     "C"(WgmmaTypeName<T>::value));                                                                    \
     }                                                                                                                  \
     static DEVICE void tf32(float (&d)[n / 2], uint64_t a, uint64_t b, int scale_d) {                                  \
       asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, " p2 ", 0;\n wgmma.mma_async.sync.aligned.m64n" #n              \
@@ -118,7 +117,7 @@ DEVICE void hold_registers(T (&registers)[rows][count]) {
   for (int i = 0; i < rows; ++i) hold_registers(registers[i]);
 }
 
-DEVICE void wgmma_fence(Site = {}) { CUDA_EXT_SM90A(asm volatile("wgmma.fence.sync.aligned;" ::: "memory");) }
+DEVICE void wgmma_fence(Site = {}) { CUDA_EXT_SM90A(asm volatile("wgmma.fence.sync.aligned;" :: : "memory");) }
 template <class D>
 DEVICE void wgmma_fence(D& d, Site = {}) {
   hold_registers(d);
@@ -129,9 +128,7 @@ DEVICE void wgmma_fence(D& d, A& a, Site = {}) {
   hold_registers(a);
   wgmma_fence(d);
 }
-DEVICE void wgmma_commit(Site = {}) {
-  CUDA_EXT_SM90A(asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");)
-}
+DEVICE void wgmma_commit(Site = {}) { CUDA_EXT_SM90A(asm volatile("wgmma.commit_group.sync.aligned;" :: : "memory");) }
 template <int pending>
 DEVICE void wgmma_wait(Site = {}) {
   CUDA_EXT_SM90A(asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");)
@@ -161,7 +158,8 @@ template <class T, Major a_major, Major b_major, int registers>
 DEVICE void wgmma_m64k16(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site site = {}) {
   static_assert(registers % 4 == 0 && registers >= 4 && registers <= 128);
   constexpr auto type = DtypeOf<T>::value == Dtype::kFloat16 ? simt::WgmmaType::kFloat16 : simt::WgmmaType::kBFloat16;
-  simt::wgmma(d, {type, 2 * registers, nullptr, a, b, a_major == Major::kMn, b_major == Major::kMn, scale_d != 0}, site);
+  simt::wgmma(d, {type, 2 * registers, nullptr, a, b, a_major == Major::kMn, b_major == Major::kMn, scale_d != 0},
+              site);
 }
 template <class T, Major b_major, int registers>
 DEVICE void wgmma_m64k16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int scale_d, Site site = {}) {

@@ -34,8 +34,8 @@ struct LaunchConfig {
   Extent cluster;
   bool nonportable_cluster = false;  // of 9 to 16 blocks, which not every device can run
   size_t shared_bytes = 0;           // dynamic
-  bool blocks_wait = false;   // blocks wait for one another, so all of them must fit the device at once
-  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended (sm_90)
+  bool blocks_wait = false;          // blocks wait for one another, so all of them must fit the device at once
+  bool programmatic = false;         // may start before the kernel ahead of it in the stream has ended (sm_90)
   Stream stream = nullptr;
 };
 
@@ -75,8 +75,9 @@ template <auto kernel, class... Params>
 void launch(const char* name, const LaunchConfig& config, const Params&... params) {
   allow_shared_memory<kernel>(name, config.shared_bytes);
   if (config.nonportable_cluster)
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-          name, "allow a cluster of more than 8 blocks");
+    check(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+        name, "allow a cluster of more than 8 blocks");
   cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.grid.x, config.grid.y, config.grid.z);

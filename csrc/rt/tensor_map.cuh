@@ -18,7 +18,9 @@
 namespace cuda_ext::rt {
 
 enum class Element { kFloat32, kFloat16, kBFloat16, kUint8 };
-constexpr int bytes_of(Element element) { return element == Element::kFloat32 ? 4 : element == Element::kUint8 ? 1 : 2; }
+constexpr int bytes_of(Element element) {
+  return element == Element::kFloat32 ? 4 : element == Element::kUint8 ? 1 : 2;
+}
 
 // A tensor of `rank` dimensions, innermost first, the innermost contiguous; and the box that one copy moves.
 struct TensorLayout {
@@ -60,17 +62,19 @@ inline void check_layout(const char* kernel, const TensorLayout& t) {
 
 // The driver's encoder, found through the runtime: the extension is not linked with the driver's library.
 inline auto tensor_map_encoder(const char* kernel) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
   constexpr unsigned kFirstVersion = 12000;  // that has it
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &result),
-        kernel, "look for cuTensorMapEncodeTiled");
+  check(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kFirstVersion, cudaEnableDefault, &result),
+      kernel, "look for cuTensorMapEncodeTiled");
   if (result != cudaDriverEntryPointSuccess || function == nullptr)
-    throw std::runtime_error(std::string(kernel) + ": the driver has no cuTensorMapEncodeTiled; it takes one for CUDA 12.0 "
-                                                   "or newer");
+    throw std::runtime_error(std::string(kernel) +
+                             ": the driver has no cuTensorMapEncodeTiled; it takes one for CUDA 12.0 "
+                             "or newer");
   return reinterpret_cast<Encode>(function);
 }
 
@@ -93,10 +97,9 @@ inline arch::TensorMap make_tensor_map(const char* kernel, const TensorLayout& t
   }
   static_assert(sizeof(CUtensorMap) == sizeof(arch::TensorMap) && alignof(CUtensorMap) <= alignof(arch::TensorMap));
   arch::TensorMap map;
-  const CUresult error =
-      encode(reinterpret_cast<CUtensorMap*>(&map), kTypes[int(t.element)], cuuint32_t(t.rank),
-             const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult error = encode(reinterpret_cast<CUtensorMap*>(&map), kTypes[int(t.element)], cuuint32_t(t.rank),
+                                const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (error != CUDA_SUCCESS)
     throw std::runtime_error(std::string(kernel) + ": cuTensorMapEncodeTiled refused the tensor with error " +
                              std::to_string(int(error)));

@@ -131,8 +131,7 @@ void barrier_arrive_remote(SharedAddress barrier, Site site) {
 }
 void barrier_expect(uint64_t* word, uint32_t bytes, Site site) {
   if (!machine->synchronizes("barrier_expect", site)) return;
-  BarrierState& state =
-      machine->barrier(*machine->current().block, machine->address_of(word), "barrier_expect", site);
+  BarrierState& state = machine->barrier(*machine->current().block, machine->address_of(word), "barrier_expect", site);
   check_use(word, "barrier_expect", site);
   announce(word, state, bytes, "barrier_expect", site);
 }

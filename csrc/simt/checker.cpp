@@ -144,8 +144,8 @@ void Checker::report(const Epoch& before, bool before_writes, bool now_writes, c
   const What& what = whats_[before.what];
   const std::string where = machine_.describe_address(memory);
   machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are in no order",
-                now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read", who(before).c_str(), what.instruction,
-                place(what.site).c_str());
+                now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read", who(before).c_str(),
+                what.instruction, place(what.site).c_str());
 }
 
 std::string Checker::who(const Epoch& epoch) const {
@@ -258,7 +258,8 @@ void Checker::end_block(const Block& block) {
   for (const RemoteAccess& access : remote_) {
     if (access.owner != &block || ordered(access.when, known)) continue;
     const What& what = whats_[access.when.what];
-    machine_.fail("exit", kNoSite, "the block exits in no order with an access to its distributed shared memory by %s, %s at %s",
+    machine_.fail("exit", kNoSite,
+                  "the block exits in no order with an access to its distributed shared memory by %s, %s at %s",
                   who(access.when).c_str(), what.instruction, place(what.site).c_str());
   }
 }

@@ -146,7 +146,7 @@ class Checker {
   Machine& machine_;
   uint32_t run_ = 0;
   std::vector<Agent> agents_;
-  uint32_t num_agents_ = 0;  // engines are numbered after the threads
+  uint32_t num_agents_ = 0;                                                 // engines are numbered after the threads
   std::unordered_map<const void*, std::pair<uint32_t, uint32_t>> engines_;  // agent and clock
   std::vector<RemoteAccess> remote_;
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;

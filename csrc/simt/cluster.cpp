@@ -87,7 +87,8 @@ void set_max_registers(int count, bool increase, Site site) {
     machine->fail(instruction, site, "%d registers; a multiple of 8 from 24 to 256", count);
   machine->gather(instruction, site, count, [&](const std::array<int*, kWarpgroupThreads>& all) {
     for (const int* other : all)
-      if (*other != count) machine->fail(instruction, site, "%d registers, but other threads ask for %d", count, *other);
+      if (*other != count)
+        machine->fail(instruction, site, "%d registers, but other threads ask for %d", count, *other);
     Block& block = *machine->current().block;
     Warpgroup& group = block.warpgroups[size_t(machine->current().thread / kWarpgroupThreads)];
     if (increase ? count < group.registers : count > group.registers)

@@ -33,7 +33,11 @@ void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
   Fiber& self = *current_;
   Warp& warp = *self.warp;
   const uint64_t key = (reinterpret_cast<uintptr_t>(site.file) * 31 + uint64_t(site.line)) << 2 | uint64_t(space);
-  AccessStream& stream = warp.accesses[key];
+  if (warp.last_access == nullptr || warp.last_key != key) {
+    warp.last_access = &warp.accesses[key];
+    warp.last_key = key;
+  }
+  AccessStream& stream = *warp.last_access;
   const uint32_t turn = stream.next[self.lane]++ - stream.first;
   if (turn >= stream.open.size()) stream.open.resize(turn + 1);
   WarpAccess& access = stream.open[turn];

@@ -60,7 +60,7 @@ MemoryGuard::MemoryGuard() : signal_stack_(kSignalStackBytes), landing_stack_(kL
   previous_flags_ = before.ss_flags;
   const std::lock_guard<std::mutex> lock(guards_mutex);
   if (guards++ != 0) return;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   for (size_t i = 0; i < std::size(kSignals); ++i) sigaction(kSignals[i], &action, &previous_actions[i]);
@@ -84,7 +84,8 @@ void Machine::bad_memory(const void* memory, const void* code) {
   if (global_access.name != nullptr)
     fail(global_access.name, global_access.site, "there is no memory at global address %p", memory);
   // The place of a call is looked up before its return address.
-  fail("load or store", Site(static_cast<const char*>(code) + 1, kCodeAddress), "there is no memory at address %p", memory);
+  fail("load or store", Site(static_cast<const char*>(code) + 1, kCodeAddress), "there is no memory at address %p",
+       memory);
 }
 
 }  // namespace cuda_ext::simt

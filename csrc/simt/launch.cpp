@@ -72,7 +72,8 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
   if (c.x < 1 || c.y < 1 || c.z < 1 || c.count() > kMaxCluster)
     refuse(cluster + "a cluster has 1 to " + std::to_string(kMaxCluster) + " of them");
   if (c.count() > kMaxPortableCluster && !geometry.nonportable_cluster)
-    refuse(cluster + "more than " + std::to_string(kMaxPortableCluster) + " have to be asked for as nonportable_cluster");
+    refuse(cluster + "more than " + std::to_string(kMaxPortableCluster) +
+           " have to be asked for as nonportable_cluster");
   if (g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
     refuse(cluster + "it does not divide the grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " +
            std::to_string(g.z) + ")");

@@ -311,7 +311,11 @@ void Machine::end_block(Block& block) {
 }
 
 bool Machine::synchronizes(const char* instruction, Site site) {
-  if (noted_sites_.emplace(site.file, site.line, instruction).second) remember_site({site.file, site.line, instruction});
+  const std::tuple key(site.file, site.line, instruction);
+  if (!noted_sites_.contains(key)) {
+    noted_sites_.insert(key);
+    remember_site({site.file, site.line, instruction});
+  }
   const SyncSite* skip = options_.skip;
   if (skip != nullptr && skip->line == site.line && skip->file == site.file && skip->instruction == instruction)
     return false;

@@ -74,7 +74,7 @@ struct BulkStore {
   std::function<void(const std::vector<std::byte>&)> write;  // global memory, after that
   std::optional<std::vector<std::byte>> data;                // what was read
   bool written = false;
-  bool waited = false;  // for the reading
+  bool waited = false;                                // for the reading
   std::shared_ptr<const Operation> reading, writing;  // for the checker
   Site site;
 };
@@ -88,11 +88,11 @@ struct Fiber {
   int index;   // among all threads of the machine: its number for the checker
   int thread;  // threadIdx.x
   bool finished = false;
-  Wait wait{};                         // holds while the fiber cannot run
-  bool in_cluster_barrier = false;     // has arrived and not yet waited
-  uint32_t cluster_phase = 0;          // of that arrival
-  bool wgmma_fenced = false;           // since its last wait
-  uint64_t wgmma_committed = 0;        // groups
+  Wait wait{};                      // holds while the fiber cannot run
+  bool in_cluster_barrier = false;  // has arrived and not yet waited
+  uint32_t cluster_phase = 0;       // of that arrival
+  bool wgmma_fenced = false;        // since its last wait
+  uint64_t wgmma_committed = 0;     // groups
   uint64_t wgmma_retired = 0;
   std::vector<AsyncCopy> open_copies;  // since the last commit
   std::vector<BulkStore> open_stores;
@@ -133,6 +133,8 @@ struct Warp {
   Meeting meetings[kLanes];  // one for each lane that may be the lowest of a mask
   uint32_t meeting = 0;      // lanes that wait in one of these
   std::unordered_map<uint64_t, AccessStream> accesses;
+  uint64_t last_key = 0;  // the stream of the last access is mostly that of the next
+  AccessStream* last_access = nullptr;
 };
 
 struct NamedBarrier {

@@ -221,7 +221,8 @@ void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank,
                   .site = site};
   if (const Operation* writing = store.writing.get())
     for_pieces(fields, from, where, [&](SharedAddress, std::byte* global, int size) {
-      if (global != nullptr) check(writing, add ? Access::kAtomic : Access::kAsyncWrite, global, size, instruction, site);
+      if (global != nullptr)
+        check(writing, add ? Access::kAtomic : Access::kAsyncWrite, global, size, instruction, site);
     });
   start_store(std::move(store));
 }

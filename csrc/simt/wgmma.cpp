@@ -80,8 +80,9 @@ Descriptor decode(uint64_t bits, Site site) {
   if ((bits >> 49 & 7) != 0) machine->fail("wgmma", site, "a descriptor with a base offset; atoms have to be aligned");
   const uint32_t width = uint32_t(d.swizzle_bytes), atom = 8 * width;
   if (width > 16 && d.start % atom >= width)
-    machine->fail("wgmma", site, "the matrix at 0x%x begins in row %u of an atom of the %d-byte swizzle, not in the first",
-                  d.start, d.start % atom / width, d.swizzle_bytes);
+    machine->fail("wgmma", site,
+                  "the matrix at 0x%x begins in row %u of an atom of the %d-byte swizzle, not in the first", d.start,
+                  d.start % atom / width, d.swizzle_bytes);
   if (width > 16 && d.stride % atom != 0)
     machine->fail("wgmma", site, "a stride of %u bytes between atoms of the %d-byte swizzle, which take %u", d.stride,
                   d.swizzle_bytes, atom);
@@ -113,7 +114,8 @@ void for_units(const Block& block, uint64_t descriptor, int rows, int element, b
       const uint32_t atom = uint32_t(row / atom_rows), within = uint32_t(row % atom_rows * element);
       const uint32_t atoms_k = uint32_t(k / 8), k_within = uint32_t(k % 8) * width;
       unit(row, k,
-           within + k_within + (width > 16 ? atom * d.leading + atoms_k * d.stride : atom * d.stride + atoms_k * d.leading));
+           within + k_within +
+               (width > 16 ? atom * d.leading + atoms_k * d.stride : atom * d.stride + atoms_k * d.leading));
     }
   }
 }
@@ -130,8 +132,8 @@ float element_of(WgmmaType type, const std::byte* at) {
 }
 
 // The operand as floats: out[row * row_step + k * k_step].
-void read_operand(const Block& block, uint64_t descriptor, int rows, WgmmaType type, bool mn_major, Site site, float* out, int row_step,
-                  int k_step) {
+void read_operand(const Block& block, uint64_t descriptor, int rows, WgmmaType type, bool mn_major, Site site,
+                  float* out, int row_step, int k_step) {
   const int element = type == WgmmaType::kTf32 ? 4 : 2;
   const int step = mn_major ? row_step : k_step;
   for_units(block, descriptor, rows, element, mn_major, site, [&](int row, int k, const std::byte* from) {
@@ -182,7 +184,8 @@ void compute(const Product& product) {
   if (operands.a != nullptr)
     read_fragments(operands.type, product.a_at_issue.data(), a);
   else
-    read_operand(*product.block, operands.a_descriptor, kRows, operands.type, operands.a_transposed, product.site, a[0], kMaxK, 1);
+    read_operand(*product.block, operands.a_descriptor, kRows, operands.type, operands.a_transposed, product.site, a[0],
+                 kMaxK, 1);
   read_operand(*product.block, operands.b_descriptor, n, operands.type, operands.b_transposed, product.site, b, 1, n);
   std::vector<float>& value = product.accumulators->value;
   if (!operands.accumulate) std::fill(value.begin(), value.end(), 0.0f);
@@ -244,7 +247,8 @@ std::shared_ptr<Accumulators> find_accumulators(WgmmaUnit& unit, const std::arra
     }
     if (!any) continue;
     if (!every)
-      machine->fail("wgmma", site, "not all threads of the warpgroup have waited for the same products on these accumulators");
+      machine->fail("wgmma", site,
+                    "not all threads of the warpgroup have waited for the same products on these accumulators");
     for (int t = 0; t < kWarpgroupThreads && machine->lazy(); ++t) check_poison(*known, t, site);
     return known;
   }

@@ -12,12 +12,12 @@ using namespace arch;
 constexpr int kBlocks = 4;
 
 // A cluster of 4 blocks of 32 threads.
-#define CLUSTER_CASE(case_name, Storage, in_size, out_size)                                                             \
-  static const Register case_name##_case(                                                                              \
-      {#case_name, in_size, out_size, [](const uint32_t* in, uint32_t* out) {                                          \
-         rt::launch<case_name##_kernel>(                                                                               \
-             #case_name,                                                                                               \
-             {.grid = {2 * kBlocks}, .threads = 32, .cluster = {kBlocks}, .shared_bytes = sizeof(Storage)}, in, out);  \
+#define CLUSTER_CASE(case_name, Storage, in_size, out_size)                                                           \
+  static const Register case_name##_case(                                                                             \
+      {#case_name, in_size, out_size, [](const uint32_t* in, uint32_t* out) {                                         \
+         rt::launch<case_name##_kernel>(                                                                              \
+             #case_name,                                                                                              \
+             {.grid = {2 * kBlocks}, .threads = 32, .cluster = {kBlocks}, .shared_bytes = sizeof(Storage)}, in, out); \
        }})
 
 struct RowStorage {
@@ -37,8 +37,7 @@ GLOBAL(32, 1) cluster_loads_kernel(const uint32_t* in, uint32_t* out) {
   cluster_wait();
   uint32_t* const to = out + 4 * kBlocks + block * 32;
   const SharedAddress peer = mapa(shared_address(shared.row), (rank + 1) % kBlocks);
-  if (lane < 8)
-    store_global(to + 4 * lane, load_shared_cluster<Words4>(peer + 16 * uint32_t(7 - lane)));
+  if (lane < 8) store_global(to + 4 * lane, load_shared_cluster<Words4>(peer + 16 * uint32_t(7 - lane)));
   cluster_arrive();
   cluster_wait();
 }
@@ -105,8 +104,8 @@ static const Register multicast_case(
                                                                .strides = {128},
                                                                .box = {32, 1}});
        rt::launch<multicast_kernel>(
-           "multicast", {.grid = {2 * kBlocks}, .threads = 32, .cluster = {kBlocks}, .shared_bytes = sizeof(TileStorage)},
-           map, out);
+           "multicast",
+           {.grid = {2 * kBlocks}, .threads = 32, .cluster = {kBlocks}, .shared_bytes = sizeof(TileStorage)}, map, out);
      }});
 
 }  // namespace cuda_ext::conformance

@@ -44,7 +44,8 @@ struct Layout {
   }
   static DEVICE uint64_t descriptor(SharedAddress at) {
     const bool mn_is_leading = kSwizzled && major == Major::kMn;
-    return mn_is_leading ? make_descriptor(at, kMnStep, kKStep, swizzle) : make_descriptor(at, kKStep, kMnStep, swizzle);
+    return mn_is_leading ? make_descriptor(at, kMnStep, kKStep, swizzle)
+                         : make_descriptor(at, kKStep, kMnStep, swizzle);
   }
 };
 
@@ -203,8 +204,8 @@ GLOBAL(384, 1) wgmma_groups_kernel(const uint32_t* in, uint32_t* out) {
 static const Register wgmma_groups_case({"wgmma_groups", (64 + 16) * 32, 3 * 64 * 16 * 4,
                                          [](const uint32_t* in, uint32_t* out) {
                                            rt::launch<wgmma_groups_kernel>(
-                                               "wgmma_groups",
-                                               {.threads = 384, .shared_bytes = sizeof(OperandStorage)}, in, out);
+                                               "wgmma_groups", {.threads = 384, .shared_bytes = sizeof(OperandStorage)},
+                                               in, out);
                                          }});
 
 }  // namespace cuda_ext::conformance

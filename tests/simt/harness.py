@@ -83,8 +83,9 @@ class Library:
         self._c.conformance_name.restype = ctypes.c_char_p
         self._c.conformance_in_bytes.restype = ctypes.c_size_t
         self._c.conformance_out_bytes.restype = ctypes.c_size_t
-        self._c.simt_counter_name.restype = ctypes.c_char_p
-        self._c.simt_sync_sites.restype = ctypes.c_size_t
+        if hasattr(self._c, "simt_configure"):  # not where nvcc has built it
+            self._c.simt_counter_name.restype = ctypes.c_char_p
+            self._c.simt_sync_sites.restype = ctypes.c_size_t
         self.index = {self._c.conformance_name(i).decode(): i for i in range(self._c.conformance_count())}
 
     @classmethod

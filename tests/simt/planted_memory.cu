@@ -50,17 +50,17 @@ CONFORMANCE(deep_recursion, 32, 0, 256, 128) { out[0] = descend(in[0] % 1000 + 1
 CONFORMANCE(good_kernel, 32, 0, 256, 128) { out[thread_index()] = in[thread_index()] + 1; }
 
 // Launches that the hardware would refuse.
-#define REFUSED(name, ...)                                                                                    \
-  static const Register name##_case({#name, 256, 128, [](const uint32_t* in, uint32_t* out) {                 \
-                                       rt::launch<good_kernel_kernel>(#name, {__VA_ARGS__}, in, out);         \
+#define REFUSED(name, ...)                                                                            \
+  static const Register name##_case({#name, 256, 128, [](const uint32_t* in, uint32_t* out) {         \
+                                       rt::launch<good_kernel_kernel>(#name, {__VA_ARGS__}, in, out); \
                                      }})
 REFUSED(cluster_of_17, .grid = {34}, .threads = 32, .cluster = {17}, .nonportable_cluster = true);
 REFUSED(cluster_of_9, .grid = {18}, .threads = 32, .cluster = {9});
 REFUSED(cluster_that_does_not_divide, .grid = {7}, .threads = 32, .cluster = {2});
 REFUSED(too_much_shared_memory, .threads = 32, .shared_bytes = 228 * 1024);
 
-#define REFUSED_MAP(name, ...)                                                                                 \
-  static const Register name##_case(                                                                           \
+#define REFUSED_MAP(name, ...)       \
+  static const Register name##_case( \
       {#name, 256, 128, [](const uint32_t* in, uint32_t*) { rt::make_tensor_map(#name, {.data = in, __VA_ARGS__}); }})
 REFUSED_MAP(map_of_odd_stride, .sizes = {8, 2}, .strides = {40}, .box = {8, 2});
 REFUSED_MAP(map_of_large_box, .sizes = {8, 2}, .strides = {32}, .box = {8, 257});

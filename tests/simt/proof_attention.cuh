@@ -79,8 +79,7 @@ DEVICE void load_queries(const AttentionParams& p, SharedAddress to, int first_r
   for (int i = thread_index() % 128; i < 64 * kHeadDim / 8; i += 128) {
     const int row = i / 16, column = i % 16 * 8;
     Words4 eight{};
-    if (first_row + row < p.queries)
-      eight = load_global<Words4>(p.q + int64_t(first_row + row) * kHeadDim + column);
+    if (first_row + row < p.queries) eight = load_global<Words4>(p.q + int64_t(first_row + row) * kHeadDim + column);
     const SharedAddress at = to + uint32_t(column / 64 * 64 * 128 + row * 128 + column % 64 * 2);
     store_shared(at ^ (at >> 7 & 7) << 4, eight);
   }
@@ -180,7 +179,8 @@ DEVICE void attend(const AttentionParams& p, AttentionStorage& shared) {
   for (int i = 0; i < 64; i += 2) {
     const int r = row + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * (lane_index() % 4);
     const SharedAddress at = shared_address(shared.o[half][column / 32][r]) + uint32_t(column % 32 * 4);
-    store_shared(at ^ (at >> 7 & 7) << 4, Words2{{__builtin_bit_cast(uint32_t, o[i]), __builtin_bit_cast(uint32_t, o[i + 1])}});
+    store_shared(at ^ (at >> 7 & 7) << 4,
+                 Words2{{__builtin_bit_cast(uint32_t, o[i]), __builtin_bit_cast(uint32_t, o[i + 1])}});
   }
   if constexpr (bug != kNoProxyFenceBeforeStore) fence_async_shared();
   if constexpr (bug != kNoBarrierBeforeStore) named_barrier_sync(1 + half, 128);
@@ -227,7 +227,8 @@ void launch_proof_attention(const void* q, const void* k, const void* v, float* 
       "proof_attention",
       {.grid = {(queries + kQueries - 1) / kQueries}, .threads = 288, .shared_bytes = sizeof(AttentionStorage)},
       AttentionParams{static_cast<const bfloat16_t*>(q), map(k, rt::Element::kBFloat16, keys, 64),
-                      map(v, rt::Element::kBFloat16, keys, 64), map(o, rt::Element::kFloat32, queries, 32), queries, keys});
+                      map(v, rt::Element::kBFloat16, keys, 64), map(o, rt::Element::kFloat32, queries, 32), queries,
+                      keys});
 }
 
 }  // namespace cuda_ext::conformance

@@ -151,7 +151,9 @@ DEVICE void consume(const GemmParams& p, typename Config::Storage& shared, int t
   int k = 0;
   do {  // not a loop that may end at once: ptxas would then serialise the products
     if constexpr (bug != kNoFullWait)
-      barrier_wait(shared.full[at.stage], bug == kWrongFullParity ? at.parity ^ 1 : bug == kParityNeverFlips ? 0 : at.parity);
+      barrier_wait(shared.full[at.stage], bug == kWrongFullParity    ? at.parity ^ 1
+                                          : bug == kParityNeverFlips ? 0
+                                                                     : at.parity);
     const int stage = bug == kReadsTheNextStageOfTheRing ? (at.stage + 1) % Config::kStages : at.stage;
     const SharedAddress a = shared_address(shared.a[stage][64 * half]);
     const SharedAddress b = shared_address(shared.b[stage]) + (bug == kMisalignedAtom ? 256 : 0);
@@ -160,9 +162,9 @@ DEVICE void consume(const GemmParams& p, typename Config::Storage& shared, int t
     for (int step = 0; step < Config::kBlockK / 16; ++step) {
       constexpr auto swizzle = bug == kWrongSwizzle ? Swizzle::k64 : Swizzle::k128;
       const uint32_t along_k = uint32_t(step) * (bug == kWrongKStep ? 16 : 32);
-      wgmma_m64k16<T, Major::kK, Major::kK>(d, make_descriptor(a + along_k, 0, kAtom, swizzle),
-                                            make_descriptor(b + along_k, 0, bug == kWrongStride ? 2 * kAtom : kAtom, swizzle),
-                                            1);
+      wgmma_m64k16<T, Major::kK, Major::kK>(
+          d, make_descriptor(a + along_k, 0, kAtom, swizzle),
+          make_descriptor(b + along_k, 0, bug == kWrongStride ? 2 * kAtom : kAtom, swizzle), 1);
     }
     if constexpr (bug != kNoWgmmaCommit) wgmma_commit();
     if constexpr (bug == kTouchesAccumulatorsInFlight)

@@ -1,5 +1,7 @@
-"""The emulator notices mistakes with the instructions of sm_90a: those planted in the proof kernels, and the loss of any
-synchronisation call of theirs."""
+"""The emulator notices mistakes with the instructions of sm_90a.
+
+Those planted in the proof kernels, and the loss of any synchronisation call of theirs.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The Hopper proof kernels on the emulator: exact on whole numbers, whatever completes when. (test_planted_sm90.py: and free of
-races.)"""
+"""The Hopper proof kernels on the emulator: exact on whole numbers, whatever completes when.
+
+That they are free of races is in test_planted_sm90.py.
+"""
 
 from __future__ import annotations
 
