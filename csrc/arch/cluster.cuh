@@ -29,12 +29,12 @@ DEVICE int cluster_size() {
 }
 
 // The barrier of all threads of the cluster, in two steps. Of what came before, a relaxed arrival makes known to the
-// others only barriers that were initialised and fenced.
-DEVICE void cluster_arrive(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.release.aligned;" :: : "memory"); }
+// others only barriers that were initialised and fenced. Lanes of a warp need not come together.
+DEVICE void cluster_arrive(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.release;" :: : "memory"); }
 DEVICE void cluster_arrive_relaxed(Site = {}) {
-  CUDA_EXT_SM90("barrier.cluster.arrive.relaxed.aligned;" :: : "memory");
+  CUDA_EXT_SM90("barrier.cluster.arrive.relaxed;" :: : "memory");
 }
-DEVICE void cluster_wait(Site = {}) { CUDA_EXT_SM90("barrier.cluster.wait.acquire.aligned;" :: : "memory"); }
+DEVICE void cluster_wait(Site = {}) { CUDA_EXT_SM90("barrier.cluster.wait.acquire;" :: : "memory"); }
 
 // Where block `rank` of the cluster has what this block has at `address`.
 DEVICE SharedAddress mapa(SharedAddress address, int rank, Site = {}) {

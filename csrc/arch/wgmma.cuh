@@ -2,7 +2,8 @@
 //
 // d (64, N) = A (64, K) @ B (K, N) + scale_d * d, K being 32 bytes: 16 of float16 or bfloat16, 8 of tf32. B, and A or not,
 // are read from shared memory as a descriptor tells; what threads wrote there takes fence_async_shared first.
-//   wgmma_fence(d, a)    registers (accumulators, fragments of A) are as written; before the first product after a wait
+//   wgmma_fence(d, a)    registers (accumulators, fragments of A) are as written; before the first product after a wait,
+//                        and in every group before the first product on accumulators that none is under way on
 //   wgmma...(d, ...)     products, one after the other; nothing may touch d, a or the operands until a wait
 //   wgmma_commit()       closes a group of them
 //   wgmma_wait<n>(d)     at most n groups are still under way; names the accumulators that may be read from here on

@@ -92,6 +92,7 @@ struct Fiber {
   bool in_cluster_barrier = false;  // has arrived and not yet waited
   uint32_t cluster_phase = 0;       // of that arrival
   bool wgmma_fenced = false;        // since its last wait
+  bool wgmma_group_fenced = false;  // since its last commit
   uint64_t wgmma_committed = 0;     // groups
   uint64_t wgmma_retired = 0;
   std::vector<AsyncCopy> open_copies;  // since the last commit

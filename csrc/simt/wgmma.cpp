@@ -158,21 +158,31 @@ void read_fragments(WgmmaType type, const uint32_t* a, float (&out)[kRows][kMaxK
   }
 }
 
+// Columns that are added up side by side.
+typedef float Eight __attribute__((vector_size(32)));
+typedef float Sixteen __attribute__((vector_size(64)));
+
+// Four rows of d += a @ b, at as many columns as Columns holds.
+template <class Columns>
+[[gnu::always_inline]] inline void multiply_block(int n, int k, const float (*a)[kMaxK], const float* b, float* d) {
+  constexpr int kBlockRows = 4;
+  Columns sum[kBlockRows];
+  for (int r = 0; r < kBlockRows; ++r) std::memcpy(&sum[r], d + r * n, sizeof(Columns));
+  for (int p = 0; p < k; ++p) {
+    Columns row;
+    std::memcpy(&row, b + p * n, sizeof(Columns));
+    for (int r = 0; r < kBlockRows; ++r) sum[r] += a[r][p] * row;
+  }
+  for (int r = 0; r < kBlockRows; ++r) std::memcpy(d + r * n, &sum[r], sizeof(Columns));
+}
+
 // d (64, n) += a (64, k) @ b (k, n), added up in order of k. Products of the operands' types are exact in float32.
 CUDA_EXT_SIMT_CLONES
 void multiply(int n, int k, const float (&a)[kRows][kMaxK], const float* b, float* d) {
-  constexpr int kBlockRows = 4, kBlockColumns = 8;
-  for (int i = 0; i < kRows; i += kBlockRows) {
-    for (int j = 0; j < n; j += kBlockColumns) {
-      float sum[kBlockRows][kBlockColumns];
-      for (int r = 0; r < kBlockRows; ++r)
-        for (int c = 0; c < kBlockColumns; ++c) sum[r][c] = d[(i + r) * n + j + c];
-      for (int p = 0; p < k; ++p)
-        for (int r = 0; r < kBlockRows; ++r)
-          for (int c = 0; c < kBlockColumns; ++c) sum[r][c] += a[i + r][p] * b[p * n + j + c];
-      for (int r = 0; r < kBlockRows; ++r)
-        for (int c = 0; c < kBlockColumns; ++c) d[(i + r) * n + j + c] = sum[r][c];
-    }
+  for (int i = 0; i < kRows; i += 4) {
+    int j = 0;
+    for (; j + 16 <= n; j += 16) multiply_block<Sixteen>(n, k, a + i, b + j, d + i * n + j);
+    if (j < n) multiply_block<Eight>(n, k, a + i, b + j, d + i * n + j);
   }
 }
 
@@ -252,6 +262,9 @@ std::shared_ptr<Accumulators> find_accumulators(WgmmaUnit& unit, const std::arra
     for (int t = 0; t < kWarpgroupThreads && machine->lazy(); ++t) check_poison(*known, t, site);
     return known;
   }
+  if (!machine->current().wgmma_group_fenced)
+    machine->fail("wgmma", site,
+                  "a group that begins a sum begins with a wgmma_fence; ptxas would put one in and wait");
   auto fresh = std::make_shared<Accumulators>();
   fresh->n = n;
   fresh->value.resize(size_t(kRows) * size_t(n));
@@ -334,11 +347,14 @@ void wgmma(float* d, const WgmmaOperands& operands, Site site) {
 }
 
 void wgmma_fence(Site site) {
-  if (machine->synchronizes("wgmma_fence", site)) machine->current().wgmma_fenced = true;
+  if (!machine->synchronizes("wgmma_fence", site)) return;
+  machine->current().wgmma_fenced = true;
+  machine->current().wgmma_group_fenced = true;
 }
 
 void wgmma_commit(Site site) {
   if (!machine->synchronizes("wgmma_commit", site)) return;
+  machine->current().wgmma_group_fenced = false;
   WgmmaUnit& unit = own_unit();
   const int thread = machine->current().thread % kWarpgroupThreads;
   if (!machine->lazy())  // as soon as can be, but once for a group

@@ -108,4 +108,19 @@ static const Register multicast_case(
            {.grid = {2 * kBlocks}, .threads = 32, .cluster = {kBlocks}, .shared_bytes = sizeof(TileStorage)}, map, out);
      }});
 
+// Two kernels in a row, the second of which may start before the first has ended: it adds to what the first wrote.
+GLOBAL(32, 1) programmatic_kernel(const uint32_t* in, uint32_t* out, int second) {
+  const int lane = lane_index();
+  grid_launch_dependents();
+  const uint32_t own = in[second * 32 + lane];
+  grid_dependency_wait();
+  store_global(out + second * 32 + lane, second == 0 ? own : own + load_global_streaming<uint32_t>(out + 31 - lane));
+}
+static const Register programmatic_case({"programmatic_launch", 256, 256, [](const uint32_t* in, uint32_t* out) {
+                                           for (int i = 0; i < 2; ++i)
+                                             rt::launch<programmatic_kernel>("programmatic_launch",
+                                                                             {.threads = 32, .programmatic = true}, in,
+                                                                             out, i);
+                                         }});
+
 }  // namespace cuda_ext::conformance

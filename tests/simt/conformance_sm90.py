@@ -155,7 +155,16 @@ def multicast(x: np.ndarray) -> np.ndarray:
     return out.ravel()
 
 
-references |= {"cluster_loads": cluster_loads, "cluster_stores": cluster_stores, "multicast": multicast}
+def programmatic_launch(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([x[:32], x[32:] + x[31::-1]])
+
+
+references |= {
+    "cluster_loads": cluster_loads,
+    "cluster_stores": cluster_stores,
+    "multicast": multicast,
+    "programmatic_launch": programmatic_launch,
+}
 for _name in (
     "tma_load_1d_64_none_float32",
     "tma_load_2d_16_none_uint8",

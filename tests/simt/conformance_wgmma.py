@@ -1,4 +1,4 @@
-"""What the cases of conformance_wgmma.cu have to answer, and the inputs for them: whole numbers, whose sums are exact."""
+"""What the cases of conformance_wgmma.cu have to answer, and whole numbers as inputs, whose sums are exact."""
 
 from __future__ import annotations
 

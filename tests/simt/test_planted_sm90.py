@@ -114,3 +114,29 @@ def test_loss_of_any_synchronisation_is_noticed(library: Library, hooked: Librar
         and not any(is_caught(hooked, kernel, seed, check_races=True, skip=site) for seed in SEEDS)
     }
     assert survivors == {site for site in HARMLESS if site in map(str, sites)}
+
+
+def message(library: Library, name: str, check_races: bool = False) -> str:
+    with library.options("lazy", "pct", SEEDS[0], check_races), pytest.raises(Fault) as caught:
+        is_right(library, name, 0)
+    return str(caught.value)
+
+
+def test_deadlock_tells_what_barriers_miss(library: Library) -> None:
+    table = message(library, "kAnnouncesTooManyBytes")
+    row = r"barrier_wait at proof_gemm.cuh:\d+: barrier 0x\w+ in phase 0, waits for the end of parity 0; "
+    assert re.search(row + r"0 of 1 arrivals and 16 bytes are missing \(32 threads\)", table)
+    table = message(library, "kReleasesItsOwnBlockOnly")
+    assert re.search(r"barrier_wait_cluster at proof_gemm.cuh:\d+: barrier 0x\w+ in phase 0, .*2 of 4 arrivals", table)
+    assert re.search(r"cluster_wait at proof_gemm.cuh:\d+: \d+ of 768 threads of the cluster have arrived", table)
+
+
+def test_race_names_the_engines_and_the_block(hooked: Library) -> None:
+    early = (
+        r"tma_load at proof_gemm.cuh:\d+: race: this write of shared address 0x\w+ and the read by thread \d+ of this"
+    )
+    assert re.search(
+        early + r" block, wgmma at proof_gemm.cuh:\d+, are in no order", message(hooked, "kReleasesBeforeTheWait", True)
+    )
+    remote = r"tma_load_multicast at .*shared address 0x\w+ in block \(0, 0, 0\)"
+    assert re.search(remote, message(hooked, "kWaitsAtBlockScope", True))
