@@ -39,6 +39,24 @@ struct LaunchConfig {
   Stream stream = nullptr;
 };
 
+// The limits of clusters, which the error of a launch would not tell.
+inline void check_cluster(const char* name, const LaunchConfig& config) {
+  constexpr int kMaxCluster = 16, kMaxPortableCluster = 8;
+  const Extent& c = config.cluster;
+  const Extent& g = config.grid;
+  const auto text = [](const Extent& e) {
+    return "(" + std::to_string(e.x) + ", " + std::to_string(e.y) + ", " + std::to_string(e.z) + ")";
+  };
+  const int limit = config.nonportable_cluster ? kMaxCluster : kMaxPortableCluster;
+  if (c.x < 1 || c.y < 1 || c.z < 1 || c.x * c.y * c.z > limit)
+    throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks; it has 1 to " +
+                             std::to_string(limit) + " of them" +
+                             (config.nonportable_cluster ? "" : ", or 16 if asked for as nonportable_cluster"));
+  if (g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
+    throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks does not divide the grid of " +
+                             text(g));
+}
+
 #if defined(__CUDACC__)
 
 // Throws what the runtime said, with the name of the kernel and what was being done.
@@ -48,16 +66,22 @@ inline void check(cudaError_t error, const char* kernel, const char* action) {
   throw std::runtime_error(std::string(kernel) + ": " + action + ": " + cudaGetErrorString(error));
 }
 
+constexpr int kMaxDevices = 64;
+
+inline int current_device(const char* name) {
+  int device = 0;
+  check(cudaGetDevice(&device), name, "ask for the current device");
+  return device;
+}
+
 // Shared memory beyond 48 KiB has to be asked for, once per kernel and device; not while a graph is captured, so the
 // flag is set by the first launch and read by all others.
 template <auto kernel>
 void allow_shared_memory(const char* name, size_t bytes) {
   constexpr size_t kFree = 48 * 1024;
-  constexpr int kMaxDevices = 64;
   static std::array<std::atomic<size_t>, kMaxDevices> allowed{};
   if (bytes <= kFree) return;
-  int device = 0;
-  check(cudaGetDevice(&device), name, "ask for the current device");
+  const int device = current_device(name);
   if (device < kMaxDevices && allowed[device].load(std::memory_order_acquire) >= bytes) return;
   int limit = 0;
   check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name, "ask for its limits");
@@ -69,6 +93,17 @@ void allow_shared_memory(const char* name, size_t bytes) {
                              int(bytes)),
         name, "reserve shared memory");
   if (device < kMaxDevices) allowed[device].store(bytes, std::memory_order_release);
+}
+
+// So have clusters of more than 8 blocks.
+template <auto kernel>
+void allow_nonportable_cluster(const char* name) {
+  static std::array<std::atomic<bool>, kMaxDevices> allowed{};
+  const int device = current_device(name);
+  if (device < kMaxDevices && allowed[device].load(std::memory_order_acquire)) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+        name, "allow a cluster of more than 8 blocks");
+  if (device < kMaxDevices) allowed[device].store(true, std::memory_order_release);
 }
 
 template <auto kernel, class... Params>
@@ -107,11 +142,11 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
 
 template <auto kernel, class... Params>
 void launch(const char* name, const LaunchConfig& config, const Params&... params) {
+  check_cluster(name, config);
   simt::Geometry geometry;
   geometry.grid = {config.grid.x, config.grid.y, config.grid.z};
   geometry.block = config.threads;
   geometry.cluster = {config.cluster.x, config.cluster.y, config.cluster.z};
-  geometry.nonportable_cluster = config.nonportable_cluster;
   geometry.shared_bytes = config.shared_bytes;
   geometry.blocks_wait = config.blocks_wait;
   simt::launch(name, geometry, [&] { kernel(params...); });

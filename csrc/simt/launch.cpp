@@ -18,7 +18,6 @@ namespace {
 
 constexpr uint32_t kMaxSharedBytes = 227 * 1024;
 constexpr int kMaxThreads = 1024;
-constexpr int kMaxCluster = 16, kMaxPortableCluster = 8;
 
 std::mutex global_mutex;
 Counters total_counters{};
@@ -67,17 +66,6 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
   if (geometry.shared_bytes > kMaxSharedBytes)
     refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
            std::to_string(kMaxSharedBytes));
-  const std::string cluster =
-      "a cluster of (" + std::to_string(c.x) + ", " + std::to_string(c.y) + ", " + std::to_string(c.z) + ") blocks; ";
-  if (c.x < 1 || c.y < 1 || c.z < 1 || c.count() > kMaxCluster)
-    refuse(cluster + "a cluster has 1 to " + std::to_string(kMaxCluster) + " of them");
-  if (c.count() > kMaxPortableCluster && !geometry.nonportable_cluster)
-    refuse(cluster + "more than " + std::to_string(kMaxPortableCluster) +
-           " have to be asked for as nonportable_cluster");
-  if (g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
-    refuse(cluster + "it does not divide the grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " +
-           std::to_string(g.z) + ")");
-
   const int64_t clusters = g.count() / c.count();
   const bool together = geometry.blocks_wait;
   int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
