@@ -34,6 +34,7 @@ FLAGS = (
     "-Wextra",
     "-Wno-unknown-pragmas",
     "-Wno-missing-field-initializers",
+    "-Wno-psabi",
 )
 # Plain loads and stores of kernels then call the emulator (csrc/simt/raw_access.cpp).
 HOOK_FLAGS = ("-fsanitize=thread", "-fno-threadsafe-statics")
@@ -59,7 +60,7 @@ def build_library(
         objects = list(pool.map(lambda job: _compile(*job), jobs))
         target = FOLDER / f"{name}.so"
         link = [_compiler(), "-shared", "-pthread", *map(str, objects), "-o"]
-        _make(target, link, [str(path.stat().st_mtime_ns) for path in objects])
+        make(target, link, [str(path.stat().st_mtime_ns) for path in objects])
     return target
 
 
@@ -71,17 +72,18 @@ def _compile(source: Path, flags: Sequence[str]) -> Path:
     flags_digest = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:8]
     target = FOLDER / f"{source.stem}-{flags_digest}.o"
     command = [_compiler(), *flags, f"-I{CSRC}", "-x", "c++", "-c", str(source), "-o"]
-    _make(target, command, [source.read_text(), *_headers(source.parent)])
+    make(target, command, [source.read_text(), *headers(source.parent)])
     return target
 
 
-def _headers(folder: Path) -> list[str]:
-    files = {path for root in {CSRC, folder} for path in root.rglob("*") if path.suffix in {".h", ".cuh"}}
+def headers(folder: Path) -> list[str]:
+    """What sources in `folder` may include, with its contents."""
+    files = {path for root in {CSRC, folder} for path in root.rglob("*") if path.suffix in {".h", ".cuh", ".inc"}}
     return [f"{path}\0{path.read_text()}" for path in sorted(files)]
 
 
-def _make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
-    """Runs `command`, whose last argument is to be the target, unless that was made from the same already."""
+def make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
+    """Runs `command`, whose last argument is to be the target, unless that was made from the same inputs already."""
     key = hashlib.sha256(repr((command, inputs)).encode()).hexdigest()
     key_file = target.with_suffix(target.suffix + ".key")
     if target.exists() and key_file.exists() and key_file.read_text() == key:
@@ -91,7 +93,7 @@ def _make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
     scratch = target.with_suffix(".tmp" + target.suffix)
     done = subprocess.run([*command, str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"cuda_ext: the emulator cannot be built: {' '.join(command)} says\n{done.stdout}")
+        raise RuntimeError(f"cuda_ext: cannot build {target.name}: {' '.join(command)} says\n{done.stdout}")
     if done.stdout:
         print(done.stdout, file=sys.stderr)
     scratch.replace(target)

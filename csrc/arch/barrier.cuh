@@ -39,6 +39,13 @@ DEVICE void barrier_arrive_expect(Barrier& barrier, uint32_t bytes, Site = {}) {
                : "memory");
 #endif
 }
+// Announces bytes without arriving.
+DEVICE void barrier_expect(Barrier& barrier, uint32_t bytes, Site = {}) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
 DEVICE void barrier_wait(Barrier& barrier, uint32_t parity, Site = {}) {
 #if __CUDA_ARCH__ >= 900
   const SharedAddress address = shared_address(&barrier);
@@ -65,12 +72,15 @@ DEVICE void barrier_init(Barrier& barrier, int arrivals, Site site = {}) {
 }
 DEVICE void barrier_invalidate(Barrier& barrier, Site site = {}) { simt::barrier_invalidate(&barrier.word, site); }
 DEVICE void fence_barrier_init(Site site = {}) { simt::fence_barrier_init(site); }
-DEVICE void barrier_arrive(Barrier& barrier, Site site = {}) { simt::barrier_arrive(&barrier.word, 0, site); }
+DEVICE void barrier_arrive(Barrier& barrier, Site site = {}) { simt::barrier_arrive(&barrier.word, site); }
 DEVICE void barrier_arrive_expect(Barrier& barrier, uint32_t bytes, Site site = {}) {
-  simt::barrier_arrive(&barrier.word, bytes, site);
+  simt::barrier_arrive_expect(&barrier.word, bytes, site);
+}
+DEVICE void barrier_expect(Barrier& barrier, uint32_t bytes, Site site = {}) {
+  simt::barrier_expect(&barrier.word, bytes, site);
 }
 DEVICE void barrier_wait(Barrier& barrier, uint32_t parity, Site site = {}) {
-  simt::barrier_wait(&barrier.word, parity, site);
+  simt::barrier_wait(&barrier.word, parity, false, site);
 }
 DEVICE void fence_async_shared(Site site = {}) { simt::fence_async_shared(site); }
 

@@ -1,8 +1,12 @@
 // The tensor memory accelerator: one thread starts the copy of a whole tile (sm_90).
 //
 // A tensor map describes a tensor of 1 to 5 dimensions in global memory and the box that one copy moves; coordinates are
-// elements, innermost first. What lies outside of the tensor is read as zeros and never written. Loads complete bytes of
-// an mbarrier; stores are committed to groups that their thread waits for.
+// elements, innermost first. What lies outside of the tensor is read as zeros and never written.
+//
+// tma_load fills shared memory at `to`, 128-byte aligned (for the 128-byte swizzle: 1024), and completes the box's bytes at
+// `barrier`; tma_load_multicast does so at the same addresses of every block of the cluster whose rank is a bit of
+// `blocks`. tma_store writes from shared memory, or adds in the tensor's type; stores are committed to groups that their
+// thread waits for.
 #pragma once
 
 #include "arch/barrier.cuh"
@@ -10,7 +14,7 @@
 namespace cuda_ext::arch {
 
 // A CUtensorMap, without its header; made on the host by rt::make_tensor_map, passed by value as a GRID_CONSTANT.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
 
@@ -26,68 +30,39 @@ DEVICE void tma_prefetch(const TensorMap& map, Site = {}) {
   CUDA_EXT_TMA("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Into shared memory at `to`, 128-byte aligned (swizzled boxes: to 1024), announced to `barrier`.
-DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[1], Site = {}) {
-  CUDA_EXT_TMA(
-      "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3}], [%2];" ::"r"(
-          to),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(at[0]) : "memory");
-}
-DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[2], Site = {}) {
-  CUDA_EXT_TMA(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
-          "r"(to),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(at[0]), "r"(at[1]) : "memory");
-}
-DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[3], Site = {}) {
-  CUDA_EXT_TMA(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
-      "[%2];" ::"r"(to),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]) : "memory");
-}
-DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[4], Site = {}) {
-  CUDA_EXT_TMA(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];" ::"r"(to),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]) : "memory");
-}
-DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[5], Site = {}) {
-  CUDA_EXT_TMA(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
-      "%7}], [%2];" ::"r"(to),
-      "l"(&map), "r"(shared_address(&barrier)), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]) : "memory");
-}
-
-// Out of shared memory; `add`: to what is there, in the tensor's type.
-template <bool add = false>
-DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[1], Site = {}) {
-  if constexpr (add)
-    CUDA_EXT_TMA("cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%0, {%2}], [%1];" ::"l"(&map),
-                 "r"(from), "r"(at[0]) : "memory");
-  else
-    CUDA_EXT_TMA("cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group [%0, {%2}], [%1];" ::"l"(&map), "r"(from),
-                 "r"(at[0]) : "memory");
-}
-template <bool add = false>
-DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[2], Site = {}) {
-  if constexpr (add)
-    CUDA_EXT_TMA(
-        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-        "r"(from), "r"(at[0]), "r"(at[1]) : "memory");
-  else
-    CUDA_EXT_TMA("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
-                 "r"(from), "r"(at[0]), "r"(at[1]) : "memory");
-}
-template <bool add = false>
-DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[3], Site = {}) {
-  if constexpr (add)
-    CUDA_EXT_TMA(
-        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-        "r"(from), "r"(at[0]), "r"(at[1]), "r"(at[2]) : "memory");
-  else
-    CUDA_EXT_TMA("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-                 "r"(from), "r"(at[0]), "r"(at[1]), "r"(at[2]) : "memory");
-}
+// For each rank; the strings are where its instructions find the coordinates: after three operands (and, after those, the
+// mask of a multicast) and after two.
+#define CUDA_EXT_TMA_RANK(rank, at3, mask, at2, ...)                                                                 \
+  DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank], Site = {}) { \
+    CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                       \
+                 "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, " at3 "], [%2];" ::"r"(to),  \
+                 "l"(&map), "r"(shared_address(&barrier)), __VA_ARGS__ : "memory");                                  \
+  }                                                                                                                  \
+  DEVICE void tma_load_multicast(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank],    \
+                                 uint16_t blocks, Site = {}) {                                                       \
+    CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                       \
+                 "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, " at3     \
+                 "], [%2], " mask ";" ::"r"(to),                                                                     \
+                 "l"(&map), "r"(shared_address(&barrier)), __VA_ARGS__, "h"(blocks) : "memory");                     \
+  }                                                                                                                  \
+  template <bool add = false>                                                                                        \
+  DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[rank], Site = {}) {                \
+    if constexpr (add)                                                                                               \
+      CUDA_EXT_TMA("cp.reduce.async.bulk.tensor." #rank "d.global.shared::cta.add.tile.bulk_group [%0, " at2         \
+                   "], [%1];" ::"l"(&map),                                                                           \
+                   "r"(from), __VA_ARGS__ : "memory");                                                               \
+    else                                                                                                             \
+      CUDA_EXT_TMA("cp.async.bulk.tensor." #rank "d.global.shared::cta.tile.bulk_group [%0, " at2                    \
+                   "], [%1];" ::"l"(&map),                                                                           \
+                   "r"(from), __VA_ARGS__ : "memory");                                                               \
+  }
+CUDA_EXT_TMA_RANK(1, "{%3}", "%4", "{%2}", "r"(at[0]))
+CUDA_EXT_TMA_RANK(2, "{%3, %4}", "%5", "{%2, %3}", "r"(at[0]), "r"(at[1]))
+CUDA_EXT_TMA_RANK(3, "{%3, %4, %5}", "%6", "{%2, %3, %4}", "r"(at[0]), "r"(at[1]), "r"(at[2]))
+CUDA_EXT_TMA_RANK(4, "{%3, %4, %5, %6}", "%7", "{%2, %3, %4, %5}", "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]))
+CUDA_EXT_TMA_RANK(5, "{%3, %4, %5, %6, %7}", "%8", "{%2, %3, %4, %5, %6}", "r"(at[0]), "r"(at[1]), "r"(at[2]),
+                  "r"(at[3]), "r"(at[4]))
+#undef CUDA_EXT_TMA_RANK
 
 // Plain bytes, a multiple of 16, between addresses aligned to 16.
 DEVICE void bulk_load(SharedAddress to, const void* from, uint32_t bytes, Barrier& barrier, Site = {}) {
@@ -116,7 +91,12 @@ DEVICE void bulk_wait(Site = {}) {
 DEVICE void tma_prefetch(const TensorMap&, Site = {}) {}
 template <int rank>
 DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank], Site site = {}) {
-  simt::tma_load(to, map.opaque, &barrier.word, at, rank, site);
+  simt::tma_load(to, map.opaque, &barrier.word, at, rank, 0, site);
+}
+template <int rank>
+DEVICE void tma_load_multicast(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank],
+                               uint16_t blocks, Site site = {}) {
+  simt::tma_load(to, map.opaque, &barrier.word, at, rank, blocks, site);
 }
 template <bool add = false, int rank>
 DEVICE void tma_store(const TensorMap& map, SharedAddress from, const int (&at)[rank], Site site = {}) {

@@ -32,11 +32,30 @@ struct LaunchConfig {
   Extent grid;
   int threads = 1;  // of a block
   Extent cluster;
-  size_t shared_bytes = 0;    // dynamic
-  bool blocks_wait = false;   // blocks wait for one another, so all of them must fit the device at once
-  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended (sm_90)
+  bool nonportable_cluster = false;  // of 9 to 16 blocks, which not every device can run
+  size_t shared_bytes = 0;           // dynamic
+  bool blocks_wait = false;          // blocks wait for one another, so all of them must fit the device at once
+  bool programmatic = false;         // may start before the kernel ahead of it in the stream has ended (sm_90)
   Stream stream = nullptr;
 };
+
+// The limits of clusters, which the error of a launch would not tell.
+inline void check_cluster(const char* name, const LaunchConfig& config) {
+  constexpr int kMaxCluster = 16, kMaxPortableCluster = 8;
+  const Extent& c = config.cluster;
+  const Extent& g = config.grid;
+  const auto text = [](const Extent& e) {
+    return "(" + std::to_string(e.x) + ", " + std::to_string(e.y) + ", " + std::to_string(e.z) + ")";
+  };
+  const int limit = config.nonportable_cluster ? kMaxCluster : kMaxPortableCluster;
+  if (c.x < 1 || c.y < 1 || c.z < 1 || c.x * c.y * c.z > limit)
+    throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks; it has 1 to " +
+                             std::to_string(limit) + " of them" +
+                             (config.nonportable_cluster ? "" : ", or 16 if asked for as nonportable_cluster"));
+  if (g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
+    throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks does not divide the grid of " +
+                             text(g));
+}
 
 #if defined(__CUDACC__)
 
@@ -47,16 +66,22 @@ inline void check(cudaError_t error, const char* kernel, const char* action) {
   throw std::runtime_error(std::string(kernel) + ": " + action + ": " + cudaGetErrorString(error));
 }
 
+constexpr int kMaxDevices = 64;
+
+inline int current_device(const char* name) {
+  int device = 0;
+  check(cudaGetDevice(&device), name, "ask for the current device");
+  return device;
+}
+
 // Shared memory beyond 48 KiB has to be asked for, once per kernel and device; not while a graph is captured, so the
 // flag is set by the first launch and read by all others.
 template <auto kernel>
 void allow_shared_memory(const char* name, size_t bytes) {
   constexpr size_t kFree = 48 * 1024;
-  constexpr int kMaxDevices = 64;
   static std::array<std::atomic<size_t>, kMaxDevices> allowed{};
   if (bytes <= kFree) return;
-  int device = 0;
-  check(cudaGetDevice(&device), name, "ask for the current device");
+  const int device = current_device(name);
   if (device < kMaxDevices && allowed[device].load(std::memory_order_acquire) >= bytes) return;
   int limit = 0;
   check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name, "ask for its limits");
@@ -70,9 +95,24 @@ void allow_shared_memory(const char* name, size_t bytes) {
   if (device < kMaxDevices) allowed[device].store(bytes, std::memory_order_release);
 }
 
+// So have clusters of more than 8 blocks.
+template <auto kernel>
+void allow_nonportable_cluster(const char* name) {
+  static std::array<std::atomic<bool>, kMaxDevices> allowed{};
+  const int device = current_device(name);
+  if (device < kMaxDevices && allowed[device].load(std::memory_order_acquire)) return;
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+        name, "allow a cluster of more than 8 blocks");
+  if (device < kMaxDevices) allowed[device].store(true, std::memory_order_release);
+}
+
 template <auto kernel, class... Params>
 void launch(const char* name, const LaunchConfig& config, const Params&... params) {
   allow_shared_memory<kernel>(name, config.shared_bytes);
+  if (config.nonportable_cluster)
+    check(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+        name, "allow a cluster of more than 8 blocks");
   cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.grid.x, config.grid.y, config.grid.z);
@@ -102,6 +142,7 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
 
 template <auto kernel, class... Params>
 void launch(const char* name, const LaunchConfig& config, const Params&... params) {
+  check_cluster(name, config);
   simt::Geometry geometry;
   geometry.grid = {config.grid.x, config.grid.y, config.grid.z};
   geometry.block = config.threads;

@@ -68,21 +68,59 @@ void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, 
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site);
 
-// mbarriers; `bytes` are announced with the arrival.
+// mbarriers.
 void barrier_init(uint64_t* word, int arrivals, Site site);
 void barrier_invalidate(uint64_t* word, Site site);
 void fence_barrier_init(Site site);
-void barrier_arrive(uint64_t* word, uint32_t bytes, Site site);
-void barrier_wait(uint64_t* word, uint32_t parity, Site site);
+void barrier_arrive(uint64_t* word, Site site);
+void barrier_arrive_expect(uint64_t* word, uint32_t bytes, Site site);
+void barrier_arrive_remote(SharedAddress barrier, Site site);
+void barrier_expect(uint64_t* word, uint32_t bytes, Site site);
+void barrier_wait(uint64_t* word, uint32_t parity, bool cluster, Site site);
 void fence_async_shared(Site site);
 
-// TMA. `map` is an encoded TensorMapFields.
-void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, Site site);
+// Clusters.
+int cluster_rank();
+int cluster_size();
+SharedAddress mapa(SharedAddress address, int rank, Site site);
+void cluster_arrive(bool relaxed, Site site);
+void cluster_wait(Site site);
+void load_shared_cluster(void* to, SharedAddress from, int bytes, Site site);
+void store_shared_cluster(SharedAddress to, const void* from, int bytes, Site site);
+
+// Registers and the order of kernels.
+void set_max_registers(int count, bool increase, Site site);
+void grid_dependency_wait(Site site);
+void grid_launch_dependents(Site site);
+
+// TMA. `map` is an encoded TensorMapFields; bit r of `blocks` names block r of the cluster, none this block alone.
+void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, uint32_t blocks,
+              Site site);
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site);
 void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* barrier, Site site);
 void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site);
 void bulk_commit(Site site);
 void bulk_wait(int pending, bool read_only, Site site);
+
+// wgmma: d (64, n) = A (64, k) @ B (k, n) + (accumulate ? d : 0), k of 32 bytes. `a` is the fragment of A in registers, or
+// null: then A is at a_descriptor.
+enum class WgmmaType : uint8_t { kFloat16, kBFloat16, kTf32 };
+struct WgmmaOperands {
+  WgmmaType type;
+  int n;
+  const uint32_t* a;
+  uint64_t a_descriptor;
+  uint64_t b_descriptor;
+  bool a_transposed;  // MN-major
+  bool b_transposed;
+  bool accumulate;
+};
+void wgmma(float* d, const WgmmaOperands& operands, Site site);
+void wgmma_fence(Site site);
+void wgmma_commit(Site site);
+void wgmma_wait(int pending, Site site);
+// Of accumulators that are about to be read.
+void wgmma_expect_idle(const float* d, Site site);
 
 // Conversions, to nearest with ties to even; to_tf32 with ties away from zero.
 inline uint32_t float_bits(float x) {

@@ -1,32 +1,83 @@
-// mbarriers.
+// mbarriers, and the barrier of a cluster.
 #include <utility>
 
-#include "simt/checker.h"
+#include "simt/engines.h"
 
 namespace cuda_ext::simt {
 
 namespace {
 
 constexpr uint64_t kMagic = 0x6d62617272696572;  // what an initialised word holds; nothing else may write there
+constexpr int64_t kMaxBytes = (1 << 20) - 1;     // that a phase can miss
+constexpr int kCheckedBytes = 2;                 // of a word: one cell of the checker stands for all
 
-void end_phase_if_complete(uint64_t* word, BarrierState& state) {
+// What the checker knows a barrier's knowledge by: that of the phases that ended, and of the one that is open; what
+// threads of other blocks did is apart, as a wait of the block's scope does not acquire it.
+struct Keys {
+  explicit Keys(const uint64_t* word) : at(reinterpret_cast<const char*>(word)) {}
+  const char* at;
+  const void* ended() const { return at; }
+  const void* open() const { return at + 1; }
+  const void* remote_ended() const { return at + 2; }
+  const void* remote_open() const { return at + 3; }
+};
+
+void end_phase_if_complete(const uint64_t* word, BarrierState& state) {
   if (state.pending != 0 || state.bytes != 0) return;
   ++state.phase;
   state.pending = state.expected;
+  if (Checker* checker = machine->checker()) {
+    checker->pass_on(Keys(word).open(), Keys(word).ended());
+    checker->pass_on(Keys(word).remote_open(), Keys(word).remote_ended());
+  }
   for (Fiber* fiber : std::exchange(state.waiting, {})) machine->wake(*fiber);
-  (void)word;
+}
+
+// A use of the barrier has to be in order after its initialisation, and before it becomes something else.
+void check_use(const uint64_t* word, const char* instruction, Site site) {
+  if (Checker* checker = machine->checker()) checker->access(Access::kRead, word, kCheckedBytes, instruction, site);
+}
+
+void announce(const uint64_t* word, BarrierState& state, uint32_t bytes, const char* instruction, Site site) {
+  state.bytes += bytes;
+  if (state.bytes > kMaxBytes)
+    machine->fail(instruction, site, "phase %u of the barrier at 0x%x waits for %lld bytes; it can for 2^20 - 1",
+                  state.phase, machine->address_of(word), (long long)state.bytes);
+}
+
+void arrive(Block& block, SharedAddress address, uint32_t bytes, const char* instruction, Site site) {
+  BarrierState& state = machine->barrier(block, address, instruction, site);
+  const uint64_t* word = machine->barrier_word(block, address);
+  ++machine->count(Count::kBarrier);
+  if (state.pending == 0)
+    machine->fail(instruction, site, "more than the %u arrivals of phase %u at the barrier at 0x%x", state.expected,
+                  state.phase, address);
+  check_use(word, instruction, site);
+  if (Checker* checker = machine->checker())
+    checker->release(&block == machine->current().block ? Keys(word).open() : Keys(word).remote_open());
+  announce(word, state, bytes, instruction, site);
+  --state.pending;
+  end_phase_if_complete(word, state);
 }
 
 }  // namespace
 
-BarrierState& Machine::barrier(uint64_t* word, const char* instruction, Site site) {
-  Block& block = *current_->block;
-  const SharedAddress address = address_of(word);
-  shared(address, 8, 8, instruction, site);
+BarrierState& Machine::barrier(Block& block, SharedAddress address, const char* instruction, Site site) {
+  shared(block, address, 8, 8, instruction, site);
   const auto found = block.mbarriers.find(address);
   if (found == block.mbarriers.end()) fail(instruction, site, "no barrier was initialised at 0x%x", address);
-  if (*word != kMagic) fail(instruction, site, "the barrier at 0x%x has been overwritten", address);
+  if (*barrier_word(block, address) != kMagic)
+    fail(instruction, site, "the barrier at 0x%x has been overwritten", address);
   return found->second;
+}
+uint64_t* Machine::barrier_word(const Block& block, SharedAddress address) const {
+  return reinterpret_cast<uint64_t*>(block.shared + address);
+}
+
+void check_barriers(Block& block) {
+  for (const auto& [address, state] : block.mbarriers)
+    if (*machine->barrier_word(block, address) != kMagic)
+      machine->fail("exit", kNoSite, "the barrier at 0x%x has been overwritten, and was never invalidated", address);
 }
 
 void barrier_init(uint64_t* word, int arrivals, Site site) {
@@ -39,57 +90,85 @@ void barrier_init(uint64_t* word, int arrivals, Site site) {
   *word = kMagic;
   BarrierState& state = barriers[address];
   state.expected = state.pending = uint32_t(arrivals);
-  if (Checker* checker = machine->checker()) checker->access(Access::kAtomic, word, 8, "barrier_init", site);
+  if (Checker* checker = machine->checker()) {
+    checker->access(Access::kWrite, word, 8, "barrier_init", site);
+    for (int key = 0; key < 4; ++key) checker->forget(Keys(word).at + key);
+  }
 }
 
 void barrier_invalidate(uint64_t* word, Site site) {
-  const BarrierState& state = machine->barrier(word, "barrier_invalidate", site);
+  Block& block = *machine->current().block;
+  const SharedAddress address = machine->address_of(word);
+  const BarrierState& state = machine->barrier(block, address, "barrier_invalidate", site);
   if (!state.waiting.empty()) machine->fail("barrier_invalidate", site, "threads wait at the barrier");
-  machine->current().block->mbarriers.erase(machine->address_of(word));
+  if (state.copies != 0) machine->fail("barrier_invalidate", site, "copies that the barrier counts are under way");
+  if (Checker* checker = machine->checker()) checker->access(Access::kWrite, word, 8, "barrier_invalidate", site);
+  block.mbarriers.erase(address);
 }
 
-void fence_barrier_init(Site site) { machine->synchronizes("fence_barrier_init", site); }
+void fence_barrier_init(Site site) {
+  if (!machine->synchronizes("fence_barrier_init", site)) return;
+  if (Checker* checker = machine->checker()) checker->fence_barrier_init();
+}
 
 void fence_async_shared(Site site) {
   if (!machine->synchronizes("fence_async_shared", site)) return;
   if (Checker* checker = machine->checker()) checker->fence_async();
 }
 
-void barrier_arrive(uint64_t* word, uint32_t bytes, Site site) {
+void barrier_arrive(uint64_t* word, Site site) {
   if (!machine->synchronizes("barrier_arrive", site)) return;
-  BarrierState& state = machine->barrier(word, "barrier_arrive", site);
-  ++machine->count(Count::kBarrier);
-  if (state.pending == 0)
-    machine->fail("barrier_arrive", site, "more than the %u arrivals of phase %u at the barrier at 0x%x",
-                  state.expected, state.phase, machine->address_of(word));
-  if (Checker* checker = machine->checker()) {
-    checker->access(Access::kAtomic, word, 8, "barrier_arrive", site);
-    checker->release(word);
-  }
-  state.bytes += bytes;
-  --state.pending;
-  end_phase_if_complete(word, state);
+  arrive(*machine->current().block, machine->address_of(word), 0, "barrier_arrive", site);
+}
+void barrier_arrive_expect(uint64_t* word, uint32_t bytes, Site site) {
+  if (!machine->synchronizes("barrier_arrive_expect", site)) return;
+  arrive(*machine->current().block, machine->address_of(word), bytes, "barrier_arrive_expect", site);
+}
+void barrier_arrive_remote(SharedAddress barrier, Site site) {
+  if (!machine->synchronizes("barrier_arrive_remote", site)) return;
+  Block& owner = machine->owner_of(barrier, "barrier_arrive_remote", site);
+  arrive(owner, barrier, 0, "barrier_arrive_remote", site);
+}
+void barrier_expect(uint64_t* word, uint32_t bytes, Site site) {
+  if (!machine->synchronizes("barrier_expect", site)) return;
+  BarrierState& state = machine->barrier(*machine->current().block, machine->address_of(word), "barrier_expect", site);
+  check_use(word, "barrier_expect", site);
+  announce(word, state, bytes, "barrier_expect", site);
 }
 
-// Bytes that a copy brought; in whatever fiber's turn it happens.
-void complete_bytes(uint64_t* word, BarrierState& state, int64_t bytes) {
+void start_copy(Block& block, SharedAddress address, const Operation* operation, const char* instruction, Site site) {
+  BarrierState& state = machine->barrier(block, address, instruction, site);
+  ++state.copies;
+  ++block.copies;
+  if (operation != nullptr)
+    machine->checker()->access(*operation, Access::kAsyncRead, machine->barrier_word(block, address), kCheckedBytes,
+                               instruction, site);
+}
+void end_copy(Block& block, SharedAddress address, int64_t bytes, const Operation* operation) {
+  BarrierState& state = block.mbarriers.at(address);
+  const uint64_t* word = machine->barrier_word(block, address);
+  --state.copies;
+  --block.copies;
+  if (operation != nullptr) machine->checker()->end(*operation, Keys(word).open());
   state.bytes -= bytes;
   end_phase_if_complete(word, state);
 }
 
-void barrier_wait(uint64_t* word, uint32_t parity, Site site) {
-  if (parity > 1) machine->fail("barrier_wait", site, "parity %u; it is 0 or 1", parity);
-  if (!machine->synchronizes("barrier_wait", site)) return;
+void barrier_wait(uint64_t* word, uint32_t parity, bool cluster, Site site) {
+  const char* const instruction = cluster ? "barrier_wait_cluster" : "barrier_wait";
+  if (parity > 1) machine->fail(instruction, site, "parity %u; it is 0 or 1", parity);
+  if (!machine->synchronizes(instruction, site)) return;
   const SharedAddress address = machine->address_of(word);
   for (;;) {
-    BarrierState& state = machine->barrier(word, "barrier_wait", site);
+    BarrierState& state = machine->barrier(*machine->current().block, address, instruction, site);
+    check_use(word, instruction, site);
     if ((state.phase & 1) != parity) break;
     state.waiting.push_back(&machine->current());
-    machine->park({"barrier_wait", site, address, parity});
+    machine->park({instruction, site, address, parity});
   }
   if (Checker* checker = machine->checker()) {
-    checker->access(Access::kAtomic, word, 8, "barrier_wait", site);
-    checker->acquire(word);
+    checker->acquire(Keys(word).ended());
+    if (cluster) checker->acquire(Keys(word).remote_ended());
   }
 }
 

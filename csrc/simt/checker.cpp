@@ -34,6 +34,9 @@ void Checker::start_blocks(size_t threads) {
     }
   }
   ++run_;
+  num_agents_ = uint32_t(threads);
+  engines_.clear();
+  remote_.clear();
   agents_.assign(threads, {});
   for (size_t i = 0; i < threads; ++i) {
     agents_[i].now.seen.own.resize(threads);
@@ -76,23 +79,35 @@ bool Checker::ordered(const Epoch& before, const Clock& clock) const {
 
 void Checker::access(Access kind, const void* memory, int bytes, const char* instruction, Site site) {
   const auto index = uint32_t(machine_.current().index);
-  const Agent& agent = agents_[index];
+  const Knowledge& known = agents_[index].now;
+  access(Actor{index, known.seen.own[index], index, known}, kind, memory, bytes, instruction, site);
+}
+void Checker::access(const Operation& operation, Access kind, const void* memory, int bytes, const char* instruction,
+                     Site site) {
+  access(Actor{operation.agent, operation.clock, operation.thread, operation.known}, kind, memory, bytes, instruction,
+         site);
+}
+
+void Checker::access(const Actor& actor, Access kind, const void* memory, int bytes, const char* instruction,
+                     Site site) {
   const bool atomic = kind == Access::kAtomic;
   const bool async = kind == Access::kAsyncRead || kind == Access::kAsyncWrite;
   const bool writes = kind != Access::kRead && kind != Access::kAsyncRead;
-  const Clock& seen = agent.now.seen;
-  const Epoch now{run_, index, seen.own[index], intern(instruction, site), atomic, async};
+  const uint32_t index = actor.agent;
+  const Clock& seen = actor.known.seen;
+  const Epoch now{run_, index, actor.clock, intern(instruction, site), actor.thread, atomic, async};
   // An asynchronous access sees a plain write only from a fence on.
   const auto visible = [&](const Epoch& write, bool in_shared) {
-    return ordered(write, async && in_shared && !write.async ? agent.now.async : seen);
+    if (write.run == run_ && write.agent == index && write.clock == actor.clock) return true;
+    return ordered(write, async && in_shared && !write.async ? actor.known.async : seen);
   };
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   for (uintptr_t at = begin / kCellBytes * kCellBytes; at < begin + uintptr_t(bytes); at += kCellBytes) {
     Cell& c = cell(at);
     if (c.write.run == 0) {
       if (c.shared && !writes)
-        machine_.fail(instruction, site, "reads shared memory at 0x%x that nobody has written",
-                      machine_.address_of(reinterpret_cast<const void*>(at)));
+        machine_.fail(instruction, site, "reads %s, which nobody has written",
+                      machine_.describe_address(reinterpret_cast<const void*>(at)).c_str());
     } else if (!(atomic && c.write.atomic) && !visible(c.write, c.shared)) {
       report(c.write, true, writes, reinterpret_cast<const void*>(at), instruction, site);
     }
@@ -127,22 +142,17 @@ void Checker::access(Access kind, const void* memory, int bytes, const char* ins
 void Checker::report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                      const char* instruction, Site site) {
   const What& what = whats_[before.what];
-  const int threads = machine_.geometry().block;
-  char where[64];
-  const auto* byte = static_cast<const std::byte*>(memory);
-  const Block& block = *machine_.current().block;
-  if (byte >= block.shared && byte < block.shared + block.shared_end)
-    std::snprintf(where, sizeof where, "shared address 0x%x", machine_.address_of(memory));
-  else
-    std::snprintf(where, sizeof where, "global address %p", memory);
-  const std::string who =
-      before.run == run_ ? "thread " + std::to_string(int(before.agent) % threads) +
-                               (machine_.current().block->number == int(before.agent) / threads ? " of this block"
-                                                                                                : " of another block")
-                         : "a thread of an earlier block";
+  const std::string where = machine_.describe_address(memory);
   machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are in no order",
-                now_writes ? "write" : "read", where, before_writes ? "write" : "read", who.c_str(), what.instruction,
-                place(what.site).c_str());
+                now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read", who(before).c_str(),
+                what.instruction, place(what.site).c_str());
+}
+
+std::string Checker::who(const Epoch& epoch) const {
+  if (epoch.run != run_) return "a thread of an earlier block";
+  const int threads = machine_.geometry().block, block = int(epoch.thread) / threads;
+  return "thread " + std::to_string(int(epoch.thread) % threads) +
+         (machine_.current().block->number == block ? " of this block" : " of another block");
 }
 
 void Checker::join(const std::vector<int>& fibers) {
@@ -184,12 +194,74 @@ void Checker::fence_async() {
   ++now.seen.own[index];
 }
 
-std::shared_ptr<const Knowledge> Checker::start_copy() {
-  const int index = machine_.current().index;
-  auto at_start = std::make_shared<const Knowledge>(agents_[index].now);
-  ++agents_[index].now.seen.own[index];
-  return at_start;
+void Checker::fence_barrier_init() {
+  fence_async();
+  fence();
 }
-void Checker::end_copy(const void* key, const Knowledge& at_start) { released_[key].join(at_start); }
+void Checker::release_fenced(const void* key) {
+  const Agent& agent = agents_[machine_.current().index];
+  if (agent.fenced) released_[key].join(agent.at_fence);
+}
+
+std::shared_ptr<const Operation> Checker::start(const void* engine, const Knowledge& known) {
+  auto& [agent, clock] = engines_[engine];
+  if (clock == 0) agent = num_agents_++;
+  return std::make_shared<const Operation>(Operation{agent, ++clock, uint32_t(machine_.current().index), known});
+}
+std::shared_ptr<const Operation> Checker::start(const void* engine) {
+  const int index = machine_.current().index;
+  auto operation = start(engine, agents_[index].now);
+  ++agents_[index].now.seen.own[index];
+  return operation;
+}
+std::shared_ptr<const Operation> Checker::start(const void* engine, const std::vector<int>& fibers) {
+  Knowledge common = agents_[fibers[0]].now;
+  const auto keep_common = [](std::vector<uint32_t>& mine, const std::vector<uint32_t>& other) {
+    mine.resize(std::min(mine.size(), other.size()));
+    for (size_t i = 0; i < mine.size(); ++i) mine[i] = std::min(mine[i], other[i]);
+  };
+  for (const int fiber : fibers) {
+    keep_common(common.seen.own, agents_[fiber].now.seen.own);
+    keep_common(common.async.own, agents_[fiber].now.async.own);
+  }
+  return start(engine, common);
+}
+
+static void learn(Clock& clock, const Operation& operation) {
+  if (clock.own.size() <= operation.agent) clock.own.resize(operation.agent + 1);
+  clock.own[operation.agent] = std::max(clock.own[operation.agent], operation.clock);
+}
+void Checker::end(const Operation& operation, const void* key) { learn(released_[key].seen, operation); }
+void Checker::end(const Operation& operation) { learn(agents_[machine_.current().index].now.seen, operation); }
+
+void Checker::pass_on(const void* from, const void* to) {
+  const auto passed = released_.find(from);
+  if (passed == released_.end()) return;
+  released_[to].join(passed->second);
+  released_.erase(from);
+}
+void Checker::forget(const void* key) { released_.erase(key); }
+
+void Checker::note_remote(const Block& owner, const char* instruction, Site site) {
+  const auto index = uint32_t(machine_.current().index);
+  const Epoch now{run_, index, agents_[index].now.seen.own[index], intern(instruction, site), index};
+  for (RemoteAccess& known : remote_) {
+    if (known.owner != &owner || known.when.agent != index) continue;
+    known.when = now;
+    return;
+  }
+  remote_.push_back({&owner, now});
+}
+void Checker::end_block(const Block& block) {
+  Clock known;
+  for (int t = 0; t < machine_.geometry().block; ++t) known.join(agents_[block.fibers[t].index].now.seen);
+  for (const RemoteAccess& access : remote_) {
+    if (access.owner != &block || ordered(access.when, known)) continue;
+    const What& what = whats_[access.when.what];
+    machine_.fail("exit", kNoSite,
+                  "the block exits in no order with an access to its distributed shared memory by %s, %s at %s",
+                  who(access.when).c_str(), what.instruction, place(what.site).c_str());
+  }
+}
 
 }  // namespace cuda_ext::simt

@@ -3,12 +3,15 @@
 // global memory, 2 bytes to a cell.
 //
 // Orders: barriers join those who take part; an acquire sees what was released under the same address; a cp.async writes
-// when it is issued and again when its thread waits for it. Shuffles and mma order nothing.
+// when it is issued and again when its thread waits for it. Shuffles and mma order nothing. What TMA and wgmma do in the
+// background are accesses of agents of their own (engines): they know what the threads that started them knew, and no
+// thread knows of them until it has waited for them.
 #pragma once
 
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -40,6 +43,14 @@ struct Knowledge {
 // The asynchronous ones are of TMA and wgmma; cp.async counts as plain.
 enum class Access : uint8_t { kRead, kWrite, kAtomic, kAsyncRead, kAsyncWrite };
 
+// Something that an engine does in the background: a copy, a matrix product.
+struct Operation {
+  uint32_t agent = 0;
+  uint32_t clock = 0;
+  uint32_t thread = 0;  // who started it
+  Knowledge known;      // by those who started it
+};
+
 class Checker {
  public:
   explicit Checker(Machine& machine) : machine_(machine) {}
@@ -61,17 +72,34 @@ class Checker {
   void relaxed_atomic(const void* key);
   void fence();
   void fence_async();
+  // What a barrier's initialisation needs to be known to the cluster and to asynchronous accesses.
+  void fence_barrier_init();
+  // What the last fence covered is released, nothing later.
+  void release_fenced(const void* key);
 
-  // A copy that ends later: what the current thread knows when it starts it, to be released when it is done.
-  std::shared_ptr<const Knowledge> start_copy();
-  void end_copy(const void* key, const Knowledge& at_start);
+  // An operation of the engine of that name, started by the current thread, or by these together.
+  std::shared_ptr<const Operation> start(const void* engine);
+  std::shared_ptr<const Operation> start(const void* engine, const std::vector<int>& fibers);
+  void access(const Operation& operation, Access kind, const void* memory, int bytes, const char* instruction,
+              Site site);
+  // The operation is done, as those will know who acquire under the key, or as the current thread knows.
+  void end(const Operation& operation, const void* key);
+  void end(const Operation& operation);
+  // What was released under `from` is so under `to`; of a key that gets a new meaning nothing is known.
+  void pass_on(const void* from, const void* to);
+  void forget(const void* key);
+  // Fails if anything that was accessed through the cluster is in no order before the end of `block`, all of whose threads
+  // have come to it.
+  void note_remote(const Block& owner, const char* instruction, Site site);
+  void end_block(const Block& block);
 
  private:
   struct Epoch {
     uint32_t run = 0;  // 0: nobody
     uint32_t agent = 0;
     uint32_t clock = 0;
-    uint32_t what = 0;  // index into whats_
+    uint32_t what = 0;    // index into whats_
+    uint32_t thread = 0;  // the agent, or who started what the agent does
     bool atomic = false;
     bool async = false;
   };
@@ -94,15 +122,33 @@ class Checker {
   static constexpr size_t kCellBytes = 2, kPageBytes = 4096, kPageCells = kPageBytes / kCellBytes;
   using Page = std::vector<Cell>;
 
+  // Who accesses memory, and what it knows.
+  struct Actor {
+    uint32_t agent;
+    uint32_t clock;
+    uint32_t thread;
+    const Knowledge& known;
+  };
+  struct RemoteAccess {
+    const Block* owner;
+    Epoch when;
+  };
+
+  void access(const Actor& actor, Access kind, const void* memory, int bytes, const char* instruction, Site site);
+  std::shared_ptr<const Operation> start(const void* engine, const Knowledge& known);
   Cell& cell(uintptr_t address);
   bool ordered(const Epoch& before, const Clock& clock) const;
   [[noreturn]] void report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                            const char* instruction, Site site);
+  std::string who(const Epoch& epoch) const;
   uint32_t intern(const char* instruction, Site site);
 
   Machine& machine_;
   uint32_t run_ = 0;
   std::vector<Agent> agents_;
+  uint32_t num_agents_ = 0;                                                 // engines are numbered after the threads
+  std::unordered_map<const void*, std::pair<uint32_t, uint32_t>> engines_;  // agent and clock
+  std::vector<RemoteAccess> remote_;
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
   uintptr_t last_page_ = 0;
   Page* last_cells_ = nullptr;

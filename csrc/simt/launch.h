@@ -17,7 +17,7 @@ struct Extent {
 struct Geometry {
   Extent grid;
   int block = 1;
-  Extent cluster;
+  Extent cluster;  // divides the grid
   size_t shared_bytes = 0;
   bool blocks_wait = false;  // blocks wait for one another through global memory: run side by side on one host thread
 };

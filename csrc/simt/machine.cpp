@@ -3,14 +3,8 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
-#include <bit>
 #include <cstdio>
 #include <exception>
-#include <mutex>
-#include <set>
-#include <thread>
-#include <tuple>
 #include <utility>
 
 #include "simt/checker.h"
@@ -21,16 +15,8 @@ thread_local Machine* machine = nullptr;
 
 namespace {
 
-constexpr uint32_t kMaxSharedBytes = 227 * 1024;
-constexpr int kMaxThreads = 1024;
-constexpr int kMaxCluster = 16;
 constexpr uint32_t kCanaryBytes = 256;
-constexpr auto kPoison = std::byte{0xff};  // a NaN in every floating type
 constexpr auto kCanary = std::byte{0xa5};
-
-std::mutex global_mutex;
-Counters total_counters{};
-std::set<std::tuple<std::string, int, std::string>> seen_sites;
 
 // Stacks are kept for the next launch of this thread.
 thread_local std::vector<Stack> stack_pool;
@@ -43,6 +29,10 @@ std::string format_text(const char* format, va_list arguments) {
   std::vsnprintf(text.data(), text.size() + 1, format, arguments);
   return text;
 }
+
+// Registers that a thread has from the start: an even share, as ptxas gives to kernels that use setmaxnreg.
+constexpr int kRegisters = 65536;
+int registers_at_start(int threads) { return std::min(248, kRegisters / threads / 8 * 8); }
 
 // The source line of a plain access, of which only the code address is known: worth a process, once, at the end.
 std::string place_of_code(const void* address) {
@@ -68,53 +58,6 @@ std::string place(Site site) {
   const std::string file = site.file;
   const size_t slash = file.rfind('/');
   return (slash == std::string::npos ? file : file.substr(slash + 1)) + ":" + std::to_string(site.line);
-}
-
-Options& options() {
-  static Options instance;
-  return instance;
-}
-
-const char* name_of(Count count) {
-  static constexpr const char* names[] = {"blocks",
-                                          "ldmatrix",
-                                          "mma",
-                                          "shuffle",
-                                          "barrier",
-                                          "atomic",
-                                          "cp_async_bytes",
-                                          "global_load_bytes",
-                                          "global_store_bytes",
-                                          "global_load_sectors",
-                                          "global_store_sectors",
-                                          "shared_wavefronts",
-                                          "shared_ideal_wavefronts",
-                                          "matrix_wavefronts",
-                                          "matrix_ideal_wavefronts",
-                                          "wgmma",
-                                          "tma_load_bytes",
-                                          "tma_store_bytes"};
-  static_assert(std::size(names) == size_t(Count::kNumCounts));
-  return names[size_t(count)];
-}
-
-Counters counters() {
-  const std::lock_guard<std::mutex> lock(global_mutex);
-  return total_counters;
-}
-void reset_counters() {
-  const std::lock_guard<std::mutex> lock(global_mutex);
-  total_counters = {};
-}
-std::vector<SyncSite> sync_sites() {
-  const std::lock_guard<std::mutex> lock(global_mutex);
-  std::vector<SyncSite> sites;
-  for (const auto& [file, line, instruction] : seen_sites) sites.push_back({file, line, instruction});
-  return sites;
-}
-void reset_sync_sites() {
-  const std::lock_guard<std::mutex> lock(global_mutex);
-  seen_sites.clear();
 }
 
 // The entry of every fiber.
@@ -160,12 +103,20 @@ void Machine::start_block(int64_t cluster, int rank) {
   block->shared_end = kReservedSharedBytes + uint32_t(geometry_.shared_bytes);
   const size_t window = (block->shared_end + kCanaryBytes + 1023) / 1024 * 1024;
   block->shared = static_cast<std::byte*>(std::aligned_alloc(1024, window));
-  std::fill_n(block->shared, block->shared_end, kPoison);
+  std::memset(block->shared, kPoison, block->shared_end);
   std::fill(block->shared + block->shared_end, block->shared + window, kCanary);
   if (checker_) checker_->add_shared(block->shared, block->shared_end);
 
   const int threads = geometry_.block, num_warps = (threads + kLanes - 1) / kLanes;
   block->threads_left = threads;
+  block->cluster = clusters_.back().get();
+  block->cluster->blocks.push_back(block.get());
+  block->cluster->threads_left += threads;
+  block->priority = uint32_t(random());
+  block->warpgroups.resize(size_t(threads + kWarpgroupThreads - 1) / kWarpgroupThreads);
+  const int registers = registers_at_start(threads);
+  block->registers_left = kRegisters - registers * threads;
+  for (Warpgroup& warpgroup : block->warpgroups) warpgroup.registers = registers;
   block->fibers = std::make_unique<Fiber[]>(threads);
   block->warps.resize(num_warps);
   for (int w = 0; w < num_warps; ++w) {
@@ -196,13 +147,18 @@ void Machine::run(const std::vector<int64_t>& clusters) {
   machine = this;
   for (auto& block : blocks_) std::free(std::exchange(block->shared, nullptr));
   blocks_.clear();
+  clusters_.clear();
+  in_flight_.clear();
+  pollers_.clear();
   order_.clear();
   turn_ = 0;
   const size_t num_threads = clusters.size() * size_t(geometry_.cluster.count()) * size_t(geometry_.block);
   if (stack_pool.capacity() < num_threads) stack_pool.reserve(num_threads);
   if (checker_) checker_->start_blocks(num_threads);
-  for (const int64_t cluster : clusters)
+  for (const int64_t cluster : clusters) {
+    clusters_.push_back(std::make_unique<Cluster>());
     for (int rank = 0; rank < geometry_.cluster.count(); ++rank) start_block(cluster, rank);
+  }
   fibers_left_ = 0;
   for (auto& block : blocks_) {
     fibers_left_ += geometry_.block;
@@ -212,11 +168,11 @@ void Machine::run(const std::vector<int64_t>& clusters) {
     }
   }
   count(Count::kBlocks) += blocks_.size();
-  if (options_.schedule == Schedule::kPct)
-    std::sort(order_.begin(), order_.end(), [](Warp* a, Warp* b) { return a->priority > b->priority; });
+  if (options_.schedule == Schedule::kPct) sort_by_priority();
   current_ = choose();
   cuda_ext_simt_switch(&main_stack_, current_->stack_pointer);
   machine = nullptr;
+  current_ = nullptr;
   if (failure_) throw Fault(*failure_);
 }
 
@@ -224,6 +180,13 @@ void Machine::draw_priority(Warp& warp) {
   const uint64_t draw = random();
   warp.priority = uint32_t(draw);
   warp.backwards = options_.schedule == Schedule::kPct && (draw >> 40 & 1) != 0;
+}
+
+// Blocks that run side by side have priorities too: their warps would else stay nearly in step.
+void Machine::sort_by_priority() {
+  std::sort(order_.begin(), order_.end(), [](const Warp* a, const Warp* b) {
+    return std::pair(a->block->priority, a->priority) > std::pair(b->block->priority, b->priority);
+  });
 }
 
 void Machine::wake(Fiber& fiber) { fiber.warp->runnable |= uint32_t(1) << fiber.lane; }
@@ -246,7 +209,8 @@ void Machine::yield() {
   if (options_.schedule != Schedule::kPct) return;
   if (random() % 64 == 0) {
     draw_priority(*current_->warp);
-    std::sort(order_.begin(), order_.end(), [](Warp* a, Warp* b) { return a->priority > b->priority; });
+    if (random() % 4 == 0) current_->block->priority = uint32_t(random());
+    sort_by_priority();
   }
   for (Warp* warp : order_) {
     if (warp == current_->warp) return;
@@ -315,6 +279,9 @@ void Machine::switch_to(Fiber* next) {
 void Machine::finish_current() {
   Fiber& self = *current_;
   finish_stores(self);
+  finish_wgmma(self);
+  if (self.in_cluster_barrier)
+    fail("exit", kNoSite, "the thread has arrived at the cluster's barrier and never waited");
   const uint32_t mine = uint32_t(1) << self.lane;
   self.finished = true;
   self.warp->runnable &= ~mine;
@@ -324,6 +291,8 @@ void Machine::finish_current() {
     for (auto& [key, stream] : self.warp->accesses)
       for (const WarpAccess& access : stream.open) count_access(Space(key & 3), access);
   if (--self.block->threads_left == 0) end_block(*self.block);
+  --self.block->cluster->threads_left;
+  end_cluster_phase_if_complete(*self.block->cluster);
   Fiber* next = choose_or_complete();
   current_ = next;
   cuda_ext_simt_switch(&self.stack_pointer, next != nullptr ? next->stack_pointer : main_stack_);
@@ -335,18 +304,42 @@ void Machine::end_block(Block& block) {
   if (!std::all_of(canary, canary + kCanaryBytes, [](std::byte b) { return b == kCanary; }))
     fail_with(describe(*current_) + ": a store reached past the " + std::to_string(geometry_.shared_bytes) +
               " bytes of shared memory of its block");
+  if (block.copies != 0)
+    fail("exit", kNoSite, "the block exits while %d copies into its shared memory are under way", block.copies);
+  check_barriers(block);
+  if (checker_ && block.cluster->blocks.size() > 1) checker_->end_block(block);
 }
 
 bool Machine::synchronizes(const char* instruction, Site site) {
-  if (noted_sites_.emplace(site.file, site.line, instruction).second) {  // to ask for the lock once
-    const std::lock_guard<std::mutex> lock(global_mutex);
-    seen_sites.emplace(site.file, site.line, instruction);
+  const std::tuple key(site.file, site.line, instruction);
+  if (!noted_sites_.contains(key)) {
+    noted_sites_.insert(key);
+    remember_site({site.file, site.line, instruction});
   }
   const SyncSite* skip = options_.skip;
   if (skip != nullptr && skip->line == site.line && skip->file == site.file && skip->instruction == instruction)
     return false;
   yield();
   return true;
+}
+
+Gathering& Machine::join_gathering(const char* instruction, Site site) {
+  Block& block = *current_->block;
+  const int group = current_->thread / kWarpgroupThreads;
+  if ((group + 1) * kWarpgroupThreads > geometry_.block)
+    fail(instruction, site, "threads from %d on are no warpgroup of %d in a block of %d", group * kWarpgroupThreads,
+         kWarpgroupThreads, geometry_.block);
+  Gathering& gathering = block.warpgroups[size_t(group)].gathering;
+  if (gathering.instruction == nullptr) {
+    for (int t = group * kWarpgroupThreads; t < (group + 1) * kWarpgroupThreads; ++t)
+      if (block.fibers[t].finished) fail(instruction, site, "thread %d of the warpgroup has exited", t);
+    gathering.instruction = instruction;
+    gathering.site = site;
+  } else if (std::strcmp(gathering.instruction, instruction) != 0 || gathering.site.line != site.line) {
+    fail(instruction, site, "the warpgroup has diverged: other threads are at %s, %s", gathering.instruction,
+         place(gathering.site).c_str());
+  }
+  return gathering;
 }
 
 void Machine::refuse_meeting(const char* instruction, Site site, uint32_t mask) {
@@ -383,8 +376,14 @@ SharedAddress Machine::address_of(const void* pointer) const {
 }
 
 std::byte* Machine::shared(SharedAddress address, int bytes, int alignment, const char* instruction, Site site) {
-  const Block& block = *current_->block;
-  if (address < kReservedSharedBytes || address + uint32_t(bytes) > block.shared_end)
+  return shared(*current_->block, address, bytes, alignment, instruction, site);
+}
+std::byte* Machine::shared(const Block& block, SharedAddress address, int bytes, int alignment, const char* instruction,
+                           Site site) {
+  if (address >> kRankShift != 0)
+    fail(instruction, site, "0x%x is an address of block %u of the cluster; this takes addresses of its own block",
+         address, (address >> kRankShift) - 1);
+  if (address < kReservedSharedBytes || uint64_t(address) + uint64_t(bytes) > block.shared_end)
     fail(instruction, site, "%d bytes at shared address 0x%x are outside of the block's %zu bytes, 0x%x to 0x%x", bytes,
          address, geometry_.shared_bytes, kReservedSharedBytes, block.shared_end);
   if (address % uint32_t(alignment) != 0)
@@ -392,74 +391,21 @@ std::byte* Machine::shared(SharedAddress address, int bytes, int alignment, cons
   return block.shared + address;
 }
 
-void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
-  Fiber& self = *current_;
-  Warp& warp = *self.warp;
-  // Instances of a template share their lines, not their widths.
-  const uint64_t instruction =
-      (reinterpret_cast<uintptr_t>(site.file) * 31 + uint64_t(site.line)) * 32 + uint64_t(bytes);
-  const uint64_t key = instruction << 2 | uint64_t(space);
-  AccessStream& stream = warp.accesses[key];
-  const uint32_t turn = stream.next[self.lane]++ - stream.first;
-  if (turn >= stream.open.size()) stream.open.resize(turn + 1);
-  WarpAccess& access = stream.open[turn];
-  access.lanes |= uint32_t(1) << self.lane;
-  access.addresses[self.lane] = address;
-  access.bytes = bytes;
-  // Lanes that skip this access keep it open until the warp ends; most are complete at once.
-  while (!stream.open.empty() && stream.open.front().lanes == ~uint32_t(0)) {
-    count_access(space, stream.open.front());
-    stream.open.pop_front();
-    ++stream.first;
-  }
+Block& Machine::block_of_rank(int rank, const char* instruction, Site site) {
+  const Cluster& cluster = *current_->block->cluster;
+  if (rank < 0 || rank >= int(cluster.blocks.size()))
+    fail(instruction, site, "block %d of a cluster of %zu", rank, cluster.blocks.size());
+  return *cluster.blocks[size_t(rank)];
 }
-
-static int wavefronts_of(uint32_t lanes, const uint64_t* addresses, int bytes, int* ideal) {
-  const int lanes_per_phase = bytes <= 4 ? 32 : 128 / bytes;  // the hardware serves 128 bytes at a time
-  int wavefronts = 0;
-  *ideal = 0;
-  for (int first = 0; first < kLanes; first += lanes_per_phase) {
-    uint64_t words[32][8];
-    int per_bank[32] = {};
-    int most = 0;
-    for (int lane = first; lane < first + lanes_per_phase; ++lane) {
-      if (!(lanes >> lane & 1)) continue;
-      for (uint64_t word = addresses[lane] / 4; word * 4 < addresses[lane] + uint64_t(bytes); ++word) {
-        const int bank = int(word % 32);
-        const int known = std::min(per_bank[bank], 8);
-        if (std::find(words[bank], words[bank] + known, word) != words[bank] + known) continue;
-        if (known < 8) words[bank][known] = word;
-        most = std::max(most, ++per_bank[bank]);
-      }
-    }
-    wavefronts += most;
-    *ideal += most > 0;
-  }
-  return wavefronts;
-}
-
-void Machine::count_access(Space space, const WarpAccess& access) {
-  if (space == Space::kSharedLoad || space == Space::kSharedStore) {
-    int ideal = 0;
-    count(Count::kSharedWavefronts) += wavefronts_of(access.lanes, access.addresses, access.bytes, &ideal);
-    count(Count::kSharedIdealWavefronts) += ideal;
-    return;
-  }
-  std::array<uint64_t, kLanes * 2> sectors;
-  size_t num_sectors = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (!(access.lanes >> lane & 1)) continue;
-    const uint64_t begin = access.addresses[lane] / 32, end = (access.addresses[lane] + access.bytes - 1) / 32;
-    for (uint64_t sector = begin; sector <= end; ++sector) {
-      // Neighbours mostly repeat the last sector.
-      if (std::find(sectors.begin(), sectors.begin() + num_sectors, sector) == sectors.begin() + num_sectors)
-        sectors[num_sectors++] = sector;
-    }
-  }
-  const bool store = space == Space::kGlobalStore;
-  count(store ? Count::kGlobalStoreSectors : Count::kGlobalLoadSectors) += num_sectors;
-  count(store ? Count::kGlobalStoreBytes : Count::kGlobalLoadBytes) +=
-      uint64_t(std::popcount(access.lanes) * access.bytes);
+Block& Machine::owner_of(SharedAddress& address, const char* instruction, Site site) {
+  const int above = int(address >> kRankShift);
+  if (above == 0) return *current_->block;
+  Block& block = block_of_rank(above - 1, instruction, site);
+  address &= (SharedAddress(1) << kRankShift) - 1;
+  if (block.threads_left == 0)
+    fail(instruction, site, "0x%x is distributed shared memory of an exited block, of rank %d", address, block.rank);
+  if (checker_ && &block != current_->block) checker_->note_remote(block, instruction, site);
+  return block;
 }
 
 std::string Machine::describe(const Fiber& fiber) const {
@@ -470,12 +416,28 @@ std::string Machine::describe(const Fiber& fiber) const {
   return std::string(kernel_) + ": " + text;
 }
 
+std::string Machine::describe_address(const void* memory) const {
+  const auto* byte = static_cast<const std::byte*>(memory);
+  char text[96];
+  for (const auto& block : blocks_) {
+    if (byte < block->shared || byte >= block->shared + block->shared_end) continue;
+    const int written = std::snprintf(text, sizeof text, "shared address 0x%x", unsigned(byte - block->shared));
+    if (block.get() != current_->block)
+      std::snprintf(text + written, sizeof text - size_t(written), " in block (%d, %d, %d)", block->index[0],
+                    block->index[1], block->index[2]);
+    return text;
+  }
+  std::snprintf(text, sizeof text, "global address %p", memory);
+  return text;
+}
+
 void Machine::fail(const char* instruction, Site site, const char* format, ...) {
   va_list arguments;
   va_start(arguments, format);
   const std::string text = format_text(format, arguments);
   va_end(arguments);
-  fail_with(describe(*current_) + ", " + instruction + " at " + place(site) + ": " + text);
+  const std::string at = site.line == 0 ? "" : " at " + place(site);
+  fail_with(describe(*current_) + ", " + instruction + at + ": " + text);
 }
 
 // Fibers are left as they are: kernels own nothing that would have to be given back.
@@ -515,7 +477,12 @@ std::string Machine::describe_barrier(const Fiber& fiber) const {
     return ": barrier " + std::to_string(wait.barrier) + " has " + std::to_string(barrier.arrived) + " of " +
            std::to_string(barrier.expected) + " threads";
   }
-  if (std::strcmp(wait.instruction, "barrier_wait") == 0) {
+  if (std::strcmp(wait.instruction, "cluster_wait") == 0) {
+    const Cluster& cluster = *fiber.block->cluster;
+    return ": " + std::to_string(cluster.arrived) + " of " + std::to_string(cluster.threads_left) +
+           " threads of the cluster have arrived";
+  }
+  if (std::strncmp(wait.instruction, "barrier_wait", 12) == 0) {
     const auto found = fiber.block->mbarriers.find(wait.barrier);
     if (found == fiber.block->mbarriers.end()) return ": the barrier is gone";
     const BarrierState& state = found->second;
@@ -527,56 +494,6 @@ std::string Machine::describe_barrier(const Fiber& fiber) const {
     return text;
   }
   return "";
-}
-
-void launch(const char* kernel, const Geometry& geometry, const std::function<void()>& thread) {
-  const auto refuse = [&](const std::string& text) { throw Fault(std::string(kernel) + ": " + text); };
-  const Extent& g = geometry.grid;
-  const Extent& c = geometry.cluster;
-  if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
-    refuse("a grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " + std::to_string(g.z) +
-           ") blocks; each axis takes at least 1, y and z at most 65535");
-  if (geometry.block < 1 || geometry.block > kMaxThreads)
-    refuse("a block of " + std::to_string(geometry.block) + " threads; 1 to 1024 can be launched");
-  if (geometry.shared_bytes > kMaxSharedBytes)
-    refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
-           std::to_string(kMaxSharedBytes));
-  if (c.count() < 1 || c.count() > kMaxCluster || g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
-    refuse("a cluster of (" + std::to_string(c.x) + ", " + std::to_string(c.y) + ", " + std::to_string(c.z) +
-           ") blocks; it has 1 to 16 of them and divides the grid");
-
-  const int64_t clusters = g.count() / c.count();
-  const bool together = geometry.blocks_wait;
-  int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
-  if (together || options().check_races) workers = 1;
-  workers = int(std::clamp<int64_t>(clusters, 1, workers));
-
-  std::atomic<int64_t> next{0};
-  std::mutex failure_mutex;
-  std::exception_ptr failure;
-  const auto work = [&] {
-    Machine emulated(kernel, geometry, thread);
-    try {
-      if (together) {
-        std::vector<int64_t> all;
-        for (int64_t cluster = 0; cluster < clusters; ++cluster) all.push_back(cluster);
-        emulated.run(all);
-      } else {
-        for (int64_t cluster; (cluster = next.fetch_add(1)) < clusters;) emulated.run({cluster});
-      }
-    } catch (...) {
-      const std::lock_guard<std::mutex> lock(failure_mutex);
-      if (!failure) failure = std::current_exception();
-      next = clusters;
-    }
-    const std::lock_guard<std::mutex> lock(global_mutex);
-    for (size_t i = 0; i < total_counters.size(); ++i) total_counters[i] += emulated.counters()[i];
-  };
-  std::vector<std::thread> threads;
-  for (int i = 1; i < workers; ++i) threads.emplace_back(work);
-  work();
-  for (std::thread& t : threads) t.join();
-  if (failure) std::rethrow_exception(failure);
 }
 
 }  // namespace cuda_ext::simt

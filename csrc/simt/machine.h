@@ -24,15 +24,31 @@ namespace cuda_ext::simt {
 
 class Checker;
 struct Block;
+struct Cluster;
+struct Operation;
 struct Warp;
+struct WgmmaUnit;
 
 constexpr int kLanes = 32;
+constexpr int kWarpgroupThreads = 128;
 constexpr uint32_t kReservedSharedBytes = 1024;  // at the start of every block's window, as on the hardware
+constexpr uint8_t kPoison = 0xff;                // a NaN in every floating type
+
+// A shared address in another block of the cluster holds that block's rank plus 1 above bit 24; its own addresses are as
+// they are.
+constexpr int kRankShift = 24;
 
 // The line of a Site that holds an address of code in place of a file's name.
 constexpr int kCodeAddress = -1;
+constexpr Site kNoSite{"", 0};  // of what no call does
 // "gemm_sm80.cuh:120".
 std::string place(Site site);
+
+// One of a kernel's instructions.
+struct Instruction {
+  const char* name;
+  Site site;
+};
 
 // What a parked fiber waits for, as the deadlock table tells it.
 struct Wait {
@@ -57,6 +73,10 @@ struct BulkStore {
   std::function<std::vector<std::byte>()> read;              // shared memory, when it is due
   std::function<void(const std::vector<std::byte>&)> write;  // global memory, after that
   std::optional<std::vector<std::byte>> data;                // what was read
+  bool written = false;
+  bool waited = false;                                // for the reading
+  std::shared_ptr<const Operation> reading, writing;  // for the checker
+  Site site;
 };
 
 struct Fiber {
@@ -68,7 +88,13 @@ struct Fiber {
   int index;   // among all threads of the machine: its number for the checker
   int thread;  // threadIdx.x
   bool finished = false;
-  Wait wait{};                         // holds while the fiber cannot run
+  Wait wait{};                      // holds while the fiber cannot run
+  bool in_cluster_barrier = false;  // has arrived and not yet waited
+  uint32_t cluster_phase = 0;       // of that arrival
+  bool wgmma_fenced = false;        // since its last wait
+  bool wgmma_group_fenced = false;  // since its last commit
+  uint64_t wgmma_committed = 0;     // groups
+  uint64_t wgmma_retired = 0;
   std::vector<AsyncCopy> open_copies;  // since the last commit
   std::vector<BulkStore> open_stores;
   std::deque<std::vector<BulkStore>> store_groups;
@@ -108,6 +134,8 @@ struct Warp {
   Meeting meetings[kLanes];  // one for each lane that may be the lowest of a mask
   uint32_t meeting = 0;      // lanes that wait in one of these
   std::unordered_map<uint64_t, AccessStream> accesses;
+  uint64_t last_key = 0;  // the stream of the last access is mostly that of the next
+  AccessStream* last_access = nullptr;
 };
 
 struct NamedBarrier {
@@ -121,7 +149,35 @@ struct NamedBarrier {
 struct BarrierState {
   uint32_t expected = 0;
   uint32_t pending = 0;
-  int64_t bytes = 0;  // announced and not yet complete
+  int64_t bytes = 0;  // announced and not yet complete; negative where copies came before their announcement
+  uint32_t phase = 0;
+  int copies = 0;  // under way
+  std::vector<Fiber*> waiting;
+};
+
+// Threads of a warpgroup that came to one instruction, until the last one acts for all.
+struct Gathering {
+  const char* instruction = nullptr;  // null: nobody is here
+  Site site;
+  int arrived = 0;
+  std::array<void*, kWarpgroupThreads> arguments{};
+};
+
+struct Warpgroup {
+  Gathering gathering;
+  int registers = 0;                 // of a thread
+  std::unique_ptr<WgmmaUnit> wgmma;  // made by the first wgmma
+
+  Warpgroup();
+  Warpgroup(Warpgroup&&) noexcept;
+  ~Warpgroup();
+};
+
+// The blocks that share their shared memory, and the barrier of all their threads.
+struct Cluster {
+  std::vector<Block*> blocks;  // by rank
+  int threads_left = 0;
+  int arrived = 0;
   uint32_t phase = 0;
   std::vector<Fiber*> waiting;
 };
@@ -129,13 +185,18 @@ struct BarrierState {
 struct Block {
   int index[3];  // blockIdx
   int rank = 0;  // in the cluster
+  Cluster* cluster = nullptr;
+  uint32_t priority = 0;  // PCT
   int number = 0;
   std::byte* shared = nullptr;  // the window: reserved bytes, then shared_bytes
   uint32_t shared_end = 0;      // first address past the window
   int threads_left = 0;
+  int copies = 0;          // under way into its shared memory
+  int registers_left = 0;  // for setmaxnreg
   std::array<NamedBarrier, 16> barriers;
   std::unordered_map<SharedAddress, BarrierState> mbarriers;
   std::vector<Warp> warps;
+  std::vector<Warpgroup> warpgroups;
   std::unique_ptr<Fiber[]> fibers;
 };
 
@@ -151,6 +212,7 @@ class Machine {
   void run(const std::vector<int64_t>& clusters);
 
   Fiber& current() { return *current_; }
+  bool is_running() const { return current_ != nullptr; }
   const Geometry& geometry() const { return geometry_; }
   bool lazy() const { return options_.completion == Completion::kLazy; }
   Checker* checker() { return checker_.get(); }
@@ -172,12 +234,21 @@ class Machine {
   template <class Arguments, class Act>
   void meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
 
+  // The same for the 128 threads of a warpgroup.
+  template <class Arguments, class Act>
+  void gather(const char* instruction, Site site, Arguments& arguments, Act&& act);
+
   // Whether this synchronisation call is to be carried out: it is noted, and a mutation leaves one out.
   bool synchronizes(const char* instruction, Site site);
 
-  // `bytes` of shared memory at `address` of the current block.
+  // `bytes` of shared memory at `address` of the current block, or of this one.
   std::byte* shared(SharedAddress address, int bytes, int alignment, const char* instruction, Site site);
+  std::byte* shared(const Block& block, SharedAddress address, int bytes, int alignment, const char* instruction,
+                    Site site);
   SharedAddress address_of(const void* pointer) const;
+  // The block that an address of the cluster's window belongs to, and its address there; fails if the block has exited.
+  Block& owner_of(SharedAddress& address, const char* instruction, Site site);
+  Block& block_of_rank(int rank, const char* instruction, Site site);
   // One lane's part of a warp's access to memory, for the counters.
   enum class Space { kSharedLoad, kSharedStore, kGlobalLoad, kGlobalStore };
   void note_access(Space space, uint64_t address, int bytes, Site site);
@@ -185,13 +256,18 @@ class Machine {
   // A plain load or store of the current fiber, seen where kernels are compiled with hooks (raw_access.cpp).
   void plain_access(bool write, const void* memory, int bytes, const void* code_address);
 
-  // The mbarrier whose word is at `word`.
-  BarrierState& barrier(uint64_t* word, const char* instruction, Site site);
+  // The mbarrier at `address` of `block`, and its word.
+  BarrierState& barrier(Block& block, SharedAddress address, const char* instruction, Site site);
+  uint64_t* barrier_word(const Block& block, SharedAddress address) const;
 
   // Ends the launch with what is wrong, as seen from the current fiber.
   [[noreturn]] void fail(const char* instruction, Site site, const char* format, ...)
       __attribute__((format(printf, 4, 5)));
+  Instruction global_access{nullptr, kNoSite};  // under way, by the emulator
+  // Where a signal of bad memory lands, on the stack of the fiber that met it.
+  [[noreturn]] void bad_memory(const void* memory, const void* code);
   std::string describe(const Fiber& fiber) const;
+  std::string describe_address(const void* memory) const;
   const char* kernel() const { return kernel_; }
   uint64_t random();
 
@@ -212,6 +288,8 @@ class Machine {
   Meeting& join_meeting(const char* instruction, Site site, uint32_t mask);
   [[noreturn]] void refuse_meeting(const char* instruction, Site site, uint32_t mask);
   void count_access(Space space, const WarpAccess& access);
+  void sort_by_priority();
+  Gathering& join_gathering(const char* instruction, Site site);
 
   const char* kernel_;
   Geometry geometry_;
@@ -220,6 +298,7 @@ class Machine {
   Counters counters_{};
   std::unique_ptr<Checker> checker_;
   std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<std::unique_ptr<Cluster>> clusters_;
   std::vector<Warp*> order_;  // PCT: by priority
   size_t turn_ = 0;           // FIFO: index into order_
   std::deque<Action> in_flight_;
@@ -236,10 +315,31 @@ class Machine {
   std::set<std::tuple<const char*, int, const char*>> noted_sites_;
 };
 
-// What the bulk engine still owes a thread that exits.
+// What the bulk engine and the tensor cores still owe a thread that exits.
 void finish_stores(Fiber& fiber);
+void finish_wgmma(Fiber& fiber);
+// A thread of the cluster has arrived at its barrier, or exited.
+void end_cluster_phase_if_complete(Cluster& cluster);
+// Fails if a barrier of the block that ends has been overwritten.
+void check_barriers(Block& block);
+// For mutations to choose from.
+void remember_site(const SyncSite& site);
 
 extern thread_local Machine* machine __attribute__((tls_model("initial-exec")));
+
+// While it lives the emulator reads or writes global memory for this instruction: a fault is the instruction's.
+class GlobalAccess {
+ public:
+  GlobalAccess(const char* instruction, Site site) : before_(machine->global_access) {
+    machine->global_access = {instruction, site};
+  }
+  ~GlobalAccess() { machine->global_access = before_; }
+  GlobalAccess(const GlobalAccess&) = delete;
+  GlobalAccess& operator=(const GlobalAccess&) = delete;
+
+ private:
+  Instruction before_;
+};
 
 inline Meeting& Machine::join_meeting(const char* instruction, Site site, uint32_t mask) {
   Warp& warp = *current_->warp;
@@ -273,6 +373,20 @@ void Machine::meet(const char* instruction, Site site, uint32_t mask, Arguments&
   warp.meeting &= ~mask;
   act(all);
   warp.runnable |= mask;
+}
+
+template <class Arguments, class Act>
+void Machine::gather(const char* instruction, Site site, Arguments& arguments, Act&& act) {
+  Gathering& gathering = join_gathering(instruction, site);
+  const int first = current_->thread / kWarpgroupThreads * kWarpgroupThreads;
+  gathering.arguments[size_t(current_->thread - first)] = &arguments;
+  if (++gathering.arrived < kWarpgroupThreads) return park({instruction, site});
+  std::array<Arguments*, kWarpgroupThreads> all;
+  for (int t = 0; t < kWarpgroupThreads; ++t) all[size_t(t)] = static_cast<Arguments*>(gathering.arguments[size_t(t)]);
+  gathering.instruction = nullptr;
+  gathering.arrived = 0;
+  act(all);
+  for (int t = 0; t < kWarpgroupThreads; ++t) wake(current_->block->fibers[first + t]);
 }
 
 }  // namespace cuda_ext::simt

@@ -7,8 +7,6 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr uint8_t kPoison = 0xff;  // a NaN in every floating type
-
 void check(Access kind, const void* memory, int bytes, const char* instruction, Site site) {
   if (Checker* checker = machine->checker()) checker->access(kind, memory, bytes, instruction, site);
 }
@@ -52,12 +50,14 @@ void load_global(void* to, const void* from, int bytes, Site site) {
   check_global(from, bytes, "load_global", site);
   machine->note_access(Machine::Space::kGlobalLoad, reinterpret_cast<uintptr_t>(from), bytes, site);
   check(Access::kRead, from, bytes, "load_global", site);
+  const GlobalAccess noted("load_global", site);
   std::memcpy(to, from, size_t(bytes));
 }
 void store_global(void* to, const void* from, int bytes, Site site) {
   check_global(to, bytes, "store_global", site);
   machine->note_access(Machine::Space::kGlobalStore, reinterpret_cast<uintptr_t>(to), bytes, site);
   check(Access::kWrite, to, bytes, "store_global", site);
+  const GlobalAccess noted("store_global", site);
   std::memcpy(to, from, size_t(bytes));
 }
 
@@ -71,9 +71,13 @@ T change(T* pointer, Site site, Change&& next) {
     checker->access(Access::kAtomic, pointer, sizeof(T), "atomic", site);
     checker->relaxed_atomic(pointer);
   }
-  std::atomic_ref<T> value(*pointer);
-  T old = value.load(std::memory_order_relaxed);
-  while (!value.compare_exchange_weak(old, next(old), std::memory_order_seq_cst)) {
+  T old;
+  {
+    const GlobalAccess noted("atomic", site);
+    std::atomic_ref<T> value(*pointer);
+    old = value.load(std::memory_order_relaxed);
+    while (!value.compare_exchange_weak(old, next(old), std::memory_order_seq_cst)) {
+    }
   }
   machine->yield();
   return old;
@@ -102,12 +106,14 @@ uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site) {
     checker->acquire(pointer);
     checker->release(pointer);
   }
+  const GlobalAccess noted("atomic_add_acq_rel", site);
   return std::atomic_ref<uint32_t>(*pointer).fetch_add(value);
 }
 void store_release(uint32_t* pointer, uint32_t value, Site site) {
   check(Access::kAtomic, pointer, sizeof *pointer, "store_release", site);
   const bool ordered = machine->synchronizes("store_release", site);
   if (Checker* checker = machine->checker(); checker != nullptr && ordered) checker->release(pointer);
+  const GlobalAccess noted("store_release", site);
   std::atomic_ref<uint32_t>(*pointer).store(value);
 }
 void wait_equal(const uint32_t* pointer, uint32_t value, Site site) {
@@ -122,6 +128,7 @@ namespace {
 
 void carry_out(const AsyncCopy& copy) {
   check(Access::kWrite, copy.to, copy.bytes, "cp_async", copy.site);
+  const GlobalAccess noted("cp_async", copy.site);
   std::memcpy(copy.to, copy.from, size_t(copy.valid));
   std::memset(copy.to + copy.valid, 0, size_t(copy.bytes - copy.valid));
 }
@@ -143,6 +150,7 @@ void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Si
   if (machine->lazy()) {
     std::memset(to, kPoison, size_t(bytes));
   } else {
+    const GlobalAccess noted("cp_async", site);
     std::memcpy(to, global, size_t(valid));
     std::memset(to + valid, 0, size_t(bytes - valid));
   }

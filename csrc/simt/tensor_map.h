@@ -6,7 +6,7 @@
 
 namespace cuda_ext::simt {
 
-enum class ElementType : uint8_t { kFloat32, kFloat16, kBFloat16, kUint8 };
+enum class ElementType : uint8_t { kFloat32, kFloat16, kBFloat16, kUint8 };  // as rt::Element
 constexpr int bytes_of(ElementType type) {
   return type == ElementType::kFloat32 ? 4 : type == ElementType::kUint8 ? 1 : 2;
 }
@@ -14,7 +14,7 @@ constexpr int bytes_of(ElementType type) {
 struct TensorMapFields {
   uint64_t base;
   std::array<uint64_t, 4> strides;  // bytes, of dimensions 1 and up
-  std::array<uint32_t, 5> sizes;    // elements, innermost first
+  std::array<uint64_t, 5> sizes;    // elements, innermost first
   std::array<uint16_t, 5> box;
   uint16_t magic;
   uint8_t rank;
@@ -23,7 +23,7 @@ struct TensorMapFields {
 };
 static_assert(sizeof(TensorMapFields) <= 128);
 
-// Writes `fields` into the 128 bytes at `map`. Throws Fault for what the driver would refuse.
+// Writes `fields` into the 128 bytes at `map`; rt::make_tensor_map has seen to it that the driver would take them.
 void encode_tensor_map(uint64_t* map, const TensorMapFields& fields);
 
 }  // namespace cuda_ext::simt

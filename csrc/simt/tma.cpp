@@ -1,18 +1,23 @@
 // The bulk engine: tiles and bytes between global and shared memory.
-#include "simt/checker.h"
+#include <utility>
+
+#include "simt/engines.h"
 #include "simt/tensor_map.h"
 
 namespace cuda_ext::simt {
 
-void complete_bytes(uint64_t* word, BarrierState& state, int64_t bytes);
-
 namespace {
 
 constexpr uint16_t kMagic = 0x7a3d;
-constexpr uint8_t kPoison = 0xff;  // a NaN in every floating type
+constexpr int kUnit = 16;  // bytes that stay together under every swizzle
 
-void check(Access kind, const void* memory, int64_t bytes, const char* instruction, Site site) {
-  if (Checker* checker = machine->checker()) checker->access(kind, memory, int(bytes), instruction, site);
+std::shared_ptr<const Operation> start_operation(const void* engine) {
+  Checker* checker = machine->checker();
+  return checker != nullptr ? checker->start(engine) : nullptr;
+}
+void check(const Operation* operation, Access kind, const void* memory, int64_t bytes, const char* instruction,
+           Site site) {
+  if (operation != nullptr) machine->checker()->access(*operation, kind, memory, int(bytes), instruction, site);
 }
 
 TensorMapFields decode(const uint64_t* map, int rank, const char* instruction, Site site) {
@@ -30,33 +35,33 @@ int64_t box_bytes(const TensorMapFields& f) {
   return bytes;
 }
 
-// Swizzling exchanges 16-byte units within rows of 128 bytes, by absolute address.
-SharedAddress swizzled(SharedAddress address, int swizzle_bytes) {
-  const uint32_t units = uint32_t(swizzle_bytes) / 16;
-  return units < 2 ? address : address ^ (address >> 7 & (units - 1)) << 4;
-}
-
-// f(shared address, global address or null where the box leaves the tensor, bytes) for every 16 bytes of a tile's rows.
+// f(shared address, global address or null where the box leaves the tensor, bytes) for all of a tile, in pieces of a
+// unit, or of an element where the tensor's edge goes through a unit.
 template <class F>
-void for_units(const TensorMapFields& f, SharedAddress shared, const std::array<int64_t, 5>& at, F&& unit) {
-  const int element = bytes_of(f.type), per_unit = 16 / element;
+void for_pieces(const TensorMapFields& f, SharedAddress shared, const std::array<int64_t, 5>& at, F&& piece) {
+  const int element = bytes_of(f.type), per_unit = kUnit / element;
   std::array<int64_t, 5> i{};
-  int64_t offset = 0;
+  SharedAddress linear = shared;
   for (;;) {
     bool inside = true;
-    int64_t address = int64_t(f.base);
+    int64_t row = int64_t(f.base);
     for (int d = 1; d < f.rank; ++d) {
       const int64_t x = at[d] + i[d];
-      inside &= x >= 0 && x < f.sizes[d];
-      address += x * int64_t(f.strides[d - 1]);
+      inside &= x >= 0 && x < int64_t(f.sizes[d]);
+      row += x * int64_t(f.strides[d - 1]);
     }
-    for (int64_t x = 0; x < f.box[0]; x += per_unit, offset += 16) {
-      const int64_t first = at[0] + x;
-      // A unit may be partly inside; element by element then.
-      for (int e = 0; e < per_unit; ++e) {
-        const bool here = inside && first + e >= 0 && first + e < f.sizes[0];
-        unit(swizzled(shared + uint32_t(offset), f.swizzle_bytes) + uint32_t(e * element),
-             here ? reinterpret_cast<std::byte*>(address + (first + e) * element) : nullptr, element);
+    const auto global = [&](int64_t x) { return reinterpret_cast<std::byte*>(row + x * element); };
+    for (int64_t x = at[0]; x < at[0] + f.box[0]; x += per_unit, linear += kUnit) {
+      const SharedAddress unit = swizzled(linear, f.swizzle_bytes);
+      if (inside && x >= 0 && x + per_unit <= int64_t(f.sizes[0])) {
+        piece(unit, global(x), kUnit);
+      } else if (!inside || x + per_unit <= 0 || x >= int64_t(f.sizes[0])) {
+        piece(unit, static_cast<std::byte*>(nullptr), kUnit);
+      } else {
+        for (int e = 0; e < per_unit; ++e) {
+          const bool here = x + e >= 0 && x + e < int64_t(f.sizes[0]);
+          piece(unit + uint32_t(e * element), here ? global(x + e) : nullptr, element);
+        }
       }
     }
     int d = 1;
@@ -71,130 +76,173 @@ std::array<int64_t, 5> coordinates(const int* at, int rank) {
   return all;
 }
 
-// Starts a copy into [to, to + bytes): `carry_out` fills it, then the barrier learns of the bytes.
-void start_load(std::byte* to, int64_t bytes, uint64_t* word, const char* instruction, Site site,
-                std::function<void()> carry_out) {
-  BarrierState& state = machine->barrier(word, instruction, site);
+// Starts a copy of `bytes` to `to` in `block`: `carry_out` fills it, then the barrier at `barrier` there learns of it.
+void start_load(Block& block, SharedAddress to, int64_t bytes, SharedAddress barrier, const char* instruction,
+                Site site, std::shared_ptr<const Operation> operation, std::function<void(std::byte*)> carry_out) {
   machine->count(Count::kTmaLoadBytes) += uint64_t(bytes);
-  check(Access::kAsyncWrite, to, bytes, instruction, site);
-  std::shared_ptr<const Knowledge> at_start;
-  if (Checker* checker = machine->checker()) at_start = checker->start_copy();
-  if (machine->lazy()) std::memset(to, kPoison, size_t(bytes));
-  machine->start([=, &state, carry_out = std::move(carry_out)] {
-    carry_out();
-    if (at_start) machine->checker()->end_copy(word, *at_start);
-    complete_bytes(word, state, bytes);
+  std::byte* const memory = block.shared + to;
+  start_copy(block, barrier, operation.get(), instruction, site);
+  check(operation.get(), Access::kAsyncWrite, memory, bytes, instruction, site);
+  if (machine->lazy()) std::memset(memory, kPoison, size_t(bytes));
+  machine->start([=, &block, operation = std::move(operation), carry_out = std::move(carry_out)] {
+    carry_out(block.shared);
+    end_copy(block, barrier, bytes, operation.get());
   });
 }
 
+void read_now(BulkStore& store) {
+  if (!store.data) store.data = store.read();
+}
+void write_now(BulkStore& store) {
+  read_now(store);
+  if (!std::exchange(store.written, true)) store.write(*store.data);
+}
+
 void start_store(BulkStore store) {
-  if (!machine->lazy()) {
-    store.data = store.read();
-    store.write(*store.data);
-    return;
-  }
+  if (!machine->lazy()) write_now(store);
   machine->current().open_stores.push_back(std::move(store));
 }
+
+// Bulk stores read shared memory and write global memory as two engines of their thread.
+std::shared_ptr<const Operation> start_reading(const std::byte* memory, int64_t bytes, const char* instruction,
+                                               Site site) {
+  machine->count(Count::kTmaStoreBytes) += uint64_t(bytes);
+  auto operation = start_operation(&machine->current().open_stores);
+  check(operation.get(), Access::kAsyncRead, memory, bytes, instruction, site);
+  return operation;
+}
+std::shared_ptr<const Operation> start_writing() { return start_operation(&machine->current().store_groups); }
+
+// What a store adds, in the tensor's type.
+void add_elements(ElementType type, std::byte* to, const std::byte* terms, int bytes) {
+  for (int i = 0; i < bytes; i += bytes_of(type)) {
+    if (type == ElementType::kFloat32) {
+      float sum, term;
+      std::memcpy(&sum, to + i, 4);
+      std::memcpy(&term, terms + i, 4);
+      sum += term;
+      std::memcpy(to + i, &sum, 4);
+    } else {
+      uint16_t a, b;
+      std::memcpy(&a, to + i, 2);
+      std::memcpy(&b, terms + i, 2);
+      const uint16_t sum = type == ElementType::kFloat16
+                               ? to_half(to_float(half_t{a}) + to_float(half_t{b})).bits
+                               : to_bfloat16(to_float(bfloat16_t{a}) + to_float(bfloat16_t{b})).bits;
+      std::memcpy(to + i, &sum, 2);
+    }
+  }
+}
+
+int alignment_of(const TensorMapFields& fields) { return fields.swizzle_bytes == 128 ? 1024 : 128; }
 
 }  // namespace
 
 void encode_tensor_map(uint64_t* map, const TensorMapFields& fields) {
-  const auto refuse = [](const std::string& text) { throw Fault("tensor map: " + text); };
-  const int element = bytes_of(fields.type);
-  if (fields.rank < 1 || fields.rank > 5) refuse("1 to 5 dimensions, got " + std::to_string(fields.rank));
-  if (fields.base % 16 != 0) refuse("the tensor's address has to be a multiple of 16");
-  const int inner = fields.box[0] * element;
-  if (inner % 16 != 0) refuse("rows of the box have to be multiples of 16 bytes, got " + std::to_string(inner));
-  if (fields.swizzle_bytes != 0 && inner > fields.swizzle_bytes)
-    refuse("rows of the box take " + std::to_string(inner) + " bytes, more than the swizzle's " +
-           std::to_string(fields.swizzle_bytes));
-  for (int d = 0; d < fields.rank; ++d) {
-    if (fields.sizes[d] == 0) refuse("dimension " + std::to_string(d) + " is empty");
-    if (fields.box[d] < 1 || fields.box[d] > 256) refuse("a box takes 1 to 256 elements in each dimension");
-    if (d > 0 && (fields.strides[d - 1] % 16 != 0 || fields.strides[d - 1] >= uint64_t(1) << 40))
-      refuse("strides have to be multiples of 16 bytes below 2^40, got " + std::to_string(fields.strides[d - 1]));
-  }
   TensorMapFields stored = fields;
   stored.magic = kMagic;
   std::memset(map, 0, 128);
   std::memcpy(map, &stored, sizeof stored);
 }
 
-void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, Site site) {
-  const TensorMapFields fields = decode(map, rank, "tma_load", site);
+void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, uint32_t blocks,
+              Site site) {
+  const char* const instruction = blocks == 0 ? "tma_load" : "tma_load_multicast";
+  const TensorMapFields fields = decode(map, rank, instruction, site);
   const int64_t bytes = box_bytes(fields);
-  std::byte* memory = machine->shared(to, int(bytes), fields.swizzle_bytes == 128 ? 1024 : 128, "tma_load", site);
   const auto where = coordinates(at, rank);
-  for_units(fields, to, where, [&](SharedAddress, const std::byte* global, int size) {
-    if (global != nullptr) check(Access::kRead, global, size, "tma_load", site);
-  });
-  std::byte* const window = memory - to;
-  start_load(memory, bytes, barrier, "tma_load", site, [=] {
-    for_units(fields, to, where, [&](SharedAddress shared, const std::byte* global, int size) {
-      if (global != nullptr)
-        std::memcpy(window + shared, global, size_t(size));
-      else
-        std::memset(window + shared, 0, size_t(size));
+  Block& own = *machine->current().block;
+  const SharedAddress barrier_address = machine->address_of(barrier);
+  if (blocks == 0) blocks = 1u << own.rank;
+  bool first = true;
+  for (int r = 0; r < 32; ++r) {
+    if ((blocks >> r & 1) == 0) continue;
+    SharedAddress address = to;
+    Block* block = &own;
+    if (r != own.rank) {
+      machine->block_of_rank(r, instruction, site);
+      SharedAddress remote = to | SharedAddress(r + 1) << kRankShift;
+      block = &machine->owner_of(remote, instruction, site);
+    }
+    machine->shared(*block, address, int(bytes), alignment_of(fields), instruction, site);
+    auto operation = start_operation(machine->barrier_word(*block, barrier_address));
+    if (std::exchange(first, false) && operation != nullptr)
+      for_pieces(fields, to, where, [&](SharedAddress, const std::byte* global, int size) {
+        if (global != nullptr) check(operation.get(), Access::kAsyncRead, global, size, instruction, site);
+      });
+    start_load(*block, address, bytes, barrier_address, instruction, site, operation, [=](std::byte* window) {
+      const GlobalAccess noted(instruction, site);
+      for_pieces(fields, to, where, [&](SharedAddress shared, const std::byte* global, int size) {
+        if (global != nullptr)
+          std::memcpy(window + shared, global, size_t(size));
+        else
+          std::memset(window + shared, 0, size_t(size));
+      });
     });
-  });
+  }
 }
 
 void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* barrier, Site site) {
-  std::byte* memory = machine->shared(to, int(bytes), 16, "bulk_load", site);
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0)
+  machine->shared(to, int(bytes), kUnit, "bulk_load", site);
+  if (bytes % kUnit != 0 || reinterpret_cast<uintptr_t>(from) % kUnit != 0)
     machine->fail("bulk_load", site, "%u bytes from %p; both have to be multiples of 16", bytes, from);
-  check(Access::kRead, from, bytes, "bulk_load", site);
-  start_load(memory, bytes, barrier, "bulk_load", site, [=] { std::memcpy(memory, from, bytes); });
+  auto operation = start_operation(barrier);
+  check(operation.get(), Access::kAsyncRead, from, bytes, "bulk_load", site);
+  start_load(*machine->current().block, to, bytes, machine->address_of(barrier), "bulk_load", site, operation,
+             [=](std::byte* window) {
+               const GlobalAccess noted("bulk_load", site);
+               std::memcpy(window + to, from, bytes);
+             });
 }
 
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site) {
-  const TensorMapFields fields = decode(map, rank, "tma_store", site);
+  const char* const instruction = add ? "tma_store<add>" : "tma_store";
+  const TensorMapFields fields = decode(map, rank, instruction, site);
+  if (add && fields.type == ElementType::kUint8) machine->fail(instruction, site, "bytes cannot be added");
   const int64_t bytes = box_bytes(fields);
-  const std::byte* memory =
-      machine->shared(from, int(bytes), fields.swizzle_bytes == 128 ? 1024 : 128, "tma_store", site);
-  machine->count(Count::kTmaStoreBytes) += uint64_t(bytes);
+  const std::byte* memory = machine->shared(from, int(bytes), alignment_of(fields), instruction, site);
   const auto where = coordinates(at, rank);
-  check(Access::kAsyncRead, memory, bytes, "tma_store", site);
-  for_units(fields, from, where, [&](SharedAddress, std::byte* global, int size) {
-    if (global != nullptr) check(add ? Access::kAtomic : Access::kWrite, global, size, "tma_store", site);
-  });
-  const auto read = [=] { return std::vector<std::byte>(memory, memory + bytes); };
-  const auto write = [=](const std::vector<std::byte>& data) {
-    for_units(fields, from, where, [&](SharedAddress shared, std::byte* global, int size) {
-      if (global == nullptr) return;
-      const std::byte* value = data.data() + (shared - from);
-      if (!add) {
-        std::memcpy(global, value, size_t(size));
-      } else if (fields.type == ElementType::kFloat32) {
-        float sum, term;
-        std::memcpy(&sum, global, 4);
-        std::memcpy(&term, value, 4);
-        sum += term;
-        std::memcpy(global, &sum, 4);
-      } else {
-        uint16_t a, b;
-        std::memcpy(&a, global, 2);
-        std::memcpy(&b, value, 2);
-        const uint16_t sum = fields.type == ElementType::kFloat16
-                                 ? to_half(to_float(half_t{a}) + to_float(half_t{b})).bits
-                                 : to_bfloat16(to_float(bfloat16_t{a}) + to_float(bfloat16_t{b})).bits;
-        std::memcpy(global, &sum, 2);
-      }
+  BulkStore store{.read = [=] { return std::vector<std::byte>(memory, memory + bytes); },
+                  .write =
+                      [=](const std::vector<std::byte>& data) {
+                        const GlobalAccess noted(instruction, site);
+                        for_pieces(fields, from, where, [&](SharedAddress shared, std::byte* global, int size) {
+                          if (global == nullptr) return;
+                          const std::byte* value = data.data() + (shared - from);
+                          if (add)
+                            add_elements(fields.type, global, value, size);
+                          else
+                            std::memcpy(global, value, size_t(size));
+                        });
+                      },
+                  .data = {},
+                  .reading = start_reading(memory, bytes, instruction, site),
+                  .writing = start_writing(),
+                  .site = site};
+  if (const Operation* writing = store.writing.get())
+    for_pieces(fields, from, where, [&](SharedAddress, std::byte* global, int size) {
+      if (global != nullptr)
+        check(writing, add ? Access::kAtomic : Access::kAsyncWrite, global, size, instruction, site);
     });
-  };
-  start_store({read, write, {}});
+  start_store(std::move(store));
 }
 
 void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site) {
-  const std::byte* memory = machine->shared(from, int(bytes), 16, "bulk_store", site);
-  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0)
+  const std::byte* memory = machine->shared(from, int(bytes), kUnit, "bulk_store", site);
+  if (bytes % kUnit != 0 || reinterpret_cast<uintptr_t>(to) % kUnit != 0)
     machine->fail("bulk_store", site, "%u bytes to %p; both have to be multiples of 16", bytes, to);
-  machine->count(Count::kTmaStoreBytes) += bytes;
-  check(Access::kAsyncRead, memory, bytes, "bulk_store", site);
-  check(Access::kWrite, to, bytes, "bulk_store", site);
-  start_store({[=] { return std::vector<std::byte>(memory, memory + bytes); },
-               [=](const std::vector<std::byte>& data) { std::memcpy(to, data.data(), data.size()); },
-               {}});
+  BulkStore store{.read = [=] { return std::vector<std::byte>(memory, memory + bytes); },
+                  .write =
+                      [=](const std::vector<std::byte>& data) {
+                        const GlobalAccess noted("bulk_store", site);
+                        std::memcpy(to, data.data(), data.size());
+                      },
+                  .data = {},
+                  .reading = start_reading(memory, bytes, "bulk_store", site),
+                  .writing = start_writing(),
+                  .site = site};
+  check(store.writing.get(), Access::kAsyncWrite, to, bytes, "bulk_store", site);
+  start_store(std::move(store));
 }
 
 void bulk_commit(Site site) {
@@ -204,37 +252,35 @@ void bulk_commit(Site site) {
   self.open_stores.clear();
 }
 
-namespace {
-
-void read_all(std::vector<BulkStore>& group) {
-  for (BulkStore& store : group)
-    if (!store.data) store.data = store.read();
-}
-void write_all(std::vector<BulkStore>& group) {
-  read_all(group);
-  for (BulkStore& store : group) store.write(*store.data);
-}
-
-}  // namespace
-
 void bulk_wait(int pending, bool read_only, Site site) {
   if (!machine->synchronizes(read_only ? "bulk_wait_read" : "bulk_wait", site)) return;
   auto& groups = machine->current().store_groups;
-  if (read_only) {
-    for (size_t i = 0; i + size_t(pending) < groups.size(); ++i) read_all(groups[i]);
-    return;
+  Checker* const checker = machine->checker();
+  const size_t done = groups.size() > size_t(pending) ? groups.size() - size_t(pending) : 0;
+  for (size_t i = 0; i < done; ++i) {
+    for (BulkStore& store : groups[i]) {
+      read_now(store);
+      store.waited = true;
+      if (checker != nullptr) checker->end(*store.reading);
+      if (read_only) continue;
+      write_now(store);
+      if (checker != nullptr) checker->end(*store.writing);
+    }
   }
-  while (groups.size() > size_t(pending)) {
-    write_all(groups.front());
-    groups.pop_front();
-  }
+  if (!read_only) groups.erase(groups.begin(), groups.begin() + ptrdiff_t(done));
 }
 
 void finish_stores(Fiber& fiber) {
-  for (auto& group : fiber.store_groups) write_all(group);
-  write_all(fiber.open_stores);
+  fiber.store_groups.push_back(std::move(fiber.open_stores));
+  for (auto& group : fiber.store_groups) {
+    for (BulkStore& store : group) {
+      if (!store.waited)
+        machine->fail("exit", kNoSite, "the bulk store of %s may still read shared memory; bulk_wait_read comes first",
+                      place(store.site).c_str());
+      write_now(store);
+    }
+  }
   fiber.store_groups.clear();
-  fiber.open_stores.clear();
 }
 
 }  // namespace cuda_ext::simt

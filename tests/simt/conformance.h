@@ -12,7 +12,7 @@ namespace cuda_ext::conformance {
 
 struct Case {
   const char* name;
-  size_t in_bytes;
+  size_t in_bytes;  // 0: of any size, on the emulator alone
   size_t out_bytes;
   void (*run)(const uint32_t* in, uint32_t* out);
 };

@@ -7,11 +7,9 @@ out = library.run("shuffle", inputs)
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import subprocess
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,18 +20,19 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
-BUILD = ROOT / "build" / "simt"
-FLAGS = [
-    "-std=c++20",
-    "-O2",
-    "-g1",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Wno-unknown-pragmas",
-    "-Wno-missing-field-initializers",
-]
+sys.path.insert(0, str(ROOT))
+
+from cuda_ext import _emulator, _toolchain  # noqa: E402
+
+BUILD = _emulator.FOLDER
+
+
+def find_toolkit() -> _toolchain.Toolkit | None:
+    """The CUDA toolkit that would build the package, or None."""
+    import torch
+
+    toolkits = _toolchain.find_toolkits(torch.version.cuda) if torch.version.cuda is not None else []
+    return next((toolkit for toolkit in toolkits if toolkit.usable), None)
 
 
 class Fault(RuntimeError):
@@ -48,30 +47,6 @@ class SyncSite:
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line} {self.instruction}"
-
-
-def digest(paths: Sequence[Path], flags: Sequence[str]) -> str:
-    state = hashlib.sha256(" ".join(flags).encode())
-    for path in paths:
-        state.update(path.read_bytes())
-    return state.hexdigest()[:16]
-
-
-def headers() -> list[Path]:
-    return sorted(
-        path for folder in (CSRC, HERE) for path in folder.rglob("*") if path.suffix in {".h", ".cuh", ".inc"}
-    )
-
-
-def _compile(source: Path, flags: Sequence[str]) -> Path:
-    """An object file, built again only if the source, a header or a flag has changed."""
-    target = BUILD / f"{source.stem}-{digest([source, *headers()], flags)}.o"
-    if not target.exists():
-        scratch = target.with_suffix(f".{os.getpid()}.tmp")
-        command = [os.environ.get("CXX", "c++"), *flags, f"-I{CSRC}", f"-I{HERE}", "-x", "c++", "-c", str(source)]
-        subprocess.run([*command, "-o", str(scratch)], check=True)
-        scratch.replace(target)
-    return target
 
 
 class Library:
@@ -91,38 +66,27 @@ class Library:
     def build(cls, name: str, sources: Sequence[str | Path], hooks: bool = False) -> Library:
         """Compiles `sources` (beside this file, or absolute) together with the emulator. With `hooks` it also sees
         plain loads and stores of the kernels, and is several times slower."""
-        BUILD.mkdir(parents=True, exist_ok=True)
-        kernel_flags = [*FLAGS, *(["-fsanitize=thread", "-fno-threadsafe-statics"] if hooks else [])]
-        jobs = [(HERE / source, kernel_flags) for source in sources]
-        jobs += [(file, FLAGS) for file in (HERE / "library.cpp", *sorted((CSRC / "simt").glob("*.cpp")))]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda job: _compile(*job), jobs))
-        target = BUILD / f"{name}-{digest(objects, [])}.so"
-        if not target.exists():
-            scratch = target.with_suffix(f".{os.getpid()}.tmp")
-            command = [os.environ.get("CXX", "c++"), "-shared", "-pthread", *map(str, objects), "-o", str(scratch)]
-            subprocess.run(command, check=True)
-            scratch.replace(target)
-        return cls(target)
+        files = [HERE / source for source in sources]
+        return cls(_emulator.build_library(name, files, [(HERE / "library.cpp", ())], hooks=hooks))
 
     def in_bytes(self, name: str) -> int:
         return int(self._c.conformance_in_bytes(self.index[name]))
 
-    def run(self, name: str, data: np.ndarray) -> np.ndarray:
-        """The output words of case `name` for input words `data`. Raises Fault."""
+    def run(self, name: str, data: np.ndarray, out_bytes: int | None = None) -> np.ndarray:
+        """The output words of case `name` for input words `data`; `out_bytes` for cases of any size. Raises Fault."""
         index = self.index[name]
         data = np.ascontiguousarray(data).view(np.uint32)
-        assert data.nbytes == self.in_bytes(name)
-        # Aligned as on a device, where allocations begin at multiples of 256 bytes.
-        out_bytes = self._c.conformance_out_bytes(index)
-        source, target = _aligned(data.nbytes), _aligned(out_bytes)
-        source[:] = data.view(np.uint8)
+        assert data.nbytes == (self.in_bytes(name) or data.nbytes)
+        if out_bytes is None:
+            out_bytes = int(self._c.conformance_out_bytes(index))
+        source, target = Buffer(data.nbytes), Buffer(out_bytes)
+        source.bytes[:] = data.view(np.uint8)
         error = ctypes.create_string_buffer(8192)
-        if self._c.conformance_run(
-            index, source.ctypes.data_as(ctypes.c_void_p), target.ctypes.data_as(ctypes.c_void_p), error, 8192
-        ):
+        if self._c.conformance_run(index, source.pointer, target.pointer, error, 8192):
             raise Fault(error.value.decode())
-        return target.view(np.uint32)
+        assert source.is_intact() and target.is_intact(), "written past its end"
+        assert np.array_equal(source.bytes, data.view(np.uint8)), "the input was written"
+        return target.bytes.view(np.uint32)
 
     def call(self, function: str, *arguments: object) -> None:
         """Calls a function of the sources that returns 0, or 1 with what went wrong in a buffer, its last argument but
@@ -173,7 +137,26 @@ class Library:
         return [SyncSite(file, int(line), instruction) for file, line, instruction in rows]
 
 
-def _aligned(size: int) -> np.ndarray:
-    raw = np.empty(size + 256, np.uint8)
-    begin = -raw.ctypes.data % 256
-    return raw[begin : begin + size]
+class Buffer:
+    """Memory for a kernel, between pages that nobody can touch; aligned as on a device, where allocations begin at
+    multiples of 256 bytes. What this leaves between its end and the page is watched."""
+
+    _CANARY = 0xA5
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        length = (size + 256 + page - 1) // page * page + 2 * page
+        whole = np.frombuffer(mmap.mmap(-1, length), np.uint8)
+        end = length - page
+        for begin in (0, end):
+            address = ctypes.c_void_p(whole.ctypes.data + begin)
+            assert ctypes.CDLL(None).mprotect(address, ctypes.c_size_t(page), 0) == 0
+        first = (end - size) // 256 * 256
+        self.bytes = whole[first : first + size]
+        self.pointer = ctypes.c_void_p(self.bytes.ctypes.data)
+        self._slack = whole[first + size : end]
+        self.bytes[:] = 0xFF
+        self._slack[:] = self._CANARY
+
+    def is_intact(self) -> bool:
+        return bool((self._slack == self._CANARY).all())

@@ -13,9 +13,7 @@ other package, and no build of cuda_ext.
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -33,12 +31,10 @@ except ImportError:
     sys.modules["pytest"] = stand_in
 
 import test_conformance as conformance
-from harness import BUILD, CSRC, HERE, ROOT, Fault, Library, digest, headers
-
-sys.path.insert(0, str(ROOT))
 import torch
+from harness import BUILD, CSRC, HERE, Fault, Library
 
-from cuda_ext import _toolchain
+from cuda_ext import _emulator, _toolchain
 
 # What a source includes that only sm_90 runs, and the architectures after it have no more (wgmma) or in part.
 SM90_ONLY = re.compile(r'#include "arch/(?:barrier|tma|cluster|wgmma)\.cuh"')
@@ -79,15 +75,9 @@ def compile_for(arch: str, folder: Path) -> Path:
         *("-cudart", "none", "-Xlinker", str(cudart), "-Xlinker", f"-rpath={cudart.parent}"),
         *("-x", "cu", *map(str, kernels), str(HERE / "library.cpp")),
     ]
-    target = folder / f"conformance-{arch}-{digest([*kernels, HERE / 'library.cpp', *headers()], command)}.so"
-    if target.exists():
-        return target
-    scratch = target.with_suffix(f".{os.getpid()}.tmp")
-    command += ["-o", str(scratch)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"nvcc failed:\n{' '.join(command)}\n{done.stdout}")
-    scratch.replace(target)
+    target = folder / f"conformance-{arch}.so"
+    inputs = [path.read_text() for path in (*kernels, HERE / "library.cpp")]
+    _emulator.make(target, [*command, "-o"], [*inputs, *_emulator.headers(HERE)])
     return target
 
 

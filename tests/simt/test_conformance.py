@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import conformance_sm90
+import conformance_wgmma
 import numpy as np
 import pytest
 from harness import HERE, Library
 
-SOURCES = ["conformance_warp.cu", "conformance_memory.cu", "conformance_mma.cu"]
+SOURCES = [
+    "conformance_warp.cu",
+    "conformance_memory.cu",
+    "conformance_mma.cu",
+    "conformance_sm90.cu",
+    "conformance_cluster.cu",
+    "conformance_wgmma.cu",
+]
 MODES = [
     {"mode": "eager", "schedule": "fifo"},
     {"mode": "lazy", "schedule": "fifo"},
@@ -24,7 +33,7 @@ MODES = [
 TOLERANCE = {"special_functions": 2.0**-10, "mma_f16": 1e-5, "mma_bf16": 1e-5, "mma_tf32": 1e-5}
 
 Reference = Callable[[np.ndarray], np.ndarray]
-references: dict[str, Reference] = {}
+references: dict[str, Reference] = conformance_sm90.references | conformance_wgmma.references
 
 
 def reference(function: Reference) -> Reference:
@@ -224,6 +233,10 @@ references["mma_tf32"] = lambda x: fragments(
 
 def inputs_of(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
     """Random words; for products such numbers that float32 sums of them are exact, or nearly."""
+    if name.startswith("tma"):
+        return conformance_sm90.tma_inputs(name, words, rng)
+    if name.startswith("wgmma"):
+        return conformance_wgmma.inputs(name, words, rng)
     if not name.startswith("mma"):
         return rng.integers(0, 2**32, words, dtype=np.uint32)
     values = rng.integers(-8, 9, (words, 2)).astype(np.float32)

@@ -12,9 +12,7 @@ import pytest
 import record
 import test_conformance as conformance
 import torch
-from harness import BUILD, HERE, Library
-
-from cuda_ext import _toolchain
+from harness import BUILD, HERE, Library, find_toolkit
 
 
 @pytest.fixture(scope="session")
@@ -22,11 +20,7 @@ def library() -> Library:
     return Library.build("conformance", conformance.SOURCES)
 
 
-def has_toolkit() -> bool:
-    return torch.version.cuda is not None and any(t.usable for t in _toolchain.find_toolkits(torch.version.cuda))
-
-
-@pytest.mark.skipif(not has_toolkit(), reason="no CUDA toolkit")
+@pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_and_links(arch: str) -> None:
     """Without the libraries of a driver, too. The library lists its cases, though it can run none here."""

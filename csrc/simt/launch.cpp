@@ -1,0 +1,104 @@
+// What a launch is allowed to ask for, and how its blocks are shared out among the threads of the host.
+#include "simt/launch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
+
+#include "simt/guard.h"
+#include "simt/machine.h"
+
+namespace cuda_ext::simt {
+
+namespace {
+
+constexpr uint32_t kMaxSharedBytes = 227 * 1024;
+constexpr int kMaxThreads = 1024;
+
+std::mutex global_mutex;
+Counters total_counters{};
+std::set<std::tuple<std::string, int, std::string>> seen_sites;
+
+}  // namespace
+
+Options& options() {
+  static Options instance;
+  return instance;
+}
+
+Counters counters() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  return total_counters;
+}
+void reset_counters() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  total_counters = {};
+}
+std::vector<SyncSite> sync_sites() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  std::vector<SyncSite> sites;
+  for (const auto& [file, line, instruction] : seen_sites) sites.push_back({file, line, instruction});
+  return sites;
+}
+void reset_sync_sites() {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  seen_sites.clear();
+}
+
+void remember_site(const SyncSite& site) {
+  const std::lock_guard<std::mutex> lock(global_mutex);
+  seen_sites.emplace(site.file, site.line, site.instruction);
+}
+
+void launch(const char* kernel, const Geometry& geometry, const std::function<void()>& thread) {
+  const auto refuse = [&](const std::string& text) { throw Fault(std::string(kernel) + ": " + text); };
+  const Extent& g = geometry.grid;
+  const Extent& c = geometry.cluster;
+  if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
+    refuse("a grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " + std::to_string(g.z) +
+           ") blocks; each axis takes at least 1, y and z at most 65535");
+  if (geometry.block < 1 || geometry.block > kMaxThreads)
+    refuse("a block of " + std::to_string(geometry.block) + " threads; 1 to 1024 can be launched");
+  if (geometry.shared_bytes > kMaxSharedBytes)
+    refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
+           std::to_string(kMaxSharedBytes));
+  const int64_t clusters = g.count() / c.count();
+  const bool together = geometry.blocks_wait;
+  int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
+  if (together || options().check_races) workers = 1;
+  workers = int(std::clamp<int64_t>(clusters, 1, workers));
+
+  std::atomic<int64_t> next{0};
+  std::mutex failure_mutex;
+  std::exception_ptr failure;
+  const auto work = [&] {
+    const MemoryGuard guard;
+    Machine emulated(kernel, geometry, thread);
+    try {
+      if (together) {
+        std::vector<int64_t> all;
+        for (int64_t cluster = 0; cluster < clusters; ++cluster) all.push_back(cluster);
+        emulated.run(all);
+      } else {
+        for (int64_t cluster; (cluster = next.fetch_add(1)) < clusters;) emulated.run({cluster});
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(failure_mutex);
+      if (!failure) failure = std::current_exception();
+      next = clusters;
+    }
+    const std::lock_guard<std::mutex> lock(global_mutex);
+    for (size_t i = 0; i < total_counters.size(); ++i) total_counters[i] += emulated.counters()[i];
+  };
+  std::vector<std::thread> threads;
+  for (int i = 1; i < workers; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& t : threads) t.join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace cuda_ext::simt

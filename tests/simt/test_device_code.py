@@ -1,0 +1,35 @@
+"""The sources of these tests, compiled for devices: no spills, and wgmma that ptxas leaves in flight."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import CSRC, HERE, find_toolkit
+
+SM80 = ("conformance_warp.cu", "conformance_memory.cu", "conformance_mma.cu")
+SM90 = ("conformance_sm90.cu", "conformance_cluster.cu", "conformance_wgmma.cu", "proof_gemm.cu", "proof_attention.cu")
+
+
+def ptxas_log(source: str, architecture: str, target: Path) -> str:
+    toolkit = find_toolkit()
+    assert toolkit is not None
+    command = [str(toolkit.home / "bin" / "nvcc"), "-std=c++20", "-O3", f"-I{CSRC}", f"-I{HERE}", "-Xptxas", "-v"]
+    command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}", "-c", str(HERE / source)]
+    command += ["-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
+@pytest.mark.parametrize("architecture", ["80", "90a"])
+@pytest.mark.parametrize("source", [*SM80, *SM90])
+def test_compiles_cleanly(source: str, architecture: str, tmp_path: Path) -> None:
+    log = ptxas_log(source, architecture, tmp_path / "out.o")
+    assert re.search(r"Used \d+ registers", log), "no kernel was compiled"
+    assert not re.findall(r".*\(C75\d\d\).*", log), "ptxas serialises wgmma, or repairs its order"
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert spills and set(spills) == {("0", "0")}

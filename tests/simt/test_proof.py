@@ -1,0 +1,82 @@
+"""The Hopper proof kernels on the emulator: exact on whole numbers, whatever completes when.
+
+That they are free of races is in test_planted_sm90.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from harness import Library
+from test_conformance import MODES
+
+GEMMS = ("gemm_f16_128x128", "gemm_bf16_128x256", "gemm_bf16_128x128_cluster", "gemm_f16_128x256_cluster")
+# (M, N, K): one element, less than a tile, a tile, a tile and more, more K-tiles than twice the stages, many tiles.
+SIZES = ((1, 1, 8), (127, 65, 56), (128, 256, 64), (129, 257, 72), (64, 128, 584), (300, 520, 136))
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    return Library.build("proof", ["proof_gemm.cu", "proof_attention.cu"])
+
+
+def encode(values: np.ndarray, float16: bool) -> np.ndarray:
+    """Whole numbers as 16-bit floats, as bytes padded to a multiple of 256."""
+    if float16:
+        bits = values.astype(np.float16).view(np.uint16)
+    else:
+        bits = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return np.pad(bits.ravel().view(np.uint8), (0, -bits.nbytes % 256))
+
+
+def pack(sizes: tuple[int, ...], float16: bool, *matrices: np.ndarray) -> np.ndarray:
+    head = np.zeros(64, np.int32)
+    head[: len(sizes)] = sizes
+    return np.concatenate([head.view(np.uint8), *(encode(m, float16) for m in matrices)])
+
+
+def check_gemm(library: Library, name: str, size: tuple[int, int, int], rng: np.random.Generator) -> None:
+    m, n, k = size
+    a = rng.integers(-8, 9, (m, k)).astype(np.float32)
+    b = rng.integers(-8, 9, (n, k)).astype(np.float32)
+    out = library.run(name, pack(size, "_f16" in name, a, b), out_bytes=m * n * 4)
+    np.testing.assert_array_equal(out.view(np.float32).reshape(m, n), a @ b.T)
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize("name", GEMMS)
+def test_gemm_is_exact(library: Library, name: str, options: dict[str, object]) -> None:
+    rng = np.random.default_rng()
+    for size in SIZES:
+        with library.options(**options):  # type: ignore[arg-type]
+            check_gemm(library, name, size, rng)
+
+
+def check_attention(library: Library, sizes: tuple[int, int], rng: np.random.Generator) -> None:
+    queries, keys = sizes
+    q = rng.integers(-1, 2, (queries, 128)).astype(np.float32)
+    k = rng.integers(-1, 2, (keys, 128)).astype(np.float32)
+    v = rng.integers(-4, 5, (keys, 128)).astype(np.float32)
+    out = library.run("attention", pack(sizes, False, q, k, v), out_bytes=queries * 128 * 4)
+    np.testing.assert_array_equal(out.view(np.float32).reshape(queries, 128), np.maximum(q @ k.T, 0) @ v)
+
+
+@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+def test_attention_is_exact(library: Library, options: dict[str, object]) -> None:
+    rng = np.random.default_rng()
+    for sizes in ((1, 1), (64, 64), (128, 65), (130, 63), (200, 320)):
+        with library.options(**options):  # type: ignore[arg-type]
+            check_attention(library, sizes, rng)
+
+
+def test_gemm_is_fast(library: Library) -> None:
+    """An emulated 512^3 is some 0.02 s on one core; ten times that would make tests of real kernels unbearable."""
+    best = 1e9
+    data = pack((512, 512, 512), False, np.ones((512, 512)), np.ones((512, 512)))
+    for _ in range(3):
+        start = time.process_time()
+        library.run("gemm_bf16_128x256", data, out_bytes=512 * 512 * 4)
+        best = min(best, time.process_time() - start)
+    assert best < 0.4, f"512^3 took {best:.3f} s"
