@@ -128,6 +128,7 @@ def emulated(
             raise ValueError(f"cuda_ext.testing.emulated: expected {name} to be one of {allowed}, got {value!r}")
     module = _emulator.load(hooks=check_races)
     settings = {
+        "compute_capability": int(arch.removeprefix("sm_").rstrip("a")),
         "lazy": mode == "lazy",
         "pct": schedule == "pct",
         "seed": seed,

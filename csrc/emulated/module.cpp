@@ -18,7 +18,8 @@ namespace {
 
 using Site = std::tuple<std::string, int, std::string>;  // file, line, instruction
 
-void configure(bool lazy, bool pct, uint64_t seed, bool check_races, int threads, const std::optional<Site>& skip) {
+void configure(int compute_capability, bool lazy, bool pct, uint64_t seed, bool check_races, int threads,
+               const std::optional<Site>& skip) {
   static simt::SyncSite skipped;
   if (skip) skipped = {std::get<0>(*skip), std::get<1>(*skip), std::get<2>(*skip)};
   simt::options() = {.completion = lazy ? simt::Completion::kLazy : simt::Completion::kEager,
@@ -26,7 +27,8 @@ void configure(bool lazy, bool pct, uint64_t seed, bool check_races, int threads
                      .seed = seed,
                      .check_races = check_races,
                      .threads = threads,
-                     .skip = skip ? &skipped : nullptr};
+                     .skip = skip ? &skipped : nullptr,
+                     .compute_capability = compute_capability};
 }
 
 std::map<std::string, uint64_t> counters() {
@@ -53,8 +55,9 @@ PYBIND11_MODULE(_simt, m) {
         return reinterpret_cast<intptr_t>(&kernels);
       },
       "The address of the launchers, for the op _emulate.");
-  m.def("configure", configure, py::arg("lazy"), py::arg("pct"), py::arg("seed"), py::arg("check_races"),
-        py::arg("threads"), py::arg("skip"), "How the launches that follow run; see csrc/simt/options.h.");
+  m.def("configure", configure, py::arg("compute_capability"), py::arg("lazy"), py::arg("pct"), py::arg("seed"),
+        py::arg("check_races"), py::arg("threads"), py::arg("skip"),
+        "How the launches that follow run; see csrc/simt/options.h.");
   m.def("counters", counters, "What launches did since the last reset.");
   m.def("reset_counters", simt::reset_counters);
   m.def("sync_sites", sync_sites, "Every synchronisation call since the last reset: file, line, instruction.");

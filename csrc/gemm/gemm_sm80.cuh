@@ -19,7 +19,7 @@
 #include "gemm/gemm_sm80.h"
 #include "gemm/operand_sm80.cuh"
 #include "gemm/plan_sm80.h"
-#include "rt/launch.cuh"
+#include "rt/device.h"
 
 namespace cuda_ext::sm80 {
 
@@ -356,23 +356,6 @@ clear_arrivals(uint32_t* arrivals, int tiles) {
   if (i < tiles) arch::store_global(arrivals + i, 0u);
 }
 
-inline Device current_device() {
-#if defined(__CUDACC__)
-  const auto attribute = [](int device, cudaDeviceAttr which) {
-    int value = 0;
-    rt::check(cudaDeviceGetAttribute(&value, which, device), "gemm_sm80", "ask what the device has");
-    return value;
-  };
-  int device = 0;
-  rt::check(cudaGetDevice(&device), "gemm_sm80", "ask for the current device");
-  return device_of(
-      10 * attribute(device, cudaDevAttrComputeCapabilityMajor) + attribute(device, cudaDevAttrComputeCapabilityMinor),
-      attribute(device, cudaDevAttrMultiProcessorCount));
-#else
-  return device_of(80, 4);  // so few that small problems have several waves, or their k split
-#endif
-}
-
 // Divides the workspace.
 inline WorkspaceCursor place(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
   WorkspaceCursor cursor(data);
@@ -420,7 +403,7 @@ inline void check_operand(const char* name, const Operand& operand, int64_t rows
 template <Arithmetic arithmetic>
 size_t workspace_of(const GemmParams& params) {
   if (is_empty(params)) return 0;
-  GemmPlan plan = choose_plan(params, arithmetic, current_device());
+  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
   return place(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
 }
 
@@ -429,7 +412,7 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   if (is_empty(params)) return;
   check_operand("a", params.a, params.m, params.k);
   check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
-  GemmPlan plan = choose_plan(params, arithmetic, current_device());
+  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
   place(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan).expect_room("gemm_sm80", workspace);
   if (plan.splits > 1) {
     constexpr int kThreads = 256;

@@ -10,6 +10,7 @@
 
 #include "arch/target.cuh"
 #include "gemm/gemm.h"
+#include "rt/device.h"
 
 namespace cuda_ext::sm80 {
 
@@ -88,7 +89,7 @@ struct GemmPlan {
 };
 
 // What a choice depends on of a device. Rates are a cycle of one multiprocessor.
-struct Device {
+struct Rates {
   int processors;
   double multiply_adds[kNumArithmetics];  // through mma.sync
   double l2_bytes;                        // when all read
@@ -96,13 +97,13 @@ struct Device {
 };
 
 // As published or measured by others for one device of each architecture; only ratios matter.
-inline Device device_of(int compute_capability, int processors) {
+inline Rates rates_of(const rt::Device& device) {
   // H100, of whose 2048 multiply-adds mma.sync reaches 63 %.
-  if (compute_capability >= 90) return {processors, {1300, 650, 650.0 / 3}, 47};
+  if (device.compute_capability >= 90) return {device.processors, {1300, 650, 650.0 / 3}, 47};
   // RTX 4090.
-  if (compute_capability >= 86) return {processors, {256, 128, 128.0 / 3}, 16};
+  if (device.compute_capability >= 86) return {device.processors, {256, 128, 128.0 / 3}, 16};
   // A100.
-  return {processors, {1024, 512, 512.0 / 3}, 47};
+  return {device.processors, {1024, 512, 512.0 / 3}, 47};
 }
 
 inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
@@ -157,25 +158,24 @@ inline OperandWalk walk_of(const GemmParams& params, const Operand& operand, con
 // Cycles until the busiest multiprocessor is done. A k tile costs the largest of its arithmetic, its way from L2, and
 // its way through shared memory, where every row is read by all warps side by side; the sums of a tile cross shared
 // memory once at its end, and, where k is split, go to the workspace and back.
-inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arithmetic arithmetic,
-                              const Device& device) {
+inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arithmetic arithmetic, const Rates& rates) {
   constexpr double kStart = 1500;  // fill the stages, drain the stores: shared by the blocks that run at once
   constexpr double kSplit = 4000;  // the kernel that clears the arrivals, and the wait for the last block
   const double area = double(tile.block_m) * tile.block_n;
   const double depth_bytes = tile.block_k * element_bytes(arithmetic);
   const double written = (tile.block_m + tile.block_n) * depth_bytes;
   const double read = (tile.block_m * tile.warps_n + tile.block_n * tile.warps_m) * depth_bytes;
-  const double k_tile = std::max({area * tile.block_k / device.multiply_adds[int(arithmetic)],
-                                  written / device.l2_bytes, (written + read) / Device::kSharedBytes});
-  const double sums = area * sizeof(float) / device.l2_bytes;
-  const double blocks = double(ceil_div(int64_t(plan.tiles) * plan.splits, device.processors));
+  const double k_tile = std::max({area * tile.block_k / rates.multiply_adds[int(arithmetic)], written / rates.l2_bytes,
+                                  (written + read) / Rates::kSharedBytes});
+  const double sums = area * sizeof(float) / rates.l2_bytes;
+  const double blocks = double(ceil_div(int64_t(plan.tiles) * plan.splits, rates.processors));
   double cycles = blocks * (plan.split_k_tiles * k_tile + sums) + std::ceil(blocks / tile.min_blocks) * kStart;
   if (plan.splits > 1) cycles += kSplit + (blocks + plan.splits) * sums;
   return cycles;
 }
 
 // The tile shape and the split of k that should be done first.
-inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, const Device& device) {
+inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, const Rates& rates) {
   constexpr int kMaxSplits = 32;
   constexpr int kMinSplitTiles = 4;  // as long as the pipeline takes to fill
   const bool pairs = has_pairs(params);
@@ -200,11 +200,11 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, splits));
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
-        if (int64_t(plan.tiles) * splits > tile.min_blocks * device.processors) break;  // more than run at once
-        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;         // one would have nothing to do
+        if (int64_t(plan.tiles) * splits > tile.min_blocks * rates.processors) break;  // more than run at once
+        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;        // one would have nothing to do
       }
       plan.splits = splits;
-      const double cycles = expected_cycles(plan, tile, arithmetic, device);
+      const double cycles = expected_cycles(plan, tile, arithmetic, rates);
       if (cycles < best_cycles) {
         best_cycles = cycles;
         best = plan;

@@ -32,6 +32,9 @@ struct Options {
   bool check_races = false;        // happens-before, on one thread of the host
   int threads = 0;                 // of the host; 0: all cores
   const SyncSite* skip = nullptr;  // a mutation: every call from here does nothing
+  // What launchers see of the device. So few multiprocessors that small problems have several waves, or are split.
+  int compute_capability = 80;
+  int processors = 4;
 };
 
 // Options of the launches that follow in this process.

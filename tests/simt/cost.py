@@ -11,7 +11,7 @@ RECORD = "CUDA_EXT_RECORD_COUNTERS"
 
 
 def assert_same_cost(name: str, measured: dict[str, dict[str, int]]) -> None:
-    """Compares counters, by case, with golden/<name>_counters.json; CUDA_EXT_RECORD_COUNTERS=1 records them anew."""
+    """Compares counters, by case, with golden_counters/<name>.json; CUDA_EXT_RECORD_COUNTERS=1 records them anew."""
     path = HERE / "golden_counters" / f"{name}.json"
     if os.environ.get(RECORD) == "1":
         path.parent.mkdir(exist_ok=True)

@@ -46,7 +46,7 @@ EXPORT int activation_grad_run(const ActivationGradParams* params, void* workspa
 // out: block_m, block_n, block_k, splits of what would be done for 16-bit operands on a device.
 EXPORT void gemm_choice(const GemmParams* params, int compute_capability, int processors, int* out) {
   using namespace sm80;
-  const GemmPlan plan = choose_plan(*params, Arithmetic::k16Bit, device_of(compute_capability, processors));
+  const GemmPlan plan = choose_plan(*params, Arithmetic::k16Bit, rates_of({compute_capability, processors}));
   const GemmConfig& tile = kTiles[int(Arithmetic::k16Bit)][plan.shape];
   out[0] = tile.block_m;
   out[1] = tile.block_n;
