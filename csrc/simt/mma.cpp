@@ -93,81 +93,88 @@ struct MmaArguments {
   const uint32_t* b;
 };
 
-// d (16, 8) += a (16, k) @ b (k, 8), added up in order of k.
+enum class MmaType { kFloat16, kBFloat16, kTf32 };
+
+// What the lanes of a warp hold. Side by side, lane after lane, the registers of one number are 8 rows of 16 bytes: of A,
+// of B transposed, and pairs of D's columns.
+struct MmaFragments {
+  alignas(64) uint32_t a[4][kLanes];
+  alignas(64) uint32_t b[2][kLanes];
+  alignas(64) float d[2][kLanes][2];
+};
+
+// out[row * row_step + i * step] = element i of row `row` of the 8 that `words` hold.
+inline void convert(MmaType type, const uint32_t (&words)[kLanes], float* out, int row_step, int step) {
+  constexpr int kRowHalves = kRowBytes / 2, kRowWords = kRowBytes / 4;
+  if (type == MmaType::kTf32) {
+    for (int row = 0; row < kRows; ++row)
+      for (int i = 0; i < kRowWords; ++i)  // the hardware does not look at the low 13 bits
+        out[row * row_step + i * step] = bits_float(words[row * kRowWords + i] & ~uint32_t(0x1fff));
+    return;
+  }
+  uint16_t halves[kRows * kRowHalves];
+  std::memcpy(halves, words, sizeof halves);
+  float values[kRows * kRowHalves];
+  if (type == MmaType::kFloat16)
+    for (int i = 0; i < kRows * kRowHalves; ++i) values[i] = to_float(half_t{halves[i]});
+  else
+    for (int i = 0; i < kRows * kRowHalves; ++i) values[i] = to_float(bfloat16_t{halves[i]});
+  for (int row = 0; row < kRows; ++row)
+    for (int i = 0; i < kRowHalves; ++i) out[row * row_step + i * step] = values[row * kRowHalves + i];
+}
+
+// D (16, 8) += A (16, k) @ B (k, 8), added up in order of k.
 CUDA_EXT_SIMT_CLONES
-void multiply(int k, const float (&a)[16][16], const float (&b)[16][8], float (&d)[16][8]) {
-  for (int i = 0; i < 16; ++i) {
-    float sum[8];
-    for (int j = 0; j < 8; ++j) sum[j] = d[i][j];
-    for (int p = 0; p < k; ++p)
-      for (int j = 0; j < 8; ++j) sum[j] += a[i][p] * b[p][j];
-    for (int j = 0; j < 8; ++j) d[i][j] = sum[j];
+void multiply(MmaType type, MmaFragments& m) {
+  using Eight = float __attribute__((vector_size(32)));
+  constexpr int kBlock = 4;  // rows at once, so that additions need not wait for one another
+  const int k = type == MmaType::kTf32 ? 8 : 16;
+  float a[16][16], b[16][8];
+  for (int i = 0; i < 4; ++i) convert(type, m.a[i], &a[i % 2 * 8][i / 2 * k / 2], 16, 1);
+  for (int i = 0; i < 2; ++i) convert(type, m.b[i], &b[i * k / 2][0], 1, 8);
+  for (int half = 0; half < 2; ++half) {
+    for (int first = 0; first < kRows; first += kBlock) {
+      float* const d = &m.d[half][first * 4][0];
+      Eight sum[kBlock];
+      std::memcpy(sum, d, sizeof sum);
+      for (int p = 0; p < k; ++p) {
+        Eight row_of_b;
+        std::memcpy(&row_of_b, b[p], sizeof row_of_b);
+#pragma GCC unroll 4
+        for (int r = 0; r < kBlock; ++r) sum[r] += a[half * 8 + first + r][p] * row_of_b;
+      }
+      std::memcpy(d, sum, sizeof sum);
+    }
   }
 }
 
-template <class Read>
-void multiply_fragments(MmaArguments* const (&all)[kLanes], int k, Read&& read_operands) {
-  ++machine->count(Count::kMma);
-  float a[16][16], b[16][8], d[16][8];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const int g = lane / 4, t = lane % 4;
-    const float* own = all[lane]->d;
-    d[g][2 * t] = own[0];
-    d[g][2 * t + 1] = own[1];
-    d[g + 8][2 * t] = own[2];
-    d[g + 8][2 * t + 1] = own[3];
-    read_operands(*all[lane], g, t, a, b);
-  }
-  multiply(k, a, b, d);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const int g = lane / 4, t = lane % 4;
-    float* own = all[lane]->d;
-    own[0] = d[g][2 * t];
-    own[1] = d[g][2 * t + 1];
-    own[2] = d[g + 8][2 * t];
-    own[3] = d[g + 8][2 * t + 1];
-  }
-}
-
-template <class T>
-void multiply_16bit(MmaArguments* const (&all)[kLanes]) {
-  multiply_fragments(all, 16, [](const MmaArguments& own, int g, int t, float (&a)[16][16], float (&b)[16][8]) {
-    const auto low = [](uint32_t x) { return to_float(T{uint16_t(x)}); };
-    const auto high = [](uint32_t x) { return to_float(T{uint16_t(x >> 16)}); };
-    for (int i = 0; i < 4; ++i) {
-      const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
-      a[row][column] = low(own.a[i]);
-      a[row][column + 1] = high(own.a[i]);
+void mma(const char* instruction, MmaType type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+         Site site) {
+  MmaArguments mine{d, a, b};
+  machine->meet(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
+    ++machine->count(Count::kMma);
+    MmaFragments m;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const MmaArguments& own = *all[lane];
+      for (int i = 0; i < 4; ++i) m.a[i][lane] = own.a[i];
+      for (int i = 0; i < 2; ++i) m.b[i][lane] = own.b[i];
+      for (int half = 0; half < 2; ++half) std::memcpy(m.d[half][lane], own.d + 2 * half, sizeof m.d[half][lane]);
     }
-    for (int i = 0; i < 2; ++i) {
-      b[2 * t + i * 8][g] = low(own.b[i]);
-      b[2 * t + i * 8 + 1][g] = high(own.b[i]);
-    }
+    multiply(type, m);
+    for (int lane = 0; lane < kLanes; ++lane)
+      for (int half = 0; half < 2; ++half)
+        std::memcpy(all[lane]->d + 2 * half, m.d[half][lane], sizeof m.d[half][lane]);
   });
 }
 
 }  // namespace
 
 void mma_m16n8k16(bool float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
-  MmaArguments mine{d, a, b};
-  machine->meet("mma_m16n8k16", site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
-    if (float16)
-      multiply_16bit<half_t>(all);
-    else
-      multiply_16bit<bfloat16_t>(all);
-  });
+  mma("mma_m16n8k16", float16 ? MmaType::kFloat16 : MmaType::kBFloat16, d, a, b, site);
 }
 
 void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
-  MmaArguments mine{d, a, b};
-  machine->meet("mma_m16n8k8_tf32", site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
-    multiply_fragments(all, 8, [](const MmaArguments& own, int g, int t, float (&a)[16][16], float (&b)[16][8]) {
-      // The hardware does not look at the low 13 bits.
-      const auto value = [](uint32_t x) { return bits_float(x & ~uint32_t(0x1fff)); };
-      for (int i = 0; i < 4; ++i) a[g + i % 2 * 8][t + i / 2 * 4] = value(own.a[i]);
-      for (int i = 0; i < 2; ++i) b[t + i * 4][g] = value(own.b[i]);
-    });
-  });
+  mma("mma_m16n8k8_tf32", MmaType::kTf32, d, a, b, site);
 }
 
 }  // namespace cuda_ext::simt

@@ -171,6 +171,7 @@ template <class Columns>
   for (int p = 0; p < k; ++p) {
     Columns row;
     std::memcpy(&row, b + p * n, sizeof(Columns));
+#pragma GCC unroll 4
     for (int r = 0; r < kBlockRows; ++r) sum[r] += a[r][p] * row;
   }
   for (int r = 0; r < kBlockRows; ++r) std::memcpy(d + r * n, &sum[r], sizeof(Columns));
