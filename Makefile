@@ -33,7 +33,7 @@ test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for py
 	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(or $(ARGS),--cov)
+	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile)
 
 build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|0|1)
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})

@@ -31,6 +31,7 @@ __all__ = [
     "assert_op_matches_reference",
     "dropout_mask",
     "emulated",
+    "is_emulating",
     "philox_uint32",
     "reference_attention",
     "reference_attention_varlen",
@@ -145,6 +146,11 @@ def emulated(
         emulation._final.update(emulation.counters)
         _emulation_settings.pop()
         _apply_emulation(ops)
+
+
+def is_emulating() -> bool:
+    """Whether an `emulated` block is open."""
+    return bool(_emulation_settings)
 
 
 def _apply_emulation(ops: Any) -> None:

@@ -18,7 +18,8 @@ from cuda_ext import _stamp, testing
 ROOT = Path(__file__).resolve().parent.parent
 
 # Inputs are fresh in every run; the report's header says how to repeat one.
-SEED = int(os.environ.get("CUDA_EXT_TEST_SEED", random.SystemRandom().randrange(2**31)))
+# In the environment, so that all processes of a run have the same.
+SEED = int(os.environ.setdefault("CUDA_EXT_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
 # The backend stays the same for all examples of a test, as it should.
 settings.register_profile(

@@ -55,6 +55,12 @@ def arguments(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5
 ROUNDINGS = 8
 
 
+def roundings(operand: Tensor) -> int:
+    """The CUDA kernels take a float32 as the sum of two tf32: a term of a product is then exact to 2^-22, not 2^-24."""
+    as_tf32 = operand.dtype == torch.float32 and (operand.is_cuda or testing.is_emulating())
+    return 4 * ROUNDINGS if as_tf32 else ROUNDINGS
+
+
 def check(op: str, tensors: Mapping[str, Tensor], **options: Any) -> None:
     """Holds the op and the gradients of all tensors that want one against the reference in float64."""
 
@@ -91,4 +97,5 @@ def check(op: str, tensors: Mapping[str, Tensor], **options: Any) -> None:
         eps = torch.finfo(actual.dtype).eps
         if actual.dtype == torch.float64:
             eps *= 100  # the reference rounds too
-        testing.assert_close_to_reference(actual, plain, exact, atol=ROUNDINGS * eps * largest, name=f"{op}: {name}")
+        atol = roundings(some) * eps * largest
+        testing.assert_close_to_reference(actual, plain, exact, atol=atol, name=f"{op}: {name}")

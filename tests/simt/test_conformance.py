@@ -19,6 +19,7 @@ SOURCES = [
     "conformance_warp.cu",
     "conformance_memory.cu",
     "conformance_mma.cu",
+    "conformance_grid.cu",
     "conformance_sm90.cu",
     "conformance_cluster.cu",
     "conformance_wgmma.cu",
@@ -77,6 +78,35 @@ def ballot(x: np.ndarray) -> np.ndarray:
 @reference
 def elect_one(x: np.ndarray) -> np.ndarray:
     return (np.arange(64) % 32 == 0).astype(np.uint32)
+
+
+@reference
+def grid_indices(x: np.ndarray) -> np.ndarray:
+    z, y, x = (axis.ravel().repeat(32) for axis in np.indices((2, 3, 2)))
+    return ((2 * 8 + 3) * 8 + 2 << 16 | z << 12 | y << 8 | x << 4 | 1).astype(np.uint32)
+
+
+@reference
+def blocks_in_turn(x: np.ndarray) -> np.ndarray:
+    sums = np.zeros(32, np.uint32)
+    for row in x.reshape(5, 32)[::-1]:
+        sums = 3 * sums + row
+    return np.concatenate([[np.uint32(5)], np.full(31, 0xFFFFFFFF, np.uint32), sums])
+
+
+@reference
+def fences(x: np.ndarray) -> np.ndarray:
+    rows = x ^ np.uint32(0x55)
+    head = np.full(64, 0xFFFFFFFF, np.uint32)
+    head[:2] = 4, rows.sum(dtype=np.uint32)
+    return np.concatenate([head, rows])
+
+
+@reference
+def unpack(x: np.ndarray) -> np.ndarray:
+    halves = [x & 0xFFFF, x >> 16]
+    wide = [half.astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32) for half in halves]
+    return np.concatenate([*wide, halves[0] << 16, halves[1] << 16])
 
 
 @reference

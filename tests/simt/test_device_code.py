@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import CSRC, HERE, find_toolkit
 
-SM80 = ("conformance_warp.cu", "conformance_memory.cu", "conformance_mma.cu")
+SM80 = ("conformance_warp.cu", "conformance_memory.cu", "conformance_mma.cu", "conformance_grid.cu")
 SM90 = ("conformance_sm90.cu", "conformance_cluster.cu", "conformance_wgmma.cu", "proof_gemm.cu", "proof_attention.cu")
 
 

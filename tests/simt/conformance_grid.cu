@@ -1,0 +1,70 @@
+// Where a block is, and order between blocks.
+#include "arch/math.cuh"
+#include "arch/memory.cuh"
+#include "arch/thread.cuh"
+#include "conformance.h"
+
+namespace cuda_ext::conformance {
+
+using namespace arch;
+
+constexpr int kBlocks = 5;
+
+GLOBAL(32, 1) indices_kernel(uint32_t* out) {
+  const int block = (block_z() * grid_y() + block_y()) * grid_x() + block_x();
+  out[block * 32 + thread_index()] = uint32_t(((grid_z() * 8 + grid_y()) * 8 + grid_x()) << 16 | block_z() << 12 |
+                                              block_y() << 8 | block_x() << 4 | (block_size() == 32));
+}
+static const Register indices_case({"grid_indices", 4, 12 * 128, [](const uint32_t*, uint32_t* out) {
+                                      rt::launch<indices_kernel>("grid_indices", {.grid = {2, 3, 2}, .threads = 32},
+                                                                 out);
+                                    }});
+
+// Blocks take turns, from the last to the first: each adds its row to what all before it have summed up. `out` begins as
+// 0xff: out[0] is the turn, out[32..63] the sums.
+GLOBAL(32, 1) turns_kernel(const uint32_t* in, uint32_t* out) {
+  const int lane = thread_index();
+  const int turn = kBlocks - 1 - block_x();
+  uint32_t* const sums = out + 32;
+  if (lane == 0) wait_equal(out, turn == 0 ? ~0u : uint32_t(turn));
+  arch::sync_threads();
+  const uint32_t before = turn == 0 ? 0 : sums[lane];
+  sums[lane] = 3 * before + in[block_x() * 32 + lane];
+  arch::sync_threads();
+  if (lane == 0) store_release(out, uint32_t(turn + 1));
+}
+static const Register turns_case({"blocks_in_turn", kBlocks * 128, 256, [](const uint32_t* in, uint32_t* out) {
+                                    rt::launch<turns_kernel>("blocks_in_turn",
+                                                             {.grid = {kBlocks}, .threads = 32, .blocks_wait = true},
+                                                             in, out);
+                                  }});
+
+// Fences and relaxed atomics: the last block to arrive sums what all have written. out[0] counts, from 0xffffffff on.
+GLOBAL(32, 1) fences_kernel(const uint32_t* in, uint32_t* out) {
+  const int lane = thread_index();
+  uint32_t* const rows = out + 64;
+  rows[block_x() * 32 + lane] = in[block_x() * 32 + lane] ^ 0x55u;
+  fence_device();
+  arch::sync_threads();
+  if (lane != 0) return;
+  const uint32_t earlier = atomic_add(out, 1u) + 1;
+  if (earlier != kBlocks - 1) return;
+  fence_device();
+  uint32_t sum = 0;
+  for (int i = 0; i < kBlocks * 32; ++i) sum += rows[i];
+  out[1] = sum;
+}
+static const Register fences_case({"fences", kBlocks * 128, 4 * (64 + kBlocks * 32),
+                                   [](const uint32_t* in, uint32_t* out) {
+                                     rt::launch<fences_kernel>("fences", {.grid = {kBlocks}, .threads = 32}, in, out);
+                                   }});
+
+CONFORMANCE(unpack, 64, 0, 256, 4 * 256) {
+  const int t = thread_index();
+  out[t] = float_bits(unpack_low<half_t>(in[t]));
+  out[64 + t] = float_bits(unpack_high<half_t>(in[t]));
+  out[128 + t] = float_bits(unpack_low<bfloat16_t>(in[t]));
+  out[192 + t] = float_bits(unpack_high<bfloat16_t>(in[t]));
+}
+
+}  // namespace cuda_ext::conformance
