@@ -1,4 +1,4 @@
-"""What a measurement depends on beside the code: device, clocks, versions. Every probe may fail, and then says nothing."""
+"""What a measurement depends on beside the code: device, clocks, versions. Every probe may fail, then says nothing."""
 
 from __future__ import annotations
 
