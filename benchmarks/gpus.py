@@ -43,8 +43,8 @@ _MAMF = "maximum achievable matmul, github.com/stas00/ml-engineering, compute/ac
 _MMA_SYNC = "4096 / 2 by the whitepaper, of which mma.sync reaches 64.9 % (arXiv 2402.13499)"
 _LAUNCH = f"2.5 to 2.7 us a kernel that moves 64 KiB ({_BENCHES}, gpu-small-kernels), less twice the memory's latency"
 _HOPPER_CLOCK = (
-    "assumed: above the 1570 MHz at which wgmma reaches 808 TFLOP/s (github.com/pranjalssh/fast.cu, at 95 % of its rate) "
-    "as mma.sync does less work, below the limit of 1980 MHz; within 10 %"
+    "assumed, within 10 %: above the 1570 MHz at which wgmma, at 95 % of its rate, reaches 808 TFLOP/s "
+    "(github.com/pranjalssh/fast.cu), as mma.sync does less work; below the limit of 1980 MHz"
 )
 _HOPPER_L2 = (
     f"between 34.5 (H100 PCIe: 6.9 TB/s, 1755 MHz, 114 multiprocessors) and 37.3 (H200: 9.75 TB/s, if at 1980 MHz), "
@@ -119,7 +119,7 @@ GPUS = {
         memory_bytes=(921e9, "github.com/krrishnarraj/clpeak issue 106; 91 % of 1008"),
         memory_latency=(632, f"L40, {_BENCHES}, gpu-latency"),
         launch=(1.8e-6, _LAUNCH),
-        library_flops=(153.6e12, "cuBLAS at 4096 x 4096 x 4096, github.com/spatters/mma-matmul"),
+        library_flops=(165e12, "PyTorch, github.com/tinygrad/tinygrad pull request 13623"),
     ),
 }
 

@@ -299,12 +299,14 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
 
 
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
-    """By architecture and name: the kernels in the document, with their registers, threads and loop."""
-    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| [\d?]+ \| [^|]* \| (\d*) \|", re.MULTILINE)
+    """By architecture and name: the kernels in the document. Of shared memory, what it tells."""
+    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \|", re.MULTILINE)
     return {
         arch: {
-            name: Kernel(arch, "", name, int(registers), threads=int(threads), loop=int(loop or 0))
-            for name, registers, threads, loop in row.findall(table)
+            name: Kernel(
+                arch, "", name, int(registers), shared_bytes=int(shared or 0), threads=int(threads), loop=int(loop or 0)
+            )
+            for name, registers, threads, shared, loop in row.findall(table)
         }
         for arch, table in read_document(path)[1].items()
     }
