@@ -11,7 +11,7 @@ class Gpu:
     """Cycles are of the sustained clock; rates "a cycle" are of one multiprocessor."""
 
     name: str
-    folder: str  # how its folder in benchmarks/results begins
+    folder: str  # in benchmarks/results
     arch: str  # whose machine code it runs: a table of docs/kernels.md
     compute_capability: int
     processors: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -53,8 +54,7 @@ class Prediction:
 
     @property
     def kernel(self) -> str:
-        splits = f" / {self.splits}" if self.splits > 1 else ""
-        return f"{self.config}{splits}" + ("" if self.chosen else ", not taken")
+        return self.config + (f" / {self.splits}" if self.splits > 1 else "")
 
     @property
     def rate(self) -> str:
@@ -140,8 +140,7 @@ def predict_bucket(gpu: Gpu, pack: Pack, evidence: Evidence | None = None) -> Pr
 # logits; few rows; one that fits no tile.
 SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
 SHAPES += [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192)]
-SHAPES += [(2048, 128256, 4096), (1, 4096, 4096), (16, 4096, 4096), (64, 4096, 4096), (256, 4096, 4096)]
-SHAPES += [(1000, 1000, 1000)]
+SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (512, 4096, 14336), (1000,) * 3]
 # GPT-2, a bucket of 25 MiB of it, and a small one.
 PACKS = [
     Pack("pack", "bfloat16", "bfloat16", 124_439_808, 148),
@@ -156,7 +155,7 @@ def measurements(gpu: Gpu) -> dict[tuple[str, str, str], float]:
     """Seconds that ours took on this GPU, by op, case and dtype; the newest counts."""
     found: dict[tuple[str, str, str], results.Measurement] = {}
     for folder in results.iter_devices(results.ROOT):
-        if not folder.name.startswith(gpu.folder):
+        if folder.name != gpu.folder:
             continue
         for m in results.read(folder):
             if m.side != results.OURS or m.device != "cuda" or m.seconds is None or m.phase not in ("", "forward"):
@@ -182,7 +181,7 @@ def predictions(
     gpu: Gpu, shapes: Sequence[tuple[int, int, int]] | None, dtype: str, layout: str, all_configs: bool
 ) -> Iterator[Prediction]:
     """Of `shapes`, or of the representative ones, of those that were measured, and of packs."""
-    measured = measurements(gpu)
+    measured = measurements(gpu) if layout == "nn" else {}  # the layout that is measured
     wanted = list(shapes or SHAPES)
     if shapes is None:
         cases = [case for op, case, of_dtype in measured if op == "gemm" and of_dtype == dtype]
@@ -206,18 +205,22 @@ FIRST_NUMBER = 3
 COLUMNS = ("case", "kernel", "bound by", "waves", "µs", "rate", "of library", *RESOURCES, "measured", "ratio")
 
 
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}" if seconds >= 1e-4 else f"{seconds * 1e6:.1f}"
+
+
 def row(p: Prediction) -> list[str]:
     """As COLUMNS; resources in microseconds."""
     return [
         (p.case if p.op == "gemm" else f"{p.op} {p.case}, {p.dtype}") + ("" if p.aligned else " *"),
-        p.kernel,
+        p.kernel + ("" if p.chosen else ", not taken"),
         p.binding,
         f"{p.waves:.2f}",
-        f"{p.seconds * 1e6:.1f}",
+        microseconds(p.seconds),
         p.rate,
         f"{p.of_library:.0%}",
-        *(f"{p.resources[name] * 1e6:.1f}" for name in RESOURCES),
-        f"{p.measured * 1e6:.1f}" if p.measured else "",
+        *(microseconds(p.resources[name]) for name in RESOURCES),
+        microseconds(p.measured) if p.measured else "",
         f"{p.ratio:.2f}" if p.ratio else "",
     ]
 
@@ -248,36 +251,54 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], firs
     console.print()
 
 
-def document_table() -> str:
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def recorded_predictions() -> str:
     """The representative cases on all GPUs, in Markdown."""
-    lines = ["| | " + " | ".join(gpu.name for gpu in GPUS.values()) + " |", "|---" * (len(GPUS) + 1) + "|"]
-    cases = [(shape, dtype) for dtype in ("bfloat16", "tf32", "float32") for shape in SHAPES]
-    cases = [case for case in cases if case[1] == "bfloat16" or case[0] in ((1024,) * 3, (4096,) * 3)]
-    rows = [
-        (f"{' x '.join(map(str, shape))}, {dtype}", [predict_gemm(gpu, *shape, dtype)[0] for gpu in GPUS.values()])
-        for shape, dtype in cases
-    ]
-    rows += [
-        (f"{pack.op} {pack}, {pack.dtypes}", [predict_bucket(gpu, pack) for gpu in GPUS.values()]) for pack in PACKS
-    ]
-    for name, found in rows:
-        lines.append(f"| {name} | " + " | ".join(f"{p.seconds * 1e6:.1f}, {p.rate}, {p.binding}" for p in found) + " |")
-    return "\n".join(lines) + "\n"
+    cases: list[tuple[str, list[Prediction]]] = []
+    for dtype in ("bfloat16", "tf32", "float32"):
+        for shape in SHAPES if dtype == "bfloat16" else [(1024,) * 3, (4096,) * 3]:
+            found = [predict_gemm(gpu, *shape, dtype)[0] for gpu in GPUS.values()]
+            cases.append((f"{found[0].case}, {dtype}", found))
+    for pack in PACKS:
+        cases.append((f"{pack.op} {pack}, {pack.dtypes}", [predict_bucket(gpu, pack) for gpu in GPUS.values()]))
+    rows = [[name, *(f"{microseconds(p.seconds)}, {p.rate}, {p.binding}" for p in found)] for name, found in cases]
+    return markdown(["", *(gpu.name for gpu in GPUS.values())], rows)
 
 
-def read_document(path: Path = DOCUMENT) -> tuple[str, str, str]:
-    """What stands before the table in the document, the table, and what stands behind it."""
-    text = path.read_text()
+def recorded_doubts() -> str:
+    """Where a launcher's choice takes a tenth longer than another, in Markdown."""
+    doubts: dict[tuple[str, str, str], list[str]] = {}
+    for dtype, shape, gpu in itertools.product(("bfloat16", "float32"), SHAPES, GPUS.values()):
+        taken, *others = predict_gemm(gpu, *shape, dtype, all_configs=True)
+        best = min(others, key=lambda p: p.seconds)
+        if taken.seconds > 1.1 * best.seconds:
+            doubt = (f"{taken.case}, {dtype}", taken.kernel, best.kernel)
+            doubts.setdefault(doubt, []).append(f"{taken.seconds / best.seconds:.2f} on {gpu.name}")
+    rows = [[*doubt, ", ".join(ratios)] for doubt, ratios in doubts.items()]
+    return markdown(["product", "taken", "best", "times as long"], rows)
+
+
+def document_tables() -> str:
+    return f"{recorded_predictions()}\nThe launchers' choices that the model doubts:\n\n{recorded_doubts()}"
+
+
+def read_document() -> tuple[str, str, str]:
+    """What stands before the tables in the document, the tables, and what stands behind them."""
+    text = DOCUMENT.read_text()
     if BEGIN not in text or END not in text:
-        raise ModelError(f"{path.name}: expected the lines {BEGIN} and {END}, between which the table goes")
+        raise ModelError(f"{DOCUMENT.name}: expected the lines {BEGIN} and {END}, between which the tables go")
     before, _, rest = text.partition(f"{BEGIN}\n")
-    table, _, behind = rest.partition(END)
-    return before, table, behind
+    tables, _, behind = rest.partition(END)
+    return before, tables, behind
 
 
-def write_document(path: Path = DOCUMENT) -> None:
-    before, _, behind = read_document(path)
-    path.write_text(f"{before}{BEGIN}\n{document_table()}{END}{behind}")
+def write_document() -> None:
+    before, _, behind = read_document()
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{document_tables()}{END}{behind}")
 
 
 def known_gpu(name: str) -> Gpu:
@@ -297,7 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all-configs", action="store_true", help="also the kernels that would not be taken")
     parser.add_argument("--json", action="store_true", help="one object a line")
     parser.add_argument("--figures", action="store_true", help="what is known of the GPUs, and from where")
-    parser.add_argument("--write", action="store_true", help="write the table in docs/model.md anew")
+    parser.add_argument("--write", action="store_true", help="write the tables in docs/model.md anew")
     options = parser.parse_args(arguments)
     try:
         if options.write:
