@@ -105,12 +105,12 @@ def predict_gemm(
             aligned=all(line * size % 16 == 0 for line in lines),
         )
 
-    found = [predict(configs[choice["shape"]], choice["splits"], True)]
-    if all_configs:
-        for shape, config in enumerate(configs):
-            splits = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s == 1 or s * 4 * config.block_k <= k]
-            others = [predict(config, s, False) for s in splits if (shape, s) != (choice["shape"], choice["splits"])]
-            found.append(min(others, key=lambda p: p.seconds))
+    taken = (configs[choice["shape"]], choice["splits"])
+    found = [predict(*taken, True)]
+    for config in configs if all_configs else ():
+        splits = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s == 1 or s * 4 * config.block_k <= k]
+        others = [predict(config, s, False) for s in splits if (config, s) != taken]
+        found += sorted(others, key=lambda p: p.seconds)[:1]
     return found
 
 

@@ -30,6 +30,13 @@ def evidence() -> Evidence:
     return Evidence.recorded()
 
 
+@pytest.fixture(autouse=True)
+def measured_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where measurements are read from: none, whatever the repository has."""
+    monkeypatch.setattr(results, "ROOT", tmp_path / "results")
+    return tmp_path / "results"
+
+
 # What a kernel may come to cost more of. Each returns evidence of kernels that are worse in one way alone.
 
 
@@ -220,6 +227,7 @@ def test_predictions_hang_together(gpu: Gpu) -> None:
 
 
 def test_other_kernels_are_shown_with_the_splits_that_suit_them(evidence: Evidence) -> None:
+    assert len(predict_gemm(GPUS["a100"], 8, 8, 8, all_configs=True)) == 3, "nothing but the choice with that tile"
     chosen, *others = predict_gemm(GPUS["a100"], 64, 4096, 4096, all_configs=True)
     assert chosen.chosen and not any(p.chosen for p in others)
     assert [p.config for p in others] == [str(config) for config in evidence.configs[0]]
@@ -345,15 +353,12 @@ def measured(p: Prediction, seconds: float | None, **changes: object) -> results
     return dataclasses.replace(m, **changes)  # type: ignore[arg-type]
 
 
-def test_measurements_stand_beside_predictions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr(results, "ROOT", tmp_path)
+def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capture) -> None:
     gpu = GPUS["h200"]
     (p,), (odd,) = predict_gemm(gpu, *LARGE), predict_gemm(gpu, 777, 888, 999)
     pack = predict_bucket(gpu, model.PACKS[0])
-    folder = tmp_path / results.slug("NVIDIA H200")
-    folder.mkdir()
+    folder = measured_root / results.slug("NVIDIA H200")
+    folder.mkdir(parents=True)
     lines = [
         measured(p, 2 * p.seconds),
         measured(p, 9.0, date="2029-01-01T00:00:00"),  # older
