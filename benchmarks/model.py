@@ -202,7 +202,7 @@ def _shape_or_none(case: str) -> tuple[int, int, int] | None:
 
 
 FIRST_NUMBER = 3
-COLUMNS = ("case", "kernel", "bound by", "waves", "µs", "rate", "of library", *RESOURCES, "measured", "ratio")
+COLUMNS = ("case", "kernel", "bound by", "per SM", "waves", "µs", "rate", "of library", *RESOURCES, "measured", "ratio")
 
 
 def microseconds(seconds: float) -> str:
@@ -215,6 +215,7 @@ def row(p: Prediction) -> list[str]:
         (p.case if p.op == "gemm" else f"{p.op} {p.case}, {p.dtype}") + ("" if p.aligned else " *"),
         p.kernel + ("" if p.chosen else ", not taken"),
         p.binding,
+        str(p.blocks_at_once),
         f"{p.waves:.2f}",
         microseconds(p.seconds),
         p.rate,

@@ -336,7 +336,7 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
     assert [title.split(":")[0] for title in titles] == ["A100 SXM 80GB, bfloat16 nn", "A100 SXM 80GB, buckets"]
     (line,) = [line for line in out.splitlines() if line.startswith("8192 x 8192 x 8192 ")]
     (p,) = predict_gemm(GPUS["a100"], *LARGE)
-    assert [p.kernel, p.binding, f"{p.waves:.2f}", f"{p.seconds * 1e6:.0f}"] == line.split()[5:9]
+    assert [p.kernel, p.binding, "1", f"{p.waves:.2f}", f"{p.seconds * 1e6:.0f}"] == line.split()[5:10]
     assert "measured" not in out
     assert model.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
     out = capsys.readouterr().out

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -47,6 +48,7 @@ std::vector<Site> sync_sites() {
   return sites;
 }
 
+// What the paper model (benchmarks/kernel_work.py) has to know of kernels and launchers.
 using Numbers = std::map<std::string, int64_t>;
 
 template <sm80::Arithmetic arithmetic, size_t shape>
