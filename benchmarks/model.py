@@ -151,20 +151,38 @@ PACKS = [
 ]
 
 
-def measurements(gpu: Gpu) -> dict[tuple[str, str, str], float]:
-    """Seconds that ours took on this GPU, by op, case and dtype; the newest counts."""
-    found: dict[tuple[str, str, str], results.Measurement] = {}
+Key = tuple[object, ...]
+
+
+def key_of_gemm(m: int, n: int, k: int, dtype: str, layout: str) -> Key:
+    return ("gemm", m, n, k, dtype, layout)
+
+
+def key_of_pack(pack: Pack) -> Key:
+    return (pack.op, pack.elements, pack.entries, pack.tensors, pack.bucket)
+
+
+def key_of(m: results.Measurement) -> Key | None:
+    """What is predicted of it, if anything is; benchmarks/bench_gemm.py and bench_bucket.py write these `extra`."""
+    if m.op in ("gemm", "gemm tf32"):
+        dtype = "tf32" if m.op == "gemm tf32" else m.dtype
+        return ("gemm", *(m.extra.get(name) for name in ("M", "N", "K")), dtype, m.extra.get("layout"))
+    if m.suite == "bucket":
+        return (m.op, m.extra.get("elements"), m.extra.get("tensors"), m.dtype, m.extra.get("bucket dtype"))
+    return None
+
+
+def measurements(gpu: Gpu) -> dict[Key, float]:
+    """Seconds that ours took on this GPU; the newest counts."""
+    found: dict[Key, results.Measurement] = {}
     for folder in results.iter_devices(results.ROOT):
         if folder.name != gpu.folder:
             continue
         for m in results.read(folder):
-            if m.side != results.OURS or m.device != "cuda" or m.seconds is None or m.phase not in ("", "forward"):
+            if m.side != results.OURS or m.device != "cuda" or m.seconds is None or m.phase != "forward":
                 continue
-            dtype = m.dtype
-            if dtype == "float32" and m.environment.get("float32_matmul_precision", "highest") != "highest":
-                dtype = "tf32"
-            key = (m.op, m.case, dtype)
-            if key not in found or m.date >= found[key].date:
+            key = key_of(m)
+            if key is not None and (key not in found or m.date >= found[key].date):
                 found[key] = m
     return {key: m.seconds for key, m in found.items() if m.seconds is not None}
 
@@ -181,24 +199,18 @@ def predictions(
     gpu: Gpu, shapes: Sequence[tuple[int, int, int]] | None, dtype: str, layout: str, all_configs: bool
 ) -> Iterator[Prediction]:
     """Of `shapes`, or of the representative ones, of those that were measured, and of packs."""
-    measured = measurements(gpu) if layout == "nn" else {}  # the layout that is measured
+    measured = measurements(gpu)
     wanted = list(shapes or SHAPES)
     if shapes is None:
-        cases = [case for op, case, of_dtype in measured if op == "gemm" and of_dtype == dtype]
-        wanted += [shape for case in cases if (shape := _shape_or_none(case)) is not None and shape not in wanted]
+        for op, *sizes in measured:
+            if op == "gemm" and sizes[3:] == [dtype, layout] and tuple(sizes[:3]) not in wanted:
+                wanted.append(tuple(sizes[:3]))  # type: ignore[arg-type]
     for shape in wanted:
+        seconds = measured.get(key_of_gemm(*shape, dtype, layout))
         for p in predict_gemm(gpu, *shape, dtype, layout, all_configs=all_configs):
-            yield dataclasses.replace(p, measured=measured.get((p.op, p.case, dtype)) if p.chosen else None)
+            yield dataclasses.replace(p, measured=seconds if p.chosen else None)
     for pack in PACKS if shapes is None else ():
-        p = predict_bucket(gpu, pack)
-        yield dataclasses.replace(p, measured=measured.get((p.op, p.case, p.dtype)))
-
-
-def _shape_or_none(case: str) -> tuple[int, int, int] | None:
-    try:
-        return parse_shape(case)
-    except ModelError:
-        return None
+        yield dataclasses.replace(predict_bucket(gpu, pack), measured=measured.get(key_of_pack(pack)))
 
 
 FIRST_NUMBER = 3

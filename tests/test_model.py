@@ -14,10 +14,10 @@ import torch
 from conftest import ROOT
 
 import cuda_ext
-from benchmarks import gpus, kernel_work, model, results
+from benchmarks import bench_bucket, bench_gemm, gpus, kernel_work, measure, model, results
 from benchmarks.gpus import GPUS, Gpu
 from benchmarks.kernel_work import Evidence, GemmConfig, ModelError, Pack
-from benchmarks.model import Prediction, predict_bucket, predict_gemm
+from benchmarks.model import predict_bucket, predict_gemm
 from benchmarks.work import Amounts, Work, time_of
 from cuda_ext import testing
 
@@ -345,11 +345,22 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
     assert "thonking.ai" in capsys.readouterr().out
 
 
-def measured(p: Prediction, seconds: float | None, **changes: object) -> results.Measurement:
+def measured(case: measure.Case, seconds: float | None, **changes: object) -> results.Measurement:
+    """As a suite of the benchmarks would report it."""
+    suite = "gemm" if "layout" in case.extra else "bucket"
     m = results.Measurement(
-        suite="gemm", op=p.op, phase="forward", group="", case=p.case, dtype=p.dtype, side=results.OURS, device="cuda",
-        seconds=seconds, date="2030-01-01T00:00:00",
-    )  # fmt: skip
+        suite=suite,
+        op=case.op,
+        phase=case.phase,
+        group=case.group,
+        case=case.name,
+        dtype=case.dtype,
+        side=results.OURS,
+        device="cuda",
+        seconds=seconds,
+        date="2030-01-01T00:00:00",
+        extra=case.extra,
+    )
     return dataclasses.replace(m, **changes)  # type: ignore[arg-type]
 
 
@@ -357,18 +368,23 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     gpu = GPUS["h200"]
     (p,), (odd,) = predict_gemm(gpu, *LARGE), predict_gemm(gpu, 777, 888, 999)
     pack = predict_bucket(gpu, model.PACKS[0])
+    product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="")
+    odd_product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=(777, 888, 999), group="", note="odd")
+    turned = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="", layout="nt")
+    gpt2 = bench_bucket.make_case("pack", "cuda", "GPT-2", bench_bucket.gpt2(), "bfloat16", "bfloat16")
     folder = measured_root / results.slug("NVIDIA H200")
     folder.mkdir(parents=True)
     lines = [
-        measured(p, 2 * p.seconds),
-        measured(p, 9.0, date="2029-01-01T00:00:00"),  # older
-        measured(p, 9.0, side="torch"),
-        measured(p, 9.0, dtype="float32"),
-        measured(p, 9.0, phase="backward"),
-        measured(odd, odd.seconds / 2),
-        measured(pack, pack.seconds),
-        measured(p, 9.0, op="linear bias gelu"),
-        measured(p, None, failure="crashed", date="2031-01-01T00:00:00"),
+        measured(product, 2 * p.seconds),
+        measured(product, 9.0, date="2029-01-01T00:00:00"),  # older
+        measured(product, 9.0, side="torch"),
+        measured(product, 9.0, dtype="float32"),
+        measured(product, 9.0, phase="backward"),
+        measured(odd_product, odd.seconds / 2),
+        measured(turned, 8.0),
+        measured(gpt2, pack.seconds),
+        measured(product, 9.0, op="linear bias gelu"),
+        measured(product, None, failure="crashed", date="2031-01-01T00:00:00"),
     ]
     (folder / "one.jsonl").write_text("\n".join(m.to_json() for m in lines))
     found = {(p.op, p.dtype, p.case): p for p in model.predictions(gpu, None, "bfloat16", "nn", False)}
@@ -379,7 +395,7 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     exact = [p.measured for p in model.predictions(gpu, None, "float32", "nn", False)]
     assert [seconds for seconds in exact if seconds] == [9.0, pack.seconds]
     assert all(p.measured is None for p in model.predictions(GPUS["h100"], None, "bfloat16", "nn", False))
-    assert all(p.measured is None for p in model.predictions(gpu, [LARGE], "bfloat16", "nt", False))
+    assert [p.measured for p in model.predictions(gpu, [LARGE], "bfloat16", "nt", False)] == [8.0]
     assert model.main(["--gpu", "h200", "--shapes", "8192x8192x8192"]) == 0
     out = capsys.readouterr().out
     assert "measured" in out and out.rstrip().endswith(f"{2 * p.seconds * 1e6:.0f}   0.50")
