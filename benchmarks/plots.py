@@ -36,6 +36,7 @@ from benchmarks.present import (
     sections,
     short,
     suite_order,
+    wrapped,
 )
 from benchmarks.results import OURS, Measurement, by_case, geometric_means
 
@@ -361,14 +362,9 @@ class Block:
         self.title = fill(self.title, int(self.width / 0.076))
         self.note = fill(note, int(self.width / 0.064)) if note else ""
         self.head = 0.1 + 0.15 * (self.title.count("\n") + 1)
-        self.head += 0.08 + 0.12 * max(_wrapped(name).count("\n") + 1 for name in self.names)
+        self.head += 0.08 + 0.12 * max(len(wrapped(name)) for name in self.names)
         self.height = self.head + CELL_HEIGHT * len(self.cases) + 0.2
         self.height += 0.13 * (self.note.count("\n") + 1) if self.note else 0
-
-
-def _wrapped(name: str) -> str:
-    parts = name.replace("_", "_ ").replace(".", ". ")
-    return fill(parts, 14, break_long_words=False).replace("_ ", "_").replace(". ", ".")
 
 
 def _ratios(measurements: list[Measurement]) -> Figure | None:
@@ -427,7 +423,9 @@ def _ratio_block(sheet: Sheet, block: Block, x: float, y: float) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, pad=3)
     axes.xaxis.tick_top()
-    axes.set_xticks([i + 0.5 for i in range(len(block.names))], [_wrapped(name) for name in block.names], fontsize=6.5)
+    axes.set_xticks(
+        [i + 0.5 for i in range(len(block.names))], ["\n".join(wrapped(name)) for name in block.names], fontsize=6.5
+    )
     axes.set_yticks([i + 0.5 for i in range(len(block.cases))], block.labels)
     sheet.text(x, y + 0.05, block.title, fontweight="bold")
     if block.note:

@@ -183,3 +183,13 @@ def short(failure: str, width: int) -> str:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
+
+
+def wrapped(name: str, width: int = 13) -> list[str]:
+    """A side's name on several lines, broken at spaces, points and underscores."""
+    lines = [""]
+    for part in re.findall(r"[^ ._]*[ ._]+|[^ ._]+", name):
+        if lines[-1] and len((lines[-1] + part).rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]

@@ -267,7 +267,8 @@ def _row(m: Measurement, run: int) -> Html:
         ("" if m.error is None else f"{m.error:.1e}", m.error),
         (_notes(m), None),
     ]
-    kinds = ["number" if number else "long" if name == "notes" else None for name, (_, number) in COLUMNS.items()]
+    kinds = ["number" if number else None for _, number in COLUMNS.values()]
+    kinds[-1] = "long" if m.seconds is None else None
     return tag(
         "tr",
         (
