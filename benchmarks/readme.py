@@ -25,17 +25,20 @@ def section(root: Path = ROOT, link: str = "benchmarks/results") -> str:
     parts = [_device(run, f"{link}/{folder.name}/{PLOT}.svg") for folder, run in folders.items()]
     missing = [name for name in DEVICES if not any(_is(run, name) for run in folders.values())]
     if parts:
-        parts.insert(
-            0, f"Time of the other side over ours: {present.RATIO_MEANS}. Geometric means, with the number of cases."
-        )
+        parts.insert(0, f"Geometric means of the other side's time over ours: {present.RATIO_MEANS}.")
     if missing:
-        parts.append(f"Not measured yet: {', '.join(missing)}{'' if parts else f' (suites {_list(present.SUITES)})'}.")
+        suites = "" if parts else f" (suites {_list(present.SUITES)})"
+        parts.append(f"Not measured yet: {_list(missing)}{suites}.")
     return "\n\n".join(parts)
 
 
 def newest(folder: Path) -> Run:
-    path = max(folder.glob("*.jsonl"))  # they are named by date
-    measurements = [m for sides in by_case(present.read_some(path)).values() for m in sides.values()]
+    """Each suite from the newest file it is in; files are named by date."""
+    suites: dict[str, list[Measurement]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        measurements = [m for sides in by_case(present.read_some(path)).values() for m in sides.values()]
+        suites |= {suite: [m for m in measurements if m.suite == suite] for suite in {m.suite for m in measurements}}
+    measurements = [m for suite in sorted(suites, key=present.suite_order) for m in suites[suite]]
     present.one_device(measurements)
     return Run(measurements)
 
@@ -52,15 +55,16 @@ def _list(names: Iterable[str]) -> str:
 
 
 def _device(run: Run, plot: str) -> str:
-    environment = run.measurements[0].environment
-    software = [f"{name} {environment[name]}" for name in ("torch", "cuda") if environment.get(name)]
-    about = filter(None, (run.date, f"commit {run.commit}" if run.commit else "", *software))
+    origins: dict[str, dict[str, None]] = {}  # what is said of a run -> its suites
+    for m in run.measurements:
+        origins.setdefault(_origin(m), {})[m.suite] = None
+    about = [f"{_list(suites)}: {origin}" if len(origins) > 1 else origin for origin, suites in origins.items()]
     ceilings = [present.byte_rate(run.bandwidth) + " (copy)"] if run.bandwidth else []
     ceilings += [f"{present.flop_rate(flops)} ({dtype} matmul)" for dtype, flops in run.flops.items()]
     lines = [
         f"### {run.device}",
         "",
-        f"{_list(about)}. Ceilings measured in the same run: {_list(ceilings) or 'none'}.",
+        f"{'; '.join(about)}. Ceilings, measured in the same run: {_list(ceilings) or 'none'}.",
         "",
         "| suite | dtype | other side, geometric mean (cases) | worst … best | largest case: speed, of the ceiling |",
         "|---|---|---|---|---|",
@@ -70,6 +74,11 @@ def _device(run: Run, plot: str) -> str:
     if without:
         lines += ["", f"Not measured yet on this device: {_list(without)}."]
     return "\n".join([*lines, "", f"![ratios of all cases on {run.device}]({plot})"])
+
+
+def _origin(m: Measurement) -> str:
+    versions = [f"{name} {m.environment[name]}" for name in ("commit", "torch", "cuda") if m.environment.get(name)]
+    return _list([m.date[:10], *versions])
 
 
 def _rows(run: Run) -> Iterable[str]:
