@@ -116,8 +116,8 @@ def _cards(runs: list[Run]) -> Iterable[Html]:
             "commit": run.commit,
             "versions": ", ".join(versions),
             "cases": f"{len({m.problem for m in run.measurements})}: {', '.join(run.suites)}",
-            "copy": present.byte_rate(run.bandwidth) if run.bandwidth else "",
-            **{f"matmul {dtype}": present.flop_rate(flops) for dtype, flops in run.flops.items()},
+            "largest copy": present.byte_rate(run.bandwidth) if run.bandwidth else "",
+            **{f"largest {dtype} matmul": present.flop_rate(flops) for dtype, flops in run.flops.items()},
         }
         details = (
             tag("tr", tag("th", name, scope="row"), tag("td", str(value)))

