@@ -184,8 +184,9 @@ def _lines(result: Comparison, everything: bool) -> Iterable[str]:
             yield f"{title}:"
         width = max((len(change.case) for change in found), default=0)
         for c in found:
-            times = f"{present.duration(c.old):>8} → {present.duration(c.new):<8}"
-            yield f"  {c.case:<{width}}  {times}  {c.slowdown:.3f}× as long, noise up to {c.allowed:.3f}×, by {c.by}"
+            judged = f"{c.slowdown:.2f}× as long (noise up to {c.allowed:.2f}×)"
+            times = f"{present.duration(c.old)} → {present.duration(c.new)}"
+            yield f"  {judged}  {c.case:<{width}}  {times}, by {c.by}"
 
     yield from changes("slower", result.slower)
     if result.failing:

@@ -81,8 +81,10 @@ STYLE = {
 
 
 def figures(measurements: Iterable[Measurement]) -> dict[str, Figure]:
-    """name -> figure, of those for which there is data; all of one device, else ResultsError."""
+    """name -> figure, of those for which there is data; raises ResultsError if that is of several devices."""
     measurements = [m for sides in by_case(measurements).values() for m in sides.values()]
+    if not measurements:
+        return {}
     one_device(measurements)
     drawn = {}
     with matplotlib.rc_context(STYLE):
@@ -341,6 +343,7 @@ LIMIT = 4.0
 RATIO_COLOURS = LinearSegmentedColormap.from_list("ratio", ["#1864ab", "#9cc9ee", "#eef0f2", "#fcc49a", "#d9480f"])
 NOT_RUN = "#adb5bd"
 CELL_WIDTH, CELL_HEIGHT = 0.74, 0.2
+WIDEST = 18.0
 
 
 @dataclass
@@ -376,16 +379,13 @@ def _ratios(measurements: list[Measurement]) -> Figure | None:
     ]
     if not blocks:
         return None
-    total = sum(block.height for block in blocks)
-    count = max(1, min(4, round(math.sqrt(total / 4))))
-    columns: list[list[Block]] = [[]]
-    for block in blocks:
-        filled = sum(b.height for column in columns for b in column)
-        if columns[-1] and len(columns) < count and filled + block.height / 2 > len(columns) * total / count:
-            columns.append([])
-        columns[-1].append(block)
+    wanted = round(math.sqrt(sum(block.height for block in blocks) / 4))
+    for count in range(max(1, min(4, wanted)), 0, -1):
+        columns = _columns(blocks, count)
+        widths = [max(block.width for block in column) + 0.35 for column in columns]
+        if sum(widths) <= WIDEST:
+            break
     heights = [sum(block.height for block in column) for column in columns]
-    widths = [max(block.width for block in column) + 0.35 for column in columns]
     sheet = Sheet(max(4.6, sum(widths)), max(heights) + 0.6)
     _ratio_scale(sheet)
     left = 0.15
@@ -396,6 +396,19 @@ def _ratios(measurements: list[Measurement]) -> Figure | None:
             top += block.height
         left += width
     return sheet.figure
+
+
+def _columns(blocks: list[Block], count: int) -> list[list[Block]]:
+    """At most `count`, of about the same height."""
+    total = sum(block.height for block in blocks)
+    columns: list[list[Block]] = [[]]
+    filled = 0.0
+    for block in blocks:
+        if columns[-1] and len(columns) < count and filled + block.height / 2 > len(columns) * total / count:
+            columns.append([])
+        columns[-1].append(block)
+        filled += block.height
+    return columns
 
 
 def _ratio_colour(value: float) -> tuple[float, float, float]:
@@ -463,7 +476,7 @@ def _summary(measurements: list[Measurement]) -> Figure | None:
     reach = max(max(max(r, 1 / r) for values in ratios.values() for r in values) * 1.15, 2.2)
     lowest = min(min(values) for values in ratios.values())
     body = row_height * len(rows) + gap * len(groups)
-    sheet = Sheet(names + dots + 1.15, body + 0.75)
+    sheet = Sheet(names + dots + 1.25, body + 0.75)
     axes = sheet.axes(names, 0.35, dots, body)
     left = max(1 / reach, min(lowest / 1.25, 0.5))
     axes.set(xscale="log", xlim=(left, reach), ylim=(body, 0))

@@ -148,8 +148,8 @@ def _means(runs: list[Run]) -> Html:
             (_mean(of_run.get((suite, dtype, side))) for of_run in means))
         for suite, dtype, side in keys
     )  # fmt: skip
-    caption = f"Time of the other side over ours, geometric mean over the cases. {present.RATIO_MEANS}."
-    return _section("Geometric means", _table(caption, columns, rows, "narrow"))
+    about = f"Time of the other side over ours, over all cases. {present.RATIO_MEANS}."
+    return _section("Geometric means", about, _table("Geometric means of the ratios", columns, rows, "narrow"))
 
 
 def _mean(mean: tuple[float, int] | None) -> Html:
@@ -220,7 +220,7 @@ def _failures(runs: list[Run]) -> Html:
     if not rows:
         return _section(title, "Nothing: every side of every case has run.")
     columns = (_column(name) for name in ("run", "suite", "side", "reason", "cases"))
-    return _section(title, _table("What has not run, and why", columns, rows))
+    return _section(title, "What has not run, and why.", _table(title, columns, rows))
 
 
 def _everything(runs: list[Run]) -> Html:
@@ -238,8 +238,8 @@ def _everything(runs: list[Run]) -> Html:
     )
     columns = (_column(name, number, about) for name, (about, number) in COLUMNS.items())
     rows = (_row(m, number) for number, run in enumerate(runs, 1) for m in run.measurements)
-    caption = "Each side of each case; ours has a coloured ground"
-    return _section("All measurements", controls, _table(caption, columns, rows, "tall", id="measurements"))
+    title, about = "All measurements", "Each side of each case; ours has a coloured ground."
+    return _section(title, about, controls, _table(title, columns, rows, "tall", id="measurements"))
 
 
 def _select(name: str, values: Iterable[str]) -> Html:

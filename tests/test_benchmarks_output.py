@@ -320,8 +320,8 @@ def test_browser_sorts_and_filters(browse: Callable[..., tuple[str, list[str]]],
     assert [row[column] for row in rows][len(times) :] == [""] * (len(wanted) - len(times)), "those without come last"
     assert f"{len(wanted)} of {len(measurements)}" in document
     assert 'aria-sort="descending"' in document
-    rows = shown_rows(browse(page_path, dtype="float32", sort="case", q="gemm skinny nowhere")[0])
-    assert rows == []
+    rows = shown_rows(browse(page_path, dtype="float32", sort="case")[0])
+    assert len(rows) == sum(m.dtype == "float32" for m in measurements) > 0
 
 
 def test_browser_shows_everything_at_first_and_runs_no_injected_text(
@@ -462,9 +462,9 @@ def test_comparison_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert re.fullmatch(r"98 cases compared: 0 slower, 0 faster, 98 within the noise; .*\n", capsys.readouterr().out)
     assert compare.main([str(old), str(slow)]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("slower:\n  gemm: ") and "20 slower" in out and "× as long, noise up to " in out
+    assert re.match(r"slower:\n  1\.\d\d× as long \(noise up to 1\.\d\d×\)  gemm: ", out) and "20 slower" in out
     assert compare.main([str(slow), str(old), "--all"]) == 0
-    assert capsys.readouterr().out.startswith("faster:\n  gemm: ")
+    assert capsys.readouterr().out.startswith("faster:\n  0.")
     assert compare.main([str(old), str(slow), "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["slower"]) == 20
     assert compare.main([str(old), str(gpu)]) == 2
