@@ -53,7 +53,7 @@ class Comparison:
     faster: list[Change] = field(default_factory=list)
     same: list[Change] = field(default_factory=list)
     failing: dict[str, str] = field(default_factory=dict)  # ours had a time and has none: case -> reason
-    vanished: list[str] = field(default_factory=list)
+    vanished: list[str] = field(default_factory=list)  # not measured this time, maybe for lack of time
     appeared: list[str] = field(default_factory=list)
 
     @property
@@ -103,7 +103,7 @@ def _compare_device(device: str, before: Cases, after: Cases, result: Comparison
         if old is None or old.seconds is None:
             continue
         name = f"{old.suite}: {present.heading(old, old.case)}"
-        if new is None:
+        if new is None or new.failure.startswith(present.OUT_OF_TIME):
             result.vanished.append(name)
         elif new.seconds is None:
             result.failing[name] = new.failure or present.NO_REASON

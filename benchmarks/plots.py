@@ -282,13 +282,6 @@ def _speed_panel(axes: Axes, panel: Panel, look: Look) -> None:
         axes.set_yscale("log")
 
 
-def _slope(axes: Axes, left: float, right: float, low: float, high: float) -> float:
-    """Degrees, on the picture, of a line along which y grows as x does, both axes being logarithmic."""
-    place, (width, height) = axes.get_position(), axes.figure.get_size_inches()
-    up = place.height * height / math.log(high / low)
-    return math.degrees(math.atan2(up, place.width * width / math.log(right / left)))
-
-
 def _count(value: float) -> str:
     for scale, unit in ((1e9, "G"), (1e6, "M")):
         if value >= scale:
@@ -306,35 +299,44 @@ def _roofline(measurements: list[Measurement]) -> Figure | None:
 
 def _roofline_panel(axes: Axes, panel: Panel, look: Look) -> None:
     points = panel.measurements
-    flops, bandwidth = max(m.peak_flops for m in points) / 1e12, max(m.peak_bandwidth for m in points) / 1e12
+    flops, bandwidth = max(m.peak_flops for m in points), max(m.peak_bandwidth for m in points)
+    scale, unit = (1e12, "TFLOP/s") if flops >= 1e12 else (1e9, "GFLOP/s")
     for side in {m.side: None for m in points}:
         own = [m for m in points if m.side == side]
         style = look.line(side) | {"linestyle": "none", "alpha": 0.85 if side == OURS else 0.6}
-        axes.plot([m.flops / m.bytes for m in own], [m.tflops for m in own], label=side, **style)
-    ridge = flops / bandwidth
+        axes.plot([m.flops / m.bytes for m in own], [m.flops / m.seconds / scale for m in own], label=side, **style)
+    ridge, highest = flops / bandwidth, flops / scale
     left = min(ridge / 4, min(m.flops / m.bytes for m in points) / 1.5)
     right = max(ridge * 6, max(m.flops / m.bytes for m in points) * 1.5)
-    axes.plot([left, ridge, right], [left * bandwidth, flops, flops], "--", color=INK, linewidth=1, zorder=1)
-    axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="FLOPs a byte", ylabel="TFLOP/s")
-    axes.set_ylim(top=flops * 3)
-    axes.text(right, flops * 1.15, flop_rate(flops * 1e12), ha="right", va="bottom", fontsize=7)
-    low, high = axes.get_ylim()
-    start = max(left, low / bandwidth)
+    low = min(highest / 4, min(m.flops / m.seconds for m in points) / scale / 1.5)
+    axes.plot([left, ridge, right], [left / ridge * highest, highest, highest], "--", color=INK, linewidth=1, zorder=1)
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, highest * 3))
+    axes.set(xlabel="FLOPs a byte", ylabel=unit)
+    axes.text(right, highest * 1.15, flop_rate(flops), ha="right", va="bottom", fontsize=7)
+    middle = math.sqrt(max(left, low / highest * ridge) * ridge)
     axes.annotate(
-        byte_rate(bandwidth * 1e12),
-        (math.sqrt(start * ridge), math.sqrt(start * ridge) * bandwidth),
+        byte_rate(bandwidth),
+        (middle, middle / ridge * highest),
         (-2, 3),
         textcoords="offset points",
-        rotation=_slope(axes, left, right, low, high),
+        rotation=_slope(axes),
         rotation_mode="anchor",
         ha="center",
         va="bottom",
         fontsize=7,
     )
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(numticks=6))
+    for axis, (first, last) in ((axes.xaxis, (left, right)), (axes.yaxis, (low, highest * 3))):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if last < 100 * first else (1,), numticks=12))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
+
+
+def _slope(axes: Axes) -> float:
+    """Degrees, on the picture, of a line along which y grows as x does, both axes being logarithmic."""
+    place, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    up, along = place.height * height / math.log(high / low), place.width * width / math.log(right / left)
+    return math.degrees(math.atan2(up, along))
 
 
 # Ratios: orange where ours is faster, blue where the other side is.
@@ -357,7 +359,7 @@ class Block:
         self.names, self.absent = opponents(self.cases)
         self.labels = [short(next(iter(sides.values())).case, 36) for sides in self.cases]
         self.label_width = 0.15 + 0.066 * max(map(len, self.labels))
-        self.width = max(self.label_width + CELL_WIDTH * len(self.names), 3.6)
+        self.width = max(self.label_width + CELL_WIDTH * len(self.names), 4.1)
         reasons: dict[str, list[str]] = {}
         for side, reason in self.absent.items():
             reasons.setdefault(short(reason, 60), []).append(side)
@@ -452,9 +454,8 @@ def _ratio_block(sheet: Sheet, block: Block, x: float, y: float) -> None:
                 ink = "#16191d" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "#ffffff"
             else:
                 ours = sides.get(OURS)
-                reason = (
-                    m.failure if m is not None and m.failure else "ours failed" if ours and ours.failure else "not run"
-                )
+                reason = m.failure if m is not None else ""
+                reason = reason or ("ours failed" if ours is not None and ours.failure else "not run")
                 colour, text, size, ink = to_rgb(NOT_RUN), short(reason, 15), 5.5, "#16191d"
             axes.add_patch(Rectangle((column + 0.01, row + 0.04), 0.98, 0.92, facecolor=colour, linewidth=0))
             axes.text(column + 0.5, row + 0.52, text, ha="center", va="center", fontsize=size, color=ink)

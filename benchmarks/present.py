@@ -16,6 +16,7 @@ SUITES = ("gemm", "attention", "bucket", "train", "overhead", "build")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "")
 
 RATIO_MEANS = "1.27× = ours takes 1/1.27 of the time: above 1 ours is faster, below 1 the other side is"
+OUT_OF_TIME = "out of time"  # how the failure of a case begins that was never tried
 NO_REASON = "no time, and no reason given"
 
 
@@ -49,12 +50,12 @@ class Run:
 
     @property
     def flops(self) -> dict[str, float]:
-        """dtype -> FLOPs a second of the largest library matmul."""
+        """dtype -> FLOPs a second of the largest library matmul; of "" if it is the same for all."""
         peaks: dict[str, float] = {}
         for m in sorted(self.measurements, key=lambda m: dtype_order(m.dtype)):
             if m.peak_flops and m.flops:
                 peaks[m.dtype] = max(peaks.get(m.dtype, 0.0), m.peak_flops)
-        return peaks
+        return {"": max(peaks.values())} if len(set(peaks.values())) == 1 else peaks
 
 
 def runs(measurements: Iterable[Measurement]) -> list[Run]:
@@ -100,12 +101,13 @@ def heading(m: Measurement, *more: str) -> str:
 
 
 def sections(measurements: Iterable[Measurement]) -> dict[str, dict[str, list[dict[str, Measurement]]]]:
-    """suite -> heading -> the sides of each case."""
+    """suite -> heading -> the sides of each case of which any has a time."""
     found: dict[str, dict[str, list[dict[str, Measurement]]]] = {}
     cases = sorted(by_case(measurements).values(), key=lambda sides: suite_order(next(iter(sides.values())).suite))
     for sides in cases:
         first = next(iter(sides.values()))
-        found.setdefault(first.suite, {}).setdefault(heading(first), []).append(sides)
+        if any(m.seconds is not None for m in sides.values()):
+            found.setdefault(first.suite, {}).setdefault(heading(first), []).append(sides)
     return found
 
 

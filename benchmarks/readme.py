@@ -33,12 +33,15 @@ def section(root: Path = ROOT, link: str = "benchmarks/results") -> str:
 
 
 def newest(folder: Path) -> Run:
-    """Each suite from the newest file it is in; files are named by date."""
+    """Each suite from the newest file in which it was measured; files are named by date."""
     suites: dict[str, list[Measurement]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        measurements = [m for sides in by_case(present.read_some(path)).values() for m in sides.values()]
+        found = [m for sides in by_case(present.read_some(path)).values() for m in sides.values()]
+        measurements = [m for m in found if not m.failure.startswith(present.OUT_OF_TIME)]
         suites |= {suite: [m for m in measurements if m.suite == suite] for suite in {m.suite for m in measurements}}
     measurements = [m for suite in sorted(suites, key=present.suite_order) for m in suites[suite]]
+    if not measurements:
+        raise ResultsError(f"{folder}: expected cases that were measured, got none; remove it or measure anew")
     present.one_device(measurements)
     return Run(measurements)
 
@@ -60,7 +63,9 @@ def _device(run: Run, plot: str) -> str:
         origins.setdefault(_origin(m), {})[m.suite] = None
     about = [f"{_list(suites)}: {origin}" if len(origins) > 1 else origin for origin, suites in origins.items()]
     ceilings = [present.byte_rate(run.bandwidth) + " (copy)"] if run.bandwidth else []
-    ceilings += [f"{present.flop_rate(flops)} ({dtype} matmul)" for dtype, flops in run.flops.items()]
+    ceilings += [
+        f"{present.flop_rate(flops)} ({' '.join([dtype, 'matmul']).strip()})" for dtype, flops in run.flops.items()
+    ]
     lines = [
         f"### {run.device}",
         "",
@@ -95,7 +100,7 @@ def _rows(run: Run) -> Iterable[str]:
         ratios = [m.ratio for case in cases for m in case.values() if m.ratio and m.side != OURS]
         worst = f"{present.ratio(min(ratios))} … {present.ratio(max(ratios))}" if ratios else ""
         ours = [case[OURS] for case in cases if OURS in case]
-        yield f"| {suite} | {dtype} | {_list(against) or '–'} | {worst} | {_largest(ours)} |"
+        yield f"| {suite} | {dtype} | {'; '.join(against) or '–'} | {worst} | {_largest(ours)} |"
 
 
 def _largest(ours: Sequence[Measurement]) -> str:
@@ -105,7 +110,7 @@ def _largest(ours: Sequence[Measurement]) -> str:
     if not ran:
         return failed
     m = max(ran, key=lambda m: (m.flops, m.bytes, m.size, m.seconds))
-    name = " ".join(filter(None, (m.op, m.phase if m.phase != "forward" else "", m.case)))
+    name = " ".join(filter(None, (m.op, m.phase if m.phase not in ("forward", "step") else "", m.case)))
     speed = _list(filter(None, (present.rate(m) or present.duration(m.seconds), present.percent(m.of_ceiling), failed)))
     return f"{name}: {speed}".replace("|", "\\|")
 

@@ -117,7 +117,10 @@ def _cards(runs: list[Run]) -> Iterable[Html]:
             "versions": ", ".join(versions),
             "cases": f"{len({m.problem for m in run.measurements})}: {', '.join(run.suites)}",
             "largest copy": present.byte_rate(run.bandwidth) if run.bandwidth else "",
-            **{f"largest {dtype} matmul": present.flop_rate(flops) for dtype, flops in run.flops.items()},
+            **{
+                " ".join(f"largest {dtype} matmul".split()): present.flop_rate(flops)
+                for dtype, flops in run.flops.items()
+            },
         }
         details = (
             tag("tr", tag("th", name, scope="row"), tag("td", str(value)))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks import present
 from benchmarks.present import counted
-from benchmarks.results import OURS, Measurement, geometric_means
+from benchmarks.results import OURS, Measurement, by_case, geometric_means
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,17 +42,18 @@ def show(measurements: Sequence[Measurement], console: Console | None = None) ->
 def lines(measurements: Sequence[Measurement], width: int) -> list[Line]:
     """None is longer than `width`, if that is at least 40."""
     found: list[Line] = []
-    for suite, parts in present.sections(measurements).items():
-        found += _suite(suite, parts, width)
+    for suite in sorted({m.suite for m in measurements}, key=present.suite_order):
+        found += _suite(suite, [m for m in measurements if m.suite == suite], width)
     return found + _means(measurements, width)
 
 
-def _suite(suite: str, parts: dict[str, list[dict[str, Measurement]]], width: int) -> list[Line]:
-    names, absent = present.opponents(case for cases in parts.values() for case in cases)
+def _suite(suite: str, measurements: Sequence[Measurement], width: int) -> list[Line]:
+    parts = present.sections(measurements).get(suite, {})
+    names, absent = present.opponents(by_case(measurements).values())
     rows = [_row(sides, names) for cases in parts.values() for sides in cases]
     found: list[Line] = [[], *_wrap([Cell(suite, "bold")], width)]
-    blocks = _stacked(rows, names, width)
-    for breadth in (13, 8):
+    blocks = _stacked(rows, names, width) if rows else []
+    for breadth in (13, 8) if rows else ():
         head = _head(["", OURS, "speed", "ceiling", *names], breadth)
         used = [any(row[i].text for row in rows) for i in range(len(head[0]))]
         if laid := _grid([list(compress(row, used)) for row in head + rows], 1, width):
@@ -63,17 +64,24 @@ def _suite(suite: str, parts: dict[str, list[dict[str, Measurement]]], width: in
         found += _wrap([Cell(title, "cyan")], width)
         found += [line for block in blocks[: len(cases)] for line in block]
         blocks = blocks[len(cases) :]
-    reasons: dict[str, dict[str, int]] = {}
-    for (_, side, reason), failed in present.failures(
-        m for cases in parts.values() for s in cases for m in s.values()
-    ).items():
-        reasons.setdefault(" ".join(reason.split()), {})[side] = len(failed)
-    for reason, sides in reasons.items():
-        who = ", ".join(
-            side if side in absent else f"{side}, {counted(count, 'case')}" for side, count in sides.items()
-        )
-        found += _wrap([Cell(word, "dim") for word in f"{who}: {reason}".split()], width, indent=2, gap=1)
-    return found
+    return found + _reasons(measurements, absent, width)
+
+
+def _reasons(measurements: Sequence[Measurement], absent: Iterable[str], width: int) -> list[Line]:
+    """Why there is no time: of `absent` sides, of so many cases, or of these."""
+    reasons: dict[str, list[str]] = {}
+    for (_, side, reason), failed in present.failures(measurements).items():
+        if side not in absent:
+            few = side == OURS and len(failed) < 3 and failed[0].case
+            side += ", " + (
+                " and ".join(present.heading(m, m.case) for m in failed) if few else counted(len(failed), "case")
+            )
+        reasons.setdefault(" ".join(reason.split()), []).append(side)
+    return [
+        line
+        for reason, who in reasons.items()
+        for line in _wrap([Cell(word, "dim") for word in f"{', '.join(who)}: {reason}".split()], width, 2, gap=1)
+    ]
 
 
 def _head(names: list[str], breadth: int) -> list[list[Cell]]:

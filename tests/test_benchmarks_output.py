@@ -473,6 +473,25 @@ def test_comparison_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert compare.main([str(old), str(gpu), "--force"]) in (0, 1)
 
 
+def late(measurements: list[Measurement], suite: str) -> list[Measurement]:
+    """As a run leaves a suite that it had no time for."""
+    ours = [m for m in measurements if m.side == OURS or m.suite != suite]
+    gone = {"seconds": None, "spread": None, "ratio": None, "ratio_spread": None, "failure": "out of time"}
+    return [changed(m, **gone) if m.suite == suite else m for m in ours]
+
+
+def test_what_there_was_no_time_for_has_not_failed(tmp_path: Path) -> None:
+    measurements = late(sample(), "bucket")
+    result = compare.compare(sample(seed=1), measurements)
+    assert result.passed and not result.failing and len(result.vanished) == 6
+    write(tmp_path / "cpu" / "2026-11-20.jsonl", measurements)
+    text = readme.section(tmp_path)
+    assert "| bucket |" not in text and "Not measured yet on this device: bucket." in text
+    assert not [text for text in texts(plots.figures(measurements)["ratios"]) if "bucket" in text]
+    lines = ["".join(cell.text for cell in line) for line in table.lines(measurements, 100)]
+    assert lines[lines.index("bucket") + 1 :][:2] == ["  cuda_ext, 6 cases: out of time", ""]
+
+
 # README
 
 
@@ -588,7 +607,9 @@ def test_table_marks_ours_failing_and_colours_ratios(cpu: list[Measurement]) -> 
     lines = table.lines([failed, changed(m, ratio=None)], 100)
     cells = {cell.text.strip(): cell.style for line in lines for cell in line}
     assert cells["failed"] == "bold red"
-    assert "cuda_ext, 1 case: wrong: off by 0.3" in " ".join("".join(c.text for c in line) for line in lines)
+    assert f"{OURS}, {present.heading(ours, ours.case)}: wrong: off by 0.3" in " ".join(
+        "".join(c.text for c in line) for line in lines
+    )
 
 
 # Numbers
