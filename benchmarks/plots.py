@@ -95,26 +95,29 @@ def figures(measurements: Iterable[Measurement]) -> dict[str, Figure]:
 
 
 def write_plots(
-    measurements: Iterable[Measurement], folder: Path, formats: Sequence[str] = ("png", "svg"), prefix: str = ""
+    measurements: Iterable[Measurement], folder: Path, formats: Sequence[str] = ("png", "svg")
 ) -> list[Path]:
     """At most four files of each format: summary, speed, roofline and ratios."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures(measurements).items():
         for suffix in formats:
-            path = folder / f"{prefix}{name}.{suffix}"
+            path = folder / f"{name}.{suffix}"
             path.write_bytes(render(figure, suffix))
             paths.append(path)
     return paths
 
 
 def render(figure: Figure, suffix: str) -> bytes:
-    """A picture file; one of pixels has a white ground, as it may end up anywhere."""
+    """A picture file; that of pixels has a white ground, as it may end up anywhere."""
+    drawing = suffix == "svg"
+    options = {"metadata": {"Date": None, "Creator": None}} if drawing else {"dpi": 130, "facecolor": "white"}
     buffer = io.BytesIO()
-    keep = {"metadata": {"Date": None, "Creator": None}} if suffix == "svg" else {"dpi": 130, "facecolor": "white"}
     with matplotlib.rc_context(STYLE):
-        figure.savefig(buffer, format=suffix, **keep)
-    return buffer.getvalue()
+        figure.savefig(buffer, format=suffix, **options)
+    picture = buffer.getvalue()
+    # Verdana is as wide, and there where DejaVu is not.
+    return picture.replace(b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif") if drawing else picture
 
 
 class Look:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import present
-from benchmarks.html import Html, join, tag
+from benchmarks.markup import Html, join, tag
 from benchmarks.present import Run, counted
 from benchmarks.results import OURS, Measurement, ResultsError, geometric_means
 
