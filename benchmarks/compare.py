@@ -184,7 +184,7 @@ def _lines(result: Comparison, everything: bool) -> Iterable[str]:
             yield f"{title}:"
         width = max((len(change.case) for change in found), default=0)
         for c in found:
-            judged = f"{c.slowdown:.2f}× as long (noise up to {c.allowed:.2f}×)"
+            judged = f"{c.slowdown:.2f}× as long (noise up to {present.ratio(c.allowed)})"
             times = f"{present.duration(c.old)} → {present.duration(c.new)}"
             yield f"  {judged}  {c.case:<{width}}  {times}, by {c.by}"
 
@@ -206,6 +206,8 @@ def _lines(result: Comparison, everything: bool) -> Iterable[str]:
         f"{len(result.same)} within the noise; {len(result.failing)} newly failing, {len(result.vanished)} vanished, "
         f"{len(result.appeared)} new"
     )
+    if allowed := [change.allowed for change in result.slower + result.faster + result.same]:
+        yield f"in half of the cases a slowdown would be seen from {present.ratio(statistics.median(allowed))} on"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -214,7 +216,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("old", type=Path, help="a .jsonl file, or a folder with such files in it")
-    parser.add_argument("new", type=Path)
+    parser.add_argument("new", type=Path, help="the same, of the later run")
     parser.add_argument("--all", action="store_true", help="show what became faster, what is the same and what is new")
     parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
     parser.add_argument("--force", action="store_true", help="compare different devices")
