@@ -16,11 +16,9 @@ import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,15 +26,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks.gpu_report import FolderError, Report, clock, pack, prepare, tidy
 from benchmarks.stages import Outcome, Run, Stage
 from cuda_ext import _build, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
-TITLE = "# GPU check"
-
 SUITES = (("gemm", 14), ("bucket", 4), ("attention", 12), ("train", 4), ("overhead", 2), ("build", 1))
+INFO = r"MiB /|^  (version|torch|python|setuptools|ninja|compiler|driver|cores|free memory): |\bsm_\d|: CUDA \d"
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
 
 
@@ -49,7 +45,8 @@ def benchmark_stages(device: str) -> list[Stage]:
             "build-time" if suite == "build" else suite,
             ((*command, suite, *options),),
             weight,
-            least=3 if device == "cpu" else 10,
+            least=10 if device == "cuda" else 4,
+            most=math.inf if device == "cuda" else 20,
             needs=("build",),
         )
         for suite, weight in SUITES
@@ -67,7 +64,7 @@ def stages_on_gpu() -> list[Stage]:
             least=15,
             needs=("build",),
             key=r"={9} .*(SUMMARY|Error|Invalid|hazard|Race|refus|support)",
-            sign=r"(ERROR|RACECHECK) SUMMARY:",
+            sign=r"^small cases on ",
             # An allocation from the cache of PyTorch has no end that memcheck could see.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )
@@ -79,9 +76,10 @@ def stages_on_gpu() -> list[Stage]:
     return [
         Stage(
             "environment",
-            (("nvidia-smi",), ("nvcc", "--version"), ("{python}", "-m", "cuda_ext.info")),
+            (("nvidia-smi",), ("{python}", "-m", "cuda_ext.info")),
             weight=8,
             always=True,
+            key=INFO,
         ),
         Stage(
             "build",
@@ -112,9 +110,9 @@ def stages_on_gpu() -> list[Stage]:
 
 
 def stages_of_dry_run() -> list[Stage]:
-    tests = ("tests/test_bucket.py", "-m", "simt", "-k", "integers or views or size_of_zero or flags")
+    tests = ("tests/test_bucket.py", "tests/test_gemm.py", "-m", "simt", "-k", "integers or any_tensors or gate")
     return [
-        Stage("environment", (("{python}", "-m", "cuda_ext.info"),), weight=2, always=True),
+        Stage("environment", (("{python}", "-m", "cuda_ext.info"),), weight=8, always=True, key=INFO),
         Stage(
             "build",
             (("{python}", "-m", "benchmarks.usable_build"),),
@@ -153,13 +151,15 @@ print(json.dumps(environment.describe("cuda" if torch.cuda.is_available() else "
 """
 
 
-def probe() -> dict[str, Any]:
+def probe(patience: float) -> dict[str, Any]:
     """The environment as benchmarks.environment has it, from another process: this one shall hold no GPU memory."""
     command = [sys.executable, "-c", PROBE]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
-        raise Refusal("torch did not find out within 120 s whether there is a GPU; does `nvidia-smi` answer?") from None
+        raise Refusal(
+            f"torch did not find out within {patience:.0f} s whether there is a GPU; does `nvidia-smi` answer?"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise Refusal(f"{sys.executable} cannot say what torch runs on: {last}; choose another with PYTHON=...")
@@ -202,138 +202,11 @@ def missing() -> list[str]:
 
 def sanitizer(cuda: str | None) -> str:
     """compute-sanitizer, on PATH or in a toolkit."""
+    name = "compute-sanitizer"
+    if found := shutil.which(name):
+        return found
     homes = [toolkit.home / "bin" for toolkit in _toolchain.find_toolkits(cuda)] if cuda else []
-    path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, homes)])
-    return shutil.which("compute-sanitizer", path=path) or "compute-sanitizer"
-
-
-# The folder
-
-
-def prepare(out: Path) -> None:
-    """Makes `out` an empty folder that can be written; an earlier check in it is moved aside. Raises Refusal."""
-    try:
-        if (out / "report.md").is_file() and (out / "report.md").read_text().startswith(TITLE):
-            written = datetime.fromtimestamp((out / "report.md").stat().st_mtime)
-            out.rename(out.with_name(f"{out.name}-{written:%Y%m%d-%H%M%S}"))
-        out.mkdir(parents=True, exist_ok=True)
-        if content := sorted(path.name for path in out.iterdir()):
-            raise Refusal(f"--out {out}: expected an empty folder or an earlier check, found {', '.join(content[:3])}")
-        (out / "logs.txt").touch()
-    except OSError as error:
-        raise Refusal(f"--out {out}: expected a folder that can be written: {error}") from error
-
-
-def pack(scratch: Path, archive: Path) -> None:
-    """Moves what is in `scratch` into `archive`."""
-    if any(scratch.iterdir()):
-        with tarfile.open(archive, "w:gz") as tar:
-            for path in sorted(scratch.iterdir()):
-                tar.add(path, arcname=path.name)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def whole_lines(file: Path) -> None:
-    """Cuts off what a stopped suite has left of a line, to which the next would append, and what is over the limit."""
-    if file.is_file():
-        data = file.read_bytes()[:MAX_BYTES]
-        os.truncate(file, data.rfind(b"\n") + 1)
-
-
-def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
-    """Brings `out` within its limits, the report counted in: the last plots go first. Returns what went, and why."""
-    ours = ["results.jsonl", "logs.txt", *(stage.archive for stage in stages if stage.archive)]
-    suites = [stage.name for stage in stages]
-
-    def importance(path: Path) -> tuple[int, int, str]:
-        name = str(path.relative_to(out))
-        if name in ours:
-            return (0, ours.index(name), name)
-        kind = {".html": 1, ".png": 2, ".svg": 3}.get(path.suffix, 4)
-        return (kind, next((i for i, suite in enumerate(suites) if suite in name), len(suites)), name)
-
-    whole_lines(out / "results.jsonl")
-    gone, kept = [], 1
-    for path in sorted((path for path in out.rglob("*") if path.is_file() or path.is_symlink()), key=importance):
-        name = path.relative_to(out)
-        if name == Path("report.md"):
-            continue
-        size = path.lstat().st_size
-        if kept == MAX_FILES:
-            reason = f"there are {MAX_FILES} more important files"
-        elif size > MAX_BYTES:
-            reason = f"{size >> 20} MiB, more than {MAX_BYTES >> 20}"
-        elif path.is_symlink() or len(name.parts) > MAX_FOLDERS + 1 or not re.fullmatch(r"[A-Za-z0-9._/-]+", str(name)):
-            reason = "a link, too deep, or of an unusual name"
-        else:
-            kept += 1
-            continue
-        path.unlink()
-        gone.append(f"`{name}`: {reason}")
-    for folder in sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True):
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    return gone
-
-
-# The report
-
-
-def write_report(
-    out: Path,
-    heading: str,
-    facts: Sequence[str],
-    environment: dict[str, Any],
-    stages: Sequence[Stage],
-    outcomes: Sequence[Outcome],
-    running: str,
-    gone: Sequence[str],
-) -> None:
-    by_name = {outcome.stage.name: outcome for outcome in outcomes}
-    lines = [f"{TITLE}: {heading}", "", *(f"- {fact}" for fact in facts), "", "| stage | verdict | seconds | limit | |"]
-    lines += ["|---|---|---:|---:|---|"]
-    for stage in stages:
-        if outcome := by_name.get(stage.name):
-            numbers = f"{outcome.seconds:.1f} | {outcome.limit:.0f}" if outcome.limit else "|"
-            lines += [f"| {stage.name} | {outcome.verdict} | {numbers} | {outcome.reason} |"]
-        else:
-            lines += [f"| {stage.name} | {'**running**' if stage.name == running else 'to come'} | | | |"]
-    lines += ["", *summary(out / "results.jsonl")]
-    for outcome in outcomes:
-        shown = outcome.key_lines if outcome.good else [*outcome.key_lines, "...", *outcome.tail]
-        if not outcome.stage.key and outcome.good:
-            shown = outcome.tail[-10:]
-        if outcome.limit:
-            lines += ["", f"## {outcome.stage.name}: {outcome.verdict}", "", "```", *shown, "```"]
-    if any(outcome.stage.archive and (out / outcome.stage.archive).exists() for outcome in outcomes):
-        lines += ["", "What the GPU answered, for the emulator to answer the same: "]
-        lines[-1] += "`tar -xzf golden.tar.gz -C tests/simt/golden`"
-    if gone:
-        lines += ["", "Left out:", "", *(f"- {item}" for item in gone)]
-    lines += ["", "## The machine", "", "```", *(f"{key}: {value}" for key, value in environment.items()), "```", ""]
-    scratch = out / ".report.md"
-    scratch.write_text("\n".join(lines))
-    scratch.replace(out / "report.md")
-
-
-def summary(file: Path) -> list[str]:
-    """How much faster ours is than each opponent, over all cases of a suite, and what was not measured."""
-    if not file.is_file():
-        return ["No measurements."]
-    try:
-        measurements = results.read(file)
-    except results.ResultsError as error:
-        return [f"The measurements cannot be read: {error}"]
-    lines = ["| suite | dtype | opponent | its time over ours, geometric mean | cases |", "|---|---|---|---:|---:|"]
-    for (suite, dtype, side), (ratio, count) in results.geometric_means(measurements).items():
-        lines += [f"| {suite} | {dtype} | {side} | {ratio:.2f} | {count} |"]
-    failures: dict[str, int] = {}
-    for m in measurements:
-        if m.failure:
-            reason = f"{m.suite}, {m.side}: {m.failure.splitlines()[0][:160]}"
-            failures[reason] = failures.get(reason, 0) + 1
-    lines += ["", f"{len(measurements)} measurements, {sum(failures.values())} of them without a time."]
-    return lines + [f"- {count} × {reason}" for reason, count in list(failures.items())[:20]]
+    return shutil.which(name, path=os.pathsep.join(map(str, homes))) or name
 
 
 # The command
@@ -359,11 +232,6 @@ def positive(text: str) -> float:
     return value
 
 
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(max(0, int(seconds)), 60)
-    return f"{minutes}:{seconds:02}"
-
-
 def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None = None) -> int:
     """`table` replaces the stages. Returns 0 if all passed, 1 if not, 2 if nothing could be run."""
     began = time.monotonic()
@@ -376,6 +244,8 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
     parser.add_argument("--dry-run", action="store_true", help="on the CPU and the emulator; needs no GPU")
     parser.add_argument("--list", action="store_true", help="print the stages, and stop")
     options = parser.parse_args(arguments)
+    total = options.minutes * 60
+    out = options.out.resolve()
     try:
         if table is None:
             table = stages_of_dry_run() if options.dry_run else stages_on_gpu()
@@ -383,63 +253,52 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         if options.list:
             print("\n".join(f"{stage.name:12} {' && '.join(map(' '.join, stage.commands))}" for stage in stages))
             return 0
-        environment = probe()
-        arch = "" if options.dry_run else arch_of(environment)
-        out = options.out.resolve()
+        machine = probe(total / 2)
+        words = {"python": sys.executable, "out": str(out)}
+        variables = {"PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
+        if not options.dry_run:
+            # CUDA required, so that a build without it is an error.
+            variables |= {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": arch_of(machine)}
+            words["sanitizer"] = sanitizer(machine.get("cuda"))
         prepare(out)
-    except Refusal as refusal:
+    except (Refusal, FolderError) as refusal:
         print(f"gpu_check: {refusal}", file=sys.stderr)
         return 2
 
-    total = options.minutes * 60
-    words = {"python": sys.executable, "out": str(out)}
-    variables = {"PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
-    if not options.dry_run:
-        words["sanitizer"] = sanitizer(environment.get("cuda"))
-        # Required, so that a build without them is an error.
-        variables |= {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": arch}
-    source = f"{_build.git_revision() or 'not a git checkout'}, csrc {_build.sources_digest()}"
-    heading = f"{environment['device']}{', dry run' if options.dry_run else ''}"
-    facts = [
-        f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, within {options.minutes:g} minutes",
-        f"Source: {source}",
-    ]
+    source = f"Source: {_build.git_revision() or 'not a git checkout'}, csrc {_build.sources_digest()}"
+    facts = [f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, within {options.minutes:g} minutes", source]
     facts += [f"Missing {item}" for item in missing()]
-    gone: list[str] = []
-    print(f"{heading}\nSource: {source}\n{out}", flush=True)
+    if not options.dry_run:
+        facts.append("What the GPU answered, for the emulator: `tar -xzf golden.tar.gz -C tests/simt/golden`")
+    heading = f"{machine['device']}{', dry run' if options.dry_run else ''}"
+    report = Report(out, heading, facts, machine, stages, began=began)
+    print(heading, *facts, f"Leaves {out}", sep="\n  ", flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        scratch = Path(folder)
-        run = Run(
-            folder=ROOT,
-            log=out / "logs.txt",
-            end=began + total - min(10, total / 10),
-            words={**words, "scratch": folder},
-            environment=variables,
-        )
-
-        def report(running: str = "") -> None:
-            took = f"Took {clock(time.monotonic() - began)}"
-            write_report(out, heading, [*facts, took], environment, stages, run.outcomes, running, gone)
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
 
         def before(stage: Stage, limit: float) -> None:
-            report(stage.name)
+            report.write(stage.name)
             passed = clock(time.monotonic() - began)
             print(f"[{passed} of {clock(total)}] {stage.name}, at most {clock(limit)} ...", flush=True)
 
         def after(outcome: Outcome) -> None:
             if outcome.stage.archive:
-                pack(scratch, out / outcome.stage.archive)
-            gone.extend(tidy(out, stages))
+                pack(Path(scratch), out / outcome.stage.archive)
+            report.gone += tidy(out, stages)
             reason = f": {outcome.reason}" if outcome.reason else ""
             print(f"  {outcome.stage.name} {outcome.verdict}{reason} ({outcome.seconds:.1f} s)", flush=True)
 
-        run.before, run.after = before, after
+        reserve = min(10, total / 10)
+        run = Run(ROOT, out / "logs.txt", began + total - reserve, {**words, "scratch": scratch}, variables)
+        run.before, run.after, run.outcomes = before, after, report.outcomes
         run.all(stages)
-        report()
+    report.write()
     print(f"[{clock(time.monotonic() - began)} of {clock(total)}] {out / 'report.md'}")
-    return 0 if all(outcome.good for outcome in run.outcomes) else 1
+    return 0 if all(outcome.good for outcome in report.outcomes) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("gpu_check: interrupted before the first stage")

@@ -56,6 +56,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
 def main(backend: str, tool: str = "racecheck") -> None:
     watched = testing.emulated(mode="lazy", check_races=tool == "racecheck") if backend == "simt" else nullcontext()
     with watched, torch.device("cuda" if backend == "cuda" else "cpu"):
+        print(f"small cases on {torch.ones(1).sum().device}", flush=True)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for name, case in cases(dtype):
                 try:

@@ -7,6 +7,7 @@ nothing of the others'.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import select
@@ -35,10 +36,11 @@ class Stage:
     commands: tuple[tuple[str, ...], ...]
     weight: float  # its limit is the time that is left, times this, over the weights of this and all later stages
     least: float = 5.0  # seconds under which it is not worth starting
+    most: float = math.inf  # seconds that it is never given more than
     needs: tuple[str, ...] = ()  # stages without whose success it is not run
     always: bool = False  # also where only other stages are asked for
     key: str = ""  # the lines of its log that say most
-    sign: str = ""  # what a tool that works prints; without it the tool, not the code, is what failed
+    sign: str = ""  # what is printed once its tool works; a failure before is the tool's, not the code's
     archive: str = ""  # the file for what it leaves in {scratch}
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -147,7 +149,7 @@ class Run:
         if lacks := self._lacks(stage):
             return Outcome(stage, SKIPPED, f"needs {' and '.join(lacks)}")
         left = self.end - time.monotonic()
-        limit = left * stage.weight / sum(later.weight for later in coming)
+        limit = min(stage.most, left * stage.weight / sum(later.weight for later in coming))
         if limit < stage.least:
             reason = f"no time left: it would have {max(0.0, limit):.0f} s and needs {stage.least:.0f} s"
             return Outcome(stage, SKIPPED, reason)

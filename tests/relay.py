@@ -99,7 +99,9 @@ def run_once(arguments: Sequence[str], record: Path, patience: float) -> tuple[i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--patience", type=float, default=60, help="seconds without a test that ends (default: 60)")
     options, rest = parser.parse_known_args(arguments)
     # Asked to end, as all of its process group, it still says what it knows.

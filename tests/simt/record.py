@@ -36,7 +36,7 @@ except ImportError:
 
 import test_conformance as conformance
 import torch
-from harness import BUILD, CSRC, HERE, Fault, Library
+from harness import BUILD, CSRC, HERE, Fault, Library, find_toolkit
 
 from cuda_ext import _emulator, _toolchain
 
@@ -64,10 +64,9 @@ def compile_for(arch: str, folder: Path) -> Path:
     """The conformance library for devices of `arch`, in `folder`, where one that is current is kept."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is a CPU-only build; install one with CUDA")
-    toolkits = _toolchain.find_toolkits(torch.version.cuda)
-    toolkit = next((toolkit for toolkit in toolkits if toolkit.usable), None)
+    toolkit = find_toolkit()
     if toolkit is None:
-        looked = "".join(f"\n  {toolkit.describe()}" for toolkit in toolkits)
+        looked = "".join(f"\n  {toolkit.describe()}" for toolkit in _toolchain.find_toolkits(torch.version.cuda))
         raise RuntimeError(f"found no CUDA toolkit for torch {torch.__version__}; set CUDA_HOME. Looked at:{looked}")
     cudart = _toolchain.find_cudart(toolkit.home)
     assert cudart is not None  # a usable toolkit has it
@@ -203,7 +202,9 @@ def describe_gpu(device: int) -> tuple[str, tuple[int, int]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", metavar="ARCH", help="compile and link for sm_80, sm_90a, ..., and stop")
-    parser.add_argument("--emulated", action="store_true", help="let the emulator answer: a rehearsal")
+    parser.add_argument(
+        "--emulated", action="store_true", help="a rehearsal: compile, where nvcc is, and let the emulator answer"
+    )
     parser.add_argument("--device", type=int, default=0, help="index of the GPU (default: 0)")
     parser.add_argument("--seed", type=int, help="of the inputs (default: a fresh one, which is printed)")
     parser.add_argument(
@@ -218,6 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.emulated:
             device, arch = "emulator", "sm_90a"
+            if find_toolkit() is not None:
+                compile_for(arch, BUILD)
             library = Library.build("conformance", conformance.SOURCES)
         else:
             device, capability = describe_gpu(options.device)
