@@ -1,109 +1,171 @@
-"""The bucket ops on the CPU against what PyTorch offers for the same job.
+"""Packing gradients into a bucket and back, for the parameter sets of known models, beside what PyTorch offers.
 
 pack moves many tensors into a flat buffer with scale, cast, squared norm and non-finite flag in one pass, unpack brings
 them back likewise, stats is the norm and the flag alone. The other sides are
   copy_     one tensor as large as all of them, copied or cast: the bandwidth there is to have
   foreach   torch._foreach_copy_ between the tensors and views of the buffer: neither scale nor statistics
   passes    foreach, then the scale, the norm and the flag, each a pass of its own: the same result
-GB/s are ours and count every byte once that is read or written. A ratio above 1 means that ours is faster.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-from side_by_side import alternate, environment
 from torch import Tensor
 
+from benchmarks.measure import Call, Case, relative_error
+from benchmarks.results import OURS
 from cuda_ext import bucket as bucket_ops
 
-DTYPES = ("float32 float32", "float32 bfloat16", "bfloat16 float32", "bfloat16 bfloat16", "float16 float16")
 SCALE = 0.5
 
-
-def mixed_counts(total: int) -> list[int]:
-    """Sizes from 1 to a million, evenly spread over their logarithms, as those of biases, norms and weights are."""
-    generator = torch.Generator().manual_seed(0)
-    counts: list[int] = []
-    while sum(counts) < total:
-        counts.append(min(total - sum(counts), int(2 ** (20 * torch.rand((), generator=generator)))))
-    return counts
+Sizes = list[tuple[int, ...]]
 
 
-def statistics_in_passes(tensors: list[Tensor]) -> tuple[Tensor, bool]:
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
-    return norm, all(bool(tensor.isfinite().all()) for tensor in tensors)
+def gpt2() -> Sizes:
+    """The 124 million parameters of GPT-2's smallest (Radford et al. 2019)."""
+    d = 768
+    block = [(d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,), (d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
+    return [(50257, d), (1024, d), *block * 12, (d,), (d,)]
 
 
-def sides(counts: list[int], dtype: torch.dtype, bucket_dtype: torch.dtype) -> dict[str, dict[str, Callable]]:
-    """By op and side; ours comes first."""
-    tensors = [torch.randn(count).to(dtype) for count in counts]
-    offsets, size = bucket_ops.aligned_offsets(counts, bucket_dtype)
-    bucket, flat = torch.zeros(size, dtype=bucket_dtype), torch.randn(size).to(dtype)
-    views = [bucket[offset : offset + count] for offset, count in zip(offsets, counts, strict=True)]
-
-    def pack_in_passes() -> None:
-        torch._foreach_copy_(views, tensors)
-        bucket.mul_(SCALE)
-        statistics_in_passes([bucket])
-
-    def unpack_in_passes() -> None:
-        torch._foreach_copy_(tensors, views)
-        torch._foreach_mul_(tensors, SCALE)
-        statistics_in_passes(tensors)
-
-    return {
-        "pack": {
-            "ours": lambda: bucket_ops.pack(tensors, bucket, offsets, scale=SCALE),
-            "copy_": lambda: bucket.copy_(flat),
-            "foreach": lambda: torch._foreach_copy_(views, tensors),
-            "passes": pack_in_passes,
-        },
-        "unpack": {
-            "ours": lambda: bucket_ops.unpack(bucket, tensors, offsets, scale=SCALE),
-            "copy_": lambda: flat.copy_(bucket),
-            "foreach": lambda: torch._foreach_copy_(tensors, views),
-            "passes": unpack_in_passes,
-        },
-        "stats": {
-            "ours": lambda: bucket_ops.stats(tensors),
-            "passes": lambda: statistics_in_passes(tensors),
-        },
-    }
+def llama_block() -> Sizes:
+    """One of the 32 blocks of Llama 3 8B (arXiv 2407.21783)."""
+    d, kv, hidden = 4096, 1024, 14336
+    return [(d, d), (kv, d), (kv, d), (d, d), (hidden, d), (hidden, d), (d, hidden), (d,), (d,)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="default 1")
-    parser.add_argument("--elements", type=int, nargs="+", default=[1 << 18, 1 << 24], help="of all tensors together")
-    parser.add_argument(
-        "--dtypes", nargs="+", default=DTYPES, help="of the tensors and of the buffer, 'float32 bfloat16'"
+def llama_8b() -> Sizes:
+    return [(128256, 4096), *llama_block() * 32, (4096,), (128256, 4096)]
+
+
+def resnet50() -> Sizes:
+    """Convolutions, batch norms and the classifier (He et al., arXiv 1512.03385)."""
+    sizes: Sizes = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for shape in ((width, inputs, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
+                sizes += [shape, (shape[0],), (shape[0],)]
+            if block == 0:
+                sizes += [(4 * width, inputs, 1, 1), (4 * width,), (4 * width,)]
+            inputs = 4 * width
+    return [*sizes, (1000, 2048), (1000,)]
+
+
+def cases(device: str) -> Iterator[Case]:
+    models = {"ResNet-50": resnet50(), "GPT-2 124M": gpt2(), "Llama 3 8B, a block": llama_block()}
+    dtypes = [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+    if device == "cuda":
+        models["Llama 3 8B"] = llama_8b()
+    for name, sizes in models.items():
+        for dtype, bucket_dtype in dtypes:
+            if device == "cpu" and name != "ResNet-50" and dtype != bucket_dtype:
+                continue  # gigabytes, and nothing new
+            if name == "Llama 3 8B" and "float32" in (dtype, bucket_dtype):
+                continue  # more than the memory of most GPUs
+            for op in ("pack", "unpack", "stats"):
+                if op != "stats" or dtype == bucket_dtype:
+                    yield make_case(op, device, name, sizes, dtype, bucket_dtype)
+
+
+def statistics_in_passes(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The squared norm and whether all are finite, as tensors: nothing waits for a GPU."""
+    norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
+    finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+    return norms.square().sum(), finite
+
+
+class Inputs:
+    """Tensors, a bucket for them and its views."""
+
+    def __init__(self, device: str, sizes: Sizes, dtype: str, bucket_dtype: str) -> None:
+        of_tensors, of_bucket = getattr(torch, dtype), getattr(torch, bucket_dtype)
+        self.tensors = [torch.randn(size, device=device).to(of_tensors).flatten() for size in sizes]
+        counts = [tensor.numel() for tensor in self.tensors]
+        self.offsets, total = bucket_ops.aligned_offsets(counts, of_bucket)
+        self.bucket = torch.randn(total, device=device).to(of_bucket)
+        self.views = [self.bucket[start : start + count] for start, count in zip(self.offsets, counts)]
+
+    @functools.cached_property
+    def flat(self) -> Tensor:
+        return torch.randn(self.bucket.shape, device=self.bucket.device).to(self.tensors[0].dtype)
+
+
+def ours(op: str, given: Inputs) -> Call:
+    if op == "pack":
+        return lambda: bucket_ops.pack(given.tensors, given.bucket, given.offsets, scale=SCALE)
+    if op == "unpack":
+        return lambda: bucket_ops.unpack(given.bucket, given.tensors, given.offsets, scale=SCALE)
+    return lambda: bucket_ops.stats(given.tensors)
+
+
+def in_passes(op: str, given: Inputs) -> Call:
+    def pack() -> Any:
+        torch._foreach_copy_(given.views, given.tensors)
+        given.bucket.mul_(SCALE)
+        return statistics_in_passes([given.bucket])
+
+    def unpack() -> Any:
+        torch._foreach_copy_(given.tensors, given.views)
+        torch._foreach_mul_(given.tensors, SCALE)
+        return statistics_in_passes(given.tensors)
+
+    return {"pack": pack, "unpack": unpack, "stats": lambda: statistics_in_passes(given.tensors)}[op]
+
+
+def foreach(op: str, given: Inputs) -> Call:
+    if op == "pack":
+        return lambda: torch._foreach_copy_(given.views, given.tensors)
+    return lambda: torch._foreach_copy_(given.tensors, given.views)
+
+
+def copy(op: str, given: Inputs) -> Call:
+    source, target = (given.flat, given.bucket) if op == "pack" else (given.bucket, given.flat)
+    return lambda: target.copy_(source)
+
+
+def make_case(op: str, device: str, model: str, sizes: Sizes, dtype: str, bucket_dtype: str) -> Case:
+    total = sum(map(math.prod, sizes))
+    item, bucket_item = (getattr(torch, name).itemsize for name in (dtype, bucket_dtype))
+
+    def check(given: Inputs, out: Any) -> float:
+        """Each side moves the same; that ours does so, and its norm, is compared with the steps one by one."""
+        if not (isinstance(out, Tensor) and out.shape == (2,)):
+            return 0.0
+        if op == "stats":
+            moved, expected = given.tensors, None
+        elif op == "pack":
+            moved, expected = given.views, [(t.float() * SCALE).to(given.bucket.dtype) for t in given.tensors]
+        else:
+            moved, expected = given.tensors, [(v.float() * SCALE).to(given.tensors[0].dtype) for v in given.views]
+        if expected is not None and not all(torch.equal(a, b) for a, b in zip(moved, expected)):
+            return math.inf
+        norm = torch.stack(torch._foreach_norm(moved, dtype=torch.float64)).square().sum()
+        return relative_error(out[0], norm)
+
+    sides: dict[str, Any] = {OURS: functools.partial(ours, op), "passes": functools.partial(in_passes, op)}
+    if op != "stats":
+        sides |= {"foreach": functools.partial(foreach, op), "copy_": functools.partial(copy, op)}
+    moved = float(total * (item + (0 if op == "stats" else bucket_item)))
+    return Case(
+        op=op,
+        phase="forward",
+        group=f"{dtype} → {bucket_dtype}" if op == "pack" else f"{bucket_dtype} → {dtype}" if op == "unpack" else dtype,
+        name=model if dtype == bucket_dtype else f"{model}, bucket {bucket_dtype}",
+        dtype=dtype,
+        sides=sides,
+        inputs=functools.partial(Inputs, device, sizes, dtype, bucket_dtype),
+        check=check,
+        size=float(total),
+        size_name="parameters",
+        bytes=moved,
+        input_bytes=moved,
+        # The squared norm is summed in float32 or better, of values rounded before.
+        tolerance=1e-3,
+        extra={"tensors": len(sizes), "bucket dtype": bucket_dtype},
     )
-    parser.add_argument("--budget", type=float, default=0.7, help="seconds for each comparison, default 0.7")
-    args = parser.parse_args()
-    print(environment(args.threads))
-    torch.manual_seed(0)
-    for total in args.elements:
-        counts = mixed_counts(total)
-        print(f"\n{len(counts)} tensors of {total} elements\n{'':<8}{'tensors':<10}{'buffer':<10}{'GB/s':>6}", end="")
-        print("".join(f"{'vs ' + name:>12}" for name in ("copy_", "foreach", "passes")))
-        for names in args.dtypes:
-            dtype, bucket_dtype = (getattr(torch, name) for name in names.split())
-            for op, (ours, *others) in ((op, each.items()) for op, each in sides(counts, dtype, bucket_dtype).items()):
-                if op == "stats" and dtype != bucket_dtype:
-                    continue  # the same as with a buffer of the tensors' dtype
-                moved = total * (dtype.itemsize + (0 if op == "stats" else bucket_dtype.itemsize))
-                results = {name: alternate(ours[1], other, args.budget) for name, other in others}
-                ratios = (
-                    f"{results[n][2]:11.2f}x" if n in results else " " * 12 for n in ("copy_", "foreach", "passes")
-                )
-                fastest = min(seconds for seconds, _, _ in results.values())
-                print(
-                    f"{op:<8}{names.split()[0]:<10}{names.split()[1]:<10}{moved / fastest / 1e9:6.1f}", *ratios, sep=""
-                )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,251 @@
+"""Measures cuda_ext beside everything it competes with, in turns, in one process, and shows what came of it.
+
+    python -m benchmarks                        # all suites, on the GPU if there is one
+    python -m benchmarks gemm attention         # these, of: gemm attention bucket train overhead build
+    python -m benchmarks report DIR             # one HTML page from any results
+    python -m benchmarks compare OLD NEW        # what became slower, beyond the noise
+    python -m benchmarks model                  # what a GPU should take, from counted work: needs no GPU
+    python -m benchmarks readme                 # writes the README's tables from benchmarks/results
+
+Each of the last four has a --help of its own. Opponents that are not installed get a line that says so; none is
+required. Results are one JSON object a line, with the environment they were taken in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import environment, results, runner
+from benchmarks.measure import AGAIN
+from benchmarks.results import OURS, Measurement
+
+OTHER_COMMANDS = ("report", "compare", "model", "readme")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in OTHER_COMMANDS:
+        return importlib.import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
+    options = parse(arguments)
+    plan = runner.Plan(
+        suites=options.suites,
+        device=options.device,
+        minutes=options.minutes,
+        only=options.only,
+        timer=options.timer,
+        against_itself=options.aa,
+        threads=options.threads,
+        seed=options.seed,
+    )
+    if options.list:
+        return list_cases(plan)
+    folder: Path = options.out or Path("runs", "benchmarks", results.slug(environment.device_name(options.device)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = (folder / "results.jsonl").open("a")
+    except OSError as error:
+        print(
+            f"benchmarks: cannot write to {folder}: {error.strerror}; choose another folder by --out", file=sys.stderr
+        )
+        return 2
+    plan.log = folder / "log.txt"
+    measured = run(plan, target)
+    if not options.no_plots:
+        show_files(folder, measured)
+    if options.record:
+        record(measured)
+    if options.aa:
+        return judge(measured)
+    return 0 if any(m.seconds for m in measured) else 1
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="default: all")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.0,
+        help="for everything together (default 9); what is left over by then is reported as out of time",
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose op, shape, group or dtype matches")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where results.jsonl, plots and the page go, added to what is there (default: runs/benchmarks/DEVICE)",
+    )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="also keep the results in benchmarks/results, from which the README is written",
+    )
+    parser.add_argument(
+        "--aa",
+        action="store_true",
+        help="ours against ours: what the method makes of no difference; "
+        "the exit status says whether that is less than 3 %%",
+    )
+    parser.add_argument(
+        "--timer",
+        choices=("clock", "events", "do_bench"),
+        default="",
+        help="of the device's calls "
+        "(default: the clock on a CPU; CUDA events, and a captured graph for short calls, on a GPU)",
+    )
+    parser.add_argument("--threads", type=int, default=0, help="of PyTorch and of ours (default: PyTorch's default)")
+    parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: a fresh one)")
+    parser.add_argument("--list", action="store_true", help="list the cases, and measure nothing")
+    parser.add_argument("--no-plots", action="store_true", help="write results.jsonl alone")
+    options = parser.parse_args(arguments)
+    unknown = [suite for suite in options.suites if suite not in runner.SUITES]
+    if unknown:
+        parser.error(f"expected suites of {', '.join(runner.SUITES)}, got {', '.join(unknown)}")
+    options.suites = [suite for suite in runner.SUITES if suite in (options.suites or runner.SUITES)]
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "--device cuda: PyTorch finds no GPU; run `python -m cuda_ext.info` to see why, or measure on the cpu"
+        )
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only}: expected a regular expression: {error}")
+    if options.minutes <= 0:
+        parser.error(f"--minutes: expected more than 0, got {options.minutes:g}")
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(2**31)
+    return options
+
+
+def list_cases(plan: runner.Plan) -> int:
+    from benchmarks.worker import selected
+
+    for suite in plan.suites:
+        for case in selected(suite, plan.device, plan.only):
+            sides = ", ".join(side for side in case.sides if side != OURS)
+            print(f"{suite:<10} {case.op} | {case.phase} | {case.name} | {case.dtype} | {sides}")
+    return 0
+
+
+def run(plan: runner.Plan, target: object) -> list[Measurement]:
+    from benchmarks import table
+
+    print(
+        f"{environment.device_name(plan.device)}, torch {torch.__version__}, "
+        f"{plan.threads or torch.get_num_threads()} threads; at most {plan.minutes:g} minutes, --seed {plan.seed}"
+    )
+    measured: list[Measurement] = []
+    with _progress(plan) as progress, contextlib.suppress(KeyboardInterrupt):
+        for rows in runner.run(plan, progress):
+            measured += rows
+            for row in rows:
+                target.write(row.to_json() + "\n")  # type: ignore[attr-defined]
+            target.flush()  # type: ignore[attr-defined]
+    table.show(measured)
+    return measured
+
+
+class _Lines:
+    """Progress where rich is not installed, or the output is no terminal: a line a case."""
+
+    def __init__(self, minutes: float) -> None:
+        self._suite, self._total, self._number = "", 0, 0
+        self._began = time.time()
+
+    def start(self, suite: str, total: int) -> None:
+        self._suite, self._total, self._number = suite, total, 0
+
+    def case(self, text: str) -> None:
+        self._number += 1
+        elapsed = time.time() - self._began
+        print(f"{elapsed:5.0f} s  {self._suite} {self._number}/{self._total}  {text}", flush=True)
+
+    def done(self, rows: list[Measurement]) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _progress(plan: runner.Plan) -> Iterator[runner.Progress]:
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        yield _Lines(plan.minutes)
+        return
+    if not sys.stdout.isatty():
+        yield _Lines(plan.minutes)
+        return
+
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[case]}")) as bar:
+        tasks = {suite: bar.add_task(suite, total=None, start=False, case="") for suite in plan.suites}
+
+        class Bar:
+            def start(self, suite: str, total: int) -> None:
+                self.task = tasks[suite]
+                bar.start_task(self.task)
+                bar.update(self.task, total=total)
+
+            def case(self, text: str) -> None:
+                bar.update(self.task, case=text)
+
+            def done(self, rows: list[Measurement]) -> None:
+                bar.update(self.task, advance=1, case="")
+
+        yield Bar()
+
+
+def show_files(folder: Path, measured: list[Measurement]) -> None:
+    """Plots and the page, of all the folder holds."""
+    try:
+        from benchmarks import plots, report
+    except ImportError as error:
+        print(f"no plots: {error}; pip install matplotlib")
+        return
+    plots.write_plots(measured, folder)
+    report.main([str(folder), "--out", str(folder / "report.html")])
+    print(f"results, plots and report.html are in {folder}")
+
+
+def record(measured: list[Measurement]) -> None:
+    folder = results.ROOT / results.slug(environment.device_name(measured[0].device))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.date.today().isoformat()}.jsonl"
+    path.write_text("".join(m.to_json() + "\n" for m in measured))
+    print(f"recorded in {os.path.relpath(path)}; `python -m benchmarks readme` writes the README from it")
+
+
+def judge(measured: list[Measurement]) -> int:
+    """Of ours against ours."""
+    import statistics
+
+    ratios = [m.ratio for m in measured if m.side == AGAIN and m.ratio is not None]
+    if not ratios:
+        print("benchmarks: nothing was measured", file=sys.stderr)
+        return 1
+    median = statistics.median(ratios)
+    largest = max(ratios, key=lambda r: abs(r - 1))
+    print(f"ours against ours: median ratio {median:.4f} of {len(ratios)} cases; the farthest from 1 is {largest:.3f}")
+    return 0 if abs(median - 1) < 0.03 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
