@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.stages import Outcome, Stage
+from benchmarks.stages import Log, Outcome, Stage
 
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
 TITLE = "# GPU check"
+LOG = "logs.txt"
 
 
 class FolderError(Exception):
@@ -35,7 +36,7 @@ def prepare(out: Path) -> None:
             raise FolderError(
                 f"--out {out}: expected an empty folder or an earlier check, found {', '.join(content[:3])}"
             )
-        (out / "logs.txt").touch()
+        (out / LOG).touch()
     except OSError as error:
         raise FolderError(f"--out {out}: expected a folder that can be written: {error}") from error
 
@@ -49,6 +50,18 @@ def pack(scratch: Path, archive: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def merge_logs(out: Path) -> None:
+    """Moves the logs that commands keep in `out` to the end of the one that there shall be."""
+    for path in sorted(out.glob("log*.txt")):
+        if path.name != LOG and path.is_file():
+            with Log(out / LOG) as log:
+                log.write(f"\n=== {path.name}\n".encode())
+                with path.open("rb") as file:
+                    while data := file.read(1 << 20):
+                        log.write(data)
+            path.unlink()
+
+
 def whole_lines(file: Path) -> None:
     """Cuts off what a stopped suite has left of a line, to which the next would append, and what is over the limit."""
     if file.is_file():
@@ -58,7 +71,7 @@ def whole_lines(file: Path) -> None:
 
 def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Brings `out` within its limits, the report counted in: the last plots go first. Returns what went, and why."""
-    ours = ["results.jsonl", "logs.txt", *(stage.archive for stage in stages if stage.archive)]
+    ours = ["results.jsonl", LOG, *(stage.archive for stage in stages if stage.archive)]
     suites = [stage.name for stage in stages]
 
     def importance(path: Path) -> tuple[int, int, str]:

@@ -63,17 +63,23 @@ class Outcome:
 class Log:
     """What a stage prints, to a file while it is printed: the beginning, and at last the end, of what is too long."""
 
-    def __init__(self, file: Path, stage: Stage) -> None:
+    def __init__(self, file: Path, key: str = "", sign: str = "") -> None:
         self._file = file.open("ab")
         self._room = LOG_HEAD
         self._end = bytearray()
         self._left_out = 0
         self._line = b""
-        self._key = re.compile(stage.key or r"(?!)")
-        self._sign = re.compile(stage.sign)
+        self._key = re.compile(key or r"(?!)")
+        self._sign = re.compile(sign)
         self.key_lines: list[str] = []
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.has_sign = not stage.sign
+        self.has_sign = not sign
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def write(self, data: bytes) -> None:
         head, rest = data[: self._room], data[self._room :]
@@ -102,6 +108,7 @@ class Log:
         self.write(f"{text}\n".encode())
 
     def close(self) -> None:
+        """Writes the end."""
         if self._line:
             self._take(self._line)
         if self._left_out:
@@ -115,8 +122,7 @@ class Run:
     """Stages within a time.
 
     end: on the clock of time.monotonic; no stage goes on after it.
-    words: what "{name}" in a command is replaced with, beside {seconds} and {minutes}, in which a command that ends by
-        itself should have ended.
+    words: what "{name}" in a command is replaced with, beside {minutes}, the time for a command that ends by itself.
     environment: for all stages.
     before, after: told of each stage that is started, with its limit in seconds, and of each outcome.
     """
@@ -155,12 +161,9 @@ class Run:
             return Outcome(stage, SKIPPED, reason)
         self.before(stage, limit)
         began = time.monotonic()
-        log = Log(self.log, stage)
         outcome = Outcome(stage, PASSED, limit=limit)
-        try:
+        with Log(self.log, stage.key, stage.sign) as log:
             self._commands(stage, began + limit, log, outcome)
-        finally:
-            log.close()
         outcome.seconds = time.monotonic() - began
         outcome.key_lines, outcome.tail = log.key_lines, list(log.tail)
         if outcome.verdict == FAILED and not log.has_sign:
@@ -171,8 +174,9 @@ class Run:
         environment = {**os.environ, **self.environment, **stage.environment}
         for words in stage.commands:
             grace = min(3.0, (end - time.monotonic()) / 10)
-            seconds = max(0.0, end - time.monotonic() - 3 * grace)
-            values = {**self.words, "seconds": f"{seconds:.0f}", "minutes": f"{seconds / 60:.2f}"}
+            # To start, and to end what was begun, takes a command that is told when to end some time, too.
+            minutes = 0.75 * max(0.0, end - grace - time.monotonic()) / 60
+            values = {**self.words, "minutes": f"{minutes:.2f}"}
             command = [_filled(word, values) for word in words]
             log.say(f"\n=== {stage.name}: {' '.join(command)}")
             began = time.monotonic()
