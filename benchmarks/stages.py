@@ -30,7 +30,8 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True)
 class Stage:
-    """`commands` run in turn, each in any case. In their words "{python}" and the like are replaced, see `Run`."""
+    """`commands` run in turn, each in any case. In their words "{python}" and the like are replaced, see `Run`; a word
+    "{parts}" becomes as many words as there are parts."""
 
     name: str
     commands: tuple[tuple[str, ...], ...]
@@ -39,6 +40,7 @@ class Stage:
     most: float = math.inf  # seconds that it is never given more than
     needs: tuple[str, ...] = ()  # stages without whose success it is not run
     always: bool = False  # also where only other stages are asked for
+    parts: tuple[str, ...] = ()  # names by which a part of it can be asked for
     key: str = ""  # the lines of its log that say most
     sign: str = ""  # what is printed once its tool works; a failure before is the tool's, not the code's
     archive: str = ""  # the file for what it leaves in {scratch}
@@ -174,10 +176,11 @@ class Run:
         environment = {**os.environ, **self.environment, **stage.environment}
         for words in stage.commands:
             grace = min(3.0, (end - time.monotonic()) / 10)
-            # To start, and to end what was begun, takes a command that is told when to end some time, too.
-            minutes = 0.75 * max(0.0, end - grace - time.monotonic()) / 60
-            values = {**self.words, "minutes": f"{minutes:.2f}"}
-            command = [_filled(word, values) for word in words]
+            # A command that is told when to end needs some time after it, for what it has begun.
+            left = max(0.0, end - grace - time.monotonic())
+            values = {**self.words, "minutes": f"{(left - min(30.0, left / 4)) / 60:.2f}"}
+            spread = [part for word in words for part in (stage.parts if word == "{parts}" else (word,))]
+            command = [_filled(word, values) for word in spread]
             log.say(f"\n=== {stage.name}: {' '.join(command)}")
             began = time.monotonic()
             try:

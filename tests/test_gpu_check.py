@@ -269,13 +269,16 @@ def test_an_earlier_check_is_moved_aside(tmp_path: Path) -> None:
 
 
 def test_only_some_stages(tmp_path: Path) -> None:
-    stages = [python(name, "", always=name == "build") for name in ("build", "gemm", "attention", "train")]
-    status, _, found = check(tmp_path / "out", stages, "--only", "train,gemm")
-    assert (status, list(found)) == (0, ["build", "gemm", "train"])
-    for only, what in (("gem", "'gem'"), (",", "none")):
+    stages = [python(name, "", always=name == "build") for name in ("build", "tests", "memcheck")]
+    stages.append(python("benchmarks", "import sys; print(sys.argv)", "{parts}", parts=("gemm", "bucket", "train")))
+    status, _, found = check(tmp_path / "out", stages, "--only", "train,gemm,tests")
+    assert (status, list(found)) == (0, ["build", "tests", "benchmarks"])
+    assert "['-c', 'gemm', 'train']" in (tmp_path / "out" / "logs.txt").read_text()
+    for only, what in (("gem", "gem"), ("tests,a,b", "a, b"), (",", "none")):
         status, terminal, _ = check(tmp_path / "unused", stages, "--only", only)
         assert status == 2
-        assert f"--only: expected some of build, gemm, attention, train; got {what}" in terminal
+        expected = "build, tests, memcheck, benchmarks, gemm, bucket, train"
+        assert f"--only: expected some of {expected}; got {what}\n" in terminal
     assert not (tmp_path / "unused").exists()
 
 
@@ -331,12 +334,20 @@ def test_the_stages_refer_to_what_there_is(table) -> None:
     stages = table()
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
-    assert names[-6:] == ["gemm", "bucket", "attention", "train", "overhead", "import-time"]
+    assert names == ["environment", "build", "conformance", "tests", "memcheck", "racecheck", "benchmarks"]
+    assert stages[-1].parts == ("gemm", "bucket", "attention", "train", "overhead")
     for i, stage in enumerate(stages):
         assert set(stage.needs) <= set(names[:i])
         for word in {word for command in stage.commands for word in command}:
             assert not word.endswith(".py") or (ROOT / word).is_file()
-            assert not word.startswith("{") or word in {"{python}", "{out}", "{scratch}", "{minutes}", "{sanitizer}"}
+            assert not word.startswith("{") or word in {
+                "{python}",
+                "{out}",
+                "{scratch}",
+                "{minutes}",
+                "{parts}",
+                "{sanitizer}",
+            }
 
 
 def test_dry_run(tmp_path: Path) -> None:
