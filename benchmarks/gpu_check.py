@@ -32,10 +32,10 @@ from benchmarks.stages import Outcome, Run, Stage
 from cuda_ext import _build, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
-INFO = r"MiB /|^  (version|torch|python|setuptools|ninja|compiler|driver|cores|free memory): |\bsm_\d|: CUDA \d"
+INFO = r"MiB /|^  (torch|python|setuptools|ninja|compiler|driver|cores|free memory): |, sm_\d|: CUDA \d"
 BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
-PYTEST = r"^(FAILED|ERROR|lost|hung|crashed)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
+PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
 
 
 def benchmark_stage(device: str) -> Stage:
@@ -55,6 +55,9 @@ def benchmark_stage(device: str) -> Stage:
 
 def stages_on_gpu() -> list[Stage]:
     """The first ones are given more than they should take: all others depend on them, and what they leave is theirs."""
+    # Other files may import what is not installed.
+    files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if "every_backend" in path.read_text())
+    tests = [str(path.relative_to(ROOT)) for path in files]
     small_cases = ("--kernel-regex", "kns=cuda_ext", "{python}", "-m", "benchmarks.small_cases", "cuda")
     sanitizers = [
         Stage(
@@ -98,7 +101,7 @@ def stages_on_gpu() -> list[Stage]:
         ),
         Stage(
             "tests",
-            (("{python}", "tests/relay.py", "tests", "-m", "cuda", "--ignore=tests/simt"),),
+            (("{python}", "tests/relay.py", "-m", "cuda", *tests),),
             weight=30,
             least=20,
             needs=("build",),
@@ -111,7 +114,14 @@ def stages_on_gpu() -> list[Stage]:
 
 def stages_of_dry_run() -> list[Stage]:
     """Where nothing has been compiled for the emulator yet, that is most of their time."""
-    tests = ("tests/test_bucket.py", "tests/test_gemm.py", "-m", "simt", "-k", "integers or any_tensors or gate")
+    tests = (
+        "tests/test_bucket.py",
+        "tests/test_gemm.py",
+        "-m",
+        "simt",
+        "-k",
+        "any_tensors or come_back or gate_comes_first",
+    )
     python = "{python}"
     return [
         Stage("environment", ((python, "-m", "cuda_ext.info"),), weight=8, always=True, key=INFO),
@@ -257,7 +267,9 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
             table = stages_of_dry_run() if options.dry_run else stages_on_gpu()
         stages = choose(table, options.only)
         if options.list:
-            print("\n".join(f"{stage.name:12} {' && '.join(map(' '.join, stage.commands))}" for stage in stages))
+            for stage in stages:
+                print(stage.name, f"({', '.join(stage.parts)})" if stage.parts else "")
+                print(*("    " + " ".join(command) for command in stage.commands), sep="\n")
             return 0
         machine = probe(total / 2)
         words = {"python": sys.executable, "out": str(out)}
@@ -275,7 +287,9 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
     facts = [f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, within {options.minutes:g} minutes", source]
     facts += [f"Missing {item}" for item in missing()]
     if not options.dry_run:
-        facts.append("What the GPU answered, for the emulator: `tar -xzf golden.tar.gz -C tests/simt/golden`")
+        facts.append(
+            "What the GPU answered, for the emulator: `mkdir -p tests/simt/golden; tar -xzf golden.tar.gz -C tests/simt/golden`"
+        )
     heading = f"{machine['device']}{', dry run' if options.dry_run else ''}"
     report = Report(out, heading, facts, machine, stages, began=began)
     print(heading, *facts, f"Leaves {out}", sep="\n  ", flush=True)
