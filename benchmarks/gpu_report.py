@@ -54,9 +54,9 @@ def merge_logs(out: Path) -> None:
     """Moves the logs that commands keep in `out` to the end of the one that there shall be."""
     for path in sorted(out.glob("log*.txt")):
         if path.name != LOG and path.is_file():
-            with Log(out / LOG) as log:
-                log.write(f"\n=== {path.name}\n".encode())
-                with path.open("rb") as file:
+            if path.stat().st_size:
+                with path.open("rb") as file, Log(out / LOG) as log:
+                    log.say(f"\n=== {path.name}")
                     while data := file.read(1 << 20):
                         log.write(data)
             path.unlink()
@@ -72,14 +72,14 @@ def whole_lines(file: Path) -> None:
 def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Brings `out` within its limits, the report counted in: the last plots go first. Returns what went, and why."""
     ours = ["results.jsonl", LOG, *(stage.archive for stage in stages if stage.archive)]
-    suites = [stage.name for stage in stages]
+    subjects = ["summary", *(name for stage in stages for name in (stage.name, *stage.parts))]
 
     def importance(path: Path) -> tuple[int, int, str]:
         name = str(path.relative_to(out))
         if name in ours:
             return (0, ours.index(name), name)
         kind = {".html": 1, ".png": 2, ".svg": 3}.get(path.suffix, 4)
-        return (kind, next((i for i, suite in enumerate(suites) if suite in name), len(suites)), name)
+        return (kind, next((i for i, subject in enumerate(subjects) if subject in name), len(subjects)), name)
 
     whole_lines(out / "results.jsonl")
     gone, kept = [], 1

@@ -243,6 +243,19 @@ def test_at_most_8_files_of_at_most_16_mib(tmp_path: Path) -> None:
         assert tar.getnames() == ["answer"]
 
 
+def test_logs_of_commands_are_moved_into_the_one(tmp_path: Path) -> None:
+    code = """
+import pathlib, sys
+pathlib.Path(sys.argv[1], "log.txt").write_text("what a worker said\\n" + "x" * 20_000_000)
+pathlib.Path(sys.argv[1], "log-2.txt").touch()
+"""
+    assert check(tmp_path / "out", [python("measures", code, "{out}"), python("more", "print('later')")])[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.txt", "report.md"]
+    log = (tmp_path / "out" / "logs.txt").read_text()
+    assert log.index("=== log.txt") < log.rindex("what a worker said") < log.rindex("later")
+    assert "log-2" not in log and len(log) < 1 << 20
+
+
 def test_results_are_cut_at_whole_lines(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_bytes((b"x" * 999 + b"\n") * (MAX_BYTES // 1000 + 5))
     assert tidy(tmp_path, []) == []
