@@ -253,7 +253,7 @@ pathlib.Path(sys.argv[1], "log-2.txt").touch()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.txt", "report.md"]
     log = (tmp_path / "out" / "logs.txt").read_text()
     assert log.index("=== log.txt") < log.rindex("what a worker said") < log.rindex("later")
-    assert "log-2" not in log and len(log) < 1 << 20
+    assert "=== log-2" not in log and len(log) < 1 << 20
 
 
 def test_results_are_cut_at_whole_lines(tmp_path: Path) -> None:
