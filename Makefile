@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test build gpu-check lint clean
+.PHONY: help demo test bench build gpu-check lint clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,6 +34,11 @@ test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for py
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile)
+
+bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## measure ours beside every opponent (ARGS for python -m benchmarks)
+	@$(call compile,$(DEMO_CUDA))
+	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
+	$(BIN)/python -m benchmarks $(ARGS)
 
 build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|0|1)
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})

@@ -22,6 +22,10 @@ from benchmarks.results import OURS
 # queries; in the backward, where gradients of keys come from all rows, the heads of one key head, up to this length.
 CHECKED_ROWS = 256
 CHECKED_BACKWARD_LENGTH = 16384
+# Where all scores are in memory longer ones do not fit.
+LONGEST_MATH = 4096
+# Compiled for each shape, which takes many times as long as all else there is to measure of it.
+FLEX_LENGTHS = (4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,9 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
 
     if p.window is None and not p.deterministic:
         # On a CPU PyTorch's own choice is its flash kernel.
-        backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH") if device == "cuda" else ("",)
+        backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if device == "cuda" else ("",)
+        if device == "cuda" and p.length <= LONGEST_MATH:
+            backends += ("MATH",)
         forwards: dict[str, Any] = {
             f"SDPA {backend.removesuffix('_ATTENTION').lower()}".strip(): functools.partial(
                 opponents.sdpa, backend, causal=p.causal
@@ -158,8 +164,9 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         forwards = {}
     if device == "cuda":
         windowed = {"causal": p.causal, "window": p.window}
-        if not p.deterministic:
+        if not p.deterministic and p.length in FLEX_LENGTHS:
             forwards["FlexAttention"] = functools.partial(opponents.flex_attention, **windowed)
+        if not p.deterministic:
             forwards["flashinfer"] = functools.partial(opponents.flashinfer, **windowed)
         forwards["FlashAttention-2"] = functools.partial(
             opponents.flash_attn, deterministic=p.deterministic, **windowed

@@ -167,5 +167,5 @@ def make_case(op: str, device: str, model: str, sizes: Sizes, dtype: str, bucket
         input_bytes=moved,
         # The squared norm is summed in float32 or better, of values rounded before.
         tolerance=1e-3,
-        extra={"tensors": len(sizes), "bucket dtype": bucket_dtype},
+        extra={"elements": total, "tensors": len(sizes), "bucket dtype": bucket_dtype},
     )

@@ -161,7 +161,7 @@ def product(
         flops=2.0 * m * n * k,
         bytes=float(size * (m * k + k * n + m * n)),
         input_bytes=float(size * (m * k + k * n + m * n)),
-        extra={"layout": layout.upper()},
+        extra={"layout": layout, "M": m, "N": n, "K": k},
     )
 
 

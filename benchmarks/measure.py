@@ -24,6 +24,7 @@ from benchmarks.results import OURS, Measurement, quartile_spread
 
 Call = Callable[[], Any]
 AGAIN = f"{OURS} (again)"
+NOT_INSTALLED = "not installed"
 
 MAX_ROUNDS = 101
 MIN_ROUNDS = 5
@@ -123,7 +124,7 @@ def describe_failure(error: BaseException) -> str:
     if isinstance(error, Failure):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        return f"not installed: {error.name}"
+        return f"{NOT_INSTALLED}: {error.name}"
     if isinstance(error, ImportError):
         return f"import failed: {_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
@@ -141,7 +142,8 @@ class _Side:
     """One side, ready to be timed."""
 
     name: str
-    calls: Iterator[Call]
+    sets: int
+    calls: Iterator[Call]  # of one set of inputs after the other, without end
     error: float | None
     seconds: float  # about how long a call takes
     repeats: int = 1
@@ -246,7 +248,7 @@ def _prepare(name: str, maker: Callable[[Any], Call], case: Case, sets: list[Any
         seconds = min(seconds, time.perf_counter() - start)
         if seconds > 0.5:
             break
-    return _Side(name, rotation, error, seconds)
+    return _Side(name, len(sets), rotation, error, seconds)
 
 
 def _in_our_layout(call: Call, out: Any) -> Any:
@@ -283,8 +285,8 @@ def _repeat(side: _Side) -> Call:
 def _capture(side: _Side) -> bool:
     """Makes a CUDA graph of the side's calls; False where it cannot be captured."""
     side.timer = "graph"
-    # What a call takes here is mostly its launch, so this many are shorter than intended, yet not by far.
-    side.repeats = max(4, math.ceil(4 * MIN_SECONDS["graph"] / side.seconds))
+    # What a call has taken is mostly its launch; its kernels are several times as fast. And all inputs have their turn.
+    side.repeats = max(side.sets, math.ceil(4 * MIN_SECONDS["graph"] / side.seconds))
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

@@ -49,6 +49,7 @@ def run(order: dict[str, Any], report: TextIO) -> None:
     surroundings = environment.describe(device)
     cases = list(selected(order["suite"], device, order["only"]))
     _write(report, {"total": len(cases)})
+    missing: set[str] = set()
     for number in range(order["first"], len(cases)):
         case = cases[number]
         base = Measurement(
@@ -74,6 +75,9 @@ def run(order: dict[str, Any], report: TextIO) -> None:
             share = min(LONGEST, 0.8 * left / (len(cases) - number))
             announce = lambda side: _write(report, {"side": side})  # noqa: E731
             rows = measure.measure(case, base, method, share, announce, skip)
+            # That an opponent is not installed is said once.
+            rows = [row for row in rows if row.side not in missing]
+            missing |= {row.side for row in rows if row.failure.startswith(measure.NOT_INSTALLED)}
         _write(report, {"measurements": [dataclasses.asdict(row) for row in rows]})
         if device == "cuda" and not _device_works():
             # A kernel has left the device unusable for this process: the next one goes on after this case.

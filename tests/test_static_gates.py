@@ -146,6 +146,52 @@ def test_blocks_that_fit() -> None:
     assert fit(16, 128, 0, "sm_121") is None
 
 
+def code(*texts: str) -> list[tuple[int, str]]:
+    return [(16 * i, text) for i, text in enumerate(texts)]
+
+
+# A loop that copies in one of three ways, or not at all, then multiplies; a loop over narrow copies within.
+LOOP = code(
+    "S2R R0, SR_TID.X",  # 0x00
+    "LDSM.16.M88.4 R4, [R0]",  # 0x10, where the loop begins
+    "@P0 BRA 0xb0",  # 0x20: nothing left to copy
+    "@P1 BRA P2, 0x80",  # 0x30
+    "LDGSTS.E.LTC128B.ZFILL [R0], [R2.64], P6",  # 0x40: narrow ones
+    "@!P1 BRA 0x40",  # 0x50
+    "LDGSTS.E.BYPASS.LTC128B.128.ZFILL [R0], [R2.64], P4",  # 0x60
+    "BRA 0xb0",  # 0x70
+    "IADD3 R2, R2, 0x10, RZ",  # 0x80: whole vectors, all inside
+    "LDGSTS.E.BYPASS.LTC128B.128 [R0], [R2.64]",  # 0x90
+    "LDGSTS.E.BYPASS.LTC128B.128 [R0+0x1000], [R4.64]",  # 0xa0
+    "HMMA.16816.F32.BF16 R8, R4, R6, R8",  # 0xb0
+    "@!P3 BRA 0x10",  # 0xc0
+)
+
+
+def test_instructions_of_a_turn_are_those_of_whole_vectors() -> None:
+    assert static_gates.loop_instructions(LOOP) == 3 + 3 + 2
+    # Another branch closes no loop, another loop does not multiply.
+    for end in range(1, 13):
+        assert static_gates.loop_instructions(LOOP[:end]) == 0
+    # The way out may be a call, with a branch back that is always taken.
+    assert static_gates.loop_instructions([*LOOP[:-1], (0xC0, "@P0 CALL.REL.NOINC 0xe0"), (0xD0, "BRA 0x10")]) == 9
+    without_copies = [(a, t.replace("LDGSTS", "LDG")) for a, t in LOOP]
+    assert static_gates.loop_instructions(without_copies) == 4, "the shortest way"
+
+
+def test_main_loops_have_been_found(kernels: list[Kernel]) -> None:
+    for kernel in kernels:
+        assert (kernel.loop > kernel.count("HMMA") / 2) if kernel.count("HMMA") else kernel.loop == 0
+
+
+def test_tables_can_be_read_again(kernels: list[Kernel]) -> None:
+    documented = static_gates.documented_kernels()
+    for kernel in kernels:
+        read = documented[kernel.arch][kernel.name]
+        assert (read.registers, read.threads, read.loop) == (kernel.registers, kernel.threads, kernel.loop)
+        assert read.shared_bytes == (72 if kernel.name.startswith("bucket_kernel") else 0)
+
+
 def test_tables_go_into_the_document(tmp_path: Path, kernels: list[Kernel]) -> None:
     document = tmp_path / "kernels.md"
     shutil.copy(static_gates.DOCUMENT, document)

@@ -66,6 +66,7 @@ class Kernel:
     shared_bytes: int = 0  # static
     threads: int = 0  # most of a block; 0 where nothing bounds them
     opcodes: Counter[str] = field(default_factory=Counter)
+    loop: int = 0  # instructions of one turn of the loop that multiplies; 0 if there is none
 
     def count(self, opcode: str) -> int:
         """How often `opcode` occurs, with any modifiers."""
@@ -110,12 +111,17 @@ def read_kernels(binary: Path) -> list[Kernel]:
             # From sm_90 on cuobjdump includes what the system reserves, of the kernels for which ptxas notes it.
             if kernel.shared_bytes >= RESERVED_SHARED_BYTES and not arch.startswith("sm_8"):
                 kernel.shared_bytes -= RESERVED_SHARED_BYTES
-    instruction = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+    instruction = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)[^;]*)")
+    code: list[tuple[int, str]] = []
     for arch, line in _by_arch(_dump(binary, "-sass")):
         if match := re.match(r"\s*Function : (\S+)", line):
             kernel = of(arch, match[1])
+            code = []
         elif match := instruction.match(line):
-            kernel.opcodes[match[1]] += 1
+            kernel.opcodes[match[3]] += 1
+            code.append((int(match[1], 16), match[2].strip()))
+            if match[3].startswith("BRA"):
+                kernel.loop = kernel.loop or loop_instructions(code)  # the innermost closes first
     bounded = False
     for arch, line in _by_arch(_dump(binary, "-elf")):
         if line.startswith(".nv.info."):
@@ -128,6 +134,36 @@ def read_kernels(binary: Path) -> list[Kernel]:
     for kernel, name in zip(kernels.values(), names):
         kernel.name = name
     return sorted(kernels.values(), key=lambda k: (k.arch, k.name))
+
+
+def loop_instructions(code: Sequence[tuple[int, str]]) -> int:
+    """The instructions of one turn of the loop that the last of `code`, addresses and texts, closes by a branch back; 0
+    if it closes none, or one without matrix products. Of the ways round, the one that copies most whole vectors
+    counts, and of these the shortest: that is how the inside of a matrix is gone through."""
+    last, text = code[-1]
+    first = _branch_target(text)
+    if first is None or first >= last:
+        return 0
+    body = [(address, text) for address, text in code if address >= first]
+    if not any("MMA." in text for _, text in body):
+        return 0
+    best = {first: (0, 0)}  # by address: copies and, negative, instructions on the best way there
+    for (address, text), (following, _) in zip(body, body[1:]):
+        if address not in best:
+            continue
+        copies, instructions = best[address]
+        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1)
+        target = _branch_target(text)
+        successors = {target} if text.startswith("BRA 0x") else {target, following}
+        for successor in successors - {None}:
+            if successor > address:  # a loop within is gone through once
+                best[successor] = max(best.get(successor, way), way)
+    return 1 - best[last][1] if last in best else 0
+
+
+def _branch_target(text: str) -> int | None:
+    match = re.search(r"\bBRA\b.* (0x[0-9a-f]+)$", text)
+    return int(match[1], 16) if match else None
 
 
 def _by_arch(text: str) -> Iterator[tuple[str, str]]:
@@ -198,7 +234,11 @@ class Multiprocessor:
 
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-MULTIPROCESSORS = {"sm_80": Multiprocessor(164 * 1024), "sm_90a": Multiprocessor(228 * 1024)}
+MULTIPROCESSORS = {
+    "sm_80": Multiprocessor(164 * 1024),
+    "sm_89": Multiprocessor(100 * 1024, threads=1536, blocks=24),
+    "sm_90a": Multiprocessor(228 * 1024),
+}
 RESERVED_SHARED_BYTES = 1024  # of each block, for the system
 
 
@@ -225,8 +265,8 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
         lines = [
             f"## {arch}",
             "",
-            "| kernel | registers | threads | shared memory | blocks | instructions | of them |",
-            "|---|---|---|---|---|---|---|",
+            "| kernel | registers | threads | shared memory | blocks | loop | instructions | of them |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for kernel in (k for k in kernels if k.arch == arch):
             rule = rule_of(kernel, rules)
@@ -238,7 +278,7 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
                 f"| `{kernel.name}` | {kernel.registers} | {kernel.threads or '?'} | "
                 f"{shared if dynamic is not None else '?'} | "
                 f"{'' if dynamic is not None else '≤ '}{'?' if blocks is None else blocks} | "
-                f"{kernel.opcodes.total()} | {mix} |"
+                f"{kernel.loop or ''} | {kernel.opcodes.total()} | {mix} |"
             )
         out[arch] = "\n".join(lines) + "\n"
     return out
@@ -256,6 +296,20 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
     written = text.partition(BEGIN)[2].partition(END)[0]
     version = re.search(r"^CUDA (\S+)\.$", written, re.MULTILINE)
     return version[1] if version else "", {k: v.strip() + "\n" for k, v in _sections(written).items()}
+
+
+def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
+    """By architecture and name: the kernels in the document. Of shared memory, what it tells."""
+    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \|", re.MULTILINE)
+    return {
+        arch: {
+            name: Kernel(
+                arch, "", name, int(registers), shared_bytes=int(shared or 0), threads=int(threads), loop=int(loop or 0)
+            )
+            for name, registers, threads, shared, loop in row.findall(table)
+        }
+        for arch, table in read_document(path)[1].items()
+    }
 
 
 def write_document(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> None:

@@ -15,7 +15,8 @@ def assert_same_cost(name: str, measured: dict[str, dict[str, int]]) -> None:
     path = HERE / "golden_counters" / f"{name}.json"
     if os.environ.get(RECORD) == "1":
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(measured, indent=1) + "\n")
+        lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(cost)}" for case, cost in measured.items())
+        path.write_text(f"{{\n{lines}\n}}\n")
     assert path.exists(), f"{path.name} is missing; run this test with {RECORD}=1"
     recorded = json.loads(path.read_text())
     changed = [case for case in {**recorded, **measured} if recorded.get(case) != measured.get(case)]

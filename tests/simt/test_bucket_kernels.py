@@ -7,6 +7,7 @@ afterwards the whole arena is compared with what it should hold.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -436,35 +437,37 @@ def test_loss_of_any_synchronisation_is_noticed(hooked: Library, rng: np.random.
     assert {str(site) for site in sites if not is_caught(hooked, launch, site)} == set(HARMLESS)
 
 
-FIRST, SECOND = BLOCK + 1008, BLOCK + 2000  # elements that fill sectors, whatever their dtype
+# Elements that fill sectors, whatever their dtype; two sizes, so that what an element costs can be told from the rest.
+SIZES = ((BLOCK + 1008, BLOCK + 2000), (2 * BLOCK + 1008, 2 * BLOCK + 2000))
 
 
-def measure(library: Library, op: str, source: str, bucket: str, rng: np.random.Generator) -> dict[str, int]:
-    tensors = [Tensor(FIRST, source), Tensor(SECOND, source)]
-    launch = Launch(op, Case(tensors, bucket), rng)
+def measure(
+    library: Library, op: str, source: str, bucket: str, sizes: tuple[int, int], rng: np.random.Generator
+) -> dict[str, int]:
+    launch = Launch(op, Case([Tensor(size, source) for size in sizes], bucket), rng)
     library.reset()
     launch.check(launch.run(library))
     return {name: count for name, count in library.counters().items() if count > 0}
 
 
-def moved(op: str, tensors: str, bucket: str) -> tuple[int, int]:
+def moved(op: str, tensors: str, bucket: str, count: int) -> tuple[int, int]:
     """Bytes that have to be read and written."""
-    count = FIRST + SECOND
     in_tensors, in_bucket = count * size_of(tensors), count * size_of(bucket)
     return {"pack": (in_tensors, in_bucket), "unpack": (in_bucket, in_tensors), "stats": (in_tensors, 0)}[op]
 
 
 def test_every_byte_is_read_once_and_written_once(library: Library, rng: np.random.Generator) -> None:
     measured = {
-        f"{op} {tensors} {bucket}": measure(library, op, tensors, bucket, rng)
+        f"{op} {tensors} {bucket} of {sum(sizes)}": measure(library, op, tensors, bucket, sizes, rng)
         for op in OPS
         for tensors, bucket in PAIRS
+        for sizes in SIZES
     }
-    for op in OPS:
+    for op, sizes in itertools.product(OPS, SIZES):
         extra = set()
         for tensors, bucket in PAIRS:
-            counters = measured[f"{op} {tensors} {bucket}"]
-            loads, stores = moved(op, tensors, bucket)
+            counters = measured[f"{op} {tensors} {bucket} of {sum(sizes)}"]
+            loads, stores = moved(op, tensors, bucket, sum(sizes))
             extra.add(
                 (
                     counters["global_load_bytes"] - loads,
@@ -478,6 +481,6 @@ def test_every_byte_is_read_once_and_written_once(library: Library, rng: np.rand
         load_bytes, store_bytes, load_sectors, store_sectors = extra.pop()
         assert 0 <= store_bytes <= 256
         assert 0 <= store_sectors <= 32
-        assert 0 <= load_sectors <= 0.02 * (FIRST + SECOND) * 4 / 32
+        assert 0 <= load_sectors <= 0.02 * sum(sizes) * 4 / 32
         assert load_bytes >= 0
     assert_same_cost("bucket", measured)

@@ -1,0 +1,404 @@
+"""The paper model: every cost moves it, it takes what the launchers take, and what it says of known points."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+import cuda_ext
+from benchmarks import bench_bucket, bench_gemm, gpus, kernel_work, measure, model, results
+from benchmarks.gpus import GPUS, Gpu
+from benchmarks.kernel_work import Evidence, GemmConfig, ModelError, Pack
+from benchmarks.model import predict_bucket, predict_gemm
+from benchmarks.work import Amounts, Work, time_of
+from cuda_ext import testing
+
+Capture = pytest.CaptureFixture[str]
+ON_EVERY_GPU = pytest.mark.parametrize("gpu", list(GPUS.values()), ids=list(GPUS))
+
+
+@pytest.fixture(scope="module")
+def evidence() -> Evidence:
+    return Evidence.recorded()
+
+
+@pytest.fixture(autouse=True)
+def measured_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where measurements are read from: none, whatever the repository has."""
+    monkeypatch.setattr(results, "ROOT", tmp_path / "results")
+    return tmp_path / "results"
+
+
+# What a kernel may come to cost more of. Each returns evidence of kernels that are worse in one way alone.
+
+
+def more(counter: str, factor: float) -> Callable[[Evidence], Evidence]:
+    def plant(evidence: Evidence) -> Evidence:
+        def worse(cases: kernel_work.Counters) -> kernel_work.Counters:
+            return {
+                case: {name: int(count * factor) if name == counter else count for name, count in cost.items()}
+                for case, cost in cases.items()
+            }
+
+        return dataclasses.replace(evidence, gemm=worse(evidence.gemm), bucket=worse(evidence.bucket))
+
+    return plant
+
+
+def other_kernels(**changes: Callable[[int], int]) -> Callable[[Evidence], Evidence]:
+    def plant(evidence: Evidence) -> Evidence:
+        kernels = {
+            arch: {
+                name: dataclasses.replace(kernel, **{f: change(getattr(kernel, f)) for f, change in changes.items()})
+                for name, kernel in of_arch.items()
+            }
+            for arch, of_arch in evidence.kernels.items()
+        }
+        return dataclasses.replace(evidence, kernels=kernels)
+
+    return plant
+
+
+def other_configs(**changes: Callable[[int], int]) -> Callable[[Evidence], Evidence]:
+    def changed(config: GemmConfig) -> GemmConfig:
+        return dataclasses.replace(config, **{f: change(getattr(config, f)) for f, change in changes.items()})
+
+    def plant(evidence: Evidence) -> Evidence:
+        # The compiled kernels bear the configuration in their names.
+        kernels = {arch: dict(of_arch) for arch, of_arch in evidence.kernels.items()}
+        for configs, arithmetic in zip(evidence.configs, ("bfloat16", "tf32", "float32")):
+            for config in configs:
+                for layout in kernel_work.LAYOUTS:
+                    old, new = (
+                        c.kernel_name(kernel_work.DTYPES[arithmetic], layout) for c in (config, changed(config))
+                    )
+                    for of_arch in kernels.values():
+                        of_arch[new] = of_arch[old]
+        configs = [[changed(config) for config in configs] for configs in evidence.configs]
+        return dataclasses.replace(evidence, kernels=kernels, configs=configs)
+
+    return plant
+
+
+LARGE, SHALLOW = (8192, 8192, 8192), (8192, 8192, 64)
+# The change, a product that shows it, the tile (of configs) and by how much it must be slower.
+WORSE = {
+    "bytes from L2": (more("global_load_sectors", 1.25), LARGE, 0, 1.03),
+    "bank conflicts": (more("matrix_wavefronts", 2), LARGE, 0, 1.3),
+    "conflicts in the epilogue": (more("shared_wavefronts", 2), SHALLOW, 0, 1.05),
+    "bytes written": (more("global_store_sectors", 2), SHALLOW, 0, 1.05),
+    "products": (more("mma", 1.1), LARGE, 0, 1.03),
+    "instructions": (other_kernels(loop=lambda n: 2 * n), LARGE, 0, 1.05),
+    "registers": (other_kernels(registers=lambda n: min(255, n + 30)), SHALLOW, 2, 1.005),
+    "shared memory": (other_configs(shared_bytes=lambda n: 3 * n), LARGE, 1, 1.02),
+    "stages": (other_configs(stages=lambda n: n - 1), LARGE, 1, 1.02),
+}
+
+
+@pytest.mark.parametrize("cost", WORSE)
+def test_a_kernel_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, cost: str) -> None:
+    plant, shape, tile, least = WORSE[cost]
+    gpu = GPUS["h100"]
+    works = [
+        kernel_work.gemm_work(e, gpu, *shape, "bfloat16", "nn", e.configs[0][tile], 1)
+        for e in (evidence, plant(evidence))
+    ]
+    before, after = (time_of(work, gpu) for work in works)
+    assert after.seconds > least * before.seconds
+    assert (after.waves > before.waves) == (cost in ("registers", "shared memory")), "fewer blocks fit"
+
+
+def test_a_bucket_kernel_that_moves_more_is_predicted_to_be_slower(evidence: Evidence) -> None:
+    pack = Pack("pack", "float32", "bfloat16", 50_000_000, 100)
+    before = predict_bucket(GPUS["a100"], pack, evidence)
+    assert before.binding == "memory"
+    for counter in ("global_load_sectors", "global_store_sectors"):
+        after = predict_bucket(GPUS["a100"], pack, more(counter, 1.2)(evidence))
+        assert after.seconds > 1.05 * before.seconds
+    many = predict_bucket(GPUS["a100"], dataclasses.replace(pack, entries=3000), evidence)
+    assert many.seconds == pytest.approx(before.seconds + 2 * GPUS["a100"].launch)  # three launches write the table
+
+
+def test_an_improvement_moves_it_too(evidence: Evidence) -> None:
+    better = other_kernels(loop=lambda n: n // 2)(evidence)
+    (before,), (after,) = (
+        predict_gemm(GPUS["h100"], 4096, 4096, 4096, "float32", evidence=e) for e in (evidence, better)
+    )
+    assert before.binding == "issue" and after.binding == "tensor"
+    assert after.seconds < 0.9 * before.seconds
+
+
+@pytest.mark.parametrize("dtype", kernel_work.DTYPES)
+def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str) -> None:
+    arithmetic = kernel_work.DTYPES[dtype]
+    for config in evidence.configs[arithmetic.index]:
+        for layout in kernel_work.LAYOUTS:
+            k_tile, rest = kernel_work.block_costs(evidence, dtype, layout, config)
+            products = config.block_m * config.block_n * config.block_k * arithmetic.products
+            assert k_tile["mma"] * arithmetic.multiply_adds == products
+            sectors = (config.block_m + config.block_n) * config.block_k * config.element_bytes / 32
+            assert k_tile["global_load_sectors"] == sectors
+            assert (rest["mma"], rest["global_load_sectors"]) == (0, 0)
+            assert rest["global_store_sectors"] == config.block_m * config.block_n * config.element_bytes / 32
+            for of_arch in ("sm_80", "sm_90a"):
+                # At least one instruction for each mma of a warp.
+                kernel = evidence.kernels[of_arch][config.kernel_name(arithmetic, layout)]
+                assert kernel.loop > k_tile["mma"] / (config.warps_m * config.warps_n)
+                assert kernel.threads == 32 * config.warps_m * config.warps_n
+
+
+def test_sums_of_a_split_cross_l2_once_each_way(evidence: Evidence) -> None:
+    stored, summed = kernel_work.split_bytes(evidence)
+    assert summed == 4
+    assert 4 <= stored < 4.01  # and the arrivals are cleared
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_takes_what_the_launcher_takes(evidence: Evidence, dtype: str) -> None:
+    """On the emulator's device of 4 multiprocessors, which tells by its blocks."""
+    arithmetic = kernel_work.DTYPES[dtype]
+    seen = set()
+    for m, n, k in ((256, 512, 64), (256, 256, 64), (64, 64, 64), (64, 64, 2048), (130, 70, 900), (20, 20, 2400)):
+        choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, 80, 4)
+        config = evidence.configs[arithmetic.index][choice["shape"]]
+        with testing.emulated() as emulation:
+            cuda_ext.gemm(torch.ones(m, k, dtype=getattr(torch, dtype)), torch.ones(k, n, dtype=getattr(torch, dtype)))
+        tiles = -(-m // config.block_m) * -(-n // config.block_n)
+        clears = choice["splits"] > 1
+        assert emulation.counters["blocks"] == tiles * choice["splits"] + clears
+        assert emulation.counters["atomic"] == tiles * choice["splits"] * clears
+        seen.add((str(config), clears))
+    assert len({config for config, _ in seen}) == len(evidence.configs[arithmetic.index])
+    assert {clears for _, clears in seen} == {False, True}
+
+
+def test_the_order_of_tiles_is_that_of_the_kernel() -> None:
+    source = (ROOT / "csrc" / "gemm" / "gemm_sm80.cuh").read_text()
+    assert re.findall(r"constexpr int kGroup = (\d+);", source) == [str(kernel_work.GROUP_ROWS)]
+
+
+@ON_EVERY_GPU
+def test_as_many_blocks_fit_as_the_launcher_counts_with(evidence: Evidence, gpu: Gpu) -> None:
+    for dtype, arithmetic in kernel_work.DTYPES.items():
+        for config in evidence.configs[arithmetic.index]:
+            kernel = evidence.kernel(gpu, config.kernel_name(arithmetic, "nn"))
+            at_once = kernel_work.fit(kernel, gpu, config.shared_bytes)
+            # 99 KiB of shared memory hold two blocks of 48 KiB, as the ladder of the GEMM says.
+            least = min(config.min_blocks, 2) if gpu is GPUS["4090"] else config.min_blocks
+            assert at_once >= least, f"{dtype} {config}"
+
+
+# TFLOP/s of kernels with the same instructions and about the same tiles, by their authors: gau-nernst/learn-cuda,
+# matmul_v6 and v6b, and spatters/mma-matmul. Theirs, not ours, on machines of theirs: within 8 %.
+KNOWN = [("a100", 4096, 221), ("a100", 8192, 240), ("4090", 4096, 153.6)]
+
+
+@pytest.mark.parametrize(("gpu", "size", "tflops"), KNOWN)
+def test_agrees_with_others_kernels_of_the_same_kind(gpu: str, size: int, tflops: float) -> None:
+    (p,) = predict_gemm(GPUS[gpu], size, size, size)
+    assert p.flops / p.seconds / 1e12 == pytest.approx(tflops, rel=0.08)
+
+
+def test_hopper_stays_below_what_mma_sync_can_do() -> None:
+    """642 TFLOP/s is 64.9 % of wgmma's 989; flash-attention 2, by the same instruction, has 370 with its softmax."""
+    (p,) = predict_gemm(GPUS["h100"], 8192, 8192, 8192)
+    assert 370 < p.flops / p.seconds / 1e12 < 642
+
+
+@ON_EVERY_GPU
+def test_predictions_hang_together(gpu: Gpu) -> None:
+    found = list(model.predictions(gpu, None, "bfloat16", "nn", False))
+    assert len(found) >= len(model.SHAPES) + len(model.PACKS)
+    for p in found:
+        assert p.seconds > max(p.resources[name] for name in ("tensor", "shared", "issue", "l2", "memory"))
+        assert p.seconds < sum(p.resources.values()) * 1.5
+        assert 0 < p.of_library < 1.05, p  # a prediction above the library's best would be a wonder
+        assert p.binding in p.resources and p.chosen and p.measured is None
+    deep = [predict_gemm(gpu, 2048, 2048, k)[0].seconds for k in (512, 1024, 4096, 16384)]
+    assert deep == sorted(deep)
+
+
+def test_other_kernels_are_shown_with_the_splits_that_suit_them(evidence: Evidence) -> None:
+    assert len(predict_gemm(GPUS["a100"], 8, 8, 8, all_configs=True)) == 3, "nothing but the choice with that tile"
+    chosen, *others = predict_gemm(GPUS["a100"], 64, 4096, 4096, all_configs=True)
+    assert chosen.chosen and not any(p.chosen for p in others)
+    assert [p.config for p in others] == [str(config) for config in evidence.configs[0]]
+    work = [
+        kernel_work.gemm_work(evidence, GPUS["a100"], 64, 4096, 4096, "bfloat16", "nn", evidence.configs[0][1], splits)
+        for splits in range(1, 33)
+    ]
+    best = min(time_of(w, GPUS["a100"]).seconds for w in work)
+    assert others[1].splits > 1 and others[1].seconds < 1.05 * best
+
+
+def test_more_bandwidth_is_not_slower() -> None:
+    for shape in model.SHAPES:
+        h100, h200 = (predict_gemm(GPUS[name], *shape)[0] for name in ("h100", "h200"))
+        assert h200.seconds <= h100.seconds
+
+
+def test_a_block_alone_hides_nothing() -> None:
+    gpu = GPUS["a100"]
+    work = Work(
+        blocks=4 * gpu.processors,
+        at_once=1,
+        turns=10,
+        turn=Amounts(tensor=gpu.multiply_adds * 1000),
+        ends=Amounts(l2=gpu.l2_bytes * 500),
+        in_flight=3,
+        memory_bytes=0,
+    )
+    alone = time_of(work, gpu)
+    cycles = 4 * (10 * 1000 + 500 + gpu.memory_latency)
+    assert alone.seconds == pytest.approx(gpu.launch + cycles / gpu.clock, rel=0.001)
+    assert (alone.waves, alone.binding) == (4, "tensor")
+    together = time_of(dataclasses.replace(work, at_once=2), gpu)
+    assert together.seconds < alone.seconds - 1.9 * 500 / gpu.clock
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Gpu), ids=lambda f: f.name)
+def test_every_figure_has_a_source(field: dataclasses.Field[object]) -> None:
+    if field.name in ("name", "folder", "arch", "compute_capability", "sources"):
+        return
+    for gpu in GPUS.values():
+        assert getattr(gpu, field.name) > 0
+        assert len(gpu.sources[field.name]) > 10
+        assert field.name in {name for name, _, _ in gpus.figures(gpu)}
+
+
+def test_missing_evidence_says_how_to_get_it(evidence: Evidence) -> None:
+    fewer = {case: cost for case, cost in evidence.gemm.items() if not case.endswith("x128")}
+    with pytest.raises(ModelError, match=r"golden_counters/gemm.json, got 1; record them with"):
+        predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, gemm=fewer))
+    with pytest.raises(ModelError, match=r"expected gemm_sm80<Gemm<bfloat16_t, 0, true, false, .* of sm_90a"):
+        predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, kernels={"sm_90a": {}}))
+    with pytest.raises(ModelError, match="expected to fit a multiprocessor of H100 SXM"):
+        predict_gemm(GPUS["h100"], *LARGE, evidence=other_configs(shared_bytes=lambda n: 300_000)(evidence))
+
+
+def test_record_of_predictions_is_current() -> None:
+    assert model.read_document()[1] == model.document_tables(), "run: python -m benchmarks model --write"
+
+
+def test_record_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    document = tmp_path / "model.md"
+    monkeypatch.setattr(model, "DOCUMENT", document)
+    monkeypatch.setattr(model, "document_tables", lambda: "| new |\n")
+    document.write_text(f"before\n{model.BEGIN}\n| old |\n{model.END}\nbehind\n")
+    assert model.main(["--write"]) == 0
+    assert document.read_text() == f"before\n{model.BEGIN}\n| new |\n{model.END}\nbehind\n"
+    document.write_text("nothing")
+    assert model.main(["--write"]) == 2
+    assert "model.md: expected the lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu", "v100"], "expected a GPU among a100, h100, h200, 4090, got 'v100'"),
+        (["--shapes", "4096x4096"], "expected a shape MxNxK such as 4096x4096x4096, got '4096x4096'"),
+        (["--shapes", "0x1x1"], "expected a shape MxNxK"),
+        (["--shapes", "axbxc"], "expected a shape MxNxK"),
+    ],
+)
+def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert model.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"benchmarks model: {message}")
+
+
+def test_json_has_a_prediction_a_line(capsys: Capture) -> None:
+    assert (
+        model.main(["--gpu", "H100", "4090", "--shapes", "512x512x512", "1x4096x4096", "--json", "--all-configs"]) == 0
+    )
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 2 * 2 * (1 + 3)
+    assert {line["gpu"] for line in lines} == {"H100 SXM", "RTX 4090"}
+    assert all(line["seconds"] > 0 and line["binding"] in line["resources"] for line in lines)
+    assert sum(line["chosen"] for line in lines) == 4
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool) -> None:
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert model.main(["--gpu", "a100"]) == 0
+    out = capsys.readouterr().out
+    titles = [line for line in out.splitlines() if line.startswith("A100 SXM 80GB, ")]
+    assert [title.split(":")[0] for title in titles] == ["A100 SXM 80GB, bfloat16 nn", "A100 SXM 80GB, buckets"]
+    (line,) = [line for line in out.splitlines() if line.startswith("8192 x 8192 x 8192 ")]
+    (p,) = predict_gemm(GPUS["a100"], *LARGE)
+    assert [p.kernel, p.binding, "1", f"{p.waves:.2f}", f"{p.seconds * 1e6:.0f}"] == line.split()[5:10]
+    assert "measured" not in out
+    assert model.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
+    out = capsys.readouterr().out
+    assert "999 x 999 x 999 *" in out and "8 x 8 x 8 *" not in out and "* copied" in out
+    assert model.main(["--gpu", "a100", "--figures"]) == 0
+    assert "thonking.ai" in capsys.readouterr().out
+
+
+def measured(case: measure.Case, seconds: float | None, **changes: object) -> results.Measurement:
+    """As a suite of the benchmarks would report it."""
+    suite = "gemm" if "layout" in case.extra else "bucket"
+    m = results.Measurement(
+        suite=suite,
+        op=case.op,
+        phase=case.phase,
+        group=case.group,
+        case=case.name,
+        dtype=case.dtype,
+        side=results.OURS,
+        device="cuda",
+        seconds=seconds,
+        date="2030-01-01T00:00:00",
+        extra=case.extra,
+    )
+    return dataclasses.replace(m, **changes)  # type: ignore[arg-type]
+
+
+def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capture) -> None:
+    gpu = GPUS["h200"]
+    (p,), (odd,) = predict_gemm(gpu, *LARGE), predict_gemm(gpu, 777, 888, 999)
+    pack = predict_bucket(gpu, model.PACKS[0])
+    product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="")
+    odd_product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=(777, 888, 999), group="", note="odd")
+    turned = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="", layout="nt")
+    gpt2 = bench_bucket.make_case("pack", "cuda", "GPT-2", bench_bucket.gpt2(), "bfloat16", "bfloat16")
+    folder = measured_root / results.slug("NVIDIA H200")
+    folder.mkdir(parents=True)
+    lines = [
+        measured(product, 2 * p.seconds),
+        measured(product, 9.0, date="2029-01-01T00:00:00"),  # older
+        measured(product, 9.0, side="torch"),
+        measured(product, 9.0, dtype="float32"),
+        measured(product, 9.0, phase="backward"),
+        measured(odd_product, odd.seconds / 2),
+        measured(turned, 8.0),
+        measured(gpt2, pack.seconds),
+        measured(product, 9.0, op="linear bias gelu"),
+        measured(product, None, failure="crashed", date="2031-01-01T00:00:00"),
+    ]
+    (folder / "one.jsonl").write_text("\n".join(m.to_json() for m in lines))
+    found = {(p.op, p.dtype, p.case): p for p in model.predictions(gpu, None, "bfloat16", "nn", False)}
+    assert len(found) == len(model.SHAPES) + 1 + len(model.PACKS), "what was measured comes beside what is always shown"
+    for of_case, ratio in ((p, 0.5), (odd, 2), (pack, 1)):
+        assert found[of_case.op, of_case.dtype, of_case.case].ratio == pytest.approx(ratio)
+    assert sum(p.ratio is not None for p in found.values()) == 3
+    exact = [p.measured for p in model.predictions(gpu, None, "float32", "nn", False)]
+    assert [seconds for seconds in exact if seconds] == [9.0, pack.seconds]
+    assert all(p.measured is None for p in model.predictions(GPUS["h100"], None, "bfloat16", "nn", False))
+    assert [p.measured for p in model.predictions(gpu, [LARGE], "bfloat16", "nt", False)] == [8.0]
+    assert model.main(["--gpu", "h200", "--shapes", "8192x8192x8192"]) == 0
+    out = capsys.readouterr().out
+    assert "measured" in out and out.rstrip().endswith(f"{2 * p.seconds * 1e6:.0f}   0.50")
+    (folder / "two.jsonl").write_text("not json")
+    assert model.main(["--gpu", "h200"]) == 2
+    assert "two.jsonl:1: expected one JSON object a line" in capsys.readouterr().err
