@@ -229,6 +229,8 @@ class Run:
             stopped = asked_to_end or process.poll() is None
         finally:
             # Also after a good end: what a stage leaves running would disturb those that measure.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             _kill(earlier)
             process.poll()
             deadline = time.monotonic() + 1

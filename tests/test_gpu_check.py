@@ -132,6 +132,14 @@ def test_total_time_is_kept_though_all_stages_hang(tmp_path: Path) -> None:
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_alive(int(pid))]
 
 
+def test_what_a_stage_leaves_goes_to_those_after_it(tmp_path: Path) -> None:
+    stages = [python("long", "", weight=3), python("next", ""), python("small", "", most=7.5)]
+    _, terminal, _ = check(tmp_path / "out", stages)
+    limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
+    # Of 27 s, with 3 to end in: 3/5, then 1/2 of nearly all.
+    assert limits in [{"long": a, "next": b, "small": "0:07"} for a in ("0:15", "0:16") for b in ("0:12", "0:13")]
+
+
 def test_an_enormous_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     code = "print('first'); [print(f'{i:099}') for i in range(400_000)]; print('x' * 10_000_000); print('last words')"
     status, terminal, _ = check(tmp_path / "out", [python("talks", code)])
