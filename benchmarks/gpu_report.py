@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.stages import Log, Outcome, Stage
+from benchmarks.stages import PASSED, Log, Outcome, Stage
 
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
 TITLE = "# GPU check"
@@ -150,7 +150,7 @@ class Report:
 
 
 def what_matters(outcome: Outcome) -> list[str]:
-    if outcome.good:
+    if outcome.verdict == PASSED:
         return outcome.key_lines if outcome.stage.key else outcome.tail[-10:]
     key_lines = [line for line in outcome.key_lines if line not in outcome.tail]
     return [*key_lines, *(["..."] if key_lines else []), *outcome.tail]

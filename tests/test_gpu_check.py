@@ -213,6 +213,8 @@ def test_a_tool_that_does_not_work_here_is_no_failure(tmp_path: Path) -> None:
     ]
     status, _, found = check(tmp_path / "out", stages)
     assert (status, found) == (0, {"refused": "not available", "absent": "not available"})
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "Device not supported" in report and "cannot be started" in report
     works = python("works", f"print('small cases on cuda:0'); {fails}", sign="^small cases on ")
     assert check(tmp_path / "again", [works])[::2] == (1, {"works": "FAILED"})
 
