@@ -87,7 +87,7 @@ def stages_on_gpu() -> list[Stage]:
         Stage(
             "build",
             (("{python}", "setup.py", "--quiet", "build_ext", "--inplace"),),
-            weight=60,
+            weight=120,
             always=True,
             key=BUILD,
         ),
@@ -119,7 +119,7 @@ def stages_of_dry_run() -> list[Stage]:
     python = "{python}"
     return [
         Stage("environment", ((python, "-m", "cuda_ext.info"),), weight=8, always=True, key=INFO),
-        Stage("build", ((python, "-m", "benchmarks.usable_build"),), weight=70, always=True, key=BUILD),
+        Stage("build", ((python, "-m", "benchmarks.usable_build"),), weight=120, always=True, key=BUILD),
         Stage(
             "conformance",
             ((python, "tests/simt/record.py", "--emulated", "--golden", "{scratch}"),),
