@@ -214,22 +214,27 @@ def _progress(plan: runner.Plan) -> Iterator[runner.Progress]:
 
 
 def show_files(folder: Path, measured: list[Measurement]) -> None:
-    """Plots and the page, of all the folder holds."""
+    """Plots of this run, and the page of all the folder holds."""
+    from benchmarks import report
+
     try:
-        from benchmarks import plots, report
+        from benchmarks import plots
+
+        plots.write_plots(measured, folder)
     except ImportError as error:
         print(f"no plots: {error}; pip install matplotlib")
-        return
-    plots.write_plots(measured, folder)
     report.main([str(folder), "--out", str(folder / "report.html")])
     print(f"results, plots and report.html are in {folder}")
 
 
 def record(measured: list[Measurement]) -> None:
+    """In the file of this device and day, in place of what it holds of the same suites."""
     folder = results.ROOT / results.slug(environment.device_name(measured[0].device))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}.jsonl"
-    path.write_text("".join(m.to_json() + "\n" for m in measured))
+    suites = {m.suite for m in measured}
+    earlier = [m for m in results.read(path) if m.suite not in suites] if path.exists() else []
+    path.write_text("".join(m.to_json() + "\n" for m in [*earlier, *measured]))
     print(f"recorded in {os.path.relpath(path)}; `python -m benchmarks readme` writes the README from it")
 
 

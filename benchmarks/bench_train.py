@@ -8,6 +8,7 @@ over NCCL; with one GPU that is what a wrapper costs without a network.
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -242,6 +243,10 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
     if rank == 0:
         columns = slowest.cpu().unbind(1)
         torch.save({name: column.tolist() for name, column in zip(steps, columns)}, Path(folder) / "times.pt")
+    # What holds the group goes first, on all ranks: its threads must have ended before the process does.
+    steps.clear()
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
 
 

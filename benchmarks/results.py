@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Measurement:
 
 
 _FIELDS = {f.name for f in dataclasses.fields(Measurement)}
+_NUMBERS = {f.name for f in dataclasses.fields(Measurement) if "float" in f.type} - {"error"}
 
 
 def parse(line: str, where: str) -> Measurement:
@@ -97,6 +99,13 @@ def parse(line: str, where: str) -> Measurement:
         )
     if missing := {"suite", "op", "phase", "group", "case", "dtype", "side", "device"} - data.keys():
         raise ResultsError(f"{where}: expected the fields {sorted(missing)}, got only {sorted(data)}")
+    for name in _NUMBERS & data.keys():
+        value = data[name]
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+            raise ResultsError(f"{where}: expected {name} to be a number of at least 0, got {value!r}; measure anew")
+    for name in ("seconds", "ratio"):
+        if data.get(name) == 0:
+            raise ResultsError(f"{where}: expected {name} above 0 or null, got 0; measure anew")
     return Measurement(**{name: value for name, value in data.items() if name in _FIELDS})
 
 

@@ -516,6 +516,17 @@ class TestCommand:
         assert process.returncode == 0 and "torch.mul" in output
         assert len(results.read(file)) > 5
 
+    def test_records_by_device_and_day(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(results, "ROOT", tmp_path)
+        old, gemm, bucket = (
+            dataclasses.replace(BASE, suite=s, seconds=t) for s, t in (("gemm", 1), ("gemm", 2), ("b", 3))
+        )
+        for rows in ([old], [bucket], [gemm]):
+            command.record(rows)
+        (folder,) = results.iter_devices(tmp_path)
+        assert folder.name == results.slug(environment.device_name("cpu"))
+        assert results.read(folder) == [bucket, gemm]
+
 
 class TestResults:
     def test_lines_come_back_as_they_were(self, tmp_path: Path) -> None:

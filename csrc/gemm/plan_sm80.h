@@ -96,14 +96,15 @@ struct Rates {
   static constexpr double kSharedBytes = 128;
 };
 
-// As published or measured by others for one device of each architecture; only ratios matter.
+// As published, or measured by others (L2: te42kyfo/gpu-benches), for one device of each architecture; only ratios
+// matter.
 inline Rates rates_of(const rt::Device& device) {
   // H100, of whose 2048 multiply-adds mma.sync reaches 63 %.
-  if (device.compute_capability >= 90) return {device.processors, {1300, 650, 650.0 / 3}, 47};
+  if (device.compute_capability >= 90) return {device.processors, {1300, 650, 650.0 / 3}, 36};
   // RTX 4090.
   if (device.compute_capability >= 86) return {device.processors, {256, 128, 128.0 / 3}, 16};
   // A100.
-  return {device.processors, {1024, 512, 512.0 / 3}, 47};
+  return {device.processors, {1024, 512, 512.0 / 3}, 36};
 }
 
 inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
@@ -200,7 +201,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, splits));
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
-        if (int64_t(plan.tiles) * splits > tile.min_blocks * rates.processors) break;  // more than run at once
+        if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.processors) break;  // more than two waves
         if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;        // one would have nothing to do
       }
       plan.splits = splits;
