@@ -178,7 +178,7 @@ class Run:
             grace = min(3.0, (end - time.monotonic()) / 10)
             # A command that is told when to end needs some time after it, for what it has begun.
             left = max(0.0, end - grace - time.monotonic())
-            values = {**self.words, "minutes": f"{(left - min(30.0, left / 4)) / 60:.2f}"}
+            values = {**self.words, "minutes": f"{(left - min(45.0, left / 3)) / 60:.2f}"}
             spread = [part for word in words for part in (stage.parts if word == "{parts}" else (word,))]
             command = [_filled(word, values) for word in spread]
             log.say(f"\n=== {stage.name}: {' '.join(command)}")
