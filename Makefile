@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench build lint clean
+.PHONY: help demo test bench build gpu-check lint clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,7 +21,7 @@ DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 
 help: ## print this list
 	@echo "make TARGET [ARGS='more arguments'] [PYTHON=python3.12]"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
 
 demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARGS for examples/train_gpt.py)
 	@$(call compile,$(DEMO_CUDA))
@@ -42,6 +42,10 @@ bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## measure ours beside e
 
 build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|0|1)
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})
+
+# Without .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
+gpu-check: ## learn all there is from a CUDA GPU, in 9 minutes (ARGS=--help tells more)
+	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(BIN)/ruff check

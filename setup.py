@@ -6,7 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+try:
+    from setuptools import Extension, setup
+except ImportError:
+    sys.exit(f"cuda_ext: setuptools is missing; install it with\n  {sys.executable} -m pip install 'setuptools>=77'")
 
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)

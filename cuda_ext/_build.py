@@ -145,7 +145,7 @@ def make_plan() -> Plan:
     """
     import torch
 
-    _add_scripts_to_path()
+    add_scripts_to_path()
     if not shutil.which("ninja"):
         raise BuildError(f"cuda_ext: ninja is missing; install it with\n  {sys.executable} -m pip install ninja")
     compiler = toolchain.compiler_version()
@@ -204,7 +204,7 @@ def _capabilities() -> list[tuple[int, int]]:
     return [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]
 
 
-def _add_scripts_to_path() -> None:
+def add_scripts_to_path() -> None:
     """Lets the ninja that is installed beside this Python be found, although its environment need not be activated."""
     scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", "")
     if scripts not in path.split(os.pathsep):
@@ -213,7 +213,7 @@ def _add_scripts_to_path() -> None:
 
 def torch_helpers() -> Any:
     """torch.utils.cpp_extension, imported without its warning about the CUDA_HOME that it guesses: `use` sets it."""
-    _add_scripts_to_path()
+    add_scripts_to_path()
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    # As on a machine with a GPU and little else: what hypothesis would have run is reported as skipped.
+    from without_hypothesis import HealthCheck, settings
 
 from cuda_ext import _stamp, testing
 
@@ -46,13 +51,17 @@ BACKENDS = ("cpu", "simt", *(["cuda"] if torch.cuda.is_available() else []))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_backend: runs the test on each of the backends cpu, simt and cuda")
+    for name in ("cpu", "simt", "cuda"):
+        config.addinivalue_line("markers", f"{name}: what every_backend runs there; `pytest -m {name}` selects it")
     config.addinivalue_line("markers", "cpu_only(reason): keeps a test of such a module to the CPU's kernels")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("every_backend"):
         cpu_only = metafunc.definition.get_closest_marker("cpu_only")
-        metafunc.parametrize("backend", BACKENDS[:1] if cpu_only else BACKENDS, indirect=True)
+        backends = BACKENDS[:1] if cpu_only else BACKENDS
+        marked = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in backends]
+        metafunc.parametrize("backend", marked, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

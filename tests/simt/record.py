@@ -2,6 +2,7 @@
 
     python tests/simt/record.py                        # on a machine with a CUDA GPU
     python tests/simt/record.py --compile-only sm_90a  # anywhere with nvcc: compiles and links, and runs nothing
+    python tests/simt/record.py --emulated --golden x  # anywhere: rehearses the recording with the emulator's answers
 
 Every conformance_*.cu that the GPU can run is compiled by nvcc, its kernels run with fresh inputs, and inputs and
 outputs go to tests/simt/golden/<device>/<case>.npz, for test_conformance.py to replay without a GPU. On the way the
@@ -13,10 +14,13 @@ other package, and no build of cuda_ext.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 import sys
 import types
+import zlib
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +36,14 @@ except ImportError:
 
 import test_conformance as conformance
 import torch
-from harness import BUILD, CSRC, HERE, Fault, Library
+from harness import BUILD, CSRC, HERE, Fault, Library, find_toolkit
 
 from cuda_ext import _emulator, _toolchain
 
 # What a source includes that only sm_90 runs, and the architectures after it have no more (wgmma) or in part.
 SM90_ONLY = re.compile(r'#include "arch/(?:barrier|tma|cluster|wgmma)\.cuh"')
+
+FORK = multiprocessing.get_context("fork")
 
 
 def sources(arch: str) -> list[Path]:
@@ -58,10 +64,9 @@ def compile_for(arch: str, folder: Path) -> Path:
     """The conformance library for devices of `arch`, in `folder`, where one that is current is kept."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is a CPU-only build; install one with CUDA")
-    toolkits = _toolchain.find_toolkits(torch.version.cuda)
-    toolkit = next((toolkit for toolkit in toolkits if toolkit.usable), None)
+    toolkit = find_toolkit()
     if toolkit is None:
-        looked = "".join(f"\n  {toolkit.describe()}" for toolkit in toolkits)
+        looked = "".join(f"\n  {toolkit.describe()}" for toolkit in _toolchain.find_toolkits(torch.version.cuda))
         raise RuntimeError(f"found no CUDA toolkit for torch {torch.__version__}; set CUDA_HOME. Looked at:{looked}")
     cudart = _toolchain.find_cudart(toolkit.home)
     assert cudart is not None  # a usable toolkit has it
@@ -102,17 +107,17 @@ def compare(name: str, got: np.ndarray, expected: np.ndarray) -> tuple[bool, str
     return True, f"rounding: {rounding}"
 
 
-def record(library: Library, folder: Path, seed: int) -> int:
-    """Runs every case of fixed size and stores its answer; returns how many are faults."""
+def record(library: Library, folder: Path, seed: int, names: Sequence[str] | None = None) -> int:
+    """Runs every case of fixed size, or those of `names`, and stores its answer; returns how many are faults."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
     faults = 0
-    for name in sorted(name for name in library.index if library.in_bytes(name) > 0):
+    for name in cases(library) if names is None else names:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         data = conformance.inputs_of(name, library.in_bytes(name) // 4, rng)
         try:
             got = library.run(name, data)
         except Fault as fault:
-            print(f"{name}: FAULT: {fault}")
+            print(f"{name}: FAULT: {fault}", flush=True)
             faults += 1
             continue
         np.savez_compressed(folder / f"{name}.npz", input=data, output=got)
@@ -122,36 +127,113 @@ def record(library: Library, folder: Path, seed: int) -> int:
     return faults
 
 
+def cases(library: Library) -> list[str]:
+    """Those of fixed size."""
+    return sorted(name for name in library.index if library.in_bytes(name) > 0)
+
+
+def record_in_children(library: Library, folder: Path, seed: int, device: int | None, patience: float = 30) -> int:
+    """`record`, each case in a process that it may spoil; on `device`, which this one has not used.
+
+    After a bad access to its memory a GPU is lost to a process, and a kernel that waits for ever never comes back. So a
+    process ends with the first fault, or after `patience` seconds in silence, and another one does the rest.
+    """
+    names, faults = cases(library), 0
+    while names:
+        progress, sender = FORK.Pipe(duplex=False)
+        process = FORK.Process(target=_record_until_fault, args=(library, folder, seed, device, names, sender))
+        process.start()
+        sender.close()
+        fault = 0
+        while names and not fault:
+            name = names.pop(0)
+            if not progress.poll(patience):
+                fault = 1
+                print(f"{name}: FAULT: no answer within {patience:g} s", flush=True)
+            else:
+                try:
+                    fault = progress.recv()
+                except EOFError:
+                    fault = 1
+                    process.join()
+                    print(f"{name}: FAULT: the process has ended, exit status {process.exitcode}", flush=True)
+            faults += fault
+        process.kill()
+        process.join()
+    return faults
+
+
+def _record_until_fault(
+    library: Library, folder: Path, seed: int, device: int | None, names: Sequence[str], sender: Connection
+) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+    for name in names:
+        faults = record(library, folder, seed, [name])
+        sender.send(faults)
+        if faults:
+            return
+
+
+def describe_gpu(device: int) -> tuple[str, tuple[int, int]]:
+    """Its name and compute capability, by a process of its own: children of one that uses a GPU cannot use it."""
+
+    def ask(sender: Connection) -> None:
+        found = torch.cuda.is_available() and device < torch.cuda.device_count()
+        sender.send((torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)) if found else None)
+
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=ask, args=(sender,))
+    process.start()
+    sender.close()
+    try:
+        answer: tuple[str, tuple[int, int]] | None = receiver.recv()
+    except EOFError:
+        answer = None
+    process.join()
+    if answer is None:
+        raise RuntimeError(
+            "found no CUDA GPU, whose answers are to be recorded; run this where `nvidia-smi` lists one, with a "
+            "torch built for CUDA, or try --compile-only sm_90a or --emulated"
+        )
+    return answer
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", metavar="ARCH", help="compile and link for sm_80, sm_90a, ..., and stop")
+    parser.add_argument(
+        "--emulated", action="store_true", help="a rehearsal: compile, where nvcc is, and let the emulator answer"
+    )
     parser.add_argument("--device", type=int, default=0, help="index of the GPU (default: 0)")
     parser.add_argument("--seed", type=int, help="of the inputs (default: a fresh one, which is printed)")
     parser.add_argument(
         "--golden", type=Path, default=HERE / "golden", help="where to store (default: tests/simt/golden)"
     )
     options = parser.parse_args(arguments)
+    if options.emulated and options.golden.resolve() == HERE / "golden":
+        parser.error("--emulated: expected --golden with another folder than that of what GPUs answered")
     try:
         if options.compile_only:
             print(compile_for(options.compile_only, BUILD))
             return 0
-        if not torch.cuda.is_available():
-            raise RuntimeError(
-                "found no CUDA GPU, whose answers are to be recorded; run this where `nvidia-smi` lists one, with a "
-                "torch built for CUDA, or try --compile-only sm_90a"
-            )
-        torch.cuda.set_device(options.device)
-        device = torch.cuda.get_device_name(options.device)
-        arch = arch_of(torch.cuda.get_device_capability(options.device))
-        library = Library(compile_for(arch, BUILD))
+        if options.emulated:
+            device, arch = "emulator", "sm_90a"
+            if find_toolkit() is not None:
+                compile_for(arch, BUILD)
+            library = Library.build("conformance", conformance.SOURCES)
+        else:
+            device, capability = describe_gpu(options.device)
+            arch = arch_of(capability)
+            library = Library(compile_for(arch, BUILD))
     except RuntimeError as error:
         print(f"record: {error}", file=sys.stderr)
         return 2
     seed = options.seed if options.seed is not None else int(np.random.default_rng().integers(2**31))
     folder = options.golden / re.sub(r"[^\w.]+", "-", device)
-    print(f"{device} ({arch}), --seed {seed}")
-    faults = record(library, folder, seed)
-    print(f"{len(library.index)} cases, {faults} faults; answers are in {folder}")
+    print(f"{device} ({arch}), --seed {seed}", flush=True)
+    faults = record_in_children(library, folder, seed, None if options.emulated else options.device)
+    print(f"{len(cases(library))} cases, {faults} faults; answers are in {folder}")
     return 1 if faults else 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +86,38 @@ def test_wrong_answer_is_noticed(library: Library, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(library, "run", right)
     with pytest.raises(AssertionError, match="Mismatched elements: 1 "):
         conformance.test_what_a_gpu_answered(library, tmp_path / f"{name}.npz")
+
+
+def test_a_case_that_spoils_its_process_costs_no_other(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = library.run
+
+    def spoiling(case: str, data: np.ndarray) -> np.ndarray:
+        if case == "ballot":
+            raise record.Fault("illegal memory access")
+        if case == "shuffle":
+            time.sleep(99)
+        if case == "sync_warp":
+            os.abort()
+        return run(case, data)
+
+    bad = ("ballot", "shuffle", "sync_warp")
+    index = {name: library.index[name] for name in (*bad, "elect_one", "shuffle_xor", "unpack")}
+    monkeypatch.setattr(library, "index", index)
+    monkeypatch.setattr(library, "run", spoiling)
+    assert record.record_in_children(library, tmp_path, seed=3, device=None, patience=3) == len(bad)
+    assert {path.stem for path in tmp_path.glob("*.npz")} == index.keys() - set(bad)
+    said = capfd.readouterr().out
+    assert "ballot: FAULT: illegal memory access\n" in said
+    assert "shuffle: FAULT: no answer within 3 s\n" in said
+    assert "sync_warp: FAULT: the process has ended, exit status -6\n" in said
+
+
+def test_a_rehearsal_is_not_taken_for_what_gpus_answered() -> None:
+    done = subprocess.run([sys.executable, str(HERE / "record.py"), "--emulated"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--emulated: expected --golden with another folder" in done.stderr
 
 
 def test_rounding_within_the_tolerance_is_reported_and_no_fault() -> None:

@@ -1,0 +1,26 @@
+"""Sees to a library that can be loaded here: the one there is, however it was built, or else a new one for the CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from cuda_ext import _build, _stamp
+
+
+def main() -> int:
+    try:
+        _stamp.check()
+    except ImportError as error:
+        print(f"cuda_ext: no library that fits ({error}); compiling one for the CPU", flush=True)
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        return subprocess.run(command, cwd=_build.SOURCE_ROOT, env={**os.environ, "CUDA_EXT_CUDA": "0"}).returncode
+    stamp = _stamp.read()
+    state = "unchanged" if stamp["sources"] == _build.sources_digest() else "changed since; `make build` compiles them"
+    print(f"cuda_ext: the library is built for {', '.join(['the CPU', *stamp['archs']])}; its sources are {state}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

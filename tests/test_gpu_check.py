@@ -1,0 +1,385 @@
+"""The GPU check keeps its limits whatever a stage does, and its dry run passes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import gpu_check
+from benchmarks.gpu_report import MAX_BYTES, FolderError, prepare, tidy
+from benchmarks.results import Measurement
+from benchmarks.stages import LOG_HEAD, LOG_TAIL, Stage
+
+# In a process of its own, because it adopts and ends processes. The machine is asked about elsewhere.
+DRIVER = """
+import sys
+from math import inf
+from benchmarks import gpu_check
+from benchmarks.stages import Stage
+gpu_check.probe = lambda patience: {"device": "a stand-in"}
+sys.exit(gpu_check.main(sys.argv[2:], eval(sys.argv[1])))
+"""
+# Ignores SIGTERM, and so does its child in a session of its own; both say who they are.
+HANG = """
+import os, signal, subprocess, sys, time
+def hang():
+    with open(sys.argv[1], "a") as file:
+        print(os.getpid(), file=file, flush=True)
+    while True:
+        time.sleep(9)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+hang()
+"""
+
+
+def python(name: str, code: str, *arguments: str, weight: float = 1.0, **options: object) -> Stage:
+    return Stage(name, (("{python}", "-c", code, *arguments),), weight, **options)  # type: ignore[arg-type]
+
+
+def start(out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5) -> subprocess.Popen[str]:
+    options = ["--dry-run", "--out", str(out), "--minutes", str(minutes), *arguments]
+    command = [sys.executable, "-c", DRIVER, repr(stages), *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def check(out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5) -> tuple[int, str, dict[str, str]]:
+    """The exit status, what is on the terminal, and the verdicts in the report."""
+    process = start(out, stages, *arguments, minutes=minutes)
+    terminal, _ = process.communicate(timeout=60 * minutes + 20)
+    return process.returncode, terminal, verdicts(out)
+
+
+def verdicts(out: Path) -> dict[str, str]:
+    if not (out / "report.md").exists():
+        return {}
+    table = (out / "report.md").read_text().partition("|---|")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^\| ([\w-]+) \| ([\w ]+) \|", table, re.MULTILINE))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(path: Path, lines: int) -> list[str]:
+    end = time.monotonic() + 30
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < end, f"{path} has not come"
+        time.sleep(0.05)
+    return path.read_text().splitlines()
+
+
+def test_a_failure_does_not_stop_the_next(tmp_path: Path) -> None:
+    stages = [
+        python("breaks", "import sys; print('the reason'); sys.exit(3)"),
+        python("needy", "print('never')", needs=("breaks",)),
+        Stage("absent", (("no-such-command",), ("{python}", "-c", "print('still')")), 1),
+        python("last", "print('fine')"),
+    ]
+    status, terminal, found = check(tmp_path / "out", stages)
+    assert status == 1, terminal
+    assert found == {"breaks": "FAILED", "needy": "not run", "absent": "FAILED", "last": "passed"}
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "the reason" in report and "exit status 3" in report and "needs breaks" in report
+    log = (tmp_path / "out" / "logs.txt").read_text()
+    assert "still" in log and "fine" in log and "never" not in log
+    assert "a stand-in" in report and "so far" not in report
+
+
+def test_a_hang_ends_with_all_its_processes(tmp_path: Path) -> None:
+    stages = [python("hangs", HANG, str(tmp_path / "pids"), most=4, least=1), python("last", "print('fine')")]
+    status, terminal, found = check(tmp_path / "out", stages)
+    assert (status, found) == (1, {"hangs": "STOPPED", "last": "passed"}), terminal
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert "not done within its 4 s" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_what_a_stage_leaves_running_is_ended(tmp_path: Path) -> None:
+    code = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {HANG!r}, sys.argv[1]]); time.sleep(2)"
+    )
+    status, _, found = check(tmp_path / "out", [python("leaves", code, str(tmp_path / "pids"))])
+    assert (status, found) == (0, {"leaves": "passed"})
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    assert not [pid for pid in pids if is_alive(int(pid))]
+
+
+def test_total_time_is_kept_though_all_stages_hang(tmp_path: Path) -> None:
+    stages = [python(f"hangs{i}", HANG, str(tmp_path / "pids"), least=1) for i in range(9)]
+    began = time.monotonic()
+    status, terminal, found = check(tmp_path / "out", stages, minutes=0.1)
+    assert time.monotonic() - began < 6 + 1.5
+    assert status == 1
+    assert set(found.values()) == {"STOPPED", "not run"}, terminal
+    assert "no time left" in terminal
+    assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_alive(int(pid))]
+
+
+def test_what_a_stage_leaves_goes_to_those_after_it(tmp_path: Path) -> None:
+    stages = [python("long", "", weight=3), python("next", ""), python("small", "", most=7.5)]
+    _, terminal, _ = check(tmp_path / "out", stages)
+    limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
+    # Of 27 s, with 3 to end in: 3/5, then 1/2 of nearly all.
+    assert limits in [{"long": a, "next": b, "small": "0:07"} for a in ("0:15", "0:16") for b in ("0:12", "0:13")]
+
+
+def test_an_enormous_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
+    code = "print('first'); [print(f'{i:099}') for i in range(400_000)]; print('x' * 10_000_000); print('last words')"
+    status, terminal, _ = check(tmp_path / "out", [python("talks", code)])
+    assert status == 0, terminal
+    log = (tmp_path / "out" / "logs.txt").read_bytes()
+    assert len(log) < LOG_HEAD + LOG_TAIL + 1000
+    assert b"first" in log and b"last words" in log
+    left_out = re.search(rb"\[\.\.\. (\d+) bytes left out \.\.\.\]", log)
+    assert left_out and int(left_out[1]) > 49_000_000
+    assert (tmp_path / "out" / "report.md").stat().st_size < 20_000
+
+
+MEASURE = """
+import sys, time
+with open(sys.argv[1] + "/results.jsonl", "a") as file:
+    print(sys.argv[2], file=file, flush=True)
+    print('{"half a li', end="", file=file, flush=True)
+print("measured", flush=True)
+"""
+
+
+def measurement(side: str, ratio: float | None = None, failure: str = "") -> str:
+    seconds = None if failure else 1e-3
+    m = Measurement(
+        "gemm", "gemm", "forward", "g", "64", "bfloat16", side, "cpu", seconds=seconds, ratio=ratio, failure=failure
+    )
+    return m.to_json()
+
+
+def test_partial_results_are_there_when_it_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stages = [
+        python("gemm", MEASURE, "{out}", measurement("torch", 2.0)),
+        python("more", MEASURE + "time.sleep(99)", "{out}", measurement("other", 0.5)),
+    ]
+    process = start(out, stages)
+    wait_for(out / "results.jsonl", 2)
+    process.kill()
+    process.wait()
+    assert verdicts(out) == {"gemm": "passed", "more": "running"}
+    assert "| gemm | bfloat16 | torch | 2.00 | 1 |" in (out / "report.md").read_text()
+    lines = (out / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["side"] for line in lines[:2]] == ["torch", "other"]
+    assert "measured" in (out / "logs.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_a_report(tmp_path: Path, number: signal.Signals) -> None:
+    out, pids = tmp_path / "out", tmp_path / "pids"
+    stages = [
+        python("gemm", MEASURE, "{out}", measurement("torch", failure="not installed")),
+        python("hangs", HANG, str(pids)),
+        python("last", ""),
+    ]
+    process = start(out, stages)
+    found = wait_for(pids, 2)
+    process.send_signal(number)
+    assert process.wait(10) == 1
+    assert verdicts(out) == {"gemm": "passed", "hangs": "STOPPED", "last": "not run"}
+    report = (out / "report.md").read_text()
+    assert f"interrupted by {number.name}" in report
+    assert "1 measurements, 1 of them without a time" in report and "1 × gemm, torch: not installed" in report
+    assert not [pid for pid in found if is_alive(int(pid))]
+
+
+def test_a_tool_that_does_not_work_here_is_no_failure(tmp_path: Path) -> None:
+    fails = "import sys; sys.exit(1)"
+    stages = [
+        python("refused", f"print('Device not supported'); {fails}", sign="^small cases on "),
+        Stage("absent", (("no-such-sanitizer",),), 1, sign="^small cases on "),
+    ]
+    status, _, found = check(tmp_path / "out", stages)
+    assert (status, found) == (0, {"refused": "not available", "absent": "not available"})
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "Device not supported" in report and "cannot be started" in report
+    works = python("works", f"print('small cases on cuda:0'); {fails}", sign="^small cases on ")
+    assert check(tmp_path / "again", [works])[::2] == (1, {"works": "FAILED"})
+
+
+PLOTS = """
+import pathlib, sys
+out = pathlib.Path(sys.argv[1])
+(out / "plots" / "a" / "b").mkdir(parents=True)
+for name in ("train.png", "attention.png", "gemm.png", "gemm.svg", "attention.svg", "a name.png", "a/b/deep.png"):
+    (out / "plots" / name).write_bytes(b"plot")
+(out / "plots" / "gemm large.png").touch()
+(out / "plots" / "gemm-huge.png").write_bytes(bytes(17 << 20))
+(out / "elsewhere.png").symlink_to("/etc/passwd")
+for i in range(20):
+    (out / f"{i:02}.svg").touch()
+pathlib.Path(sys.argv[2], "answer").touch()
+"""
+
+
+def test_at_most_8_files_of_at_most_16_mib(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stages = [
+        python("gemm", MEASURE, "{out}", measurement("torch", 2.0)),
+        python("attention", PLOTS, "{out}", "{scratch}", archive="golden.tar.gz"),
+    ]
+    status, terminal, _ = check(out, stages)
+    assert status == 0, terminal
+    kept = {str(path.relative_to(out)) for path in out.rglob("*") if not path.is_dir()}
+    ours = {"report.md", "logs.txt", "results.jsonl", "golden.tar.gz"}
+    assert kept == ours | {f"plots/{name}" for name in ("gemm.png", "attention.png", "train.png", "gemm.svg")}
+    report = (out / "report.md").read_text()
+    assert "- `plots/gemm-huge.png`: 17 MiB, more than 16" in report
+    assert "- `plots/attention.svg`: there are 8 more important files" in report
+    assert "- `plots/a name.png`: a link, too deep, or of an unusual name" in report
+    with tarfile.open(out / "golden.tar.gz") as tar:
+        assert tar.getnames() == ["answer"]
+
+
+def test_logs_of_commands_are_moved_into_the_one(tmp_path: Path) -> None:
+    code = """
+import pathlib, sys
+pathlib.Path(sys.argv[1], "log.txt").write_text("what a worker said\\n" + "x" * 20_000_000)
+pathlib.Path(sys.argv[1], "log-2.txt").touch()
+"""
+    assert check(tmp_path / "out", [python("measures", code, "{out}"), python("more", "print('later')")])[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.txt", "report.md"]
+    log = (tmp_path / "out" / "logs.txt").read_text()
+    assert log.index("=== log.txt") < log.rindex("what a worker said") < log.rindex("later")
+    assert "=== log-2" not in log and len(log) < 1 << 20
+
+
+def test_results_are_cut_at_whole_lines(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_bytes((b"x" * 999 + b"\n") * (MAX_BYTES // 1000 + 5))
+    assert tidy(tmp_path, []) == []
+    data = (tmp_path / "results.jsonl").read_bytes()
+    assert len(data) == MAX_BYTES // 1000 * 1000 and data.endswith(b"x\n")
+
+
+def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, terminal, _ = check(tmp_path / "file" / "out", [python("a", "")])
+    assert status == 2
+    assert "file/out: expected a folder that can be written" in terminal
+    with pytest.raises(FolderError, match="expected an empty folder or an earlier check, found file"):
+        prepare(tmp_path)
+    assert (tmp_path / "file").exists()
+
+
+def test_an_earlier_check_is_moved_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert check(tmp_path / "out", [python("a", "")])[0] == 0
+        time.sleep(1)
+    (earlier,) = tmp_path.glob("out-*")
+    assert verdicts(earlier) == verdicts(tmp_path / "out") == {"a": "passed"}
+
+
+def test_only_some_stages(tmp_path: Path) -> None:
+    stages = [python(name, "", always=name == "build") for name in ("build", "tests", "memcheck")]
+    stages.append(python("benchmarks", "import sys; print(sys.argv)", "{parts}", parts=("gemm", "bucket", "train")))
+    status, _, found = check(tmp_path / "out", stages, "--only", "train,gemm,tests")
+    assert (status, list(found)) == (0, ["build", "tests", "benchmarks"])
+    assert "['-c', 'gemm', 'train']" in (tmp_path / "out" / "logs.txt").read_text()
+    for only, what in (("gem", "gem"), ("tests,a,b", "a, b"), (",", "none")):
+        status, terminal, _ = check(tmp_path / "unused", stages, "--only", only)
+        assert status == 2
+        expected = "build, tests, memcheck, benchmarks, gemm, bucket, train"
+        assert f"--only: expected some of {expected}; got {what}\n" in terminal
+    assert not (tmp_path / "unused").exists()
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu_check", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu_check: expected a CUDA GPU, found none (torch ")
+    assert "--dry-run needs none" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "soon"])
+def test_minutes_that_make_no_sense(minutes: str) -> None:
+    done = run("--minutes", minutes)
+    assert done.returncode == 2
+    assert f"argument --minutes: invalid positive value: '{minutes}'" in done.stderr
+
+
+def test_builds_for_the_gpu_that_is_there() -> None:
+    assert gpu_check.arch_of({"device": "NVIDIA H100", "capability": "9.0"}) == "9.0a"
+    assert gpu_check.arch_of({"device": "NVIDIA A100", "capability": "8.0"}) == "8.0"
+    with pytest.raises(gpu_check.Refusal, match=r"8\.0 or newer, got Tesla T4 \(7\.5\)"):
+        gpu_check.arch_of({"device": "Tesla T4", "capability": "7.5"})
+
+
+def test_a_torch_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "PROBE", "import no_such_torch")
+    with pytest.raises(gpu_check.Refusal, match="No module named 'no_such_torch'; choose another with PYTHON="):
+        gpu_check.probe(60)
+    monkeypatch.setattr(gpu_check, "PROBE", "import time; time.sleep(60)")
+    with pytest.raises(gpu_check.Refusal, match="torch did not find out within 0 s"):
+        gpu_check.probe(0.2)
+
+
+def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not [item for item in gpu_check.missing() if not item.startswith(("hypothesis", "matplotlib"))]
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_check._build, "add_scripts_to_path", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {item.partition(":")[0] for item in gpu_check.missing()}
+    assert {"pytest", "numpy", "setuptools", "hypothesis", "ninja"} < found
+
+
+@pytest.mark.parametrize("table", [gpu_check.stages_on_gpu, gpu_check.stages_of_dry_run])
+def test_the_stages_refer_to_what_there_is(table) -> None:
+    stages = table()
+    names = [stage.name for stage in stages]
+    assert len(set(names)) == len(names)
+    assert names == ["environment", "build", "conformance", "tests", "memcheck", "racecheck", "benchmarks"]
+    assert stages[-1].parts == ("gemm", "bucket", "attention", "train", "overhead")
+    for i, stage in enumerate(stages):
+        assert set(stage.needs) <= set(names[:i])
+        for word in {word for command in stage.commands for word in command}:
+            assert not word.endswith(".py") or (ROOT / word).is_file()
+            assert not word.startswith("{") or word in {
+                "{python}",
+                "{out}",
+                "{scratch}",
+                "{minutes}",
+                "{parts}",
+                "{sanitizer}",
+            }
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run("--dry-run", "--minutes", "8", "--out", str(out))
+    names = [stage.name for stage in gpu_check.stages_of_dry_run()]
+    assert done.returncode == 0, done.stdout + (out / "report.md").read_text()
+    assert verdicts(out) == dict.fromkeys(names, "passed")
+    with tarfile.open(out / "golden.tar.gz") as tar:
+        assert "emulator/shuffle.npz" in tar.getnames()
+    assert (out / "results.jsonl").stat().st_size > 0
+    assert len([path for path in out.rglob("*") if path.is_file()]) <= 8

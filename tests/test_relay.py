@@ -1,0 +1,121 @@
+"""The relay gets to the last test, whatever the tests do to their processes; and tests need no hypothesis."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+Relay = Callable[..., "subprocess.Popen[str]"]
+
+TESTS = """
+import os, sys, time, types
+import pytest
+
+def test_first(): pass
+
+def test_crashes(): os.abort()
+
+def test_fails(): assert 1 == 2
+
+def test_hangs(): time.sleep(99)
+
+@pytest.fixture
+def broken(): raise ValueError
+
+def test_errs(broken): pass
+
+@pytest.mark.skip
+def test_skipped(): pass
+
+def test_loses_the_gpu(monkeypatch):
+    def synchronize(): raise RuntimeError("an illegal memory access\\nand much more")
+    sys.modules["torch"] = types.SimpleNamespace(
+        cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+    )
+
+def test_last(): assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def relay(tmp_path: Path) -> Relay:
+    (tmp_path / "test_trouble.py").write_text(TESTS)
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(ROOT / "tests" / "relay.py"), *arguments, str(tmp_path / "test_trouble.py")]
+        return subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+    return start
+
+
+def test_gets_to_the_last_test(relay: Relay) -> None:
+    process = relay("--patience", "6")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    words = {
+        line.partition(" ")[0]: line for line in output.splitlines() if line.startswith(("lost ", "hung ", "crashed "))
+    }
+    assert words["crashed"].endswith("test_trouble.py::test_crashes")
+    assert words["hung"].endswith("test_trouble.py::test_hangs")
+    assert words["lost"].endswith("test_trouble.py::test_loses_the_gpu")
+    assert "test_loses_the_gpu has cost this process the GPU: an illegal memory access" in output
+    assert "and much more" not in output
+    assert "in test_hangs" in output, "where it was when it was ended"
+    counts = output.rstrip().splitlines()[-1].removeprefix("relay: ").split(", ")
+    assert sorted(counts) == ["1 crashed", "1 hung", "1 lost", "1 skipped", "2 failed", "2 passed"]
+
+
+def test_good_tests_pass(relay: Relay) -> None:
+    process = relay("-k", "first or skipped or last")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert output.endswith("\nrelay: 2 passed, 1 skipped\n")
+
+
+def test_no_tests_are_no_success(relay: Relay) -> None:
+    process = relay("-k", "none_of_that_name")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert output.endswith("relay: no tests\n")
+
+
+def test_says_what_it_knows_when_it_is_stopped(relay: Relay) -> None:
+    process = relay("-k", "first or hangs")
+    assert process.stdout is not None
+    end = time.monotonic() + 60
+    while "test_hangs" not in (line := process.stdout.readline()):
+        assert line and time.monotonic() < end
+        if "test_first" in line:
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.stdout.read()
+    assert process.wait(10) == 1
+    assert "relay: stopped before the end" in output
+    assert output.endswith(("relay: 1 passed, 1 begun\n", "relay: 1 passed, 1 crashed\n"))
+
+
+def test_without_hypothesis_its_tests_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "hypothesis.py").write_text("raise ModuleNotFoundError")
+    command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", "-v"]
+    done = subprocess.run(
+        [*command, "-k", "any_tensors or aligned_offsets", "tests/test_bucket.py"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_aligned_offsets PASSED" in done.stdout
+    assert "test_any_tensors[cpu] SKIPPED" in done.stdout
+    assert ": hypothesis is not installed\n" in done.stdout
