@@ -4,7 +4,7 @@ pack moves many tensors into a flat buffer with scale, cast, squared norm and no
 them back likewise, stats is the norm and the flag alone. The other sides are
   copy_     one tensor as large as all of them, copied or cast: the bandwidth there is to have
   foreach   torch._foreach_copy_ between the tensors and views of the buffer: neither scale nor statistics
-  passes    foreach, then the scale, the norm and the flag, each a pass of its own: the same result
+  passes    foreach, then scale and flag as torch.amp.GradScaler makes them, then the norm: the same result
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ def cases(device: str) -> Iterator[Case]:
                     yield make_case(op, device, name, sizes, dtype, bucket_dtype)
 
 
-def statistics_in_passes(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The squared norm and whether all are finite, as tensors: nothing waits for a GPU."""
-    norms = torch.stack(torch._foreach_norm(tensors, dtype=torch.float32))
-    finite = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
-    return norms.square().sum(), finite
+def norm_of(tensors: list[Tensor]) -> Tensor:
+    """It is not finite if an element is not, so that it is the flag as well."""
+    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
 
 
 class Inputs:
@@ -105,17 +103,24 @@ def ours(op: str, given: Inputs) -> Call:
 
 
 def in_passes(op: str, given: Inputs) -> Call:
+    device = given.bucket.device
+    found, scale = torch.zeros((), device=device), torch.full((), SCALE, device=device)
+
+    def scale_and_check(tensors: list[Tensor]) -> None:
+        """As torch.amp.GradScaler does."""
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, scale)
+
     def pack() -> Any:
         torch._foreach_copy_(given.views, given.tensors)
-        given.bucket.mul_(SCALE)
-        return statistics_in_passes([given.bucket])
+        scale_and_check([given.bucket])
+        return norm_of([given.bucket])
 
     def unpack() -> Any:
         torch._foreach_copy_(given.tensors, given.views)
-        torch._foreach_mul_(given.tensors, SCALE)
-        return statistics_in_passes(given.tensors)
+        scale_and_check(given.tensors)
+        return norm_of(given.tensors)
 
-    return {"pack": pack, "unpack": unpack, "stats": lambda: statistics_in_passes(given.tensors)}[op]
+    return {"pack": pack, "unpack": unpack, "stats": lambda: norm_of(given.tensors)}[op]
 
 
 def foreach(op: str, given: Inputs) -> Call:
