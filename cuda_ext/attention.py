@@ -49,7 +49,8 @@ def flash_attention(
         out[i] = dropout(softmax over the visible j of logits) @ value
 
     Args:
-        query: `(B, Sq, H, D)`, float32, float16, bfloat16, or float64 on the CPU.
+        query: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. On a CUDA device D and Dv are
+            multiples of 8 up to 256.
         key: `(B, Sk, Hk, D)`, dtype and device of `query`. `H` is a multiple of `Hk` (GQA, MQA): query head `h` reads
             key head `h // (H // Hk)`.
         value: `(B, Sk, Hk, Dv)`; `Dv` may differ from `D`.
@@ -78,7 +79,7 @@ def flash_attention(
     Raises:
         RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument; a
             double backward.
-        NotImplementedError: a CUDA tensor where no CUDA kernel is built.
+        NotImplementedError: a CUDA tensor where no CUDA kernel is built; a backward on a CUDA device.
     """
     has_tensors = alibi_slopes is not None or sinks is not None
     if has_tensors or window is not None or scale is not None or softcap != 0.0 or dropout_p != 0.0:
@@ -133,7 +134,7 @@ def flash_attention_varlen(
         cu_seqlens_q: `(batch + 1,)` int32 on the device of `query`: 0, then the running sums of the lengths, up to
             `total_q`. On the CPU the values are checked; on a GPU that would stall the stream.
         cu_seqlens_k: the same for keys. A sequence may have length 0.
-        max_seqlen_q: at least the longest sequence; `None` takes it from `cu_seqlens_q`.
+        max_seqlen_q: at least the longest sequence; `None` takes it from `cu_seqlens_q`, for which a GPU has to wait.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
 
     The remaining arguments are those of `flash_attention`; causal and window are aligned to each sequence's own bottom-

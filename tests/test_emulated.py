@@ -53,10 +53,10 @@ def test_ends_with_an_exception() -> None:
 
 
 def test_an_op_without_a_cuda_kernel_is_refused() -> None:
-    x = torch.zeros(1, 2, 1, 8)
-    message = "^cuda_ext::flash_attention: has no CUDA kernel yet that could be emulated"
+    x = torch.zeros(1, 2, 1, 8).half().requires_grad_()
+    message = "^cuda_ext::flash_attention_backward: has no CUDA kernel yet that could be emulated"
     with testing.emulated(), pytest.raises(NotImplementedError, match=message):
-        cuda_ext.flash_attention(x, x, x)
+        cuda_ext.flash_attention(x, x, x).sum().backward()
 
 
 def test_kernels_of_other_sources_are_refused() -> None:

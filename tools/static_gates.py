@@ -46,6 +46,8 @@ RULES = (
     # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
     Rule("gemm_sm80<Gemm<float, ., false, false", ("HMMA", "LDGSTS")),
     Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS")),
+    Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
+    Rule("attention_combine", shared_bytes=0),
     Rule("activation_grad"),
     Rule("add_block_sums"),
     Rule("clear_arrivals", shared_bytes=0),

@@ -3,6 +3,7 @@
 #include "attention/attention.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/diff.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <cmath>
@@ -125,6 +126,8 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
         const Tensor contiguous = cu_seqlens.contiguous();
         const int32_t* at = contiguous.const_data_ptr<int32_t>();
         for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, at[b + 1] - at[b]);
+      } else if (!given.has_value() && shape.batch > 0) {
+        length = cu_seqlens.diff().max().item<int>();  // waits for the stream
       }
       CUDA_EXT_CHECK(!given.has_value() || *given >= length, op, "expected ", name, " of at least ", length,
                      ", the longest sequence, got ", *given);
@@ -166,14 +169,17 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
   return shape;
 }
 
-// The kernels walk rows: the last dimension has to be dense, the others may have any stride.
-Tensor with_dense_rows(const Tensor& tensor) {
-  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor : tensor.contiguous();
-}
-
 HeadsView view_of(const Tensor& tensor) {
   const int64_t rank = tensor.dim();
   return {tensor.data_ptr(), rank == 4 ? tensor.stride(0) : 0, tensor.stride(rank - 3), tensor.stride(rank - 2)};
+}
+
+// The kernels walk rows: the last dimension has to be dense, the others may have any stride. CUDA kernels read 16
+// bytes at a time (`aligned`), and so they have to begin at multiples of that.
+Tensor with_dense_rows(const Tensor& tensor, bool aligned) {
+  const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) <= 1;
+  if (dense && (!aligned || attention_sm80_reads(view_of(tensor)))) return tensor;
+  return dense && tensor.is_contiguous() ? tensor.clone() : tensor.contiguous();
 }
 
 // Tensors that a Params points into, so that they live until the launch.
@@ -182,11 +188,11 @@ struct Operands {
 };
 
 void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tensor& query, const Tensor& key,
-          const Tensor& value, const Options& o) {
+          const Tensor& value, const Options& o, bool on_cuda) {
   const auto accumulation = accumulation_type(query.scalar_type());
-  operands.query = with_dense_rows(query);
-  operands.key = with_dense_rows(key);
-  operands.value = with_dense_rows(value);
+  operands.query = with_dense_rows(query, on_cuda);
+  operands.key = with_dense_rows(key, on_cuda);
+  operands.value = with_dense_rows(value, on_cuda);
   p.query = view_of(operands.query);
   p.key = view_of(operands.key);
   p.value = view_of(operands.value);
@@ -255,13 +261,27 @@ void set_rng_state(AttentionParams& p, const char* op, const Tensor& rng_state) 
   p.dropout_offset = uint64_t(rng_state.const_data_ptr<int64_t>()[1]);
 }
 
+// What the CUDA kernels can do of what the CPU's can.
+void check_cuda(const char* op, const Shape& shape, const Tensor& query) {
+  CUDA_EXT_CHECK(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16, op,
+                 "expected float16 or bfloat16 on a CUDA device, got ", query.scalar_type(),
+                 "; cast, or run it under torch.autocast");
+  const auto check_dim = [&](const char* name, int64_t dim) {
+    CUDA_EXT_CHECK(dim <= sm80::kMaxHeadDim && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
+                   sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; pad it with zeros");
+  };
+  check_dim("head dim of query and key", shape.dim);
+  check_dim("head dim of value", shape.dim_v);
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Options& o) {
-  refuse_emulation(op);
   const Shape shape = check(op, query, key, value, o);
+  const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
+  if (cuda != nullptr) check_cuda(op, shape, query);
   AttentionParams p;
   Operands operands;
-  fill(p, operands, shape, query, key, value, o);
+  fill(p, operands, shape, query, key, value, o, cuda != nullptr);
   c10::SmallVector<int64_t, 4> out_sizes(query.sizes());
   out_sizes.back() = shape.dim_v;
   Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
@@ -270,7 +290,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   if (o.dropout_p > 0) set_rng_state(p, op, rng_state);
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
-  attention_forward(p);
+  if (cuda != nullptr) {
+    const LaunchScope scope(query.device(), cuda->attention_forward_workspace(p));
+    cuda->attention_forward(p, scope.workspace(), scope.stream());
+  } else {
+    attention_forward(p);
+  }
   return {std::move(out), std::move(lse), std::move(rng_state)};
 }
 
@@ -324,9 +349,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
 
   AttentionBackwardParams p;
   Operands operands;
-  fill(p, operands, shape, query, key, value, o);
+  fill(p, operands, shape, query, key, value, o, false);
   if (dropout_p > 0) set_rng_state(p, op, value_or_empty(rng_state));
-  const Tensor dense_out = with_dense_rows(out), dense_grad_out = with_dense_rows(grad_out);
+  const Tensor dense_out = with_dense_rows(out, false), dense_grad_out = with_dense_rows(grad_out, false);
   const Tensor dense_lse = lse.contiguous();
   const Tensor dense_grad_lse = is_given(grad_lse) ? grad_lse->contiguous() : Tensor();
   const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
@@ -485,9 +510,10 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CPU, m) {
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
-  for (const char* name :
-       {"flash_attention", "flash_attention_varlen", "flash_attention_forward", "flash_attention_backward"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+  m.impl("flash_attention", flash_attention);
+  m.impl("flash_attention_varlen", flash_attention_varlen);
+  m.impl("flash_attention_forward", flash_attention_forward);
+  m.impl("flash_attention_backward", torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {

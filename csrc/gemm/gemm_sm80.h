@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm/gemm.h"
-#include "gemm/workspace.h"
+#include "base/workspace.h"
 
 namespace cuda_ext {
 

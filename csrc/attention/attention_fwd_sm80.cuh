@@ -1,0 +1,530 @@
+// Flash attention forward on sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691), for float16 and bfloat16.
+//
+// Tile      A block has block_m rows: queries of one head, or, where there are few queries, of all heads that share a
+//           key head, which then is read once for all of them ("packed"). It walks the keys that any of its rows sees,
+//           block_n at a time, from the last to the first, so that a causal mask is met in the first steps. Sizes: the
+//           table kForwardTiles of tile_size.h.
+// Warps     All do the same: each has 16 kRowTiles rows of the tile to itself, and all threads share every copy.
+// Waiting   Tiles of keys and of values arrive by cp.async, one of each at a time: the values while Q K^T is
+//           multiplied, the next keys during softmax and P V. Each thread waits for its own copies, then one
+//           sync_threads says both that all have arrived and that what they replace has been read: two per step.
+// Shared    queries (block_m, dim), keys (block_n, dim), values (block_n, dim_v), as OperandTiles. The output leaves
+//           through the queries' place, which nobody reads after the last step's second barrier.
+// Registers Logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) of a warp in float32, as mma has them. The
+//           logits' layout is that of mma's first operand, so weights go from softmax to P V without leaving registers.
+// General   A second instantiation has softcap, ALiBi, dropout and scales that are not positive, by run-time flags.
+// Splits    Where tiles would not fill the device the keys of a tile are divided among blocks. Each leaves its output
+//           and log-sum-exp in the workspace, and a second kernel weighs them.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "arch/async_copy.cuh"
+#include "attention/attention_fwd_sm80.h"
+#include "attention/dropout.cuh"
+#include "attention/mask.cuh"
+#include "attention/scheduler.cuh"
+#include "attention/softmax.cuh"
+#include "rt/device.h"
+#include "tile/operand_tile.cuh"
+
+namespace cuda_ext::sm80 {
+
+// What the host decides; the same for all blocks.
+struct ForwardPlan {
+  Schedule schedule;
+  int pack = 1;    // heads of a tile
+  int splits = 1;  // of the keys
+  float factor;    // of what softmax is taken of, to powers of two
+  // General:
+  float scale;    // of the products
+  float softcap;  // 0: none
+  float inverse_softcap;
+  float kept_scale = 1.0f;  // of weights that dropout keeps
+  Dropout dropout;
+  // Bytes to a thread's next line of keys and values, and to the tile before.
+  int64_t key_pass = 0, key_tile = 0, value_pass = 0, value_tile = 0;
+  // In the workspace; null if there is but one split.
+  float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
+  float* partial_lse = nullptr;  // (splits, rows of lse)
+};
+
+// The rows of a tile: query and head of each.
+struct TileRows {
+  int first;  // row of the sequence's (queries x pack)
+  int count;  // of all its rows
+  int pack;
+  int first_head;
+
+  DEVICE int query(int row) const { return pack == 1 ? first + row : (first + row) / pack; }
+  DEVICE int head(int row) const { return pack == 1 ? first_head : first_head + (first + row) % pack; }
+  DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
+};
+
+// Index of a row within lse, which is also its number for dropout.
+DEVICE int64_t lse_row(const AttentionParams& p, const Sequence& s, int batch, int head, int query) {
+  return (p.cu_seqlens_q != nullptr ? head * p.total_q + s.q_begin : (batch * p.heads + head) * p.seqlen_q) + query;
+}
+
+template <class T>
+DEVICE T* row_of(const HeadsView& view, int batch, int64_t row, int head) {
+  return static_cast<T*>(view.data) + batch * view.batch_stride + row * view.seq_stride + head * view.head_stride;
+}
+
+// Starts copying a tile whose line i is at row(i), `width` elements long. Lines from `count` on, and what is beyond the
+// width, become zeros. Unrolled, the addresses of all lines take registers.
+template <class Tile, int threads, bool unrolled, class Row>
+DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row) {
+  constexpr int kCopies = Tile::kLines * Tile::kChunks / threads;
+  static_assert(kCopies * threads == Tile::kLines * Tile::kChunks);
+#pragma unroll(unrolled ? kCopies : 1)
+  for (int i = 0; i < kCopies; ++i) {
+    const int index = i * threads + arch::thread_index();
+    const int line = index / Tile::kChunks, chunk = index % Tile::kChunks;
+    const bool inside = line < count && chunk * Tile::kElements < width;
+    // Where nothing is read the address does not matter.
+    arch::cp_async<16>(tile + Tile::offset(line, chunk), row(line) + chunk * Tile::kElements, inside ? 16 : 0);
+  }
+}
+
+// Copies of the same operand's tiles, from the last to the first. A thread has the same chunk of every so many lines;
+// the steps from one to the next reach the kernel as constants, which take no registers.
+template <class Tile, int threads>
+class TileCopies {
+  static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
+  static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
+
+ public:
+  // Bytes from a thread's line to its next, and from a tile to the next.
+  static void set_steps(int64_t stride, int64_t& pass, int64_t& tile) {
+    constexpr int64_t kBytes = sizeof(typename Tile::Element);
+    pass = kLinesPerPass * stride * kBytes;
+    tile = Tile::kLines * stride * kBytes;
+  }
+
+  // Of lines `stride` elements apart; `tile` is copied first.
+  DEVICE TileCopies(const typename Tile::Element* lines, int64_t stride, int tile) {
+    const int thread = arch::thread_index();
+    const int64_t line = int64_t(tile) * Tile::kLines + (kOneChunk ? thread / Tile::kChunks : 0);
+    source_ = reinterpret_cast<const char*>(lines + line * stride) + (kOneChunk ? thread % Tile::kChunks * 16 : 0);
+  }
+
+  // `count` lines, or all if that is more, of `width` elements.
+  DEVICE void copy_next(arch::SharedAddress tile, int count, int width, const int64_t& pass, const int64_t& tile_step) {
+    if constexpr (kOneChunk) {
+      const int thread = arch::thread_index(), chunk = thread % Tile::kChunks;
+      const int left = chunk * Tile::kElements < width ? count : 0;
+      const char* source = source_;
+#pragma unroll
+      for (int i = 0; i < Tile::kLines / kLinesPerPass; ++i) {
+        const int line = thread / Tile::kChunks + i * kLinesPerPass;
+        arch::cp_async<16>(tile + Tile::offset(line, chunk), source, line < left ? 16 : 0);
+        source += pass;
+      }
+    } else {
+      copy_lines<Tile, threads, true>(tile, count, width, [&](int i) {
+        return reinterpret_cast<const typename Tile::Element*>(source_ + i * pass);
+      });
+    }
+    source_ -= tile_step;
+  }
+
+ private:
+  const char* source_;  // this thread's first chunk of the next tile
+};
+
+// One instantiation of the kernel.
+template <class T, AttentionConfig config, bool general>
+struct Forward {
+  using Element = T;
+  static constexpr bool kGeneral = general;
+  static constexpr int kThreads = config.threads();
+  static constexpr int kMinBlocks = config.min_blocks;
+  static constexpr int kBlockM = config.block_m;
+  static constexpr int kBlockN = general ? config.block_n_general : config.block_n;
+  static constexpr int kWarpRows = kBlockM / config.warps;
+  static constexpr int kRowTiles = kWarpRows / 16;
+  static constexpr int kKeyTiles = kBlockN / 8;
+  static constexpr int kOutTiles = config.dim_v / 8;
+
+  using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
+  using TileK = OperandTile<T, Side::kB, true, kBlockN, config.dim>;
+  using TileV = OperandTile<T, Side::kB, false, config.dim_v, kBlockN>;
+  using TileOut = OperandTile<T, Side::kA, true, kBlockM, config.dim_v>;
+  static_assert(TileOut::kBytes <= TileQ::kBytes);
+
+  struct Storage {
+    alignas(128) unsigned char q[TileQ::kBytes];
+    alignas(128) unsigned char k[TileK::kBytes];
+    alignas(128) unsigned char v[TileV::kBytes];
+  };
+
+  using Logits = float[kRowTiles][kKeyTiles][4];
+  using Output = float[kRowTiles][kOutTiles][4];
+
+  // logits += Q K^T, of this warp's rows. q, k: where this lane begins to read.
+  DEVICE static void multiply_keys(arch::SharedAddress q, arch::SharedAddress k, Logits& logits) {
+#pragma unroll
+    for (int step = 0; step < config.dim / TileQ::kStep; ++step) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) TileQ::load_fragment(a[m], q, m, step);
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        uint32_t b[4];
+        TileK::load_fragment(b, k, n / 2, step);
+        const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          arch::mma_m16n8k16<T>(logits[m][n], a[m], first);
+          arch::mma_m16n8k16<T>(logits[m][n + 1], a[m], second);
+        }
+      }
+    }
+  }
+
+  // out += P V.
+  DEVICE static void multiply_values(const Logits& weights, arch::SharedAddress v, Output& out) {
+#pragma unroll
+    for (int step = 0; step < kBlockN / TileV::kStep; ++step) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const float* const pair = weights[m][2 * step + q / 2] + q % 2 * 2;
+          a[m][q] = arch::pack<T>(pair[0], pair[1]);
+        }
+#pragma unroll
+      for (int n = 0; n < kOutTiles; n += 2) {
+        uint32_t b[4];
+        TileV::load_fragment(b, v, n / 2, step);
+        const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          arch::mma_m16n8k16<T>(out[m][n], a[m], first);
+          arch::mma_m16n8k16<T>(out[m][n + 1], a[m], second);
+        }
+      }
+    }
+  }
+};
+
+// Scale, softcap and ALiBi, of the keys from `first_key` on.
+template <int row_tiles, int key_tiles>
+DEVICE void shape_logits(float (&s)[row_tiles][key_tiles][4], const ForwardPlan& plan,
+                         const float (&slope)[row_tiles][2], const int (&last_key)[row_tiles][2], int first_key) {
+  const int column = first_key + arch::lane_index() % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < key_tiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        float& x = s[m][n][q];
+        x *= plan.scale;
+        if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
+        x -= slope[m][q / 2] * fabsf(float(last_key[m][q / 2] - (column + n * 8 + q % 2)));
+      }
+}
+
+// Grid: (tiles of all heads and sequences, splits).
+template <class Kernel>
+GLOBAL(Kernel::kThreads, Kernel::kMinBlocks)
+attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
+  using T = typename Kernel::Element;
+  constexpr int kRowTiles = Kernel::kRowTiles, kBlockN = Kernel::kBlockN;
+  SHARED_STORAGE(typename Kernel::Storage, shared);
+
+  const TileIndex at = plan.schedule.find(arch::block_x());
+  const Sequence sequence(p, at.batch);
+  const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
+  if (rows.first >= rows.count) return;
+  const Visibility visible(p, sequence);
+  const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
+
+  const int first_query = rows.query(0), last_query = rows.last_query(Kernel::kBlockM);
+  const int keys_begin = visible.key_begin(first_query) / kBlockN;  // in tiles
+  const int keys_end = (visible.key_end(last_query) + kBlockN - 1) / kBlockN;
+  const int of_split = (keys_end - keys_begin + plan.splits - 1) / plan.splits;
+  const int begin = keys_begin + arch::block_y() * of_split;
+  const int end = begin + of_split < keys_end ? begin + of_split : keys_end;
+
+  const arch::SharedAddress tile_k = arch::shared_address(shared.k), tile_v = arch::shared_address(shared.v);
+
+  // This thread's rows within the tile.
+  const int warp_row = arch::thread_index() / arch::kWarpSize * Kernel::kWarpRows;
+  const auto row_at = [&](int m, int half) { return warp_row + m * 16 + half * 8 + arch::lane_index() / 4; };
+
+  typename Kernel::Output out = {};
+  OnlineSoftmax<kRowTiles> softmax;
+  float slope[kRowTiles][2];      // general
+  int last_key[kRowTiles][2];     // general: of the diagonal
+  int64_t numbers[kRowTiles][2];  // general: for dropout
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int head = rows.head(row_at(m, half));
+      // A sink is a key seen before all others, with no value. One of the four lanes of a row counts it.
+      const bool has_sink = p.sinks != nullptr && arch::block_y() == 0;
+      constexpr float kLog2e = 1.4426950408889634f;
+      softmax.max[m][half] =
+          has_sink ? arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * (kLog2e / plan.factor)
+                   : -INFINITY;
+      softmax.sum[m][half] = has_sink && arch::lane_index() % 4 == 0 ? 1.0f : 0.0f;
+      if constexpr (Kernel::kGeneral) {
+        const int query = rows.query(row_at(m, half));
+        slope[m][half] = p.alibi_slopes == nullptr
+                             ? 0.0f
+                             : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
+                                                        at.batch * p.alibi_batch_stride + head);
+        last_key[m][half] = query + sequence.k_len - sequence.q_len;
+        numbers[m][half] = lse_row(p, sequence, at.batch, head, query);
+      }
+    }
+
+  if (begin < end) {
+    const arch::SharedAddress tile_q = arch::shared_address(shared.q);
+    copy_lines<typename Kernel::TileQ, Kernel::kThreads, false>(tile_q, rows.count - rows.first, int(p.dim), [&](int i) {
+      return row_of<const T>(p.query, at.batch, sequence.q_begin + rows.query(i), rows.head(i));
+    });
+    TileCopies<typename Kernel::TileK, Kernel::kThreads> keys(
+        row_of<const T>(p.key, at.batch, sequence.k_begin, head_kv), p.key.seq_stride, end - 1);
+    TileCopies<typename Kernel::TileV, Kernel::kThreads> values(
+        row_of<const T>(p.value, at.batch, sequence.k_begin, head_kv), p.value.seq_stride, end - 1);
+    const auto copy_keys = [&](int tile) {
+      keys.copy_next(tile_k, visible.k_len - tile * kBlockN, int(p.dim), plan.key_pass, plan.key_tile);
+    };
+    copy_keys(end - 1);
+    arch::cp_async_commit();
+    const arch::SharedAddress lane_q = tile_q + Kernel::TileQ::lane_offset(warp_row);
+    const arch::SharedAddress lane_k = tile_k + Kernel::TileK::lane_offset(0);
+    const arch::SharedAddress lane_v = tile_v + Kernel::TileV::lane_offset(0);
+
+#pragma unroll 1
+    for (int tile = end - 1; tile >= begin; --tile) {
+      arch::cp_async_wait<0>();
+      arch::sync_threads();  // these keys are here, and the values before have been read
+      values.copy_next(tile_v, visible.k_len - tile * kBlockN, int(p.dim_v), plan.value_pass, plan.value_tile);
+      arch::cp_async_commit();
+      typename Kernel::Logits logits = {};
+      Kernel::multiply_keys(lane_q, lane_k, logits);
+
+      arch::cp_async_wait<0>();
+      arch::sync_threads();  // these values are here, and the keys have been read
+      if (tile > begin) copy_keys(tile - 1);
+      arch::cp_async_commit();
+      const int first_key = tile * kBlockN;
+      if constexpr (Kernel::kGeneral) shape_logits(logits, plan, slope, last_key, first_key);
+      if (!visible.all_visible(first_query, last_query, first_key, first_key + kBlockN)) {
+        int query[kRowTiles][2];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) query[m][half] = rows.query(row_at(m, half));
+        hide(logits, visible, query, first_key);
+      }
+      softmax.take(logits, out, plan.factor);
+      if constexpr (Kernel::kGeneral)
+        if (plan.dropout.drop_below > 0) plan.dropout.drop(logits, numbers, first_key);
+      Kernel::multiply_values(logits, lane_v, out);
+    }
+  }
+
+  const int64_t split_rows =
+      arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
+  const int pair = arch::lane_index() % 4 * 2;  // columns of 8
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_at(m, half), query = rows.query(row);
+      const float sum = softmax.row_sum(m, half);
+      const bool sees_any = visible.key_begin(query) < visible.key_end(query);
+      const float lse = sees_any ? softmax.log_sum_exp(m, half, sum, plan.factor) : -INFINITY;
+      const float weight = lse == -INFINITY ? 0.0f : (Kernel::kGeneral ? plan.kept_scale : 1.0f) / sum;
+#pragma unroll
+      for (int n = 0; n < Kernel::kOutTiles; ++n) {
+        out[m][n][2 * half] *= weight;
+        out[m][n][2 * half + 1] *= weight;
+      }
+      if (rows.first + row >= rows.count) continue;
+      const int64_t number = lse_row(p, sequence, at.batch, rows.head(row), query);
+      if (plan.splits > 1) {
+        if (pair == 0) arch::store_global(plan.partial_lse + split_rows + number, lse);
+        float* const to = plan.partial_out + (split_rows + number) * p.dim_v + pair;
+#pragma unroll
+        for (int n = 0; n < Kernel::kOutTiles; ++n)
+          if (n * 8 < p.dim_v)
+            arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
+                                                         arch::float_bits(out[m][n][2 * half + 1])}});
+      } else if (pair == 0) {
+        arch::store_global(static_cast<float*>(p.lse) + number, lse);
+      }
+    }
+  if (plan.splits > 1) return;
+
+  // Through shared memory, so that rows leave 16 bytes at a time.
+  using TileOut = typename Kernel::TileOut;
+  const arch::SharedAddress staged = arch::shared_address(shared.q);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < Kernel::kOutTiles; ++n)
+        arch::store_shared(staged + TileOut::offset(row_at(m, half), n) + pair * 2,
+                           arch::pack<T>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+  arch::sync_warp();
+  constexpr int kCopies = Kernel::kWarpRows * TileOut::kChunks / arch::kWarpSize;
+#pragma unroll 1
+  for (int i = 0; i < kCopies; ++i) {
+    const int index = i * arch::kWarpSize + arch::lane_index();
+    const int row = warp_row + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
+    if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
+    T* const to = row_of<T>(p.out, at.batch, sequence.q_begin + rows.query(row), rows.head(row));
+    arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
+  }
+}
+
+// Weighs what the splits of a row left by 2^(their log-sum-exp). A warp has a row.
+template <class T, int threads>
+GLOBAL(threads, 1)
+attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  const bool packed = p.cu_seqlens_q != nullptr;
+  const int64_t queries = packed ? p.total_q : p.seqlen_q;  // of a head
+  const int64_t rows = (packed ? 1 : p.batch) * p.heads * queries;
+  const int64_t row = int64_t(arch::block_x()) * (threads / arch::kWarpSize) + arch::thread_index() / arch::kWarpSize;
+  if (row >= rows) return;
+  const auto lse_of = [&](int split) { return arch::load_global<float>(plan.partial_lse + split * rows + row); };
+  float max = -INFINITY;
+  for (int split = 0; split < plan.splits; ++split) max = fmaxf(max, lse_of(split));
+  float sum = 0.0f;
+  if (max != -INFINITY)
+    for (int split = 0; split < plan.splits; ++split) sum += arch::fast_exp2((lse_of(split) - max) * kLog2e);
+  if (arch::lane_index() == 0)
+    arch::store_global(static_cast<float*>(p.lse) + row,
+                       max == -INFINITY ? -INFINITY : max + arch::fast_log2(sum) / kLog2e);
+
+  const int64_t head = row / queries, query = row % queries;
+  T* const to = row_of<T>(p.out, packed ? 0 : int(head / p.heads), query, int(head % p.heads));
+  for (int d = arch::lane_index() * 2; d < p.dim_v; d += 2 * arch::kWarpSize) {
+    float pair[2] = {};
+    for (int split = 0; split < plan.splits; ++split) {
+      const float lse = lse_of(split);
+      if (lse == -INFINITY) continue;
+      const float weight = arch::fast_exp2((lse - max) * kLog2e) / sum;
+      const auto words = arch::load_global<arch::Words2>(plan.partial_out + (split * rows + row) * p.dim_v + d);
+      pair[0] = arch::fma(weight, arch::bits_float(words.data[0]), pair[0]);
+      pair[1] = arch::fma(weight, arch::bits_float(words.data[1]), pair[1]);
+    }
+    arch::store_global(to + d, arch::pack<T>(pair[0], pair[1]));
+  }
+}
+
+// How many blocks share the keys of a tile: as few as come within 15 % of what the best number fills of the device.
+inline int choose_splits(int64_t blocks, int64_t at_once, int64_t key_tiles) {
+  constexpr int kMaxSplits = 64;
+  if (blocks * 5 >= at_once * 4 || key_tiles < 2) return 1;
+  const auto filled = [&](int64_t splits) {
+    const double waves = double(blocks * splits) / double(at_once);
+    return waves / double((blocks * splits + at_once - 1) / at_once);
+  };
+  const int most = int(std::min<int64_t>(kMaxSplits, key_tiles));
+  double best = 0.0;
+  for (int splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
+  int splits = 1;
+  while (filled(splits) < 0.85 * best) ++splits;
+  // Without those that would have nothing to do.
+  const int64_t of_split = (key_tiles + splits - 1) / splits;
+  return int((key_tiles + of_split - 1) / of_split);
+}
+
+inline int64_t lse_rows(const AttentionParams& p) {
+  return p.heads * (p.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q);
+}
+
+inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig& config, const rt::Device& device) {
+  constexpr double kLog2e = 1.4426950408889634;
+  constexpr int64_t kSectionBytes = 32 << 20;  // of keys and values, in L2
+  const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  const int64_t group = p.heads / p.heads_kv;
+  const int64_t tiles = tiles_of(p.seqlen_q, config.block_m),
+                packed_tiles = tiles_of(p.seqlen_q * group, config.block_m);
+  ForwardPlan plan;
+  plan.pack = int(packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
+  plan.schedule.tiles = int(plan.pack > 1 ? packed_tiles : tiles);
+  plan.schedule.heads = int(p.heads / plan.pack);
+  const int64_t pairs = plan.schedule.heads * p.batch;
+  const int64_t bytes = std::max<int64_t>(1, p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads);
+  if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
+    throw std::invalid_argument("attention_fwd_sm80: expected at most 2^31 tiles of queries, got " +
+                                std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
+  plan.schedule.pairs = int(pairs);
+  plan.schedule.section = int(std::clamp<int64_t>(kSectionBytes / bytes, 1, std::max<int64_t>(1, pairs)));
+  // A section's blocks are counted in ints too.
+  const bool general = needs_general_forward(p);
+  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
+                              tiles_of(p.seqlen_k, general ? config.block_n_general : config.block_n));
+  plan.scale = float(p.scale);
+  plan.factor = float(general ? kLog2e : p.scale * kLog2e);
+  plan.softcap = float(p.softcap);
+  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.kept_scale = float(1 / (1 - p.dropout_p));
+  plan.dropout = {p.dropout_seed, p.dropout_offset, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
+  return plan;
+}
+
+// Divides the workspace.
+inline WorkspaceCursor place(const AttentionParams& p, void* data, ForwardPlan& plan) {
+  WorkspaceCursor cursor(data);
+  if (plan.splits > 1) {
+    cursor.take(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
+    cursor.take(plan.partial_lse, plan.splits * lse_rows(p));
+  }
+  return cursor;
+}
+
+inline bool is_empty(const AttentionParams& p) { return lse_rows(p) == 0 || p.seqlen_q == 0; }
+
+template <class T, int tile>
+size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
+  if (is_empty(params)) return 0;
+  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
+  return place(params, nullptr, plan).used();
+}
+
+template <class T, int tile>
+void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace workspace, void* stream) {
+  if (is_empty(params)) return;
+  constexpr const AttentionConfig& config = kForwardTiles[tile];
+  ForwardPlan plan = plan_forward(params, config, rt::describe_device("attention_fwd_sm80"));
+  place(params, workspace.data, plan).expect_room("attention_fwd_sm80", workspace);
+  const auto start = [&]<bool general>() {
+    using Kernel = Forward<T, config, general>;
+    TileCopies<typename Kernel::TileK, Kernel::kThreads>::set_steps(params.key.seq_stride, plan.key_pass,
+                                                                    plan.key_tile);
+    TileCopies<typename Kernel::TileV, Kernel::kThreads>::set_steps(params.value.seq_stride, plan.value_pass,
+                                                                    plan.value_tile);
+    rt::launch<attention_fwd_sm80<Kernel>>("attention_fwd_sm80",
+                                           {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
+                                            .threads = Kernel::kThreads,
+                                            .shared_bytes = sizeof(typename Kernel::Storage),
+                                            .stream = stream},
+                                           params, plan);
+  };
+  needs_general_forward(params) ? start.template operator()<true>() : start.template operator()<false>();
+  if (plan.splits > 1) {
+    constexpr int kThreads = 128;
+    const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
+    rt::launch<attention_combine<T, kThreads>>(
+        "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
+  }
+}
+
+}  // namespace cuda_ext::sm80

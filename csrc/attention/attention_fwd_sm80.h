@@ -1,0 +1,81 @@
+// Flash attention forward on tensor cores that read their operands from registers (sm_80 and later): what the bindings
+// call.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "attention/attention.h"
+#include "attention/tile_size.h"
+#include "base/workspace.h"
+
+namespace cuda_ext {
+
+namespace sm80 {
+
+// Whether what softmax is taken of is more than products times a positive number.
+inline bool needs_general_forward(const AttentionParams& p) {
+  // Below this, sinks divided by the scale would not be finite.
+  constexpr double kSmallestScale = 1e-20;
+  return p.softcap > 0 || p.alibi_slopes != nullptr || p.dropout_p > 0 || p.scale < kSmallestScale;
+}
+
+// One instantiation per storage type and tile, in attention_fwd_sm80_{f16,bf16}_d{64,128,192,256}.cu.
+template <class T, int tile>
+struct AttentionForwardSm80 {
+  static size_t workspace(const AttentionParams& params);
+  static void launch(const AttentionParams& params, Workspace workspace, void* stream);
+};
+extern template struct AttentionForwardSm80<half_t, 0>;
+extern template struct AttentionForwardSm80<half_t, 1>;
+extern template struct AttentionForwardSm80<half_t, 2>;
+extern template struct AttentionForwardSm80<half_t, 3>;
+extern template struct AttentionForwardSm80<bfloat16_t, 0>;
+extern template struct AttentionForwardSm80<bfloat16_t, 1>;
+extern template struct AttentionForwardSm80<bfloat16_t, 2>;
+extern template struct AttentionForwardSm80<bfloat16_t, 3>;
+static_assert(kNumForwardTiles == 4);
+
+template <class T, int tile = 0, class F>
+auto with_tile(int wanted, F&& f) {
+  if constexpr (tile + 1 < kNumForwardTiles) {
+    if (wanted != tile) return with_tile<T, tile + 1>(wanted, f);
+  }
+  return f(AttentionForwardSm80<T, tile>{});
+}
+
+// Calls f(AttentionForwardSm80<..>{}) for the parameters' dtype and head dims.
+template <class F>
+auto with_attention_forward(const AttentionParams& p, F&& f) {
+  if (p.dim > kMaxHeadDim || p.dim_v > kMaxHeadDim || p.dim % 8 != 0 || p.dim_v % 8 != 0)
+    throw std::invalid_argument("attention_fwd_sm80: expected head dims that are multiples of 8 up to 256, got " +
+                                std::to_string(p.dim) + " and " + std::to_string(p.dim_v));
+  const int tile = forward_tile_of(p.dim, p.dim_v);
+  switch (p.dtype) {
+    case Dtype::kFloat16: return with_tile<half_t>(tile, f);
+    case Dtype::kBFloat16: return with_tile<bfloat16_t>(tile, f);
+    default: throw std::invalid_argument("attention_fwd_sm80: expected float16 or bfloat16");
+  }
+}
+
+}  // namespace sm80
+
+// Whether the kernels read the rows of a view in place: 16 bytes at a time.
+inline bool attention_sm80_reads(const HeadsView& view) {
+  constexpr int64_t kBytes = 16, kElements = 8;
+  return reinterpret_cast<uintptr_t>(view.data) % kBytes == 0 &&
+         (view.batch_stride | view.seq_stride | view.head_stride) % kElements == 0;
+}
+
+// Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
+inline size_t attention_forward_sm80_workspace(const AttentionParams& params) {
+  return sm80::with_attention_forward(params, [&](auto forward) { return forward.workspace(params); });
+}
+
+// Starts the forward on `stream`, an rt::Stream. float16 or bfloat16; head dims multiples of 8 up to 256; views as
+// attention_sm80_reads asks. seqlen_q and seqlen_k of packed sequences: at least those of the longest.
+inline void launch_attention_forward_sm80(const AttentionParams& params, Workspace workspace, void* stream) {
+  sm80::with_attention_forward(params, [&](auto forward) { forward.launch(params, workspace, stream); });
+}
+
+}  // namespace cuda_ext

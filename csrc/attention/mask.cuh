@@ -1,0 +1,65 @@
+// Where a sequence lies, and which of its keys a query sees.
+#pragma once
+
+#include <cmath>
+
+#include "arch/memory.cuh"
+#include "attention/attention.h"
+
+namespace cuda_ext::sm80 {
+
+// Lengths and windows are less, so that sums of three of them are ints.
+constexpr int kFar = 1 << 29;
+
+struct Sequence {
+  int64_t q_begin = 0, k_begin = 0;  // rows of the packing
+  int q_len, k_len;
+
+  DEVICE Sequence(const AttentionParams& p, int batch) : q_len(int(p.seqlen_q)), k_len(int(p.seqlen_k)) {
+    if (p.cu_seqlens_q == nullptr) return;
+    q_begin = arch::load_global<int32_t>(p.cu_seqlens_q + batch);
+    q_len = int(arch::load_global<int32_t>(p.cu_seqlens_q + batch + 1) - q_begin);
+    k_begin = arch::load_global<int32_t>(p.cu_seqlens_k + batch);
+    k_len = int(arch::load_global<int32_t>(p.cu_seqlens_k + batch + 1) - k_begin);
+  }
+};
+
+// Key j and query i see each other iff low <= j - i <= high, and there is a key j.
+struct Visibility {
+  int low, high, k_len;
+
+  DEVICE Visibility(const AttentionParams& p, const Sequence& s) : k_len(s.k_len) {
+    const int diagonal = s.k_len - s.q_len;
+    low = p.window_left < 0 || p.window_left > kFar ? -2 * kFar : diagonal - int(p.window_left);
+    high = p.window_right < 0 || p.window_right > kFar ? 2 * kFar : diagonal + int(p.window_right);
+  }
+
+  // Keys that any query from `first` to `last` sees: [begin, end), empty if end is not beyond begin.
+  DEVICE int key_begin(int first) const { return first + low > 0 ? first + low : 0; }
+  DEVICE int key_end(int last) const { return last + high < k_len ? last + high + 1 : k_len; }
+
+  DEVICE bool all_visible(int first, int last, int keys_begin, int keys_end) const {
+    return keys_begin - last >= low && keys_end - 1 - first <= high && keys_end <= k_len;
+  }
+};
+
+// Logits of hidden keys become -inf. s: (row_tiles, key_tiles) outputs of mma, whose first key is `first_key`; query:
+// of each row of a thread.
+template <int row_tiles, int key_tiles>
+DEVICE void hide(float (&s)[row_tiles][key_tiles][4], const Visibility& visible, const int (&query)[row_tiles][2],
+                 int first_key) {
+  const int column = first_key + arch::lane_index() % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int begin = visible.key_begin(query[m][half]) - column, end = visible.key_end(query[m][half]) - column;
+#pragma unroll
+      for (int n = 0; n < key_tiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (n * 8 + e < begin || n * 8 + e >= end) s[m][n][2 * half + e] = -INFINITY;
+    }
+}
+
+}  // namespace cuda_ext::sm80

@@ -1,0 +1,44 @@
+// The tiles of attention on mma.sync: one table, with its reasons.
+#pragma once
+
+#include <cstdint>
+
+namespace cuda_ext::sm80 {
+
+// A tile and all that hangs on it.
+struct AttentionConfig {
+  int dim;              // of query and key, padded with zeros
+  int dim_v;            // of value and output
+  int block_m;          // rows: queries of a head, or of all heads that share a key head
+  int block_n;          // keys
+  int block_n_general;  // keys, where softcap, ALiBi or dropout want registers too
+  int warps;            // each has block_m / warps rows to itself, so that softmax stays within a warp
+  int min_blocks;
+
+  constexpr int threads() const { return 32 * warps; }
+};
+
+// By head dims, from small to large. All fit the 99 KiB of shared memory of sm_86 and sm_89: block_m queries, and
+// block_n keys and values.
+constexpr AttentionConfig kForwardTiles[] = {
+    // 32 KiB. 32 rows a warp read each key fragment from shared memory once for two products.
+    {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 64, .block_n_general = 32, .warps = 4, .min_blocks = 2},
+    // 48 KiB. The output of 32 rows takes 128 of 255 registers; with logits of 64 keys, or of 48, six more are wanted
+    // than there are. Two blocks hide each other's softmax.
+    {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 32, .block_n_general = 32, .warps = 4, .min_blocks = 2},
+    // 88 KiB, for one block, so it has 8 warps of 16 rows.
+    {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 64, .block_n_general = 64, .warps = 8, .min_blocks = 1},
+    // 96 KiB, for one block of 8 warps. The output of 16 rows takes 128 registers.
+    {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 32, .block_n_general = 32, .warps = 8, .min_blocks = 1},
+};
+constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
+constexpr int kMaxHeadDim = 256;
+
+// The first whose dims are large enough, for dims up to kMaxHeadDim.
+constexpr int forward_tile_of(int64_t dim, int64_t dim_v) {
+  int i = 0;
+  while (i + 1 < kNumForwardTiles && (dim > kForwardTiles[i].dim || dim_v > kForwardTiles[i].dim_v)) ++i;
+  return i;
+}
+
+}  // namespace cuda_ext::sm80

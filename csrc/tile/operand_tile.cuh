@@ -1,0 +1,72 @@
+// Tiles of 16-byte chunks in shared memory, and their way into the fragments of mma.sync.
+#pragma once
+
+#include "arch/mma.cuh"
+
+namespace cuda_ext::sm80 {
+
+enum class Side { kA, kB };
+
+// An operand's tile in shared memory: lines of 16-byte chunks. A line goes along the dim that is contiguous, which is k
+// if `k_major`; the chunks of a line are permuted, so that neither copies nor fragment loads meet in a bank.
+template <class T, Side side, bool k_major, int extent, int depth>
+struct OperandTile {
+  using Element = T;
+  static constexpr bool kKMajor = k_major;
+  static constexpr int kExtent = extent;
+  static constexpr int kDepth = depth;
+  static constexpr int kElements = 16 / sizeof(T);  // of a chunk
+  static constexpr int kLines = k_major ? extent : depth;
+  static constexpr int kChunks = (k_major ? depth : extent) / kElements;  // of a line
+  static constexpr int kLineBytes = kChunks * 16;
+  static constexpr int kBytes = kLines * kLineBytes;
+  static constexpr int kStep = 32 / sizeof(T);  // depth of an mma
+  static_assert(kChunks == 4 || kChunks % 8 == 0);
+
+  DEVICE static int offset(int line, int chunk) {
+    if constexpr (kChunks == 4)  // 2 lines fill the banks, and ldmatrix reads one chunk of each of 8
+      chunk ^= line >> 1 & 3;
+    else if constexpr (!k_major && sizeof(T) == 4)  // plain loads of 2 chunks of each of 4 lines
+      chunk ^= (line & 3) << 1;
+    else  // one chunk of each of 8 lines
+      chunk ^= line & 7;
+    return line * kLineBytes + chunk * 16;
+  }
+
+  // A fragment is 16 indices of the extent by 32 bytes along k, as 4 quadrants of 8 x 16 bytes. Those of A (a fragment
+  // of mma) go along the extent first, those of B (two fragments) along k, so that each is in neighbouring registers.
+
+  // Where this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
+  DEVICE static int lane_offset(int first) {
+    const int lane = arch::lane_index();
+    // Lanes 8q to 8q + 7 give the rows of quadrant q to ldmatrix.
+    const int along_extent = side == Side::kA ? lane / 8 % 2 : lane / 16;
+    const int along_k = side == Side::kA ? lane / 16 : lane / 8 % 2;
+    if constexpr (k_major)
+      return offset(first + lane % 8 + along_extent * 8, along_k);
+    else if constexpr (sizeof(T) == 2)
+      return offset(lane % 8 + along_k * 8, first / kElements + along_extent);
+    else
+      return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
+  }
+
+  // Fragment `i` of the warp in step `step`, from `at` = tile + lane_offset. The permutation is an exclusive or, so
+  // going to another chunk is one too, with a number that the compiler knows, as long as it stays within 128 bytes, to
+  // which tiles are aligned.
+  DEVICE static void load_fragment(uint32_t (&m)[4], arch::SharedAddress at, int i, int step) {
+    if constexpr (k_major) {
+      arch::ldmatrix<4>(m, (at ^ step % 4 * 32) + step / 4 * 128 + i * 16 * kLineBytes);
+    } else if constexpr (sizeof(T) == 2) {
+      arch::ldmatrix<4, true>(m, (at ^ i % 4 * 32) + i / 4 * 128 + step * kStep * kLineBytes);
+    } else {  // ldmatrix transposes 16-bit elements only
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int along_extent = side == Side::kA ? q % 2 : q / 2, along_k = side == Side::kA ? q / 2 : q % 2;
+        m[q] = arch::load_shared<uint32_t>((at ^ (i % 2 * 64 + along_extent * 32)) + i / 2 * 128 +
+                                           (step * kStep + along_k * 4) * kLineBytes);
+      }
+    }
+  }
+};
+
+}  // namespace cuda_ext::sm80

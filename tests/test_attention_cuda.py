@@ -1,0 +1,305 @@
+"""Attention's CUDA kernels: the forward against the reference, on the emulator, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import testing
+from cuda_ext.testing import assert_op_matches_reference, reference_attention, reference_attention_varlen
+
+pytestmark = pytest.mark.every_backend
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+# Beyond the rule: both sides may get a value without error where the other rounds once.
+ATOL = 2.0
+
+
+def qkv(batch: int, sq: int, sk: int, heads: int, heads_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> Any:
+    shapes = {
+        "query": (batch, sq, heads, dim),
+        "key": (batch, sk, heads_kv, dim),
+        "value": (batch, sk, heads_kv, dim_v),
+    }
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def check(tensors: dict[str, Tensor], **options: Any) -> None:
+    assert_op_matches_reference(
+        cuda_ext.flash_attention,
+        reference_attention,
+        tensors,
+        {"return_lse": True, **options},
+        atol=ATOL * torch.finfo(tensors["value"].dtype).eps,
+    )
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (20, 9)},
+    "left window": {"window": (33, None)},
+    "softcap": {"softcap": 3.0},
+    "scale": {"scale": 0.3},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+}
+PAIRS = [
+    pair
+    for pair in itertools.combinations(FEATURES, 2)
+    if pair not in (("causal", "window"), ("window", "left window"))
+]
+
+
+def options_of(*features: str) -> dict[str, Any]:
+    return {name: value for feature in features for name, value in FEATURES[feature].items()}
+
+
+def check_with(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
+    heads = tensors["query"].shape[2]
+    options = dict(options)
+    if options.pop("alibi", False):
+        tensors = {**tensors, "alibi_slopes": torch.rand(heads)}
+    if options.pop("sinks", False):
+        tensors = {**tensors, "sinks": torch.randn(heads)}
+    check(tensors, **options)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("feature", ["plain", *FEATURES])
+def test_each_feature_at_each_head_dim(dim: int, feature: str) -> None:
+    dtype = random.choice(DTYPES)
+    check_with(qkv(1, 70, 75, 2, 1, dim, dim, dtype), {} if feature == "plain" else options_of(feature))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_pairs_of_features(pair: tuple[str, str]) -> None:
+    check_with(qkv(1, 130, 140, 2, 2, 64, 64, random.choice(DTYPES)), options_of(*pair))
+
+
+# Around tiles of 128 queries and 64 keys.
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 193, 257])
+@pytest.mark.parametrize("extra", [-64, -1, 0, 1, 64])
+def test_lengths_around_the_tiles(length: int, extra: int) -> None:
+    check(qkv(1, length, max(1, length + extra), 1, 1, 64, 64, torch.bfloat16), causal=random.random() < 0.5)
+
+
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (24, 40), (64, 72), (72, 64), (136, 64), (192, 128), (128, 256), (200, 8), (16, 0)]
+)
+def test_head_dims_are_padded(dims: tuple[int, int]) -> None:
+    for dtype in DTYPES:
+        check(qkv(1, 70, 75, 2, 1, *dims, dtype), causal=True)
+
+
+@pytest.mark.parametrize("group", [1, 2, 8, 40])
+@pytest.mark.parametrize("queries", [1, 3, 20, 150])
+def test_heads_that_share_keys(group: int, queries: int) -> None:
+    """Of few queries the heads of a group share a tile."""
+    check_with(qkv(2, queries, 90, 2 * group, 2, 64, 64, torch.float16), {"causal": True, "sinks": True, "alibi": True})
+
+
+@pytest.mark.parametrize("keys", [1, 64, 65, 1000])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("features", [(), ("causal",), ("window", "sinks"), ("alibi", "softcap")], ids=str)
+def test_keys_are_divided_among_blocks(queries: int, keys: int, features: tuple[str, ...]) -> None:
+    check_with(qkv(1, queries, keys, 2, 1, 64, 128, torch.bfloat16), options_of(*features))
+
+
+def test_scales_that_are_not_positive() -> None:
+    for scale in (-0.3, 0.0):
+        check(qkv(1, 65, 64, 2, 2, 64, 64, torch.float16), scale=scale)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 5, 5, 2, 2, 8, 8), (2, 0, 5, 2, 2, 8, 8), (2, 5, 0, 2, 2, 8, 8), (2, 5, 5, 0, 0, 8, 8), (2, 5, 5, 2, 1, 8, 0)],
+    ids=str,
+)
+@pytest.mark.cpu_only("nothing is launched for most of them")
+def test_empty_on_the_cpu(sizes: tuple[int, ...]) -> None:
+    check(qkv(*sizes, torch.bfloat16), causal=True)
+
+
+def test_rows_that_see_nothing() -> None:
+    tensors = qkv(1, 150, 70, 2, 2, 64, 64, torch.bfloat16)
+    out, lse = cuda_ext.flash_attention(**tensors, causal=True, sinks=torch.zeros(2), return_lse=True)
+    assert (out[:, :80] == 0).all() and (lse[..., :80] == -math.inf).all() and lse[..., 80:].isfinite().all()
+    out, lse = cuda_ext.flash_attention(
+        tensors["query"], tensors["key"][:, :0], tensors["value"][:, :0], return_lse=True
+    )
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_very_large_and_very_negative_logits() -> None:
+    tensors = qkv(1, 130, 130, 1, 1, 64, 64, torch.bfloat16)
+    for scale in (50.0, -50.0):
+        check({**tensors, "query": tensors["query"].abs() + 1, "key": tensors["key"].abs() + 1}, scale=scale)
+
+
+def test_uniform_weights_give_exact_means() -> None:
+    value = torch.randint(-8, 9, (2, 256, 2, 64)).bfloat16()
+    query, key = torch.randn(2, 70, 2, 64).bfloat16(), torch.zeros(2, 256, 2, 64, dtype=torch.bfloat16)
+    expected = value.double().mean(1, keepdim=True).expand(2, 70, 2, 64).bfloat16()
+    assert torch.equal(cuda_ext.flash_attention(query, key, value), expected)
+
+
+def lengths() -> Iterator[tuple[list[int], list[int]]]:
+    yield [3, 130, 0, 64, 1], [70, 130, 5, 0, 200]
+    yield [1, 1, 1], [100, 1, 65]
+    yield [200], [10]
+
+
+@pytest.mark.parametrize("case", list(lengths()), ids=str)
+@pytest.mark.parametrize("features", [(), ("causal",), ("window", "sinks"), ("alibi", "softcap", "causal")], ids=str)
+def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str, ...]) -> None:
+    of_q, of_k = case
+    tensors: dict[str, Tensor] = {
+        "query": torch.randn(sum(of_q), 4, 64).half(),
+        "key": torch.randn(sum(of_k), 2, 64).half(),
+        "value": torch.randn(sum(of_k), 2, 64).half(),
+        "cu_seqlens_q": torch.tensor([0, *itertools.accumulate(of_q)], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, *itertools.accumulate(of_k)], dtype=torch.int32),
+    }
+    options = options_of(*features)
+    if options.pop("alibi", False):
+        tensors["alibi_slopes"] = torch.rand(len(of_q), 4)
+    if options.pop("sinks", False):
+        tensors["sinks"] = torch.randn(4)
+    assert_op_matches_reference(
+        cuda_ext.flash_attention_varlen,
+        reference_attention_varlen,
+        tensors,
+        {"return_lse": True, **options},
+        atol=ATOL * torch.finfo(torch.float16).eps,
+    )
+
+
+def test_strided_tensors_are_read_in_place() -> None:
+    qkv_packed = torch.randn(2, 70, 3, 4, 64).bfloat16()
+    query, key, value = qkv_packed.unbind(2)
+    check({"query": query, "key": key, "value": value})
+    by_heads = torch.randn(2, 4, 70, 64).bfloat16().transpose(1, 2)
+    check({"query": by_heads, "key": key, "value": value})
+
+
+def test_tensors_at_any_address() -> None:
+    shape = (1, 70, 2, 64)
+    shifted = [torch.randn(math.prod(shape) + 1).half()[1:].view(shape) for _ in range(3)]
+    check(dict(zip(("query", "key", "value"), shifted)))
+    check(dict(zip(("query", "key", "value"), (torch.randn(1, 70, 2, 67).half()[..., :64] for _ in range(3)))))
+    check(dict(zip(("query", "key", "value"), (torch.randn(1, 70, 64, 2).half().transpose(2, 3) for _ in range(3)))))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (40, 3)}], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
+@pytest.mark.cpu_only("compares two backends")
+def test_the_same_weights_are_dropped_as_on_a_cpu(options: dict[str, Any], heads: tuple[int, int]) -> None:
+    """Values that tell keys apart show which weights there are."""
+    queries = 70 if heads == (2, 2) else 5
+    tensors = qkv(2, queries, 64, *heads, 64, 64, torch.float16)
+    tensors["value"] = torch.eye(64).half()[None, :, None].expand(2, 64, heads[1], 64)
+    state = torch.random.get_rng_state()
+    on_cpu = cuda_ext.flash_attention(**tensors, dropout_p=0.3, **options)
+    torch.random.set_rng_state(state)
+    with testing.emulated(mode="lazy", schedule="pct"):
+        emulated = cuda_ext.flash_attention(**tensors, dropout_p=0.3, **options)
+    assert torch.equal(on_cpu == 0, emulated == 0)
+    assert 0.1 < float((on_cpu == 0).float().mean()) < 0.9
+    torch.testing.assert_close(on_cpu, emulated, atol=2e-3, rtol=2e-2)
+
+
+def test_refusals(backend: str) -> None:
+    if backend == "cpu":
+        return
+    x = torch.zeros(1, 4, 1, 64)
+    cuda_ext.flash_attention(x.half(), x.half(), x.half())
+    with pytest.raises(RuntimeError, match="expected float16 or bfloat16 on a CUDA device, got Float; cast"):
+        cuda_ext.flash_attention(x, x, x)
+    with pytest.raises(NotImplementedError, match="no CUDA kernel"):
+        cuda_ext.flash_attention(x.double(), x.double(), x.double())
+    for dims, name in (((12, 8), "query and key"), ((8, 264), "value")):
+        q, v = torch.zeros(1, 4, 1, dims[0]).half(), torch.zeros(1, 4, 1, dims[1]).half()
+        with pytest.raises(RuntimeError, match=f"expected a head dim of {name} that is a multiple of 8 up to 256"):
+            cuda_ext.flash_attention(q, q, v)
+    q = x.half().requires_grad_()
+    with pytest.raises(NotImplementedError, match="no CUDA kernel"):
+        cuda_ext.flash_attention(q, q, q).sum().backward()
+
+
+class TestCost:
+    """What the kernels move, as the emulator counts it."""
+
+    pytestmark = pytest.mark.cpu_only("emulated as a test wants it")
+
+    @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+    def test_every_byte_once_for_each_tile_and_no_bank_conflict(self, dims: tuple[int, int]) -> None:
+        heads, queries, keys = 100, 256, 128
+        tensors = qkv(1, queries, keys, heads, heads, *dims, torch.bfloat16)
+        with testing.emulated("sm_80") as emulation:
+            cuda_ext.flash_attention(**tensors)
+        block_m = 128
+        counted = emulation.counters
+        read = 2 * heads * (queries * dims[0] + keys * (dims[0] + dims[1]) * (queries // block_m))
+        written = heads * queries * (2 * dims[1] + 4)
+        assert counted["global_load_bytes"] == read
+        assert counted["global_load_sectors"] * 32 == read
+        assert counted["global_store_bytes"] == written
+        assert counted["matrix_wavefronts"] == counted["matrix_ideal_wavefronts"]
+        assert counted["shared_wavefronts"] == counted["shared_ideal_wavefronts"]
+        assert counted["mma"] == 2 * heads * queries * keys * (dims[0] + dims[1]) // (2 * 16 * 8 * 16)
+
+    def test_keys_of_packed_heads_are_read_once(self) -> None:
+        tensors = qkv(1, 1, 4096, 32, 4, 64, 64, torch.bfloat16)
+        with testing.emulated("sm_80") as emulation:
+            cuda_ext.flash_attention(**tensors)
+        keys = 2 * 4096 * 4 * (64 + 64)
+        assert keys <= emulation.counters["global_load_bytes"] < 1.5 * keys
+
+
+class TestRaces:
+    pytestmark = pytest.mark.cpu_only("emulated as a test wants it")
+    OPTIONS: Any = ({}, {"causal": True}, {"window": (70, 10), "softcap": 2.0, "dropout_p": 0.2})
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [(1, 140, 130, 1, 1, 64, 64), (1, 40, 70, 1, 1, 256, 256), (1, 1, 300, 4, 1, 64, 64)]
+    )
+    def test_none_in_any_order(self, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+        tensors = qkv(*sizes, torch.bfloat16)
+        state = torch.random.get_rng_state()
+        results = []
+        for mode, schedule, check_races in (("eager", "fifo", True), ("lazy", "pct", True), ("lazy", "pct", False)):
+            torch.random.set_rng_state(state)
+            with testing.emulated("sm_80", mode, schedule, random.randrange(2**31), check_races=check_races):
+                results.append(cuda_ext.flash_attention(**tensors, **options))
+        assert all(torch.equal(results[0], result) for result in results)
+
+    def test_every_wait_is_needed(self) -> None:
+        """Keys of few heads are divided among blocks, those of many are not, and both ways have waits of their own."""
+        sizes = ((1, 140, 200, 2, 1, 64, 64), (2, 140, 130, 40, 20, 64, 64))
+        cases = [qkv(*each, torch.bfloat16) for each in sizes]
+        with testing.emulated("sm_80") as emulation:
+            results = [cuda_ext.flash_attention(**tensors) for tensors in cases]
+        sites = [site for site in emulation.sync_sites if "attention" in site[0]]
+        assert {"sync_threads", "sync_warp", "cp_async_wait", "cp_async_commit"} == {site[2] for site in sites}
+        for site in sites:
+            assert any(map(self.is_noticed, cases, results, itertools.repeat(site))), f"{site} can go"
+
+    def is_noticed(self, tensors: dict[str, Tensor], expected: Tensor, site: tuple[str, int, str]) -> bool:
+        for seed, check_races in itertools.product(range(8), (False, True)):
+            try:
+                with testing.emulated("sm_80", "lazy", "pct", seed, check_races=check_races, skip=site):
+                    if not torch.equal(cuda_ext.flash_attention(**tensors), expected):
+                        return True
+            except RuntimeError:
+                return True
+        return False
