@@ -1,6 +1,7 @@
 """Measures the cases of one suite in a process of its own, which an opponent may crash: `python -m benchmarks.worker`.
 
 It reads one JSON object from its standard input, the order, and writes one a line to its standard output:
+  {"ceiling": "copy", "rate": 1e10}   what the device can do in a second, where that was the order
   {"total": 40}                       how many cases there are
   {"case": 3, "of": {...}}            begins one; `of` is the measurement as far as it is known before
   {"side": "torch.matmul"}            the code that now runs for the first time is this side's; "": that of all
@@ -37,7 +38,8 @@ def main() -> int:
     if order["threads"]:
         torch.set_num_threads(order["threads"])
     if order["suite"] == "ceilings":
-        _write(report, {"ceilings": ceilings(order["device"])})
+        for name, rate in ceilings(order["device"]):
+            _write(report, {"ceiling": name, "rate": rate})
         return 0
     run(order, report)
     return 0
@@ -91,20 +93,18 @@ def selected(suite: str, device: str, only: str) -> Iterator[measure.Case]:
             yield case
 
 
-def ceilings(device: str) -> dict[str, float]:
+def ceilings(device: str) -> Iterator[tuple[str, float]]:
     """What the device can do in a second: bytes of a large copy, read and written; operations of a library matmul."""
     method = measure.Method(device)
     count = (1 << 28) if device == "cuda" else (1 << 25)
     source, target = torch.randn(count, device=device), torch.empty(count, device=device)
-    found = {"copy": 8.0 * count / _fastest(method, lambda: target.copy_(source))}
+    yield "copy", 8.0 * count / _fastest(method, lambda: target.copy_(source))
     for dtype in ("float32", "bfloat16", "float16"):
         # float16 on a CPU takes PyTorch a hundred times as long.
         sizes = (8192, 4096) if device == "cuda" else (256,) if dtype == "float16" else (2048, 1024)
         for n in sizes:
             a, b = (torch.empty(n, n, device=device).uniform_(-1, 1).to(getattr(torch, dtype)) for _ in range(2))
-            rate = 2.0 * n**3 / _fastest(method, lambda: torch.matmul(a, b))  # noqa: B023
-            found[dtype] = max(found.get(dtype, 0.0), rate)
-    return found
+            yield dtype, 2.0 * n**3 / _fastest(method, lambda: torch.matmul(a, b))  # noqa: B023
 
 
 def _fastest(method: measure.Method, call: measure.Call) -> float:

@@ -190,7 +190,7 @@ class TestMeasure:
 def planted() -> dict[str, dict[str, Measurement]]:
     """What a run makes of the planted suite, by case and side."""
     worker = [sys.executable, str(ROOT / "tests" / "planted_suite.py")]
-    plan = runner.Plan(["gemm"], "cpu", minutes=1.5, silence=15.0, command=worker)
+    plan = runner.Plan(["gemm"], "cpu", minutes=3, silence=30.0, command=worker)
     progress = Recorder()
     found: dict[str, dict[str, Measurement]] = {}
     for rows in runner.run(plan, progress):
