@@ -335,7 +335,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   constexpr const char* op = "flash_attention_backward";
   const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
-  refuse_emulation(op);
   const Shape shape = check(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
@@ -347,11 +346,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   check_like("grad_out", grad_out, "out", out);
   if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
 
+  const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
+  if (cuda != nullptr) check_cuda(op, shape, query);
   AttentionBackwardParams p;
   Operands operands;
-  fill(p, operands, shape, query, key, value, o, false);
+  fill(p, operands, shape, query, key, value, o, cuda != nullptr);
   if (dropout_p > 0) set_rng_state(p, op, value_or_empty(rng_state));
-  const Tensor dense_out = with_dense_rows(out, false), dense_grad_out = with_dense_rows(grad_out, false);
+  const Tensor dense_out = with_dense_rows(out, cuda != nullptr),
+               dense_grad_out = with_dense_rows(grad_out, cuda != nullptr);
   const Tensor dense_lse = lse.contiguous();
   const Tensor dense_grad_lse = is_given(grad_lse) ? grad_lse->contiguous() : Tensor();
   const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
@@ -365,7 +367,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   p.lse = dense_lse.data_ptr();
   p.grad_lse = dense_grad_lse.defined() ? dense_grad_lse.const_data_ptr() : nullptr;
   p.grad_sinks = is_given(sinks) ? grad_sinks.mutable_data_ptr() : nullptr;
-  attention_backward(p);
+  p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
+  if (cuda != nullptr) {
+    const LaunchScope scope(query.device(), cuda->attention_backward_workspace(p));
+    cuda->attention_backward(p, scope.workspace(), scope.stream());
+  } else {
+    attention_backward(p);
+  }
   if (is_given(sinks)) grad_sinks = grad_sinks.to(sinks->scalar_type());
   return {std::move(grad_query), std::move(grad_key), std::move(grad_value), std::move(grad_sinks)};
 }
@@ -513,7 +521,7 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("flash_attention", flash_attention);
   m.impl("flash_attention_varlen", flash_attention_varlen);
   m.impl("flash_attention_forward", flash_attention_forward);
-  m.impl("flash_attention_backward", torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+  m.impl("flash_attention_backward", flash_attention_backward);
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {

@@ -56,6 +56,7 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out, grad_query, grad_key, grad_value;
   const void* grad_lse = nullptr;  // like lse; may be null
   void* grad_sinks = nullptr;      // like sinks; null when not wanted
+  bool deterministic = false;      // the same bits in every run; a CPU's always are, for its number of threads
 };
 
 CUDA_EXT_CPU_LAUNCHER(attention_forward, AttentionParams)

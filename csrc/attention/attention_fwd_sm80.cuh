@@ -17,19 +17,18 @@
 //           and log-sum-exp in the workspace, and a second kernel weighs them.
 #pragma once
 
-#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <string>
 
-#include "arch/async_copy.cuh"
 #include "attention/attention_fwd_sm80.h"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/rows.cuh"
 #include "attention/scheduler.cuh"
 #include "attention/softmax.cuh"
 #include "rt/device.h"
-#include "tile/operand_tile.cuh"
+#include "tile/products.cuh"
 
 namespace cuda_ext::sm80 {
 
@@ -64,78 +63,6 @@ struct TileRows {
   DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
 };
 
-// Index of a row within lse, which is also its number for dropout.
-DEVICE int64_t lse_row(const AttentionParams& p, const Sequence& s, int batch, int head, int query) {
-  return (p.cu_seqlens_q != nullptr ? head * p.total_q + s.q_begin : (batch * p.heads + head) * p.seqlen_q) + query;
-}
-
-template <class T>
-DEVICE T* row_of(const HeadsView& view, int batch, int64_t row, int head) {
-  return static_cast<T*>(view.data) + batch * view.batch_stride + row * view.seq_stride + head * view.head_stride;
-}
-
-// Starts copying a tile whose line i is at row(i), `width` elements long. Lines from `count` on, and what is beyond the
-// width, become zeros. Unrolled, the addresses of all lines take registers.
-template <class Tile, int threads, bool unrolled, class Row>
-DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row) {
-  constexpr int kCopies = Tile::kLines * Tile::kChunks / threads;
-  static_assert(kCopies * threads == Tile::kLines * Tile::kChunks);
-#pragma unroll(unrolled ? kCopies : 1)
-  for (int i = 0; i < kCopies; ++i) {
-    const int index = i * threads + arch::thread_index();
-    const int line = index / Tile::kChunks, chunk = index % Tile::kChunks;
-    const bool inside = line < count && chunk * Tile::kElements < width;
-    // Where nothing is read the address does not matter.
-    arch::cp_async<16>(tile + Tile::offset(line, chunk), row(line) + chunk * Tile::kElements, inside ? 16 : 0);
-  }
-}
-
-// Copies of the same operand's tiles, from the last to the first. A thread has the same chunk of every so many lines;
-// the steps from one to the next reach the kernel as constants, which take no registers.
-template <class Tile, int threads>
-class TileCopies {
-  static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
-  static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
-
- public:
-  // Bytes from a thread's line to its next, and from a tile to the next.
-  static void set_steps(int64_t stride, int64_t& pass, int64_t& tile) {
-    constexpr int64_t kBytes = sizeof(typename Tile::Element);
-    pass = kLinesPerPass * stride * kBytes;
-    tile = Tile::kLines * stride * kBytes;
-  }
-
-  // Of lines `stride` elements apart; `tile` is copied first.
-  DEVICE TileCopies(const typename Tile::Element* lines, int64_t stride, int tile) {
-    const int thread = arch::thread_index();
-    const int64_t line = int64_t(tile) * Tile::kLines + (kOneChunk ? thread / Tile::kChunks : 0);
-    source_ = reinterpret_cast<const char*>(lines + line * stride) + (kOneChunk ? thread % Tile::kChunks * 16 : 0);
-  }
-
-  // `count` lines, or all if that is more, of `width` elements.
-  DEVICE void copy_next(arch::SharedAddress tile, int count, int width, const int64_t& pass, const int64_t& tile_step) {
-    if constexpr (kOneChunk) {
-      const int thread = arch::thread_index(), chunk = thread % Tile::kChunks;
-      const int left = chunk * Tile::kElements < width ? count : 0;
-      const char* source = source_;
-#pragma unroll
-      for (int i = 0; i < Tile::kLines / kLinesPerPass; ++i) {
-        const int line = thread / Tile::kChunks + i * kLinesPerPass;
-        arch::cp_async<16>(tile + Tile::offset(line, chunk), source, line < left ? 16 : 0);
-        source += pass;
-      }
-    } else {
-      copy_lines<Tile, threads, true>(tile, count, width, [&](int i) {
-        return reinterpret_cast<const typename Tile::Element*>(source_ + i * pass);
-      });
-    }
-    source_ -= tile_step;
-  }
-
- private:
-  const char* source_;  // this thread's first chunk of the next tile
-};
-
 // One instantiation of the kernel.
 template <class T, AttentionConfig config, bool general>
 struct Forward {
@@ -145,10 +72,12 @@ struct Forward {
   static constexpr int kMinBlocks = config.min_blocks;
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = general ? config.block_n_general : config.block_n;
+
+  using LogitTiles = WarpTiles<kBlockM, kBlockN, config.warps, 1>;
+  using OutTiles = WarpTiles<kBlockM, config.dim_v, config.warps, 1>;
   static constexpr int kWarpRows = kBlockM / config.warps;
-  static constexpr int kRowTiles = kWarpRows / 16;
-  static constexpr int kKeyTiles = kBlockN / 8;
-  static constexpr int kOutTiles = config.dim_v / 8;
+  static constexpr int kRowTiles = OutTiles::kRowTiles;
+  static constexpr int kOutTiles = OutTiles::kColumnTiles;
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
   using TileK = OperandTile<T, Side::kB, true, kBlockN, config.dim>;
@@ -161,56 +90,6 @@ struct Forward {
     alignas(128) unsigned char k[TileK::kBytes];
     alignas(128) unsigned char v[TileV::kBytes];
   };
-
-  using Logits = float[kRowTiles][kKeyTiles][4];
-  using Output = float[kRowTiles][kOutTiles][4];
-
-  // logits += Q K^T, of this warp's rows. q, k: where this lane begins to read.
-  DEVICE static void multiply_keys(arch::SharedAddress q, arch::SharedAddress k, Logits& logits) {
-#pragma unroll
-    for (int step = 0; step < config.dim / TileQ::kStep; ++step) {
-      uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) TileQ::load_fragment(a[m], q, m, step);
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; n += 2) {
-        uint32_t b[4];
-        TileK::load_fragment(b, k, n / 2, step);
-        const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          arch::mma_m16n8k16<T>(logits[m][n], a[m], first);
-          arch::mma_m16n8k16<T>(logits[m][n + 1], a[m], second);
-        }
-      }
-    }
-  }
-
-  // out += P V.
-  DEVICE static void multiply_values(const Logits& weights, arch::SharedAddress v, Output& out) {
-#pragma unroll
-    for (int step = 0; step < kBlockN / TileV::kStep; ++step) {
-      uint32_t a[kRowTiles][4];
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const float* const pair = weights[m][2 * step + q / 2] + q % 2 * 2;
-          a[m][q] = arch::pack<T>(pair[0], pair[1]);
-        }
-#pragma unroll
-      for (int n = 0; n < kOutTiles; n += 2) {
-        uint32_t b[4];
-        TileV::load_fragment(b, v, n / 2, step);
-        const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-          arch::mma_m16n8k16<T>(out[m][n], a[m], first);
-          arch::mma_m16n8k16<T>(out[m][n + 1], a[m], second);
-        }
-      }
-    }
-  }
 };
 
 // Scale, softcap and ALiBi, of the keys from `first_key` on.
@@ -255,11 +134,10 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   const arch::SharedAddress tile_k = arch::shared_address(shared.k), tile_v = arch::shared_address(shared.v);
 
-  // This thread's rows within the tile.
-  const int warp_row = arch::thread_index() / arch::kWarpSize * Kernel::kWarpRows;
-  const auto row_at = [&](int m, int half) { return warp_row + m * 16 + half * 8 + arch::lane_index() / 4; };
+  const int warp_row = Kernel::LogitTiles::first_row();
+  const auto row_at = [&](int m, int half) { return Kernel::LogitTiles::row(m, half); };
 
-  typename Kernel::Output out = {};
+  typename Kernel::OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
   float slope[kRowTiles][2];      // general
   int last_key[kRowTiles][2];     // general: of the diagonal
@@ -289,9 +167,9 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   if (begin < end) {
     const arch::SharedAddress tile_q = arch::shared_address(shared.q);
-    copy_lines<typename Kernel::TileQ, Kernel::kThreads, false>(tile_q, rows.count - rows.first, int(p.dim), [&](int i) {
-      return row_of<const T>(p.query, at.batch, sequence.q_begin + rows.query(i), rows.head(i));
-    });
+    copy_lines<typename Kernel::TileQ, Kernel::kThreads, false>(
+        tile_q, rows.count - rows.first, int(p.dim),
+        [&](int i) { return row_of<const T>(p.query, at.batch, sequence.q_begin + rows.query(i), rows.head(i)); });
     TileCopies<typename Kernel::TileK, Kernel::kThreads> keys(
         row_of<const T>(p.key, at.batch, sequence.k_begin, head_kv), p.key.seq_stride, end - 1);
     TileCopies<typename Kernel::TileV, Kernel::kThreads> values(
@@ -311,8 +189,8 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
       arch::sync_threads();  // these keys are here, and the values before have been read
       values.copy_next(tile_v, visible.k_len - tile * kBlockN, int(p.dim_v), plan.value_pass, plan.value_tile);
       arch::cp_async_commit();
-      typename Kernel::Logits logits = {};
-      Kernel::multiply_keys(lane_q, lane_k, logits);
+      typename Kernel::LogitTiles::Accumulators logits = {};
+      multiply<typename Kernel::TileK>(SharedOperand<typename Kernel::TileQ>{lane_q}, lane_k, logits);
 
       arch::cp_async_wait<0>();
       arch::sync_threads();  // these values are here, and the keys have been read
@@ -321,17 +199,15 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
       const int first_key = tile * kBlockN;
       if constexpr (Kernel::kGeneral) shape_logits(logits, plan, slope, last_key, first_key);
       if (!visible.all_visible(first_query, last_query, first_key, first_key + kBlockN)) {
-        int query[kRowTiles][2];
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) query[m][half] = rows.query(row_at(m, half));
-        hide(logits, visible, query, first_key);
+        // What this thread's columns are counted from.
+        const int origin = first_key + arch::lane_index() % 4 * 2;
+        hide<typename Kernel::LogitTiles>(
+            logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
       }
       softmax.take(logits, out, plan.factor);
       if constexpr (Kernel::kGeneral)
         if (plan.dropout.drop_below > 0) plan.dropout.drop(logits, numbers, first_key);
-      Kernel::multiply_values(logits, lane_v, out);
+      multiply<typename Kernel::TileV>(operand_of<T>(logits), lane_v, out);
     }
   }
 
@@ -427,31 +303,12 @@ attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pla
   }
 }
 
-// How many blocks share the keys of a tile: as few as come within 15 % of what the best number fills of the device.
-inline int choose_splits(int64_t blocks, int64_t at_once, int64_t key_tiles) {
-  constexpr int kMaxSplits = 64;
-  if (blocks * 5 >= at_once * 4 || key_tiles < 2) return 1;
-  const auto filled = [&](int64_t splits) {
-    const double waves = double(blocks * splits) / double(at_once);
-    return waves / double((blocks * splits + at_once - 1) / at_once);
-  };
-  const int most = int(std::min<int64_t>(kMaxSplits, key_tiles));
-  double best = 0.0;
-  for (int splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
-  int splits = 1;
-  while (filled(splits) < 0.85 * best) ++splits;
-  // Without those that would have nothing to do.
-  const int64_t of_split = (key_tiles + splits - 1) / splits;
-  return int((key_tiles + of_split - 1) / of_split);
-}
-
 inline int64_t lse_rows(const AttentionParams& p) {
   return p.heads * (p.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q);
 }
 
 inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig& config, const rt::Device& device) {
   constexpr double kLog2e = 1.4426950408889634;
-  constexpr int64_t kSectionBytes = 32 << 20;  // of keys and values, in L2
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const int64_t group = p.heads / p.heads_kv;
   const int64_t tiles = tiles_of(p.seqlen_q, config.block_m),
@@ -461,14 +318,13 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.schedule.tiles = int(plan.pack > 1 ? packed_tiles : tiles);
   plan.schedule.heads = int(p.heads / plan.pack);
   const int64_t pairs = plan.schedule.heads * p.batch;
-  const int64_t bytes = std::max<int64_t>(1, p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads);
   if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
     throw std::invalid_argument("attention_fwd_sm80: expected at most 2^31 tiles of queries, got " +
                                 std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
   plan.schedule.pairs = int(pairs);
-  plan.schedule.section = int(std::clamp<int64_t>(kSectionBytes / bytes, 1, std::max<int64_t>(1, pairs)));
+  plan.schedule.section = section_of(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
   // A section's blocks are counted in ints too.
-  const bool general = needs_general_forward(p);
+  const bool general = needs_general_kernel(p);
   plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
                               tiles_of(p.seqlen_k, general ? config.block_n_general : config.block_n));
   plan.scale = float(p.scale);
@@ -476,7 +332,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.softcap = float(p.softcap);
   plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
   plan.kept_scale = float(1 / (1 - p.dropout_p));
-  plan.dropout = {p.dropout_seed, p.dropout_offset, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
+  plan.dropout = dropout_of(p);
   return plan;
 }
 
@@ -518,7 +374,7 @@ void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Worksp
                                             .stream = stream},
                                            params, plan);
   };
-  needs_general_forward(params) ? start.template operator()<true>() : start.template operator()<false>();
+  needs_general_kernel(params) ? start.template operator()<true>() : start.template operator()<false>();
   if (plan.splits > 1) {
     constexpr int kThreads = 128;
     const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);

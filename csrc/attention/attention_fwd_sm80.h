@@ -14,7 +14,7 @@ namespace cuda_ext {
 namespace sm80 {
 
 // Whether what softmax is taken of is more than products times a positive number.
-inline bool needs_general_forward(const AttentionParams& p) {
+inline bool needs_general_kernel(const AttentionParams& p) {
   // Below this, sinks divided by the scale would not be finite.
   constexpr double kSmallestScale = 1e-20;
   return p.softcap > 0 || p.alibi_slopes != nullptr || p.dropout_p > 0 || p.scale < kSmallestScale;
@@ -36,25 +36,23 @@ extern template struct AttentionForwardSm80<bfloat16_t, 2>;
 extern template struct AttentionForwardSm80<bfloat16_t, 3>;
 static_assert(kNumForwardTiles == 4);
 
-template <class T, int tile = 0, class F>
-auto with_tile(int wanted, F&& f) {
-  if constexpr (tile + 1 < kNumForwardTiles) {
-    if (wanted != tile) return with_tile<T, tile + 1>(wanted, f);
+// Calls f(Op<T, tile>{}) for the parameters' dtype and the first of the tiles that their head dims fit.
+template <template <class, int> class Op, class T, int tile = 0, class Config, int tiles, class F>
+auto with_tile(const Config (&table)[tiles], const AttentionParams& p, F&& f) {
+  if constexpr (tile + 1 < tiles) {
+    if (p.dim > table[tile].dim || p.dim_v > table[tile].dim_v) return with_tile<Op, T, tile + 1>(table, p, f);
   }
-  return f(AttentionForwardSm80<T, tile>{});
+  return f(Op<T, tile>{});
 }
-
-// Calls f(AttentionForwardSm80<..>{}) for the parameters' dtype and head dims.
-template <class F>
-auto with_attention_forward(const AttentionParams& p, F&& f) {
+template <template <class, int> class Op, class Config, int tiles, class F>
+auto with_attention_tile(const char* op, const Config (&table)[tiles], const AttentionParams& p, F&& f) {
   if (p.dim > kMaxHeadDim || p.dim_v > kMaxHeadDim || p.dim % 8 != 0 || p.dim_v % 8 != 0)
-    throw std::invalid_argument("attention_fwd_sm80: expected head dims that are multiples of 8 up to 256, got " +
+    throw std::invalid_argument(std::string(op) + ": expected head dims that are multiples of 8 up to 256, got " +
                                 std::to_string(p.dim) + " and " + std::to_string(p.dim_v));
-  const int tile = forward_tile_of(p.dim, p.dim_v);
   switch (p.dtype) {
-    case Dtype::kFloat16: return with_tile<half_t>(tile, f);
-    case Dtype::kBFloat16: return with_tile<bfloat16_t>(tile, f);
-    default: throw std::invalid_argument("attention_fwd_sm80: expected float16 or bfloat16");
+    case Dtype::kFloat16: return with_tile<Op, half_t>(table, p, f);
+    case Dtype::kBFloat16: return with_tile<Op, bfloat16_t>(table, p, f);
+    default: throw std::invalid_argument(std::string(op) + ": expected float16 or bfloat16");
   }
 }
 
@@ -69,13 +67,16 @@ inline bool attention_sm80_reads(const HeadsView& view) {
 
 // Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
 inline size_t attention_forward_sm80_workspace(const AttentionParams& params) {
-  return sm80::with_attention_forward(params, [&](auto forward) { return forward.workspace(params); });
+  return sm80::with_attention_tile<sm80::AttentionForwardSm80>("attention_fwd_sm80", sm80::kForwardTiles, params,
+                                                               [&](auto forward) { return forward.workspace(params); });
 }
 
 // Starts the forward on `stream`, an rt::Stream. float16 or bfloat16; head dims multiples of 8 up to 256; views as
 // attention_sm80_reads asks. seqlen_q and seqlen_k of packed sequences: at least those of the longest.
 inline void launch_attention_forward_sm80(const AttentionParams& params, Workspace workspace, void* stream) {
-  sm80::with_attention_forward(params, [&](auto forward) { forward.launch(params, workspace, stream); });
+  sm80::with_attention_tile<sm80::AttentionForwardSm80>(
+      "attention_fwd_sm80", sm80::kForwardTiles, params,
+      [&](auto forward) { forward.launch(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext

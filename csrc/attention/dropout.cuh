@@ -2,6 +2,7 @@
 #pragma once
 
 #include "arch/warp.cuh"
+#include "attention/attention.h"
 
 namespace cuda_ext::sm80 {
 
@@ -56,6 +57,35 @@ struct Dropout {
       }
     }
   }
+
+  // For transposed logits: the words of a thread's four elements of a tile, whose rows are keys, the first of them
+  // `key`, and whose columns are rows of the softmax, `number` and the next.
+  //
+  // Four neighbouring keys are in four lanes, four apart, which want one word each of four counters: of two keys'
+  // groups and two rows. So each lane makes the words of one of these, and they transpose them.
+  DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
+    const int lane = arch::lane_index() / 4 % 4;
+    const bool odd = lane % 2 == 1, high = lane / 2 == 1;
+    uint32_t words[4];
+    philox(seed, offset, uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
+    uint32_t pairs[4];
+#pragma unroll
+    for (int k = 0; k < 4; k += 2) {
+      const uint32_t got = arch::shuffle_xor(odd ? words[k] : words[k + 1], 4);
+      pairs[k] = odd ? got : words[k];
+      pairs[k + 1] = odd ? words[k + 1] : got;
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t got = arch::shuffle_xor(high ? pairs[k] : pairs[k + 2], 8);
+      mine[k] = high ? got : pairs[k];
+      mine[k + 2] = high ? pairs[k + 2] : got;
+    }
+  }
 };
+
+inline Dropout dropout_of(const AttentionParams& p) {
+  return {p.dropout_seed, p.dropout_offset, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
+}
 
 }  // namespace cuda_ext::sm80

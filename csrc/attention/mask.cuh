@@ -24,6 +24,13 @@ struct Sequence {
   }
 };
 
+// Indices from begin to end.
+struct Span {
+  int begin, end;
+  DEVICE bool has(int i) const { return i >= begin && i < end; }
+  DEVICE Span from(int origin) const { return {begin - origin, end - origin}; }
+};
+
 // Key j and query i see each other iff low <= j - i <= high, and there is a key j.
 struct Visibility {
   int low, high, k_len;
@@ -38,27 +45,32 @@ struct Visibility {
   DEVICE int key_begin(int first) const { return first + low > 0 ? first + low : 0; }
   DEVICE int key_end(int last) const { return last + high < k_len ? last + high + 1 : k_len; }
 
+  DEVICE Span keys(int query) const { return {key_begin(query), key_end(query)}; }
+
+  // The same of queries, which may end beyond the last there is. A key beyond the last is seen by none.
+  DEVICE int query_begin(int first) const { return first - high > 0 ? first - high : 0; }
+  DEVICE int query_end(int last) const { return last - low + 1; }
+  DEVICE Span queries(int key) const { return {query_begin(key), key < k_len ? query_end(key) : 0}; }
+
   DEVICE bool all_visible(int first, int last, int keys_begin, int keys_end) const {
     return keys_begin - last >= low && keys_end - 1 - first <= high && keys_end <= k_len;
   }
 };
 
-// Logits of hidden keys become -inf. s: (row_tiles, key_tiles) outputs of mma, whose first key is `first_key`; query:
-// of each row of a thread.
-template <int row_tiles, int key_tiles>
-DEVICE void hide(float (&s)[row_tiles][key_tiles][4], const Visibility& visible, const int (&query)[row_tiles][2],
-                 int first_key) {
-  const int column = first_key + arch::lane_index() % 4 * 2;
+// Hidden logits become -inf. s: (row_tiles, column_tiles) outputs of mma; range(m, half): the visible columns of a row
+// of this thread, [begin, end), counted from its first.
+template <class Tiles, class Range>
+DEVICE void hide(typename Tiles::Accumulators& s, const Range& range) {
 #pragma unroll
-  for (int m = 0; m < row_tiles; ++m)
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int begin = visible.key_begin(query[m][half]) - column, end = visible.key_end(query[m][half]) - column;
+      const Span visible = range(m, half);
 #pragma unroll
-      for (int n = 0; n < key_tiles; ++n)
+      for (int n = 0; n < Tiles::kColumnTiles; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e)
-          if (n * 8 + e < begin || n * 8 + e >= end) s[m][n][2 * half + e] = -INFINITY;
+          if (!visible.has(Tiles::column_step(n) + e)) s[m][n][2 * half + e] = -INFINITY;
     }
 }
 

@@ -32,13 +32,63 @@ constexpr AttentionConfig kForwardTiles[] = {
     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 32, .block_n_general = 32, .warps = 8, .min_blocks = 1},
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
-constexpr int kMaxHeadDim = 256;
 
-// The first whose dims are large enough, for dims up to kMaxHeadDim.
-constexpr int forward_tile_of(int64_t dim, int64_t dim_v) {
-  int i = 0;
-  while (i + 1 < kNumForwardTiles && (dim > kForwardTiles[i].dim || dim_v > kForwardTiles[i].dim_v)) ++i;
-  return i;
-}
+// A tile of the backward: keys stay, queries pass by.
+struct AttentionBackwardConfig {
+  int dim;
+  int dim_v;
+  int block_m;      // queries
+  int block_n;      // keys
+  int key_warps;    // along the keys of scores and of dK and dV; others share their rows, along the head dims
+  int query_warps;  // along the queries of dQ
+  int warps;
+  int min_blocks;
+
+  constexpr int threads() const { return 32 * warps; }
+};
+
+// By head dims, from small to large. All fit 99 KiB of shared memory: block_n keys and values, block_m queries and
+// output gradients, and a tile of logits' gradients. dK and dV of a warp's keys are in registers all the time.
+constexpr AttentionBackwardConfig kBackwardTiles[] = {
+    // 49 KiB. 32 keys a warp read each fragment of the queries once for two products; dK and dV take 128 registers.
+    {.dim = 64,
+     .dim_v = 64,
+     .block_m = 32,
+     .block_n = 128,
+     .key_warps = 4,
+     .query_warps = 2,
+     .warps = 4,
+     .min_blocks = 2},
+    // 73 KiB. dK and dV of 16 keys take 128 registers, 64 queries' weights and gradients 64.
+    {.dim = 128,
+     .dim_v = 128,
+     .block_m = 64,
+     .block_n = 64,
+     .key_warps = 4,
+     .query_warps = 2,
+     .warps = 4,
+     .min_blocks = 2},
+    // 64 KiB. dK and dV of 16 keys take 160 registers.
+    {.dim = 192,
+     .dim_v = 128,
+     .block_m = 32,
+     .block_n = 64,
+     .key_warps = 4,
+     .query_warps = 2,
+     .warps = 4,
+     .min_blocks = 2},
+    // 68 KiB. dK and dV of 16 keys would take 256 registers, so two warps share them, each with half of the head dims.
+    {.dim = 256,
+     .dim_v = 256,
+     .block_m = 32,
+     .block_n = 32,
+     .key_warps = 2,
+     .query_warps = 2,
+     .warps = 4,
+     .min_blocks = 2},
+};
+constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
+
+constexpr int kMaxHeadDim = 256;
 
 }  // namespace cuda_ext::sm80

@@ -2,7 +2,7 @@
 // devices, and that of the emulator, which runs the same kernels on CPU tensors (csrc/emulated).
 #pragma once
 
-#include "attention/attention_fwd_sm80.h"
+#include "attention/attention_bwd_sm80.h"
 #include "bucket/bucket_cuda.h"
 #include "gemm/activation_grad.h"
 #include "gemm/gemm_sm80.h"
@@ -11,7 +11,7 @@ namespace cuda_ext {
 
 struct CudaKernels {
   // Tells a table that was compiled from other sources, which would be read amiss.
-  static constexpr uint64_t kLayout = sizeof(AttentionParams) << 48 | sizeof(GemmParams) << 32 |
+  static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
                                       sizeof(ActivationGradParams) << 16 | sizeof(BucketParams);
   uint64_t layout;
 
@@ -21,6 +21,8 @@ struct CudaKernels {
   void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
   size_t (*attention_forward_workspace)(const AttentionParams&);
   void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
+  size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
+  void (*attention_backward)(const AttentionBackwardParams&, Workspace, void* stream);
   size_t (*bucket_workspace)(int64_t count, int64_t num_entries);
   void (*bucket_pack)(const BucketParams&, float* stats, void* workspace, void* stream);
   void (*bucket_unpack)(const BucketParams&, float* stats, void* workspace, void* stream);
@@ -36,6 +38,8 @@ inline CudaKernels linked_cuda_kernels() {
       .activation_grad = launch_activation_grad_cuda,
       .attention_forward_workspace = attention_forward_sm80_workspace,
       .attention_forward = launch_attention_forward_sm80,
+      .attention_backward_workspace = attention_backward_sm80_workspace,
+      .attention_backward = launch_attention_backward_sm80,
       .bucket_workspace = bucket_cuda_workspace,
       .bucket_pack = launch_bucket_pack_cuda,
       .bucket_unpack = launch_bucket_unpack_cuda,

@@ -1,0 +1,8 @@
+// Attention backward for bfloat16 and head dims up to 192.
+#include "attention/attention_bwd_sm80.cuh"
+
+namespace cuda_ext::sm80 {
+
+template struct AttentionBackwardSm80<bfloat16_t, 2>;
+
+}  // namespace cuda_ext::sm80

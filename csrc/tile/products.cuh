@@ -1,0 +1,82 @@
+// Products of tiles by mma.sync, and who holds what of the result.
+#pragma once
+
+#include "arch/math.cuh"
+#include "tile/operand_tile.cuh"
+
+namespace cuda_ext::sm80 {
+
+// A result of `rows` x `columns`, dealt out to a grid of warps: neighbouring rows to each, but columns in turns, 16 at a
+// time, so that any number of them can be dealt out.
+template <int rows, int columns, int warps_m, int warps_n>
+struct WarpTiles {
+  static constexpr int kRows = rows, kColumns = columns;
+  static constexpr int kWarpsM = warps_m, kWarpsN = warps_n;
+  static constexpr int kRowTiles = rows / 16 / warps_m;
+  static constexpr int kColumnTiles = columns / 8 / warps_n;
+  static constexpr int kThreads = 32 * warps_m * warps_n;
+  static constexpr int kPerThread = kRowTiles * kColumnTiles * 4;
+  static_assert(rows % (16 * warps_m) == 0 && columns % (16 * warps_n) == 0);
+  static_assert(kRowTiles == 1 || kRowTiles == 2 || kRowTiles == 4, "as OperandTile::load_fragment asks");
+
+  using Accumulators = float[kRowTiles][kColumnTiles][4];
+
+  DEVICE static int warp_m() { return arch::thread_index() / arch::kWarpSize % warps_m; }
+  DEVICE static int warp_n() { return arch::thread_index() / arch::kWarpSize / warps_m; }
+  DEVICE static int first_row() { return warp_m() * kRowTiles * 16; }
+  DEVICE static int first_column() { return warp_n() * 16; }
+  // Where element q of tile (m, n) of this thread is: row(m, q / 2), and column() + column_step(n) + q % 2.
+  DEVICE static int row(int m, int half) { return first_row() + m * 16 + half * 8 + arch::lane_index() / 4; }
+  DEVICE static int column() { return first_column() + arch::lane_index() % 4 * 2; }
+  HOST_DEVICE static constexpr int column_step(int n) { return n / 2 * 16 * warps_n + n % 2 * 8; }
+};
+
+// result += A B. load_a(fragment, m, step) gives this warp's fragment m of A in a step; of B it has every `b_stride`-th,
+// which this lane begins to read at `b`.
+template <class TileB, int b_stride = 1, int row_tiles, int column_tiles, class OperandA>
+DEVICE void multiply(const OperandA& load_a, arch::SharedAddress b, float (&result)[row_tiles][column_tiles][4]) {
+  using T = typename TileB::Element;
+#pragma unroll
+  for (int step = 0; step < TileB::kDepth / TileB::kStep; ++step) {
+    uint32_t a[row_tiles][4];
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m) load_a(a[m], m, step);
+#pragma unroll
+    for (int n = 0; n < column_tiles; n += 2) {
+      uint32_t words[4];
+      TileB::load_fragment(words, b, n / 2 * b_stride, step);
+      const uint32_t first[2] = {words[0], words[1]}, second[2] = {words[2], words[3]};
+#pragma unroll
+      for (int m = 0; m < row_tiles; ++m) {
+        arch::mma_m16n8k16<T>(result[m][n], a[m], first);
+        arch::mma_m16n8k16<T>(result[m][n + 1], a[m], second);
+      }
+    }
+  }
+}
+
+// A fragment of A from the shared tile in which this lane begins to read at `a`.
+template <class TileA>
+struct SharedOperand {
+  arch::SharedAddress a;
+  DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const { TileA::load_fragment(fragment, a, m, step); }
+};
+
+// Of a product's result, which has the layout of mma's first operand.
+template <class T, int row_tiles, int column_tiles>
+struct ResultOperand {
+  const float (&result)[row_tiles][column_tiles][4];
+  DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const float* const pair = result[m][2 * step + q / 2] + q % 2 * 2;
+      fragment[q] = arch::pack<T>(pair[0], pair[1]);
+    }
+  }
+};
+template <class T, int row_tiles, int column_tiles>
+DEVICE ResultOperand<T, row_tiles, column_tiles> operand_of(const float (&result)[row_tiles][column_tiles][4]) {
+  return {result};
+}
+
+}  // namespace cuda_ext::sm80
