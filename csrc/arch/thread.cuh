@@ -33,6 +33,12 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site = {}) {
 // Orders this thread's accesses before and after, as seen by the whole device.
 DEVICE void fence_device(Site = {}) { __threadfence(); }
 
+// x, as a value the compiler knows nothing of: what comes of it is computed where it is used, and not kept in registers.
+DEVICE uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 #else
 
 DEVICE int thread_index() { return simt::thread_index(); }
@@ -53,6 +59,8 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site site = {}) {
   simt::named_barrier(barrier, threads, false, site);
 }
 DEVICE void fence_device(Site site = {}) { simt::fence_device(site); }
+
+DEVICE uint32_t opaque(uint32_t x) { return x; }
 
 #endif
 

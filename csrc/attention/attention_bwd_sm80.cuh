@@ -26,6 +26,7 @@
 // General   A second instantiation has softcap, ALiBi, dropout and scales that are not positive, by run-time flags.
 #pragma once
 
+#include <cstddef>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -42,11 +43,12 @@ namespace cuda_ext::sm80 {
 
 // What the host decides; the same for all blocks.
 struct BackwardPlan {
-  Schedule schedule;      // of tiles of keys
-  int query_tiles = 0;    // of the longest sequence
-  int splits = 1;         // of a walk
-  int64_t head_rows = 0;  // of a head, all sequences padded to tiles
-  float factor;           // of logits, to powers of two
+  Schedule schedule;    // of tiles of keys
+  int query_tiles = 0;  // of the longest sequence
+  int splits = 1;       // of a walk
+  int head_rows = 0;    // of a head, all sequences padded to tiles
+  float factor;         // of what softmax is taken of, to powers of two
+  float lse_factor;     // of natural logarithms, to what softmax is taken of
   float scale;
   float softcap;  // 0: none
   float inverse_softcap;
@@ -54,20 +56,18 @@ struct BackwardPlan {
   Dropout dropout;
   int64_t query_pass = 0, grad_out_pass = 0;  // bytes to a thread's next line
   // In the workspace.
-  float* lse = nullptr;         // (heads, head_rows), of powers of two; +inf where a row has no weights
-  float* delta = nullptr;       // (heads, head_rows)
-  float* grad_query = nullptr;  // sums, (heads, head_rows / block_m) tiles
-  uint32_t* turns = nullptr;    // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
-  float* grad_key = nullptr;    // of each split; null if there is but one: (splits, pairs, tiles) tiles
+  float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf: the row has no weights
+  float* minus_delta = nullptr;  // (heads, head_rows)
+  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles
+  uint32_t* turns = nullptr;     // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
+  float* grad_key = nullptr;     // of each split; null if there is but one: (splits, pairs, tiles) tiles
   float* grad_value = nullptr;
 };
 
 // The first of a sequence's padded rows.
 template <int block_m>
-DEVICE int64_t padded_begin(const AttentionParams& p, const BackwardPlan& plan, const Sequence& s, int batch) {
-  return (p.cu_seqlens_q == nullptr ? int64_t(batch) * plan.query_tiles
-                                    : (s.q_begin + int64_t(batch) * block_m) / block_m) *
-         block_m;
+DEVICE int padded_begin(const AttentionParams& p, const BackwardPlan& plan, const Sequence& s, int batch) {
+  return (p.cu_seqlens_q == nullptr ? batch * plan.query_tiles : s.q_begin / block_m + batch) * block_m;
 }
 
 // Of a tile in the workspace: element i of all threads, then the next.
@@ -85,16 +85,24 @@ DEVICE void for_elements(Float* tile, const F& f) {
 // Puts factor * x into a tile in shared memory, in storage precision.
 template <class Tiles, class Tile>
 DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& x, float factor) {
+  // All addresses come from one, by numbers that the compiler knows, where they are used: kept, they would take the
+  // registers that the loop has not.
+  const int thread = int(arch::opaque(arch::thread_index()));
+  const arch::SharedAddress first =
+      tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::first_column(thread) / 8) + thread % 4 * 4;
 #pragma unroll
-  for (int m = 0; m < Tiles::kRowTiles; ++m)
+  for (int n = 0; n < Tiles::kColumnTiles; ++n) {
+    constexpr int kLineBytes = Tile::kLineBytes;
+    const int chunk = Tiles::column_step(n) / 8;
+    const arch::SharedAddress at = (first ^ chunk % 8 * 16) + chunk / 8 * 128;
 #pragma unroll
-    for (int n = 0; n < Tiles::kColumnTiles; ++n)
+    for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         arch::store_shared(
-            tile + Tile::offset(Tiles::row(m, half), (Tiles::first_column() + Tiles::column_step(n)) / 8) +
-                arch::lane_index() % 4 * 4,
+            at + (m * 16 + half * 8) * kLineBytes,
             arch::pack<typename Tile::Element>(factor * x[m][n][2 * half], factor * x[m][n][2 * half + 1]));
+  }
 }
 
 // Writes the first `count` lines of a tile, `width` elements of each, to lines that are `stride` elements apart.
@@ -109,10 +117,52 @@ DEVICE void write_lines(arch::SharedAddress tile, typename Tile::Element* lines,
   }
 }
 
+// Where this lane begins to read what it multiplies: the rows of A, or the columns of B, that `Tiles` deals to its warp,
+// in a tile `offset` bytes after `base`. Found from the thread's index at every use, for the reason above.
+template <class Tiles, class Tile>
+DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
+  const int thread = int(arch::opaque(arch::thread_index()));
+  return {{base + Tile::lane_offset(Tiles::first_row(thread), thread % arch::kWarpSize), offset}};
+}
+template <class Tiles, class Tile>
+DEVICE LaneAddress columns_of(arch::SharedAddress base, int offset) {
+  const int thread = int(arch::opaque(arch::thread_index()));
+  return {base + Tile::lane_offset(Tiles::first_column(thread), thread % arch::kWarpSize), offset};
+}
+
+// What a block has to do: the same for all its threads. It is in shared memory until it is asked for, since the loop has
+// no registers to keep it, in parts that are read at once.
+struct alignas(16) QueriesOfTask {
+  int batch, begin, count;  // the sequence, and its rows of the packing
+  int first_padded;
+};
+struct alignas(16) KeysOfTask {
+  Visibility visible;
+  int first;  // of the block
+};
+struct alignas(16) WalkOfTask {
+  int head_kv, k_begin;
+  int tiles_begin, tiles_end;  // of queries, in each head
+};
+template <class Part>
+DEVICE Part load_part(const Part& part) {
+  static_assert(sizeof(Part) == 16);
+  return __builtin_bit_cast(Part, arch::load_shared<arch::Words4>(arch::shared_address(&part)));
+}
+
+// A tile of queries on a block's walk: through those of a head, then through those of the next.
+struct Stop {
+  int head, tile;
+  DEVICE Stop next(const WalkOfTask& walk) const {
+    return tile + 1 < walk.tiles_end ? Stop{head, tile + 1} : Stop{head + 1, walk.tiles_begin};
+  }
+};
+
 // One instantiation of the kernel.
 template <class T, AttentionBackwardConfig config, bool general>
 struct Backward {
   using Element = T;
+  static constexpr AttentionBackwardConfig kConfig = config;
   static constexpr bool kGeneral = general;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
@@ -143,15 +193,11 @@ struct Backward {
     alignas(128) unsigned char grad_out[TileDO::kBytes];
     alignas(128) unsigned char grad_scores[TileScores::kBytes];
     alignas(128) unsigned char weights[kSplit > 1 ? TileScores::kBytes : 16];
-    float lse[kBlockM], delta[kBlockM];
+    float minus_lse[kBlockM], minus_delta[kBlockM];
+    QueriesOfTask queries;
+    KeysOfTask keys;
+    WalkOfTask walk;
   };
-};
-
-// The step-th of the tiles of queries that a block walks: those of a head, then of the next.
-struct Walk {
-  int first_head, first_tile, tiles;
-  DEVICE int head(int step) const { return first_head + step / tiles; }
-  DEVICE int tile(int step) const { return first_tile + step % tiles; }
 };
 
 // What the general kernel asks of a step beside its tiles.
@@ -161,51 +207,78 @@ struct GeneralStep {
   int diagonal;  // Sk - Sq
 };
 
-// From products and dP to P, without those that dropout takes and not yet scaled for it, and dS. first_key,
-// first_query: of the tile.
+// What scores and dP begin with, so that P is a power of two of their sums, and dS their product.
+template <class Tiles>
+DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
+  const int thread = int(arch::opaque(arch::thread_index()));
+#pragma unroll
+  for (int n = 0; n < Tiles::kColumnTiles; ++n) {
+    const auto pair =
+        arch::load_shared<arch::Words2>(arch::shared_address(columns + Tiles::column(thread) + Tiles::column_step(n)));
+#pragma unroll
+    for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) x[m][n][q] = arch::bits_float(pair.data[q % 2]);
+  }
+}
+
+// From products and dP, less lse and delta, to P and dS. first_key, first_query: of the tile.
 template <class Kernel>
 DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename Kernel::Scores::Accumulators& grad,
-                             const BackwardPlan& plan, const Visibility& visible, const GeneralStep& general,
-                             const float* lse, const float* delta, int first_key, int first_query, bool hide_some) {
+                             const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
+                             bool hide_some) {
   using Scores = typename Kernel::Scores;
-  const int column = Scores::column();
-  if constexpr (!Kernel::kGeneral)
-    if (hide_some)
-      hide<Scores>(s, [&](int m, int half) {
-        return visible.queries(first_key + Scores::row(m, half)).from(first_query + column);
-      });
+  const int thread = int(arch::opaque(arch::thread_index()));
+  if (hide_some)
+    hide<Scores>(s, [&](int m, int half) {
+      return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
+    });
 #pragma unroll
-  for (int n = 0; n < Scores::kColumnTiles; ++n) {
-    const int at = column + Scores::column_step(n);
-    const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(lse + at));
-    const auto row_delta = arch::load_shared<arch::Words2>(arch::shared_address(delta + at));
+  for (int m = 0; m < Scores::kRowTiles; ++m)
 #pragma unroll
-    for (int m = 0; m < Scores::kRowTiles; ++m) {
-      uint32_t random[4];
-      if constexpr (Kernel::kGeneral)
-        if (plan.dropout.drop_below > 0)
-          plan.dropout.words_of_columns(general.first_number + first_query + at, first_key + Scores::row(m, 0), random);
+    for (int n = 0; n < Scores::kColumnTiles; ++n)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const int half = q / 2, e = q % 2;
-        float logit = s[m][n][q], slope_of_cap = 1.0f;
-        bool kept = true;
-        float& x = grad[m][n][q];
-        if constexpr (Kernel::kGeneral) {
-          const int key = first_key + Scores::row(m, half), query = first_query + at + e;
-          logit *= plan.scale;
-          if (plan.softcap > 0.0f) {
-            const float t = arch::tanh(logit * plan.inverse_softcap);
-            logit = plan.softcap * t;
-            slope_of_cap = 1.0f - t * t;
-          }
-          logit -= general.slope * fabsf(float(query + general.diagonal - key));
-          if (hide_some && !visible.queries(key).has(query)) logit = -INFINITY;
-          kept = plan.dropout.drop_below == 0 || random[q] >= plan.dropout.drop_below;
-          x = kept ? x * plan.kept_scale : 0.0f;
+        s[m][n][q] = arch::fast_exp2(s[m][n][q] * plan.factor);
+        grad[m][n][q] *= s[m][n][q];
+      }
+}
+
+// The same from products and dP as they are, where there is more to logits; P without those that dropout takes, and not
+// yet scaled for it.
+template <class Kernel>
+DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
+                                     typename Kernel::Scores::Accumulators& grad, const BackwardPlan& plan,
+                                     const Visibility& visible, const GeneralStep& general, const float* minus_lse,
+                                     const float* minus_delta, int first_key, int first_query, bool hide_some) {
+  using Scores = typename Kernel::Scores;
+  const int thread = int(arch::opaque(arch::thread_index()));
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n) {
+    const int column = Scores::column(thread) + Scores::column_step(n);
+    const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(minus_lse + column));
+    const auto row_delta = arch::load_shared<arch::Words2>(arch::shared_address(minus_delta + column));
+#pragma unroll
+    for (int m = 0; m < Scores::kRowTiles; ++m) {
+      uint32_t random[4] = {};
+      if (plan.dropout.drop_below > 0)
+        plan.dropout.words_of_columns(general.first_number + first_query + column,
+                                      first_key + Scores::row(m, 0, thread), random);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
+        float logit = s[m][n][q] * plan.scale, slope_of_cap = 1.0f;
+        if (plan.softcap > 0.0f) {
+          const float t = arch::tanh(logit * plan.inverse_softcap);
+          logit = plan.softcap * t;
+          slope_of_cap = 1.0f - t * t;
         }
-        const float weight = arch::fast_exp2(arch::fma(logit, plan.factor, -arch::bits_float(row_lse.data[e])));
-        x = weight * (x - arch::bits_float(row_delta.data[e])) * slope_of_cap;
+        logit -= general.slope * fabsf(float(query + general.diagonal - key));
+        if (hide_some && !visible.queries(key).has(query)) logit = -INFINITY;
+        const bool kept = random[q] >= plan.dropout.drop_below;
+        const float weight = arch::fast_exp2((logit + arch::bits_float(row_lse.data[q % 2])) * plan.factor);
+        float& x = grad[m][n][q];
+        x = weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2])) * slope_of_cap;
         s[m][n][q] = kept ? weight : 0.0f;
       }
     }
@@ -223,7 +296,8 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   using GradQ = typename Kernel::GradQ;
   constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kBlockN = Kernel::kBlockN;
   constexpr int kSplit = Kernel::kSplit;
-  SHARED_STORAGE(typename Kernel::Storage, shared);
+  using Storage = typename Kernel::Storage;
+  SHARED_STORAGE(Storage, shared);
 
   const int split = arch::block_x() % plan.splits;
   const TileIndex at = plan.schedule.find(arch::block_x() / plan.splits);
@@ -239,132 +313,152 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const int past_query = visible.query_end(last_key) < sequence.q_len ? visible.query_end(last_key) : sequence.q_len;
   const int tiles_begin = visible.query_begin(first_key) / kBlockM;
   const int tiles_end = (past_query + kBlockM - 1) / kBlockM;
-  const Walk walk{at.head * group, tiles_begin, tiles_end > tiles_begin ? tiles_end - tiles_begin : 0};
-  const int steps = walk.tiles * group, of_split = (steps + plan.splits - 1) / plan.splits;
+  const int tiles = tiles_end > tiles_begin ? tiles_end - tiles_begin : 0;
+  const int steps = tiles * group, of_split = (steps + plan.splits - 1) / plan.splits;
   const int begin = split * of_split;
   const int end = begin + of_split < steps ? begin + of_split : steps;
 
-  const int64_t first_padded = padded_begin<kBlockM>(p, plan, sequence, at.batch);
-  // Of a step's tile among all.
-  const auto padded_row = [&](int step) {
-    return walk.head(step) * plan.head_rows + first_padded + walk.tile(step) * kBlockM;
-  };
+  if (arch::thread_index() == 0) {
+    shared.queries = {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)};
+    shared.keys = {visible, first_key};
+    shared.walk = {at.head, sequence.k_begin, tiles_begin, tiles_end};
+  }
+  arch::sync_threads();  // the task is written
 
+  const arch::SharedAddress base = arch::shared_address(&shared);
   const arch::SharedAddress tile_k = arch::shared_address(shared.k), tile_v = arch::shared_address(shared.v),
                             tile_q = arch::shared_address(shared.q), tile_do = arch::shared_address(shared.grad_out),
                             tile_ds = arch::shared_address(shared.grad_scores),
                             tile_p = arch::shared_address(shared.weights);
 
-  const auto copy_queries = [&](int step) {
-    using Copies = TileCopies<typename Kernel::TileQ, kThreads>;
-    Copies(row_of<const T>(p.query, at.batch, sequence.q_begin, walk.head(step)), p.query.seq_stride, walk.tile(step))
-        .copy_next(tile_q, sequence.q_len - walk.tile(step) * kBlockM, int(p.dim), plan.query_pass, 0);
+  const auto copy_queries = [&](const Stop& stop) {
+    using Copies = TileCopies<typename Kernel::TileQ, kThreads, false>;
+    const QueriesOfTask queries = load_part(shared.queries);
+    Copies(row_of<const T>(p.query, queries.batch, queries.begin, stop.head), p.query.seq_stride, stop.tile,
+           int(arch::opaque(arch::thread_index())))
+        .copy_next(tile_q, queries.count - stop.tile * kBlockM, int(p.dim), plan.query_pass, 0);
   };
-  const auto copy_grad_out = [&](int step) {
-    using Copies = TileCopies<typename Kernel::TileDO, kThreads>;
-    Copies(row_of<const T>(p.grad_out, at.batch, sequence.q_begin, walk.head(step)), p.grad_out.seq_stride,
-           walk.tile(step))
-        .copy_next(tile_do, sequence.q_len - walk.tile(step) * kBlockM, int(p.dim_v), plan.grad_out_pass, 0);
+  const auto copy_grad_out = [&](const Stop& stop) {
+    using Copies = TileCopies<typename Kernel::TileDO, kThreads, false>;
+    const QueriesOfTask queries = load_part(shared.queries);
+    Copies(row_of<const T>(p.grad_out, queries.batch, queries.begin, stop.head), p.grad_out.seq_stride, stop.tile,
+           int(arch::opaque(arch::thread_index())))
+        .copy_next(tile_do, queries.count - stop.tile * kBlockM, int(p.dim_v), plan.grad_out_pass, 0);
     constexpr int kChunks = kBlockM / 4;  // of lse, and of delta
     static_assert(2 * kChunks <= kThreads);
-    const int thread = arch::thread_index();
+    const int thread = int(arch::opaque(arch::thread_index()));
     if (thread < 2 * kChunks) {
       const bool of_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
-      arch::cp_async<16>(arch::shared_address((of_lse ? shared.lse : shared.delta) + row),
-                         (of_lse ? plan.lse : plan.delta) + padded_row(step) + row);
+      const int first = stop.head * plan.head_rows + queries.first_padded + stop.tile * kBlockM;
+      arch::cp_async<16>(arch::shared_address((of_lse ? shared.minus_lse : shared.minus_delta) + row),
+                         (of_lse ? plan.minus_lse : plan.minus_delta) + first + row);
     }
   };
 
   typename GradK::Accumulators grad_key = {};
   typename GradV::Accumulators grad_value = {};
+  Stop stop{};
   if (begin < end) {
+    stop = {at.head * group + begin / tiles, tiles_begin + begin % tiles};
     copy_lines<typename Kernel::TileK, kThreads, false>(tile_k, keys_left, int(p.dim), [&](int i) {
       return row_of<const T>(p.key, at.batch, sequence.k_begin + first_key + i, at.head);
     });
     copy_lines<typename Kernel::TileV, kThreads, false>(tile_v, keys_left, int(p.dim_v), [&](int i) {
       return row_of<const T>(p.value, at.batch, sequence.k_begin + first_key + i, at.head);
     });
-    copy_grad_out(begin);
-    copy_queries(begin);
+    copy_grad_out(stop);
+    copy_queries(stop);
     arch::cp_async_commit();
   }
 
 #pragma unroll 1
-  for (int step = begin; step < end; ++step) {
+  for (int left = end - begin; left > 0; --left) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients are here, and dS has been read
 
-    const int first_query = walk.tile(step) * kBlockM;
+    const int first_query = stop.tile * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
-    multiply<typename Kernel::TileQ, kSplit>(
-        SharedOperand<typename Kernel::TileK>{tile_k + Kernel::TileK::lane_offset(Scores::first_row())},
-        tile_q + Kernel::TileQ::lane_offset(Scores::first_column()), s);
+    if constexpr (!Kernel::kGeneral) start_columns<Scores>(s, shared.minus_lse);
+    multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
+                                             columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s);
+    if constexpr (!Kernel::kGeneral) start_columns<Scores>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
-        SharedOperand<typename Kernel::TileV>{tile_v + Kernel::TileV::lane_offset(Scores::first_row())},
-        tile_do + Kernel::TileDO::lane_offset(Scores::first_column()), grad);
+        rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
+        columns_of<Scores, typename Kernel::TileDO>(base, offsetof(Storage, grad_out)), grad);
 
-    GeneralStep general{};
+    const KeysOfTask keys = load_part(shared.keys);
+    const bool hide_some =
+        !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
     if constexpr (Kernel::kGeneral) {
-      const int head = walk.head(step);
+      const QueriesOfTask queries = load_part(shared.queries);
+      GeneralStep general{};
       if (p.alibi_slopes != nullptr)
         general.slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
-                                                 at.batch * p.alibi_batch_stride + head);
-      general.diagonal = sequence.k_len - sequence.q_len;
-      general.first_number = lse_row(p, sequence, at.batch, head, 0);
+                                                 queries.batch * p.alibi_batch_stride + stop.head);
+      general.diagonal = keys.visible.k_len - queries.count;
+      general.first_number = first_lse_row(p, queries.begin, queries.batch, stop.head);
+      general_softmax_gradient<Kernel>(s, grad, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
+                                       keys.first, first_query, hide_some);
+    } else {
+      softmax_gradient<Kernel>(s, grad, plan, keys.visible, keys.first, first_query, hide_some);
     }
-    const bool hide_some = !visible.all_visible(first_query, first_query + kBlockM - 1, first_key, first_key + kBlockN);
-    softmax_gradient<Kernel>(s, grad, plan, visible, general, shared.lse, shared.delta, first_key, first_query,
-                             hide_some);
 
     stage<Scores, typename Kernel::TileScores>(tile_ds, grad, 1.0f);
-    const arch::SharedAddress lane_do = tile_do + Kernel::TileDOOfDV::lane_offset(GradV::first_column());
-    const arch::SharedAddress lane_q = tile_q + Kernel::TileQOfDK::lane_offset(GradK::first_column());
+    const LaneAddress lane_do = columns_of<GradV, typename Kernel::TileDOOfDV>(base, offsetof(Storage, grad_out));
+    const LaneAddress lane_q = columns_of<GradK, typename Kernel::TileQOfDK>(base, offsetof(Storage, q));
     if constexpr (kSplit == 1) {
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
       arch::sync_threads();  // dS is written, and the output gradients have been read
-      if (step + 1 < end) copy_grad_out(step + 1);
+      if (left > 1) copy_grad_out(stop.next(load_part(shared.walk)));
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
       arch::sync_threads();  // the queries have been read
     } else {
       stage<Scores, typename Kernel::TileScores>(tile_p, s, 1.0f);
       arch::sync_threads();  // P and dS are written
-      const int lane_scores = Kernel::TileScores::lane_offset(Scores::first_row());
-      multiply<typename Kernel::TileDOOfDV, kSplit>(SharedOperand<typename Kernel::TileScores>{tile_p + lane_scores},
-                                                    lane_do, grad_value);
-      multiply<typename Kernel::TileQOfDK, kSplit>(SharedOperand<typename Kernel::TileScores>{tile_ds + lane_scores},
-                                                   lane_q, grad_key);
+      multiply<typename Kernel::TileDOOfDV, kSplit>(
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, weights)), lane_do, grad_value);
+      multiply<typename Kernel::TileQOfDK, kSplit>(
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
       arch::sync_threads();  // queries and output gradients have been read
-      if (step + 1 < end) copy_grad_out(step + 1);
+      if (left > 1) copy_grad_out(stop.next(load_part(shared.walk)));
     }
-    if (step + 1 < end) copy_queries(step + 1);
+    if (left > 1) copy_queries(stop.next(load_part(shared.walk)));
     arch::cp_async_commit();
 
     typename GradQ::Accumulators grad_query = {};
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
-        SharedOperand<typename Kernel::TileScoresOfDQ>{tile_ds +
-                                                       Kernel::TileScoresOfDQ::lane_offset(GradQ::first_row())},
-        tile_k + Kernel::TileKOfDQ::lane_offset(GradQ::first_column()), grad_query);
-    const int64_t row = padded_row(step);
-    uint32_t* const turn = plan.turns + row / kBlockM;
-    // Blocks of earlier keys that these queries see.
-    const uint32_t earlier = plan.turns == nullptr ? 0 : key_tile - visible.key_begin(first_query) / kBlockN;
-    if (plan.turns != nullptr) {
+        rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
+        columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
+    const int row = stop.head * plan.head_rows + load_part(shared.queries).first_padded + first_query;
+    const auto add = [&] {
+      for_elements<GradQ>(plan.grad_query + int64_t(row) * GradQ::kColumns,
+                          [&](float* to, int m, int n, int q) { arch::reduce_add(to, grad_query[m][n][q]); });
+    };
+    if (plan.turns == nullptr) {
+      add();
+    } else {
+      uint32_t* const turn = plan.turns + row / kBlockM;
+      const KeysOfTask of = load_part(shared.keys);
+      // Blocks of earlier keys that these queries see.
+      const uint32_t earlier = of.first / kBlockN - of.visible.key_begin(first_query) / kBlockN;
       if (arch::thread_index() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
-    }
-    for_elements<GradQ>(plan.grad_query + row * GradQ::kColumns,
-                        [&](float* to, int m, int n, int q) { arch::reduce_add(to, grad_query[m][n][q]); });
-    if (plan.turns != nullptr) {
+      add();
       arch::sync_threads();  // all have added
       if (arch::thread_index() == 0) arch::store_release(turn, earlier + 1);
     }
+    stop = stop.next(load_part(shared.walk));
   }
 
+  const KeysOfTask keys = load_part(shared.keys);
+  const WalkOfTask task = load_part(shared.walk);
+  const int batch = load_part(shared.queries).batch;
   const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
+    const int64_t part = arch::block_x() % plan.splits;
     const int64_t tile =
-        (int64_t(split) * plan.schedule.pairs + at.batch * p.heads_kv + at.head) * plan.schedule.tiles + key_tile;
+        (part * plan.schedule.pairs + batch * p.heads_kv + task.head_kv) * plan.schedule.tiles + keys.first / kBlockN;
     for_elements<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns, [&](float* to, int m, int n, int q) {
       arch::store_global(to, plan.scale * grad_key[m][n][q]);
     });
@@ -377,24 +471,24 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.scale);
   stage<GradV, typename Kernel::TileV>(tile_v, grad_value, value_factor);
   arch::sync_threads();  // dK and dV are written
-  const int64_t first_row = sequence.k_begin + first_key;
-  write_lines<typename Kernel::TileK, kThreads>(tile_k, row_of<T>(p.grad_key, at.batch, first_row, at.head),
-                                                p.grad_key.seq_stride, keys_left, int(p.dim));
-  write_lines<typename Kernel::TileV, kThreads>(tile_v, row_of<T>(p.grad_value, at.batch, first_row, at.head),
-                                                p.grad_value.seq_stride, keys_left, int(p.dim_v));
+  const int first_row = task.k_begin + keys.first, count = keys.visible.k_len - keys.first;
+  write_lines<typename Kernel::TileK, kThreads>(tile_k, row_of<T>(p.grad_key, batch, first_row, task.head_kv),
+                                                p.grad_key.seq_stride, count, int(p.dim));
+  write_lines<typename Kernel::TileV, kThreads>(tile_v, row_of<T>(p.grad_value, batch, first_row, task.head_kv),
+                                                p.grad_value.seq_stride, count, int(p.dim_v));
 }
 
 // Grid: tiles of queries of all sequences, heads. 8 lanes share a row.
-template <class T, AttentionBackwardConfig config>
-GLOBAL(config.threads(), 1)
+template <class Kernel>
+GLOBAL(Kernel::kThreads, 1)
 attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
-  constexpr int kThreads = config.threads(), kBlockM = config.block_m, kLanes = 8;
-  constexpr float kLog2e = 1.4426950408889634f;
+  using T = typename Kernel::Element;
+  constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kDim = Kernel::GradQ::kColumns, kLanes = 8;
   const int batch = arch::block_x() / plan.query_tiles, tile = arch::block_x() % plan.query_tiles;
   const int head = arch::block_y(), first = tile * kBlockM;
   const Sequence sequence(p, batch);
   if (first >= sequence.q_len) return;
-  const int64_t padded = head * plan.head_rows + padded_begin<kBlockM>(p, plan, sequence, batch) + first;
+  const int padded = head * plan.head_rows + padded_begin<kBlockM>(p, plan, sequence, batch) + first;
 
   for (int row = arch::thread_index() / kLanes; row < kBlockM; row += kThreads / kLanes) {
     const int query = first + row;
@@ -414,21 +508,21 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     }
     sum = arch::sum_over_lanes<kLanes>(sum);
     if (arch::thread_index() % kLanes != 0) continue;
-    float lse = INFINITY;
+    float minus_lse = -INFINITY;
     if (exists) {
       const int64_t number = lse_row(p, sequence, batch, head, query);
-      const float natural = arch::load_global<float>(static_cast<const float*>(p.lse) + number);
-      if (natural != -INFINITY) lse = natural * kLog2e;
+      const float lse = arch::load_global<float>(static_cast<const float*>(p.lse) + number);
+      if (lse != -INFINITY) minus_lse = -lse * plan.lse_factor;
       if (p.grad_lse != nullptr) sum -= arch::load_global<float>(static_cast<const float*>(p.grad_lse) + number);
     }
     // A row without weights has no gradient, whatever that of its lse.
-    arch::store_global(plan.lse + padded + row, lse);
-    arch::store_global(plan.delta + padded + row, lse == INFINITY ? 0.0f : sum);
+    arch::store_global(plan.minus_lse + padded + row, minus_lse);
+    arch::store_global(plan.minus_delta + padded + row, minus_lse == -INFINITY ? 0.0f : -sum);
   }
 
-  constexpr int kWords = kBlockM * config.dim / 4;
+  constexpr int kWords = kBlockM * kDim / 4;
   for (int i = arch::thread_index(); i < kWords; i += kThreads)
-    arch::store_global(plan.grad_query + padded * config.dim + 4 * i, arch::Words4{});
+    arch::store_global(plan.grad_query + int64_t(padded) * kDim + 4 * i, arch::Words4{});
   if (plan.turns != nullptr && arch::thread_index() == 0)
     arch::store_global(plan.turns + padded / kBlockM, uint32_t(0));
 }
@@ -493,10 +587,10 @@ attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backw
   float sum = 0.0f;
   for (int batch = 0; batch < p.batch; ++batch) {
     const Sequence sequence(p, batch);
-    const int64_t first = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch);
+    const int first = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch);
     for (int i = arch::thread_index(); i < sequence.q_len; i += threads)
-      sum -= arch::fast_exp2(sink - arch::load_global<float>(plan.lse + first + i)) *
-             arch::load_global<float>(plan.delta + first + i);
+      sum += arch::fast_exp2(sink + arch::load_global<float>(plan.minus_lse + first + i) * plan.factor) *
+             arch::load_global<float>(plan.minus_delta + first + i);
   }
   sum = arch::sum_over_lanes(sum);
   if (arch::lane_index() == 0) shared.sums[arch::thread_index() / arch::kWarpSize] = sum;
@@ -519,16 +613,23 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
   plan.schedule.section = section_of(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
   plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
                               group * plan.query_tiles);
-  const int64_t blocks = std::max(pairs * plan.schedule.tiles * plan.splits, p.batch * plan.query_tiles);
-  if (blocks > std::numeric_limits<int>::max())
-    throw std::invalid_argument("attention_bwd_sm80: expected at most 2^31 tiles of keys, and of queries, got " +
-                                std::to_string(blocks) + "; divide the batch");
+  // Of a head: a sequence begins with a tile of its own.
+  const int64_t query_tiles =
+      p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
+  const auto check = [&](const char* of, int64_t count) {
+    if (count > std::numeric_limits<int>::max())
+      throw std::invalid_argument(std::string("attention_bwd_sm80: expected at most 2^31 ") + of + ", got " +
+                                  std::to_string(count) + "; divide the batch");
+  };
+  check("tiles of keys", pairs * plan.schedule.tiles * plan.splits);
+  check("padded queries of all heads", p.heads * query_tiles * config.block_m);
   plan.schedule.pairs = int(pairs);
   plan.head_rows =
       config.block_m * (p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles);
   const bool general = needs_general_kernel(p);
   plan.scale = float(p.scale);
   plan.factor = float(general ? kLog2e : p.scale * kLog2e);
+  plan.lse_factor = float(general ? 1.0 : 1.0 / p.scale);
   plan.softcap = float(p.softcap);
   plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
   plan.kept_scale = float(1 / (1 - p.dropout_p));
@@ -541,8 +642,8 @@ inline WorkspaceCursor place(const AttentionBackwardParams& p, const AttentionBa
                              BackwardPlan& plan) {
   WorkspaceCursor cursor(data);
   const int64_t rows = p.heads * plan.head_rows;
-  cursor.take(plan.lse, rows);
-  cursor.take(plan.delta, rows);
+  cursor.take(plan.minus_lse, rows);
+  cursor.take(plan.minus_delta, rows);
   cursor.take(plan.grad_query, rows * config.dim);
   if (p.deterministic) cursor.take(plan.turns, rows / config.block_m);
   if (plan.splits > 1) {
@@ -553,81 +654,100 @@ inline WorkspaceCursor place(const AttentionBackwardParams& p, const AttentionBa
   return cursor;
 }
 
+template <class Kernel>
+size_t backward_workspace(const AttentionBackwardParams& p) {
+  BackwardPlan plan = plan_backward(p, Kernel::kConfig, rt::describe_device("attention_bwd_sm80"));
+  return place(p, Kernel::kConfig, nullptr, plan).used();
+}
+
+// Writes a gradient from its sums in the workspace.
+template <class T, class Tiles>
+void finish_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish, int heads,
+                     void* stream) {
+  const rt::Extent grid{int(p.batch) * finish.tiles_of_sequence, heads};
+  if (grid.x == 0 || finish.width == 0) return;
+  rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
+                                             {.grid = grid,
+                                              .threads = Tiles::kThreads,
+                                              .shared_bytes = size_t(Tiles::kRows) * Tiles::kColumns * sizeof(T),
+                                              .stream = stream},
+                                             p, plan, finish);
+}
+
+template <class Kernel>
+void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void* stream) {
+  using T = typename Kernel::Element;
+  constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
+  BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
+  place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
+  const int heads = int(p.heads), heads_kv = int(p.heads_kv);
+
+  if (p.batch * plan.query_tiles > 0)
+    rt::launch<attention_bwd_rows<Kernel>>(
+        "attention_bwd_rows",
+        {.grid = {int(p.batch) * plan.query_tiles, heads}, .threads = config.threads(), .stream = stream}, p, plan);
+
+  int64_t to_next_tile;  // a walk has no use for it
+  TileCopies<typename Kernel::TileQ, Kernel::kThreads>::set_steps(p.query.seq_stride, plan.query_pass, to_next_tile);
+  TileCopies<typename Kernel::TileDO, Kernel::kThreads>::set_steps(p.grad_out.seq_stride, plan.grad_out_pass,
+                                                                   to_next_tile);
+  if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
+    rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
+                                           {.grid = {blocks},
+                                            .threads = Kernel::kThreads,
+                                            .shared_bytes = sizeof(typename Kernel::Storage),
+                                            .stream = stream},
+                                           p, plan);
+
+  finish_gradient<T, typename Kernel::GradQ>(p, plan,
+                                             {.to = p.grad_query,
+                                              .tiles = plan.grad_query,
+                                              .factor = plan.scale,
+                                              .width = int(p.dim),
+                                              .tiles_of_sequence = plan.query_tiles,
+                                              .of_queries = true},
+                                             heads, stream);
+  if (plan.splits > 1) {
+    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
+    FinishParams finish{.to = p.grad_key,
+                        .tiles = plan.grad_key,
+                        .parts = plan.splits,
+                        .part_stride = tiles * config.block_n * config.dim,
+                        .width = int(p.dim),
+                        .tiles_of_sequence = plan.schedule.tiles};
+    finish_gradient<T, typename Kernel::GradK>(p, plan, finish, heads_kv, stream);
+    finish.to = p.grad_value;
+    finish.tiles = plan.grad_value;
+    finish.part_stride = tiles * config.block_n * config.dim_v;
+    finish.width = int(p.dim_v);
+    finish_gradient<T, typename Kernel::GradV>(p, plan, finish, heads_kv, stream);
+  }
+  if (p.grad_sinks != nullptr) {
+    constexpr int kThreads = 256;
+    rt::launch<attention_bwd_sinks<config.block_m, kThreads>>(
+        "attention_bwd_sinks",
+        {.grid = {heads}, .threads = kThreads, .shared_bytes = kThreads / 32 * sizeof(float), .stream = stream}, p,
+        plan);
+  }
+}
+
+// Calls f(Backward<..>{}) for what the parameters ask for.
+template <class T, int tile, class F>
+auto with_backward(const AttentionBackwardParams& p, const F& f) {
+  return needs_general_kernel(p) ? f(Backward<T, kBackwardTiles[tile].general, true>{})
+                                 : f(Backward<T, kBackwardTiles[tile].fast, false>{});
+}
+
 template <class T, int tile>
 size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
   if (params.heads == 0) return 0;
-  BackwardPlan plan = plan_backward(params, kBackwardTiles[tile], rt::describe_device("attention_bwd_sm80"));
-  return place(params, kBackwardTiles[tile], nullptr, plan).used();
+  return with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { return backward_workspace<Kernel>(params); });
 }
 
 template <class T, int tile>
 void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
   if (params.heads == 0) return;
-  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
-  BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
-  place(params, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
-  using Fast = Backward<T, config, false>;
-  const int batch = int(params.batch), heads = int(params.heads), heads_kv = int(params.heads_kv);
-  const rt::Extent query_grid{batch * plan.query_tiles, heads}, key_grid{batch * plan.schedule.tiles, heads_kv};
-
-  if (query_grid.x > 0)
-    rt::launch<attention_bwd_rows<T, config>>(
-        "attention_bwd_rows", {.grid = query_grid, .threads = config.threads(), .stream = stream}, params, plan);
-
-  const auto start = [&]<bool general>() {
-    using Kernel = Backward<T, config, general>;
-    int64_t to_next_tile;  // a walk has no use for it
-    TileCopies<typename Kernel::TileQ, Kernel::kThreads>::set_steps(params.query.seq_stride, plan.query_pass,
-                                                                    to_next_tile);
-    TileCopies<typename Kernel::TileDO, Kernel::kThreads>::set_steps(params.grad_out.seq_stride, plan.grad_out_pass,
-                                                                     to_next_tile);
-    rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
-                                           {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
-                                            .threads = Kernel::kThreads,
-                                            .shared_bytes = sizeof(typename Kernel::Storage),
-                                            .stream = stream},
-                                           params, plan);
-  };
-  if (key_grid.x > 0)
-    needs_general_kernel(params) ? start.template operator()<true>() : start.template operator()<false>();
-
-  const auto finish = [&]<class Tiles>(const rt::Extent& grid, const FinishParams& of) {
-    rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
-                                               {.grid = grid,
-                                                .threads = Tiles::kThreads,
-                                                .shared_bytes = size_t(Tiles::kRows) * Tiles::kColumns * sizeof(T),
-                                                .stream = stream},
-                                               params, plan, of);
-  };
-  if (query_grid.x > 0 && params.dim > 0)
-    finish.template operator()<typename Fast::GradQ>(query_grid, {.to = params.grad_query,
-                                                                  .tiles = plan.grad_query,
-                                                                  .factor = plan.scale,
-                                                                  .width = int(params.dim),
-                                                                  .tiles_of_sequence = plan.query_tiles,
-                                                                  .of_queries = true});
-  if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
-    FinishParams of{.to = params.grad_key,
-                    .tiles = plan.grad_key,
-                    .parts = plan.splits,
-                    .part_stride = tiles * config.block_n * config.dim,
-                    .width = int(params.dim),
-                    .tiles_of_sequence = plan.schedule.tiles};
-    finish.template operator()<typename Fast::GradK>(key_grid, of);
-    of.to = params.grad_value;
-    of.tiles = plan.grad_value;
-    of.part_stride = tiles * config.block_n * config.dim_v;
-    of.width = int(params.dim_v);
-    finish.template operator()<typename Fast::GradV>(key_grid, of);
-  }
-  if (params.grad_sinks != nullptr) {
-    constexpr int kThreads = 256;
-    rt::launch<attention_bwd_sinks<config.block_m, kThreads>>(
-        "attention_bwd_sinks",
-        {.grid = {heads}, .threads = kThreads, .shared_bytes = kThreads / 32 * sizeof(float), .stream = stream}, params,
-        plan);
-  }
+  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext::sm80

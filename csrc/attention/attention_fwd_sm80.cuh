@@ -190,7 +190,8 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
       values.copy_next(tile_v, visible.k_len - tile * kBlockN, int(p.dim_v), plan.value_pass, plan.value_tile);
       arch::cp_async_commit();
       typename Kernel::LogitTiles::Accumulators logits = {};
-      multiply<typename Kernel::TileK>(SharedOperand<typename Kernel::TileQ>{lane_q}, lane_k, logits);
+      multiply<typename Kernel::TileK>(SharedOperand<typename Kernel::TileQ, arch::SharedAddress>{lane_q}, lane_k,
+                                       logits);
 
       arch::cp_async_wait<0>();
       arch::sync_threads();  // these values are here, and the keys have been read

@@ -12,15 +12,15 @@ namespace cuda_ext::sm80 {
 constexpr int kFar = 1 << 29;
 
 struct Sequence {
-  int64_t q_begin = 0, k_begin = 0;  // rows of the packing
+  int q_begin = 0, k_begin = 0;  // rows of the packing
   int q_len, k_len;
 
   DEVICE Sequence(const AttentionParams& p, int batch) : q_len(int(p.seqlen_q)), k_len(int(p.seqlen_k)) {
     if (p.cu_seqlens_q == nullptr) return;
     q_begin = arch::load_global<int32_t>(p.cu_seqlens_q + batch);
-    q_len = int(arch::load_global<int32_t>(p.cu_seqlens_q + batch + 1) - q_begin);
+    q_len = arch::load_global<int32_t>(p.cu_seqlens_q + batch + 1) - q_begin;
     k_begin = arch::load_global<int32_t>(p.cu_seqlens_k + batch);
-    k_len = int(arch::load_global<int32_t>(p.cu_seqlens_k + batch + 1) - k_begin);
+    k_len = arch::load_global<int32_t>(p.cu_seqlens_k + batch + 1) - k_begin;
   }
 };
 

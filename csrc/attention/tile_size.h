@@ -47,45 +47,85 @@ struct AttentionBackwardConfig {
   constexpr int threads() const { return 32 * warps; }
 };
 
-// By head dims, from small to large. All fit 99 KiB of shared memory: block_n keys and values, block_m queries and
-// output gradients, and a tile of logits' gradients. dK and dV of a warp's keys are in registers all the time.
-constexpr AttentionBackwardConfig kBackwardTiles[] = {
+// By head dims, from small to large; each with the tile for where softcap, ALiBi, dropout or a bias want registers too.
+// All fit 99 KiB of shared memory: block_n keys and values, block_m queries and output gradients, and a tile of logits'
+// gradients. dK and dV of a warp's keys are in registers all the time.
+struct AttentionBackwardTile {
+  int dim, dim_v;
+  AttentionBackwardConfig fast, general;
+};
+constexpr AttentionBackwardTile backward_tile(AttentionBackwardConfig fast, AttentionBackwardConfig general) {
+  return {fast.dim, fast.dim_v, fast, general};
+}
+constexpr AttentionBackwardTile kBackwardTiles[] = {
     // 49 KiB. 32 keys a warp read each fragment of the queries once for two products; dK and dV take 128 registers.
-    {.dim = 64,
-     .dim_v = 64,
-     .block_m = 32,
-     .block_n = 128,
-     .key_warps = 4,
-     .query_warps = 2,
-     .warps = 4,
-     .min_blocks = 2},
+    backward_tile({.dim = 64,
+                   .dim_v = 64,
+                   .block_m = 32,
+                   .block_n = 128,
+                   .key_warps = 4,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2},
+                  {.dim = 64,
+                   .dim_v = 64,
+                   .block_m = 64,
+                   .block_n = 64,
+                   .key_warps = 4,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2}),
     // 73 KiB. dK and dV of 16 keys take 128 registers, 64 queries' weights and gradients 64.
-    {.dim = 128,
-     .dim_v = 128,
-     .block_m = 64,
-     .block_n = 64,
-     .key_warps = 4,
-     .query_warps = 2,
-     .warps = 4,
-     .min_blocks = 2},
+    backward_tile({.dim = 128,
+                   .dim_v = 128,
+                   .block_m = 64,
+                   .block_n = 64,
+                   .key_warps = 4,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2},
+                  {.dim = 128,
+                   .dim_v = 128,
+                   .block_m = 32,
+                   .block_n = 64,
+                   .key_warps = 4,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2}),
     // 64 KiB. dK and dV of 16 keys take 160 registers.
-    {.dim = 192,
-     .dim_v = 128,
-     .block_m = 32,
-     .block_n = 64,
-     .key_warps = 4,
-     .query_warps = 2,
-     .warps = 4,
-     .min_blocks = 2},
+    backward_tile({.dim = 192,
+                   .dim_v = 128,
+                   .block_m = 32,
+                   .block_n = 64,
+                   .key_warps = 4,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2},
+                  {.dim = 192,
+                   .dim_v = 128,
+                   .block_m = 32,
+                   .block_n = 32,
+                   .key_warps = 2,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2}),
     // 68 KiB. dK and dV of 16 keys would take 256 registers, so two warps share them, each with half of the head dims.
-    {.dim = 256,
-     .dim_v = 256,
-     .block_m = 32,
-     .block_n = 32,
-     .key_warps = 2,
-     .query_warps = 2,
-     .warps = 4,
-     .min_blocks = 2},
+    backward_tile({.dim = 256,
+                   .dim_v = 256,
+                   .block_m = 32,
+                   .block_n = 32,
+                   .key_warps = 2,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2},
+                  {.dim = 256,
+                   .dim_v = 256,
+                   .block_m = 32,
+                   .block_n = 32,
+                   .key_warps = 2,
+                   .query_warps = 2,
+                   .warps = 4,
+                   .min_blocks = 2}),
 };
 constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
 

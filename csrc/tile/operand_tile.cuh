@@ -7,6 +7,14 @@ namespace cuda_ext::sm80 {
 
 enum class Side { kA, kB };
 
+// Where a lane begins to read a tile that begins `offset` bytes after another place, a multiple of 128. Tiles of the same
+// shape then share the registers of what depends on the lane, and the offset is part of instructions.
+struct LaneAddress {
+  arch::SharedAddress lane;
+  int offset;
+  DEVICE arch::SharedAddress operator^(int bits) const { return (lane ^ bits) + offset; }
+};
+
 // An operand's tile in shared memory: lines of 16-byte chunks. A line goes along the dim that is contiguous, which is k
 // if `k_major`; the chunks of a line are permuted, so that neither copies nor fragment loads meet in a bank.
 template <class T, Side side, bool k_major, int extent, int depth>
@@ -37,8 +45,7 @@ struct OperandTile {
   // of mma) go along the extent first, those of B (two fragments) along k, so that each is in neighbouring registers.
 
   // Where this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
-  DEVICE static int lane_offset(int first) {
-    const int lane = arch::lane_index();
+  DEVICE static int lane_offset(int first, int lane = arch::lane_index()) {
     // Lanes 8q to 8q + 7 give the rows of quadrant q to ldmatrix.
     const int along_extent = side == Side::kA ? lane / 8 % 2 : lane / 16;
     const int along_k = side == Side::kA ? lane / 16 : lane / 8 % 2;
@@ -50,10 +57,11 @@ struct OperandTile {
       return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
   }
 
-  // Fragment `i` of the warp in step `step`, from `at` = tile + lane_offset. The permutation is an exclusive or, so
-  // going to another chunk is one too, with a number that the compiler knows, as long as it stays within 128 bytes, to
-  // which tiles are aligned.
-  DEVICE static void load_fragment(uint32_t (&m)[4], arch::SharedAddress at, int i, int step) {
+  // Fragment `i` of the warp in step `step`, from `at` = tile + lane_offset, maybe as a LaneAddress. The permutation
+  // is an exclusive or, so going to another chunk is one too, with a number that the compiler knows, as long as it stays
+  // within 128 bytes, to which tiles are aligned.
+  template <class Address>
+  DEVICE static void load_fragment(uint32_t (&m)[4], Address at, int i, int step) {
     if constexpr (k_major) {
       arch::ldmatrix<4>(m, (at ^ step % 4 * 32) + step / 4 * 128 + i * 16 * kLineBytes);
     } else if constexpr (sizeof(T) == 2) {

@@ -21,20 +21,22 @@ struct WarpTiles {
 
   using Accumulators = float[kRowTiles][kColumnTiles][4];
 
-  DEVICE static int warp_m() { return arch::thread_index() / arch::kWarpSize % warps_m; }
-  DEVICE static int warp_n() { return arch::thread_index() / arch::kWarpSize / warps_m; }
-  DEVICE static int first_row() { return warp_m() * kRowTiles * 16; }
-  DEVICE static int first_column() { return warp_n() * 16; }
-  // Where element q of tile (m, n) of this thread is: row(m, q / 2), and column() + column_step(n) + q % 2.
-  DEVICE static int row(int m, int half) { return first_row() + m * 16 + half * 8 + arch::lane_index() / 4; }
-  DEVICE static int column() { return first_column() + arch::lane_index() % 4 * 2; }
+  // Where element q of tile (m, n) of a thread is: row(m, q / 2), and column() + column_step(n) + q % 2.
+  DEVICE static int first_row(int thread = arch::thread_index()) {
+    return thread / arch::kWarpSize % warps_m * kRowTiles * 16;
+  }
+  DEVICE static int first_column(int thread = arch::thread_index()) { return thread / arch::kWarpSize / warps_m * 16; }
+  DEVICE static int row(int m, int half, int thread = arch::thread_index()) {
+    return first_row(thread) + m * 16 + half * 8 + thread % arch::kWarpSize / 4;
+  }
+  DEVICE static int column(int thread = arch::thread_index()) { return first_column(thread) + thread % 4 * 2; }
   HOST_DEVICE static constexpr int column_step(int n) { return n / 2 * 16 * warps_n + n % 2 * 8; }
 };
 
 // result += A B. load_a(fragment, m, step) gives this warp's fragment m of A in a step; of B it has every `b_stride`-th,
 // which this lane begins to read at `b`.
-template <class TileB, int b_stride = 1, int row_tiles, int column_tiles, class OperandA>
-DEVICE void multiply(const OperandA& load_a, arch::SharedAddress b, float (&result)[row_tiles][column_tiles][4]) {
+template <class TileB, int b_stride = 1, class Address, int row_tiles, int column_tiles, class OperandA>
+DEVICE void multiply(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4]) {
   using T = typename TileB::Element;
 #pragma unroll
   for (int step = 0; step < TileB::kDepth / TileB::kStep; ++step) {
@@ -56,9 +58,9 @@ DEVICE void multiply(const OperandA& load_a, arch::SharedAddress b, float (&resu
 }
 
 // A fragment of A from the shared tile in which this lane begins to read at `a`.
-template <class TileA>
+template <class TileA, class Address = LaneAddress>
 struct SharedOperand {
-  arch::SharedAddress a;
+  Address a;
   DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const { TileA::load_fragment(fragment, a, m, step); }
 };
 
