@@ -1,0 +1,86 @@
+"""What both interfaces of flash-attn share: a call in its words becomes a call of this package's ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuda_ext.attention import flash_attention, flash_attention_varlen
+
+
+def attend(
+    function: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Mapping[str, Any] | None = None,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a packed one."""
+    dim, dim_v = q.shape[-1], v.shape[-1]
+    if softmax_scale is None and dim % 8:
+        softmax_scale = 1.0 / math.sqrt(dim)  # of the head dim before it is padded
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": _window(function, window_size, causal),
+        "scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "dropout_p": dropout_p,
+        # False is flash-attn's default and not a wish, so torch's own switch decides.
+        "deterministic": deterministic or None,
+        "return_lse": True,
+    }
+    if k.shape[-1] == dim:  # if not, the op says so
+        q, k, v = _multiple_of_8(q), _multiple_of_8(k), _multiple_of_8(v)
+    if sequences is None:
+        out, lse = flash_attention(q, k, v, **options)
+    else:
+        out, lse = flash_attention_varlen(q, k, v, **sequences, **options)
+    return (out[..., :dim_v] if dim_v % 8 else out), lse
+
+
+def _window(function: str, window_size: tuple[int, int], causal: bool) -> tuple[int | None, int | None] | None:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise RuntimeError(
+            f"cuda_ext.compat.{function}: expected window_size to be (left, right), each a number of keys or -1 for "
+            f"unbounded, got {window_size!r}"
+        )
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    if causal:
+        right = None  # causal hides what is right of the diagonal, whatever this side says
+    return None if left is None and right is None else (left, right)
+
+
+def _multiple_of_8(tensor: Tensor) -> Tensor:
+    """The head dim with the zeros that a GPU needs; flash-attn adds them as well."""
+    missing = -tensor.shape[-1] % 8
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def unpack(function: str, name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
+    """Views of what is stacked in the third dimension from the end, for a layout such as "(total, 3, heads, dim)"."""
+    sizes = layout.strip("()").split(", ")
+    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
+        raise RuntimeError(
+            f"cuda_ext.compat.{function}: expected {name} of shape {layout}, got {tuple(packed.shape)}; separate "
+            "tensors go to the function without 'packed' in its name"
+        )
+    return packed.unbind(-3)
+
+
+def refuse(function: str, name: str, value: Any, *, expected: str, instead: str) -> NoReturn:
+    """For an argument that would change the result in a way that is not supported."""
+    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise NotImplementedError(f"cuda_ext.compat.{function}: expected {name} to be {expected}, got {got}; {instead}")

@@ -1,0 +1,261 @@
+"""flash-attn 2's six attention functions.
+
+Where they differ from flash-attn 2.8:
+
+- They also run on the CPU, there in float32 and float64 too; `v` may have another head dim than `q` and `k`; softcap
+  and dropout go together; a dimension may be 0.
+- `softmax_lse` is differentiable; flash-attn ignores its gradient. For a row with no visible key it is `-inf`, where
+  flash-attn has `+inf`. With ALiBi, `causal` and no window, flash-attn leaves out what is the same for a whole row, so
+  that its lse is ours plus `slope * (i + Sk - Sq)`.
+- `S_dmask`, which flash-attn returns for its own tests, is None.
+- The right side of a window is taken at its word. flash-attn drops one of at least `Sk`, and if there are more queries
+  than keys, its first rows then see keys that the window hides.
+- Dropout numbers are those of `cuda_ext.flash_attention`: they come from torch's default CPU generator.
+- `deterministic=False` follows `torch.use_deterministic_algorithms`.
+- A packed tensor is read in place, but its gradient is stacked from its parts, one copy that flash-attn saves.
+
+All raise RuntimeError for wrong arguments and NotImplementedError for what is not supported. Where the op speaks,
+`query`, `key`, `value`, `window` and `scale` are `q`, `k`, `v`, `window_size` and `softmax_scale`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """Multi-head attention over `(batch, seqlen, heads, dim)` tensors; see `cuda_ext.flash_attention` for the formula.
+
+    Args:
+        q: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. A head dim that is not a multiple
+            of 8 is padded with zeros, in copies; otherwise any strides with a dense last dimension are read in place.
+        k: `(B, Sk, Hk, D)`; `H` is a multiple of `Hk`.
+        v: `(B, Sk, Hk, Dv)`.
+        dropout_p: in [0, 1); 0 for evaluation.
+        softmax_scale: None for `1 / sqrt(D)`.
+        causal: hide the keys right of the diagonal, which is aligned bottom-right.
+        window_size: `(left, right)`, how many keys either side of the diagonal stay visible; -1 is unbounded. With
+            `causal` nothing to the right is visible, whatever `right` is.
+        softcap: in units of logits; 0 for none.
+        alibi_slopes: `(H,)` or `(B, H)`, float32; the bias is `-slope * |i + Sk - Sq - j|`.
+        deterministic: True asks for gradients that repeat bit for bit.
+        return_attn_probs: return `(out, softmax_lse, None)`.
+
+    Returns:
+        `out`, `(B, Sq, H, Dv)`; `softmax_lse`, `(B, H, Sq)`, float32 (float64 for float64). A row with no visible key
+        gives zeros.
+    """
+    pair = attend(
+        "flash_attn.flash_attn_func",
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+    )
+    return (*pair, None) if return_attn_probs else pair[0]
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of the key and the value in `kv`, `(B, Sk, 2, Hk, D)`, which is read in place."""
+    k, v = unpack("flash_attn.flash_attn_kvpacked_func", "kv", kv, "(batch, seqlen, 2, heads, dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` of the query, the key and the value in `qkv`, `(B, S, 3, H, D)`, which is read in place."""
+    q, k, v = unpack("flash_attn.flash_attn_qkvpacked_func", "qkv", qkv, "(batch, seqlen, 3, heads, dim)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """`flash_attn_func` over sequences of different lengths, packed one after the other without padding.
+
+    Args:
+        q: `(total_q, H, D)`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
+        k: `(total_k, Hk, D)`, by `cu_seqlens_k`.
+        v: `(total_k, Hk, Dv)`.
+        cu_seqlens_q: `(batch + 1,)` int32 on the device of `q`: 0, then the running sums of the lengths.
+        cu_seqlens_k: the same for keys.
+        max_seqlen_q: at least the longest sequence.
+        max_seqlen_k: the same for keys.
+        block_table: has to be None: paged keys and values are not supported.
+
+    The remaining arguments are those of `flash_attn_func`.
+
+    Returns:
+        `out`, `(total_q, H, Dv)`; `softmax_lse`, `(H, total_q)`, as flash-attn's since 2.6.
+    """
+    function = "flash_attn.flash_attn_varlen_func"
+    if block_table is not None:
+        refuse(
+            function,
+            "block_table",
+            block_table,
+            expected="None, as paged keys and values are not supported",
+            instead="gather the pages into packed k and v of shape (total, heads, dim)",
+        )
+    pair = attend(
+        function,
+        q,
+        k,
+        v,
+        {
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+        },
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        dropout_p=dropout_p,
+        alibi_slopes=alibi_slopes,
+    )
+    return (*pair, None) if return_attn_probs else pair[0]
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of the key and the value in `kv`, `(total_k, 2, Hk, D)`, which is read in place."""
+    k, v = unpack("flash_attn.flash_attn_varlen_kvpacked_func", "kv", kv, "(total, 2, heads, dim)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` of the query, the key and the value in `qkv`, `(total, 3, H, D)`, which is read in
+    place; all three have the sequences of `cu_seqlens`."""
+    q, k, v = unpack("flash_attn.flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(total, 3, heads, dim)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
