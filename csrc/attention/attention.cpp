@@ -96,8 +96,9 @@ void check_bias(const char* op, const Tensor& bias, const Tensor& query, const S
                  shape_string(full), ", got ", shape_string(bias), "; give it these sizes or 1, aligned to the right");
   const auto type = bias.scalar_type(), accumulation = accumulation_type(query.scalar_type());
   CUDA_EXT_CHECK(type == at::kBool || type == query.scalar_type() || type == accumulation, op,
-                 "expected bias of dtype Bool, ", query.scalar_type(), " like query, or ", accumulation, ", got ", type,
-                 "; convert it with .to()");
+                 "expected bias of dtype Bool",
+                 query.scalar_type() == accumulation ? "" : c10::str(", ", query.scalar_type()), " or ", accumulation,
+                 " to match query, got ", type, "; convert it with .to()");
   check_same_device(op, "bias", bias, "query", query);
 }
 
