@@ -36,6 +36,7 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -45,7 +46,7 @@ def flash_attention(
     With `i` a query, `j` a key and `d = j - (i + Sk - Sq)` their distance from the bottom-right diagonal::
 
         logits = scale * query[i] . key[j];   logits = softcap * tanh(logits / softcap)   if softcap > 0
-        logits += -alibi_slopes * |d|
+        logits += -alibi_slopes * |d|;   logits += bias[i, j]
         out[i] = dropout(softmax over the visible j of logits) @ value
 
     Args:
@@ -62,6 +63,12 @@ def flash_attention(
         alibi_slopes: `(H,)` or `(B, H)`, not differentiable (Press et al., arXiv 2108.12409).
         sinks: `(H,)`, a learnable logit per head that joins every row's softmax with no value behind it; `lse` includes
             it. Differentiable.
+        bias: up to four dimensions that broadcast to `(B, H, Sq, Sk)`, aligned to the right, with any strides, on the
+            CPU only. Numbers, in the dtype of `query` or float32, are added to the logits, and `-inf` hides a key; they
+            are differentiable. Booleans hide the keys where they are `False`, as `attn_mask` of
+            `torch.nn.functional.scaled_dot_product_attention` does. Leave a dimension 1 rather than to `expand` it: the
+            gradient is as large as the tensor given. Hide with `-inf`, not with a large number: in a row of nothing but
+            -1e30 the logits are lost to rounding.
         dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed drawn from torch's default generator, so
             `torch.manual_seed` rules, and is drawn anew in backward instead of being stored.
         deterministic: `None` follows `torch.use_deterministic_algorithms`. On the CPU every call is deterministic for a
@@ -71,17 +78,18 @@ def flash_attention(
 
     Returns:
         `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row with no visible key, with
-        or without sinks, gives zeros, an `lse` of `-inf` and zero gradients.
+        or without sinks, gives zeros, an `lse` of `-inf` and zero gradients; so does a row that `bias` hides entirely,
+        except that sinks stay part of it: its `lse` is then the sink.
 
     Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first.
     Dimensions of size 0 work.
 
     Raises:
         RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument; a
-            double backward.
+            `bias` on a CUDA device; a double backward.
         NotImplementedError: a CUDA tensor where no CUDA kernel is built; a backward on a CUDA device.
     """
-    has_tensors = alibi_slopes is not None or sinks is not None
+    has_tensors = alibi_slopes is not None or sinks is not None or bias is not None
     if has_tensors or window is not None or scale is not None or softcap != 0.0 or dropout_p != 0.0:
         left, right = _window_sides("flash_attention", window)
         out, lse = _attention(
@@ -90,6 +98,7 @@ def flash_attention(
             value,
             alibi_slopes,
             sinks,
+            bias,
             causal=causal,
             window_left=left,
             window_right=right,
@@ -137,8 +146,8 @@ def flash_attention_varlen(
         max_seqlen_q: at least the longest sequence; `None` takes it from `cu_seqlens_q`, for which a GPU has to wait.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
 
-    The remaining arguments are those of `flash_attention`; causal and window are aligned to each sequence's own bottom-
-    right corner.
+    The remaining arguments are those of `flash_attention`, which alone takes a `bias`; causal and window are aligned to
+    each sequence's own bottom-right corner.
 
     Returns:
         `(total_q, H, Dv)`; with `return_lse` also `lse`, `(H, total_q)`.
@@ -220,9 +229,12 @@ def _(
     value: Tensor,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     **scalars: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _out_and_lse("flash_attention", query, key, value, packed=False, alibi_slopes=alibi_slopes, sinks=sinks)
+    return _out_and_lse(
+        "flash_attention", query, key, value, packed=False, alibi_slopes=alibi_slopes, sinks=sinks, bias=bias
+    )
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_varlen")
@@ -273,14 +285,18 @@ def _(
     out: Tensor,
     lse: Tensor,
     rng_state: Tensor | None,
+    needs_grad_bias: bool = False,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad_sinks = lse.new_empty([0]) if sinks is None else sinks.new_empty(sinks.shape)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape), grad_sinks
+    grad_bias = bias.new_empty(bias.shape) if bias is not None and needs_grad_bias else lse.new_empty([0])
+    grad_query, grad_key, grad_value = (t.new_empty(t.shape) for t in (query, key, value))
+    return grad_query, grad_key, grad_value, grad_sinks, grad_bias
 
 
 # FLOPs by the field's convention: 2 per multiply-add of the two forward and five backward products, over visible pairs.
@@ -356,10 +372,11 @@ def _(
     value: Tensor,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    if any(dim is not None for dim in in_dims[3:5]):
-        return _one_call_per_element(_attention, info, in_dims, query, key, value, alibi_slopes, sinks, **options)
+    if bias is not None or any(dim is not None for dim in in_dims[3:]):
+        return _one_call_per_element(_attention, info, in_dims, query, key, value, alibi_slopes, sinks, bias, **options)
     size = info.batch_size
     mapped = [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

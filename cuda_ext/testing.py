@@ -250,6 +250,7 @@ def reference_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -261,12 +262,13 @@ def reference_attention(
     query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv) -> (B, Sq, H, Dv), and with ``return_lse`` also lse
     (B, H, Sq).
 
-    The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j|``: the soft
-    cap comes before the ALiBi bias. ``causal`` and ``window`` are aligned bottom-right, so query i stands at key
-    position i + Sk - Sq. ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row
-    with no visible key gives zeros, lse = -inf and zero gradients, with or without a sink. Dropout removes
-    probabilities by the Philox numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is accepted
-    for the sake of the signature.
+    The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + bias``: the
+    soft cap comes before ALiBi and ``bias``, which broadcasts to (B, H, Sq, Sk); a boolean one hides the keys where it
+    is False. ``causal`` and ``window`` are aligned bottom-right, so query i stands at key position i + Sk - Sq.
+    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row whose keys are all
+    outside of the window gives zeros, lse = -inf and zero gradients, with or without a sink, and so does one that the
+    bias hides entirely and that has no sink. Dropout removes probabilities by the Philox numbers of (``seed``,
+    ``offset``), see `dropout_mask`. ``deterministic`` is accepted for the sake of the signature.
     """
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
@@ -274,7 +276,7 @@ def reference_attention(
     if dropout_p > 0.0:
         row = torch.arange(batch * heads * seqlen_q, device=query.device).view(batch, heads, seqlen_q)
         keep = dropout_mask(dropout_p, seed, offset, row, seqlen_k)
-    out, lse = _attention(query, key, value, causal, window, scale, softcap, alibi_slopes, sinks, dropout_p, keep)
+    out, lse = _attention(query, key, value, causal, window, scale, softcap, alibi_slopes, sinks, bias, dropout_p, keep)
     return (out, lse) if return_lse else out
 
 
@@ -331,6 +333,7 @@ def reference_attention_varlen(
             softcap,
             slopes,
             sinks,
+            None,
             dropout_p,
             keep,
         )
@@ -349,6 +352,7 @@ def _attention(
     softcap: float,
     alibi_slopes: Tensor | None,  # (H,) or (B, H)
     sinks: Tensor | None,  # (H,)
+    bias: Tensor | None,  # broadcasts to (B, H, Sq, Sk)
     dropout_p: float,
     keep: Tensor | None,  # (B, H, Sq, Sk)
 ) -> tuple[Tensor, Tensor]:
@@ -365,6 +369,10 @@ def _attention(
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(scores.dtype).reshape(-1, heads, 1, 1)
         scores = scores - slopes * (i - j).abs().to(scores.dtype)
+    if bias is not None and bias.dtype == torch.bool:
+        scores = scores.masked_fill(~bias, -math.inf)
+    elif bias is not None:
+        scores = scores + bias.to(scores.dtype)
     left, right = window or (None, None)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if causal:
@@ -373,18 +381,18 @@ def _attention(
         visible &= j >= i - left
     if right is not None:
         visible &= j <= i + right
-    empty = ~visible.any(dim=-1)  # (Sq,)
 
-    # The last column is the sink. Empty rows are made finite, so that the softmax and its gradient hold no NaN; their
-    # result is masked below.
+    # The last column is the sink.
     logits = F.pad(scores.masked_fill(~visible, -math.inf), (0, 1), value=-math.inf)
     if sinks is not None:
         logits = torch.cat(
             [logits[..., :-1], sinks.to(scores.dtype).view(1, heads, 1, 1).expand_as(logits[..., -1:])], dim=-1
         )
-    logits = logits.masked_fill(empty[:, None], 0.0)
-    lse = torch.logsumexp(logits, dim=-1).masked_fill(empty, -math.inf)  # (B, H, Sq)
-    probabilities = torch.softmax(logits, dim=-1)[..., :-1].masked_fill(~visible, 0.0)
+    # Empty rows are made finite, so that the softmax and its gradient hold no NaN; their result is masked below.
+    empty = (logits == -math.inf).all(dim=-1, keepdim=True) | ~visible.any(dim=-1, keepdim=True)  # (B, H, Sq, 1)
+    logits = logits.masked_fill(empty, 0.0)
+    lse = torch.logsumexp(logits, dim=-1).masked_fill(empty.squeeze(-1), -math.inf)  # (B, H, Sq)
+    probabilities = torch.softmax(logits, dim=-1)[..., :-1].masked_fill(~visible | empty, 0.0)
     if keep is not None:
         probabilities = probabilities * keep / (1.0 - dropout_p)
     out = (probabilities @ value.transpose(1, 2)).transpose(1, 2)  # (B, Sq, H, Dv)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -157,6 +158,207 @@ def test_rows_that_see_nothing() -> None:
     assert all(t.grad is not None and t.grad.isfinite().all() for t in tensors.values())
 
 
+# Bias
+
+EVERY_BROADCAST = list(itertools.product([False, True], repeat=4))
+
+# (dtype of query, dtype of the bias)
+BIAS_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [(torch.bfloat16, torch.float32), (torch.float32, torch.bool)]
+
+
+def bias_of(shape: Sequence[int], dtype: torch.dtype, hidden: float = 0.0) -> Tensor:
+    """Random numbers, or booleans, that hide this part of the keys."""
+    visible = torch.rand(tuple(shape)) >= hidden
+    if dtype == torch.bool:
+        return visible
+    return torch.randn(tuple(shape), dtype=torch.float64).to(dtype).masked_fill(~visible, -math.inf).requires_grad_()
+
+
+def broadcast(full: Sequence[int], wide: Sequence[bool]) -> list[int]:
+    return [size if is_wide else 1 for size, is_wide in zip(full, wide, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "wide", EVERY_BROADCAST, ids=lambda wide: "".join("1BHQK"[n * w] for n, w in enumerate(wide, 1))
+)
+@pytest.mark.parametrize(("dtype", "bias_dtype"), BIAS_DTYPES, ids=str)
+def test_bias_of_every_broadcast_shape(dtype: torch.dtype, bias_dtype: torch.dtype, wide: tuple[bool, ...]) -> None:
+    bias = bias_of(broadcast((2, 4, 70, 90), wide), bias_dtype, hidden=0.3 if bias_dtype == torch.bool else 0.0)
+    sinks = torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_()
+    check({**qkv(2, 70, 90, 4, 2, 16, 8, dtype), "bias": bias, "sinks": sinks}, causal=True, softcap=3.0)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (90,), (70, 90), (70, 1), (4, 70, 90), (4, 1, 1), (1, 90)], ids=str)
+def test_bias_of_lower_rank(shape: tuple[int, ...]) -> None:
+    check({**qkv(2, 70, 90, 4, 2, 16, 8, torch.float32), "bias": bias_of(shape, torch.float32)})
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 300, 600, 4, 1, 8, 8), {"causal": True}),
+        ((1, 301, 77, 2, 2, 16, 16), {"window": (10, None)}),
+        ((2, 65, 129, 2, 1, 17, 5), {"window": (9, 3), "softcap": 2.0, "scale": -0.3}),
+        ((3, 1, 300, 4, 2, 16, 8), {}),
+        ((3, 300, 1, 4, 2, 16, 8), {}),
+        ((2, 1, 1, 2, 2, 8, 8), {}),
+        ((1, 17, 1030, 1, 1, 8, 8), {"causal": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("extras", [False, True])
+def test_bias_that_hides_keys(
+    sizes: tuple[int, ...], options: dict[str, Any], extras: bool, bias_dtype: torch.dtype
+) -> None:
+    batch, sq, sk, heads = sizes[:4]
+    bias = bias_of((batch, heads, sq, sk), bias_dtype, hidden=0.5)
+    more = {"alibi_slopes": torch.rand(heads), "sinks": torch.randn(heads, requires_grad=True)} if extras else {}
+    check({**qkv(*sizes, torch.float32), "bias": bias, **more}, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("boolean", [False, True])
+def test_rows_that_a_bias_hides(dtype: torch.dtype, boolean: bool) -> None:
+    tensors = qkv(2, 40, 25, 2, 2, 8, 8, dtype)
+    bias = bias_of((1, 2, 40, 25), torch.bool if boolean else dtype)
+    with torch.no_grad():
+        bias[:, 1, 7:30] = False if boolean else -math.inf
+    check({**tensors, "bias": bias})
+    out, lse = cuda_ext.flash_attention(**tensors, bias=bias, return_lse=True)
+    assert out[:, 7:30, 1].eq(0).all() and lse[:, 1, 7:30].eq(-math.inf).all() and lse[:, 0].isfinite().all()
+    leaves = [*tensors.values(), *([] if boolean else [bias])]
+    gradients = torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert gradients[0][:, 7:30, 1].eq(0).all() and (boolean or gradients[3][:, 1, 7:30].eq(0).all())
+
+
+def test_a_sink_is_all_that_is_left_of_a_row_that_a_bias_hides() -> None:
+    tensors = {**qkv(1, 9, 5, 2, 1, 4, 4, torch.float32), "sinks": torch.randn(2, requires_grad=True)}
+    bias = torch.ones(9, 5, dtype=torch.bool)
+    bias[3] = False
+    check({**tensors, "bias": bias})
+    out, lse = cuda_ext.flash_attention(**tensors, bias=bias, return_lse=True)
+    assert out[:, 3].eq(0).all() and torch.equal(lse[0, :, 3], tensors["sinks"])
+    # What the mask leaves nothing of stays empty, whatever the bias.
+    lse = cuda_ext.flash_attention(**tensors, bias=bias, causal=True, return_lse=True)[1]
+    assert lse[:, :, :4].eq(-math.inf).all() and lse[:, :, 4:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 70, 90), (1, 3, 1, 90), (70, 1)], ids=str)
+def test_false_is_minus_infinity(shape: tuple[int, ...]) -> None:
+    tensors = qkv(2, 70, 90, 3, 3, 16, 16, torch.float32)
+    mask = torch.rand(shape) < 0.6
+    by_mask, by_numbers = (
+        cuda_ext.flash_attention(**tensors, bias=bias)
+        for bias in (mask, torch.zeros(shape).masked_fill(~mask, -math.inf))
+    )
+    assert torch.equal(by_mask, by_numbers)
+    gradients = [
+        torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out)) for out in (by_mask, by_numbers)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_what_the_window_hides_stays_hidden_whatever_the_bias() -> None:
+    tensors = qkv(1, 70, 90, 2, 2, 16, 16, torch.float32)
+    bias = torch.randn(70, 90)
+    expected = cuda_ext.flash_attention(**tensors, bias=bias, causal=True)
+    hidden = torch.ones(70, 90, dtype=torch.bool).triu(21)
+    for value in (math.nan, math.inf):
+        odd = bias.masked_fill(hidden, value).requires_grad_()
+        actual = cuda_ext.flash_attention(**tensors, bias=odd, causal=True)
+        assert torch.equal(actual, expected)
+        (gradient,) = torch.autograd.grad(actual.sum(), odd)
+        assert gradient.isfinite().all() and gradient[hidden].eq(0).all()
+
+
+BIAS_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.mT.contiguous().mT,
+    "heads inside": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1),
+    "sparse last dim": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "misaligned": lambda t: torch.cat([t.flatten(), t.flatten()[:1]]).roll(1)[1:].view(t.shape),
+    "padded rows": lambda t: torch.nn.functional.pad(t, (1, 2))[..., 1:-2],
+    "expanded": lambda t: t[:1, :, :, :1].expand(t.shape),
+}
+
+
+@pytest.mark.parametrize("layout", BIAS_LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.bool], ids=str)
+def test_a_bias_of_any_strides_is_read_in_place(layout: str, dtype: torch.dtype) -> None:
+    tensors = qkv(2, 70, 90, 3, 3, 16, 16, torch.float32 if dtype == torch.bool else dtype)
+    arranged = BIAS_LAYOUTS[layout](bias_of((2, 3, 70, 90), dtype, hidden=0.1).detach())
+    contiguous = arranged.clone(memory_format=torch.contiguous_format)
+    leaves = [bias.requires_grad_(dtype != torch.bool) for bias in (arranged, contiguous)]
+    outs = [cuda_ext.flash_attention(**tensors, bias=bias, causal=True) for bias in leaves]
+    assert torch.equal(*outs)
+    gradients = [
+        torch.autograd.grad(out, [t for t in (*tensors.values(), bias) if t.requires_grad], torch.ones_like(out))
+        for out, bias in zip(outs, leaves, strict=True)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("threads", [1, 5, 24])
+@pytest.mark.parametrize("sizes", [(2, 300, 600, 2, 1, 8, 8), (5, 40, 30, 6, 2, 24, 8)], ids=str)
+@pytest.mark.parametrize("wide", [(0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 1, 0), (0, 1, 0, 0)], ids=str)
+def test_threads_that_share_a_bias(threads: int, sizes: tuple[int, ...], wide: tuple[bool, ...]) -> None:
+    """A gradient larger than that of query (the first sizes) is shared out in another way than a smaller one."""
+    batch, sq, sk, heads = sizes[:4]
+    tensors = {**qkv(*sizes, torch.float32), "bias": bias_of(broadcast((batch, heads, sq, sk), wide), torch.float32)}
+    tensors["sinks"] = torch.randn(heads, requires_grad=True)
+    ambient = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        check(tensors)
+        runs = [
+            torch.autograd.grad(cuda_ext.flash_attention(**tensors).square().sum(), list(tensors.values()))
+            for _ in range(3)
+        ]
+    finally:
+        torch.set_num_threads(ambient)
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5, 2), (2, 0, 5, 2), (2, 5, 0, 2), (2, 5, 5, 0)], ids=str)
+@pytest.mark.parametrize("wide", [(1, 1, 1, 1), (0, 1, 1, 1), (1, 0, 0, 1), (0, 0, 0, 0)], ids=str)
+def test_zero_sized_bias(sizes: tuple[int, ...], wide: tuple[bool, ...]) -> None:
+    batch, sq, sk, heads = sizes
+    bias = bias_of(broadcast((batch, heads, sq, sk), wide), torch.float32)
+    check({**qkv(batch, sq, sk, heads, heads, 8, 8, torch.float32), "bias": bias})
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 33, 50), (2, 1, 1, 50), (33, 50)], ids=str)
+@pytest.mark.parametrize("boolean", [False, True])
+def test_bias_is_the_mask_of_scaled_dot_product_attention(shape: tuple[int, ...], boolean: bool) -> None:
+    tensors = qkv(2, 33, 50, 4, 2, 16, 16, torch.float64)
+    bias = bias_of(shape, torch.bool if boolean else torch.float64, hidden=0.1)
+    leaves = [t for t in (*tensors.values(), bias) if t.requires_grad]
+    actual = cuda_ext.flash_attention(**tensors, bias=bias)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in tensors.values()), attn_mask=bias, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(expected)
+    for a, e in zip(
+        torch.autograd.grad(actual, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(a, e)
+
+
+def test_relative_positions_of_t5() -> None:
+    """A table of 32 buckets per head becomes a bias (1, H, S, S) that the batch shares, and learns through it."""
+    tensors = qkv(3, 60, 60, 4, 4, 16, 16, torch.float64)
+    table = torch.randn(32, 4, dtype=torch.float64, requires_grad=True)
+    distance = (torch.arange(60)[:, None] - torch.arange(60)).clamp(-16, 15) + 16
+    grad = torch.randn(3, 60, 4, 16, dtype=torch.float64)
+    actual, expected = (
+        torch.autograd.grad(op(**tensors, bias=table[distance].permute(2, 0, 1)[None], scale=1.0), table, grad)[0]
+        for op in (cuda_ext.flash_attention, reference_attention)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads first": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "batch inside": lambda t: t.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3),
@@ -280,8 +482,13 @@ def test_varlen_without_rows(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (33, 9), "softcap": 4.0}], ids=str)
-def test_dropout_is_the_documented_philox_mask(dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("bias_shape", [None, (2, 4, 75, 130), (1, 1, 75, 1)], ids=str)
+def test_dropout_is_the_documented_philox_mask(
+    dtype: torch.dtype, options: dict[str, Any], bias_shape: tuple[int, ...] | None
+) -> None:
     tensors = qkv(2, 75, 130, 4, 2, 16, 16, dtype)
+    if bias_shape is not None:
+        tensors["bias"] = bias_of(bias_shape, dtype)
     torch.manual_seed(7)
     left, right = options.get("window", (None, None))
     flat = {name: value for name, value in options.items() if name != "window"} | {
@@ -371,6 +578,7 @@ def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     tests = [
         "test_matches_reference",
         "test_head_dims",
+        "test_bias_of_every_broadcast_shape",
         "test_dropout_in_packed_sequences",
         "test_more_threads_than_heads",
     ]
@@ -380,15 +588,17 @@ def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_memory_is_linear_in_the_sequence(run_python: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("bias_shape", [None, (8192,), (8192, 1)], ids=str)
+def test_memory_is_linear_in_the_sequence(bias_shape: tuple[int, ...] | None, run_python: Callable[..., Any]) -> None:
     """At S = 8192 one S x S float32 matrix is 256 MiB; forward and backward may grow the process by a tenth of that."""
-    code = """
+    code = f"""
 import resource, torch, cuda_ext
 q, k, v = (torch.randn(1, 8192, 1, 16).requires_grad_() for _ in range(3))
+bias = None if {bias_shape} is None else torch.randn({bias_shape}, requires_grad=True)
 grad = torch.randn(1, 8192, 1, 16)
 cuda_ext.flash_attention(q[:, :64], k[:, :64], v[:, :64]).backward(grad[:, :64])  # torch imports modules at the first
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-cuda_ext.flash_attention(q, k, v).backward(grad)
+cuda_ext.flash_attention(q, k, v, bias=bias).backward(grad)
 print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = run_python("-c", code)
@@ -415,6 +625,8 @@ lengths = st.integers(1, 150)
     scale=st.none() | st.floats(0.01, 1.0),
     sinks=st.booleans(),
     alibi=st.booleans(),
+    bias=st.sampled_from([None, "dtype of query", "accumulation dtype", "booleans"]),
+    wide=st.tuples(*[st.booleans()] * 4),
     layout=st.sampled_from(sorted(LAYOUTS)),
     seed=st.integers(0, 2**31),
 )
@@ -433,6 +645,8 @@ def test_anything_matches_reference(
     scale: float | None,
     sinks: bool,
     alibi: bool,
+    bias: str | None,
+    wide: tuple[bool, ...],
     layout: str,
     seed: int,
 ) -> None:
@@ -443,4 +657,8 @@ def test_anything_matches_reference(
         arranged["sinks"] = torch.randn(group * heads_kv, dtype=torch.float64).to(dtype).requires_grad_()
     if alibi:
         arranged["alibi_slopes"] = torch.rand(group * heads_kv)
+    if bias is not None:
+        accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+        bias_dtype = {"dtype of query": dtype, "accumulation dtype": accumulation, "booleans": torch.bool}[bias]
+        arranged["bias"] = bias_of(broadcast((batch, group * heads_kv, sq, sk), wide), bias_dtype, hidden=0.2)
     check(arranged, causal=causal, window=(left, None), softcap=softcap, scale=scale)

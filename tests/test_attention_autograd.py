@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import cuda_ext
@@ -60,6 +61,74 @@ def test_gradcheck(options: dict[str, Any], extras: bool, dropout_p: float) -> N
     assert torch.autograd.gradcheck(op, inputs)
 
 
+BIAS_SHAPES = [
+    (2, 4, 5, 7),
+    (1, 4, 5, 7),
+    (2, 1, 5, 7),
+    (5, 7),
+    (2, 1, 1, 7),
+    (4, 5, 1),
+    (4, 1, 1),
+    (),
+]
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0, "dropout_p": 0.4}], ids=str)
+def test_gradcheck_of_a_bias(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    inputs = (
+        *qkv(torch.float64),
+        torch.randn(4, dtype=torch.float64, requires_grad=True),
+        torch.randn(shape, dtype=torch.float64, requires_grad=True),
+    )
+
+    def op(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return cuda_ext.flash_attention(query, key, value, sinks=sinks, bias=bias, return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(op, inputs)
+
+
+class BackwardResults(TorchDispatchMode):
+    """What every backward op returned while this was active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is ops.flash_attention_backward.default:
+            self.seen.append(result)
+        return result
+
+
+def test_the_gradient_of_a_bias_is_computed_only_if_wanted() -> None:
+    inputs = qkv()
+    bias, mask = torch.randn(5, 7, requires_grad=True), torch.rand(5, 7) < 0.8
+    for given, wanted, elements in (
+        (bias, inputs, 0),
+        (bias, (*inputs, bias), 35),
+        (bias, (bias,), 35),
+        (bias.detach(), inputs, 0),
+        (mask, inputs, 0),
+    ):
+        for sinks in (None, torch.randn(4), torch.randn(4, requires_grad=True)):
+            out = cuda_ext.flash_attention(*inputs, sinks=sinks, bias=given)
+            with BackwardResults() as results:
+                torch.autograd.grad(out.sum(), wanted)
+            assert [result[4].numel() for result in results.seen] == [elements]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_gradient_of_a_bias_has_its_dtype_and_shape(dtype: torch.dtype) -> None:
+    inputs = tuple(t.detach().to(dtype) for t in qkv())
+    for bias_dtype in (dtype, torch.float32):
+        bias = torch.randn(4, 1, 7, dtype=bias_dtype, requires_grad=True)
+        cuda_ext.flash_attention(*inputs, bias=bias).sum().backward()
+        assert bias.grad is not None and bias.grad.dtype == bias_dtype and bias.grad.shape == bias.shape
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradcheck_varlen(causal: bool) -> None:
     *tensors, cu_q, cu_k = packed(torch.float64)
@@ -107,6 +176,17 @@ def test_opcheck(requires_grad: bool, scalars: dict[str, Any]) -> None:
     torch.library.opcheck(ops.flash_attention_backward.default, backward_arguments(), scalars)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5, 7), (4, 1, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
+def test_opcheck_of_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    bias = torch.rand(shape) < 0.8 if dtype == torch.bool else torch.randn(shape, requires_grad=True)
+    torch.library.opcheck(ops.flash_attention.default, (*qkv(), None, None, bias), {"causal": True})
+    options = {"bias": bias.detach(), "causal": True}
+    torch.library.opcheck(ops.flash_attention_forward.default, qkv(requires_grad=False), options)
+    needs_grad = dtype != torch.bool
+    torch.library.opcheck(ops.flash_attention_backward.default, (*backward_arguments(), needs_grad), options)
+
+
 def test_opcheck_of_other_layouts() -> None:
     transposed = tuple(t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv())
     empty = tuple(t.detach()[:, :0].requires_grad_() for t in qkv())
@@ -127,6 +207,20 @@ def test_compile_fullgraph_forward_and_backward(options: dict[str, Any]) -> None
     expected = torch.autograd.grad(f(*inputs), inputs)
     actual = torch.autograd.grad(torch.compile(f, fullgraph=True, backend="aot_eager")(*inputs), inputs)
     for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 7), (4, 1, 7), (5, 1)], ids=str)
+def test_compile_with_a_bias(shape: tuple[int, ...]) -> None:
+    def f(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        biased = cuda_ext.flash_attention(query, key, value, bias=bias * 2)
+        return (biased * cuda_ext.flash_attention(query, key, value, bias=mask)).sum()
+
+    inputs = (*qkv(), torch.randn(shape, requires_grad=True))
+    mask = torch.rand(shape) < 0.8
+    expected = torch.autograd.grad(f(*inputs, mask), inputs)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, e in zip(torch.autograd.grad(compiled(*inputs, mask), inputs), expected, strict=True):
         torch.testing.assert_close(a, e)
 
 
@@ -176,6 +270,16 @@ def test_autocast_runs_in_the_active_dtype(dtype: torch.dtype) -> None:
     assert query.grad is not None and query.grad.dtype == torch.float32 and sinks.grad is not None
 
 
+def test_autocast_leaves_a_bias_alone() -> None:
+    query, key, value = qkv()
+    bias = torch.randn(5, 7, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = cuda_ext.flash_attention(query, key, value, bias=bias)
+    assert torch.equal(out, cuda_ext.flash_attention(*(t.bfloat16() for t in (query, key, value)), bias=bias))
+    out.sum().backward()
+    assert bias.grad is not None and bias.grad.dtype == torch.float32
+
+
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 2), (None, 0, 0), (0, None, None)])
 @pytest.mark.parametrize("slopes", [None, (4,), (2, 4)], ids=str)
 def test_vmap_over_tensors(in_dims: tuple[int | None, ...], slopes: tuple[int, ...] | None) -> None:
@@ -190,6 +294,19 @@ def test_vmap_over_tensors(in_dims: tuple[int | None, ...], slopes: tuple[int, .
             *(t if d is None else t.select(d, n) for t, d in zip(tensors, in_dims, strict=True)), **options
         )
         torch.testing.assert_close(actual[n], expected)
+
+
+@pytest.mark.parametrize("in_dims", [(None, 0), (0, None), (1, 2)])
+def test_vmap_with_a_bias(in_dims: tuple[int | None, ...]) -> None:
+    query, key, value = (t.detach() for t in qkv())
+    bias = torch.rand(4, 5, 7) < 0.8
+    queries, biases = (
+        t if d is None else torch.stack([t, t.roll(1, -1)], d) for t, d in zip((query, bias), in_dims, strict=True)
+    )
+    actual = torch.vmap(lambda q, b: cuda_ext.flash_attention(q, key, value, bias=b), in_dims)(queries, biases)
+    for n in range(2):
+        q, b = (t if d is None else t.select(d, n) for t, d in zip((queries, biases), in_dims, strict=True))
+        torch.testing.assert_close(actual[n], cuda_ext.flash_attention(q, key, value, bias=b))
 
 
 def test_vmap_over_sinks_and_packed_sequences() -> None:
@@ -316,6 +433,35 @@ P = "cuda_ext::flash_attention: expected "
             {"sinks": torch.rand(4, device="meta")},
             P + "sinks on device cpu to match query, got meta; move one of them with .to()",
         ),
+        *(
+            (
+                (Q, K, V),
+                {"bias": torch.rand(shape)},
+                P + "bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7), "
+                f"got {shape}; give it these sizes or 1, aligned to the right",
+            )
+            for shape in [(2, 4, 5, 6), (2, 2, 5, 7), (5,), (2, 5, 7), (1, 2, 4, 5, 7), (0, 1, 1, 7)]
+        ),
+        (
+            (Q, K, V),
+            {"bias": torch.rand(5, 7).half()},
+            P + "bias of dtype Bool or Float to match query, got Half; convert it with .to()",
+        ),
+        (
+            (Q.half(), K.half(), V.half()),
+            {"bias": torch.zeros(5, 7).long()},
+            P + "bias of dtype Bool, Half or Float to match query, got Long; convert it with .to()",
+        ),
+        (
+            (Q.double(), K.double(), V.double()),
+            {"bias": torch.rand(5, 7)},
+            P + "bias of dtype Bool or Double to match query, got Float; convert it with .to()",
+        ),
+        (
+            (Q, K, V),
+            {"bias": torch.rand(5, 7, device="meta")},
+            P + "bias on device cpu to match query, got meta; move one of them with .to()",
+        ),
     ],
 )
 def test_bad_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
@@ -394,3 +540,16 @@ def test_bad_backward_input(changed: dict[int, Tensor], message: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         ops.flash_attention_backward(*arguments, dropout_p=0.5)
     assert str(caught.value).splitlines()[0] == "cuda_ext::flash_attention_backward: expected " + message
+
+
+def test_a_bias_refused_by_the_ops_beneath() -> None:
+    *tensors, cu_q, cu_k = packed(requires_grad=False)
+    with pytest.raises(
+        RuntimeError, match=r"flash_attention_forward: expected no bias beside cu_seqlens_q; call the op"
+    ):
+        ops.flash_attention_forward(*tensors, cu_q, cu_k, bias=torch.rand(5, 7))
+    for bias, name in ((None, "None"), (torch.ones(5, 7).bool(), "a boolean one")):
+        with pytest.raises(
+            RuntimeError, match=f"expected an additive bias with needs_grad_bias=True, got {name}; leave"
+        ):
+            ops.flash_attention_backward(*backward_arguments(), True, bias=bias)

@@ -230,6 +230,10 @@ def test_refusals(backend: str) -> None:
         q, v = torch.zeros(1, 4, 1, dims[0]).half(), torch.zeros(1, 4, 1, dims[1]).half()
         with pytest.raises(RuntimeError, match=f"expected a head dim of {name} that is a multiple of 8 up to 256"):
             cuda_ext.flash_attention(q, q, v)
+    with pytest.raises(
+        RuntimeError, match="expected no bias on a CUDA device, whose kernels do not take one yet; move"
+    ):
+        cuda_ext.flash_attention(x.half(), x.half(), x.half(), bias=torch.zeros(4, 4))
     q = x.half().requires_grad_()
     with pytest.raises(NotImplementedError, match="no CUDA kernel"):
         cuda_ext.flash_attention(q, q, q).sum().backward()

@@ -4,6 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/diff.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <cmath>
@@ -28,10 +29,11 @@ using OptionalBool = std::optional<bool>;
 #define ATTENTION_SCALAR_NAMES causal, window_left, window_right, scale, softcap, dropout_p, deterministic
 
 // vmap rules ask that tensors be positional.
-#define ATTENTION_OPTION_SCHEMA(more)                                                                        \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, *, " more                                                  \
+#define ATTENTION_OPTION_SCHEMA(tensors, more)                                                               \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, " tensors "*, " more                                       \
   "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, " \
   "float dropout_p=0.0, bool? deterministic=None"
+#define ATTENTION_BIAS_SCHEMA "Tensor? bias=None, "
 #define ATTENTION_LENGTHS_SCHEMA "int? max_seqlen_q=None, int? max_seqlen_k=None, "
 #define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
 
@@ -39,6 +41,7 @@ using OptionalBool = std::optional<bool>;
 struct Options {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
   OptionalTensor alibi_slopes, sinks;
+  OptionalTensor bias;  // in the dense form
   OptionalInt max_seqlen_q, max_seqlen_k;
   bool causal;
   OptionalInt window_left, window_right;
@@ -51,7 +54,7 @@ struct Options {
   // Calls an op whose schema ends in all of these, after the leading arguments.
   template <class Op, class... Leading>
   auto call(const Op& op, const Leading&... leading) const {
-    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
+    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, max_seqlen_q, max_seqlen_k,
                    ATTENTION_SCALAR_NAMES);
   }
 };
@@ -82,6 +85,21 @@ void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens
 void check_side(const char* op, const char* name, OptionalInt side) {
   CUDA_EXT_CHECK(!side.has_value() || *side >= 0, op, "expected ", name, " to be >= 0 or None (unbounded), got ",
                  *side);
+}
+
+void check_bias(const char* op, const Tensor& bias, const Tensor& query, const Shape& shape) {
+  const std::array<int64_t, 4> full{shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k};
+  bool broadcasts = bias.dim() <= 4;
+  for (int64_t d = 1; broadcasts && d <= bias.dim(); ++d)
+    broadcasts = bias.size(-d) == 1 || bias.size(-d) == full[size_t(4 - d)];
+  CUDA_EXT_CHECK(broadcasts, op, "expected bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = ",
+                 shape_string(full), ", got ", shape_string(bias), "; give it these sizes or 1, aligned to the right");
+  const auto type = bias.scalar_type(), accumulation = accumulation_type(query.scalar_type());
+  CUDA_EXT_CHECK(type == at::kBool || type == query.scalar_type() || type == accumulation, op,
+                 "expected bias of dtype Bool",
+                 query.scalar_type() == accumulation ? "" : c10::str(", ", query.scalar_type()), " or ", accumulation,
+                 " to match query, got ", type, "; convert it with .to()");
+  check_same_device(op, "bias", bias, "query", query);
 }
 
 Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
@@ -166,6 +184,10 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
     check_floating(op, "sinks", *o.sinks);
     check_same_device(op, "sinks", *o.sinks, "query", query);
   }
+  if (is_given(o.bias)) {
+    CUDA_EXT_CHECK(!packed, op, "expected no bias beside cu_seqlens_q; call the op once for each sequence");
+    check_bias(op, *o.bias, query, shape);
+  }
   return shape;
 }
 
@@ -180,6 +202,13 @@ Tensor with_dense_rows(const Tensor& tensor, bool aligned) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) <= 1;
   if (dense && (!aligned || attention_sm80_reads(view_of(tensor)))) return tensor;
   return dense && tensor.is_contiguous() ? tensor.clone() : tensor.contiguous();
+}
+
+// Over the four dims that `tensor` broadcasts to; 0 where it is broadcast.
+void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]) {
+  const int64_t missing = 4 - tensor.dim();
+  for (int64_t d = 0; d < 4; ++d)
+    strides[d] = d < missing || tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
 }
 
 // Tensors that a Params points into, so that they live until the launch.
@@ -223,6 +252,13 @@ void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tens
   if (is_given(o.sinks)) {
     operands.sinks = o.sinks->to(accumulation).contiguous();
     p.sinks = operands.sinks.const_data_ptr();
+  }
+  if (is_given(o.bias)) {
+    p.bias_kind = o.bias->scalar_type() == at::kBool             ? BiasKind::kBoolean
+                  : o.bias->scalar_type() == query.scalar_type() ? BiasKind::kStorage
+                                                                 : BiasKind::kAccumulation;
+    p.bias = o.bias->const_data_ptr();
+    broadcast_strides(*o.bias, p.bias_strides);
   }
   p.dropout_p = o.dropout_p;
   p.dropout_pitch = (shape.seqlen_k + 3) / 4 * 4;
@@ -279,6 +315,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   const Shape shape = check(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
   if (cuda != nullptr) check_cuda(op, shape, query);
+  CUDA_EXT_CHECK(cuda == nullptr || !is_given(o.bias), op,
+                 "expected no bias on a CUDA device, whose kernels do not take one yet; move the tensors to the CPU "
+                 "with .cpu()");
   AttentionParams p;
   Operands operands;
   fill(p, operands, shape, query, key, value, o, cuda != nullptr);
@@ -299,21 +338,20 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   return {std::move(out), std::move(lse), std::move(rng_state)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           const OptionalTensor& cu_seqlens_q,
-                                                           const OptionalTensor& cu_seqlens_k,
-                                                           const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, OptionalInt max_seqlen_q,
-                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
-  return forward("flash_attention_forward", query, key, value,
-                 {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& cu_seqlens_q,
+    const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+    const OptionalTensor& bias, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+  return forward(
+      "flash_attention_forward", query, key, value,
+      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
 }
 
 std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                           ATTENTION_SCALARS) {
-  auto [out, lse, rng_state] =
-      forward("flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+                                           const OptionalTensor& bias, ATTENTION_SCALARS) {
+  auto [out, lse, rng_state] = forward("flash_attention", query, key, value,
+                                       {{}, {}, alibi_slopes, sinks, bias, {}, {}, ATTENTION_SCALAR_NAMES});
   return {std::move(out), std::move(lse)};
 }
 
@@ -322,19 +360,21 @@ std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Ten
                                                   const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                                   OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
                                                   ATTENTION_SCALARS) {
-  auto [out, lse, rng_state] =
-      forward("flash_attention_varlen", query, key, value,
-              {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+  auto [out, lse, rng_state] = forward(
+      "flash_attention_varlen", query, key, value,
+      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, {}, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
   return {std::move(out), std::move(lse)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
-    const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-    OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+    const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
+    const OptionalTensor& sinks, const OptionalTensor& bias, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+    ATTENTION_SCALARS) {
   constexpr const char* op = "flash_attention_backward";
-  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
+                  bias,         max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
   const Shape shape = check(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
@@ -345,6 +385,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   check_same_dtype(op, "out", out, "query", query);
   check_like("grad_out", grad_out, "out", out);
   if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
+  CUDA_EXT_CHECK(!needs_grad_bias || (is_given(bias) && bias->is_floating_point()), op,
+                 "expected an additive bias with needs_grad_bias=True, got ", is_given(bias) ? "a boolean one" : "None",
+                 "; leave it False");
 
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
   if (cuda != nullptr) check_cuda(op, shape, query);
@@ -359,6 +402,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
   Tensor grad_sinks = empty_on(lse.device(), {is_given(sinks) ? shape.heads : 0}, lse.scalar_type());
+  Tensor grad_bias =
+      needs_grad_bias ? at::zeros(bias->sizes(), lse.options()) : empty_on(lse.device(), {0}, lse.scalar_type());
   p.out = view_of(dense_out);
   p.grad_out = view_of(dense_grad_out);
   p.grad_query = view_of(grad_query);
@@ -367,6 +412,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   p.lse = dense_lse.data_ptr();
   p.grad_lse = dense_grad_lse.defined() ? dense_grad_lse.const_data_ptr() : nullptr;
   p.grad_sinks = is_given(sinks) ? grad_sinks.mutable_data_ptr() : nullptr;
+  if (needs_grad_bias) {
+    p.grad_bias = grad_bias.mutable_data_ptr();
+    p.grad_bias_elements = grad_bias.numel();
+    broadcast_strides(grad_bias, p.grad_bias_strides);
+  }
   p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   if (cuda != nullptr) {
     const LaunchScope scope(query.device(), cuda->attention_backward_workspace(p));
@@ -375,23 +425,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     attention_backward(p);
   }
   if (is_given(sinks)) grad_sinks = grad_sinks.to(sinks->scalar_type());
-  return {std::move(grad_query), std::move(grad_key), std::move(grad_value), std::move(grad_sinks)};
+  if (needs_grad_bias) grad_bias = grad_bias.to(bias->scalar_type());
+  return {std::move(grad_query), std::move(grad_key), std::move(grad_value), std::move(grad_sinks),
+          std::move(grad_bias)};
 }
 
 class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
  public:
-  // The sinks stand beside the options that hold them because a gradient goes to direct tensor arguments only.
+  // Sinks and bias stand beside the options that hold them because a gradient goes to direct tensor arguments only.
   static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& sinks, const Options& o) {
+                               const OptionalTensor& sinks, const OptionalTensor& bias, const Options& o) {
     static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, lse, rng_state] = o.call(op, query, key, value);
     // Without optional tensors none are saved: on small inputs each costs as much as a small op.
-    const bool has_more = o.dropout_p > 0 || o.packed() || is_given(o.alibi_slopes) || is_given(o.sinks);
-    ctx->save_for_backward(has_more ? variable_list{query, key, value, out, lse, rng_state,
-                                                    value_or_empty(o.cu_seqlens_q), value_or_empty(o.cu_seqlens_k),
-                                                    value_or_empty(o.alibi_slopes), value_or_empty(o.sinks)}
-                                    : variable_list{query, key, value, out, lse});
+    const bool has_more =
+        o.dropout_p > 0 || o.packed() || is_given(o.alibi_slopes) || is_given(o.sinks) || is_given(o.bias);
+    ctx->save_for_backward(has_more
+                               ? variable_list{query, key, value, out, lse, rng_state, value_or_empty(o.cu_seqlens_q),
+                                               value_or_empty(o.cu_seqlens_k), value_or_empty(o.alibi_slopes),
+                                               value_or_empty(o.sinks), value_or_empty(o.bias)}
+                               : variable_list{query, key, value, out, lse});
     save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
     save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
     save_option(ctx, "causal", o.causal);
@@ -407,13 +461,14 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(5);
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
     auto saved = ctx->get_saved_variables();
-    saved.resize(10);
+    saved.resize(11);
     const Options o{optional(saved[6]),
                     optional(saved[7]),
                     optional(saved[8]),
                     optional(saved[9]),
+                    optional(saved[10]),
                     saved_option<OptionalInt>(ctx, "max_seqlen_q"),
                     saved_option<OptionalInt>(ctx, "max_seqlen_k"),
                     saved_option<bool>(ctx, "causal"),
@@ -425,9 +480,19 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                     saved_option<OptionalBool>(ctx, "deterministic")};
     const Tensor& out = saved[3];
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
-    auto [grad_query, grad_key, grad_value, grad_sinks] =
-        o.call(op, grad_out, optional(grads[1]), saved[0], saved[1], saved[2], out, saved[4], optional(saved[5]));
-    return {grad_query, grad_key, grad_value, is_given(o.sinks) ? grad_sinks : Tensor(), Tensor()};
+    EdgeCounter edges(ctx);
+    for (int n = 0; n < 3; ++n) edges.needs_gradient(true);  // query, key, value
+    edges.needs_gradient(is_given(o.sinks));
+    const bool needs_grad_bias = edges.needs_gradient(is_given(o.bias));
+    auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
+        o.call(op, grad_out, optional(grads[1]), saved[0], saved[1], saved[2], out, saved[4], optional(saved[5]),
+               needs_grad_bias);
+    return {grad_query,
+            grad_key,
+            grad_value,
+            is_given(o.sinks) ? grad_sinks : Tensor(),
+            needs_grad_bias ? grad_bias : Tensor(),
+            Tensor()};
   }
 };
 
@@ -435,20 +500,20 @@ std::tuple<Tensor, Tensor> with_gradient(const char* op, const Tensor& query, co
                                          const Options& o) {
   CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes), op,
                  "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
-  auto results = AttentionFunction::apply(query, key, value, o.sinks, o);
+  auto results = AttentionFunction::apply(query, key, value, o.sinks, o.bias, o);
   return {results[0], results[1]};
 }
 
 // The public ops at the Autograd key: below it when nothing needs a gradient, else through AttentionFunction.
 std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    ATTENTION_SCALARS) {
-  if (any_requires_grad(query, key, value, alibi_slopes, sinks))
+                                                    const OptionalTensor& bias, ATTENTION_SCALARS) {
+  if (any_requires_grad(query, key, value, alibi_slopes, sinks, bias))
     return with_gradient("flash_attention", query, key, value,
-                         {{}, {}, alibi_slopes, sinks, {}, {}, ATTENTION_SCALAR_NAMES});
+                         {{}, {}, alibi_slopes, sinks, bias, {}, {}, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(query, key, value, alibi_slopes, sinks, ATTENTION_SCALAR_NAMES);
+  return op.call(query, key, value, alibi_slopes, sinks, bias, ATTENTION_SCALAR_NAMES);
 }
 
 std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -459,7 +524,7 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
   if (any_requires_grad(query, key, value, alibi_slopes, sinks))
     return with_gradient(
         "flash_attention_varlen", query, key, value,
-        {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+        {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, {}, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
@@ -469,10 +534,10 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> flash_attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    ATTENTION_SCALARS) {
+                                                    const OptionalTensor& bias, ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const Autocast cast(device);
-  return op.call(cast(query), cast(key), cast(value), alibi_slopes, sinks, ATTENTION_SCALAR_NAMES);
+  return op.call(cast(query), cast(key), cast(value), alibi_slopes, sinks, bias, ATTENTION_SCALAR_NAMES);
 }
 
 template <c10::DeviceType device>
@@ -494,19 +559,20 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout,
                                        at::Tag::nondeterministic_seeded};
   m.def("flash_attention(Tensor query, Tensor key, Tensor value, " ATTENTION_OPTION_SCHEMA(
-            "") ") -> (Tensor out, Tensor lse)",
+            ATTENTION_BIAS_SCHEMA, "") ") -> (Tensor out, Tensor lse)",
         random);
   m.def(
       "flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor "
-      "cu_seqlens_k, " ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)",
+      "cu_seqlens_k, " ATTENTION_OPTION_SCHEMA("", ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)",
       random);
   m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " ATTENTION_PACKING_SCHEMA
-            ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)",
+            ATTENTION_OPTION_SCHEMA(ATTENTION_BIAS_SCHEMA,
+                                    ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)",
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(
-          ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(
+          ATTENTION_BIAS_SCHEMA, ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
 }
 

@@ -15,6 +15,14 @@ struct HeadsView {
   int64_t head_stride = 0;
 };
 
+// What a bias holds.
+enum class BiasKind : uint8_t {
+  kNone,
+  kStorage,       // numbers of the call's dtype
+  kAccumulation,  // numbers of the accumulation type
+  kBoolean,       // bytes: 1 where a key takes part, 0 where it is hidden
+};
+
 struct AttentionParams {
   Dtype dtype = Dtype::kFloat32;
   int64_t batch = 0;
@@ -43,6 +51,12 @@ struct AttentionParams {
   const void* sinks = nullptr;  // (heads,): one more logit per row, with no value behind it
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
+  // Joins the logits after softcap and ALiBi. The strides, in elements, are those over (batch, heads, seqlen_q,
+  // seqlen_k): 0 where it is broadcast, else any. Packed sequences have none.
+  BiasKind bias_kind = BiasKind::kNone;
+  const void* bias = nullptr;
+  int64_t bias_strides[4] = {};
+
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;
   uint64_t dropout_seed = 0;
@@ -57,6 +71,12 @@ struct AttentionBackwardParams : AttentionParams {
   const void* grad_lse = nullptr;  // like lse; may be null
   void* grad_sinks = nullptr;      // like sinks; null when not wanted
   bool deterministic = false;      // the same bits in every run; a CPU's always are, for its number of threads
+
+  // In the shape of the bias, contiguous, of the accumulation type, and zero before the launch, which adds to it; null
+  // when not wanted. The strides are over the same four dims as bias_strides: 0 where it is broadcast.
+  void* grad_bias = nullptr;
+  int64_t grad_bias_strides[4] = {};
+  int64_t grad_bias_elements = 0;
 };
 
 CUDA_EXT_CPU_LAUNCHER(attention_forward, AttentionParams)

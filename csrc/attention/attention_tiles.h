@@ -173,10 +173,84 @@ void apply_softcap(T* logits, int64_t keys, T cap) {
   for (int64_t i = 0; i < keys * Vectors * kLanes<T>; i += kLanes<T>) store(logits + i, cap * tanh(load(logits + i)));
 }
 
-// ALiBi and the mask, for keys [j_begin, j_begin + keys) against the panel of queries that starts at i_begin.
+// `count` elements of a bias, a stride apart; the other lanes are zero.
+template <class T, class Element>
+CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t count) {
+  constexpr int lanes = kLanes<T>;
+  if constexpr (!std::is_same_v<Element, uint8_t>) {
+    if (stride == 1) return load_partial(bias, count);
+  } else if (stride == 1 && count == lanes) {
+    typedef uint8_t Bytes __attribute__((vector_size(lanes)));
+    Bytes bytes;
+    std::memcpy(&bytes, bias, lanes);
+    return __builtin_convertvector(bytes, Vec<T>);
+  }
+  T values[lanes] = {};
+  for (int64_t n = 0; n < count; ++n) {
+    if constexpr (std::is_same_v<Element, uint8_t>) {
+      values[n] = T(bias[n * stride]);
+    } else {
+      values[n] = to_compute(bias[n * stride]);
+    }
+  }
+  return load(values);
+}
+
+// logits (keys, width), of which the first `queries` lanes count, + the transpose of a bias (queries, keys), or hidden
+// where a boolean one is false. Rows of the bias are read a vector of keys at a time where those are dense.
+template <class T, class Element>
+void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
+              int64_t width) {
+  constexpr int lanes = kLanes<T>;
+  const auto add = [](T* at, Vec<T> values) {
+    if constexpr (std::is_same_v<Element, uint8_t>) {
+      store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
+    } else {
+      store(at, load(at) + values);
+    }
+  };
+  if (i_stride == 0) {
+    for (int64_t j = 0; j < keys; ++j) {
+      const Vec<T> values = splat(load_bias<T>(bias + j * j_stride, 1, 1)[0]);
+      for (int64_t i = 0; i < width; i += lanes) add(logits + j * width + i, values);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < queries; i += lanes) {
+    for_vectors<T>(keys, [&](int64_t j, int64_t count) {
+      Vec<T> square[lanes];
+      for (int r = 0; r < lanes; ++r)
+        square[r] =
+            i + r < queries ? load_bias<T>(bias + (i + r) * i_stride + j * j_stride, j_stride, count) : Vec<T>{};
+      transpose<T>(square);
+      for (int64_t c = 0; c < count; ++c) add(logits + (j + c) * width + i, square[c]);
+    });
+  }
+}
+
+// The bias of the head that begins `head_offset` elements into it, for keys [j_begin, j_begin + keys) against queries
+// [i_begin, i_end).
+template <class T>
+void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
+                int64_t keys, T* logits, int64_t width) {
+  const int64_t i_stride = p.bias_strides[2], j_stride = p.bias_strides[3];
+  const int64_t first = head_offset + i_begin * i_stride + j_begin * j_stride;
+  const auto add = [&](auto element) {
+    add_bias(static_cast<const decltype(element)*>(p.bias) + first, i_stride, j_stride, i_end - i_begin, keys, logits,
+             width);
+  };
+  if (p.bias_kind == BiasKind::kBoolean) return add(uint8_t{});
+  if (p.bias_kind == BiasKind::kAccumulation) return add(T{});
+  dispatch(p.dtype, [&](auto storage) {
+    if constexpr (std::is_same_v<Compute<decltype(storage)>, T>) add(storage);
+  });
+}
+
+// ALiBi and the mask, for keys [j_begin, j_begin + keys) against the panel of queries that starts at i_begin. Most tiles
+// need neither: it stays out of the code of those that do not.
 template <int Vectors, class T>
-void apply_bias_and_mask(const Visibility& visible, T slope, int64_t diagonal, int64_t i_begin, int64_t j_begin,
-                         int64_t keys, T* logits) {
+__attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T slope, int64_t diagonal,
+                                                    int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {
   constexpr int lanes = kLanes<T>;
   Vec<T> lane_index;
   for (int i = 0; i < lanes; ++i) lane_index[i] = T(i);
