@@ -63,16 +63,18 @@ def flash_attention(
         alibi_slopes: `(H,)` or `(B, H)`, not differentiable (Press et al., arXiv 2108.12409).
         sinks: `(H,)`, a learnable logit per head that joins every row's softmax with no value behind it; `lse` includes
             it. Differentiable.
-        bias: up to four dimensions that broadcast to `(B, H, Sq, Sk)`, aligned to the right, with any strides, on the
-            CPU only. Numbers, in the dtype of `query` or float32, are added to the logits, and `-inf` hides a key; they
+        bias: up to four dimensions that broadcast to `(B, H, Sq, Sk)`, aligned to the right, with any strides.
+            Numbers, in the dtype of `query` or float32, are added to the logits, and `-inf` hides a key; they
             are differentiable. Booleans hide the keys where they are `False`, as `attn_mask` of
             `torch.nn.functional.scaled_dot_product_attention` does. Leave a dimension 1 rather than to `expand` it: the
             gradient is as large as the tensor given. Hide with `-inf`, not with a large number: in a row of nothing but
             -1e30 the logits are lost to rounding.
         dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed drawn from torch's default generator, so
             `torch.manual_seed` rules, and is drawn anew in backward instead of being stored.
-        deterministic: `None` follows `torch.use_deterministic_algorithms`. On the CPU every call is deterministic for a
-            given number of threads.
+        deterministic: that backward gives the same bits in every run; `None` follows
+            `torch.use_deterministic_algorithms`. On the CPU every call does, for a given number of threads, as does
+            forward on a CUDA device. There, blocks then take turns at adding to the gradient of `query`, and that of a
+            broadcast `bias` takes a float32 tensor of `(B, H, Sq, Sk)`.
         return_lse: also return `lse`, `(B, H, Sq)`, the logarithm of the sum of exponentials of each row's logits, in
             float32 (float64 for float64). Differentiable.
 
@@ -86,11 +88,12 @@ def flash_attention(
 
     Raises:
         RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument; a
-            `bias` on a CUDA device; a double backward.
-        NotImplementedError: a CUDA tensor where no CUDA kernel is built; a backward on a CUDA device.
+            double backward.
+        NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
     has_tensors = alibi_slopes is not None or sinks is not None or bias is not None
-    if has_tensors or window is not None or scale is not None or softcap != 0.0 or dropout_p != 0.0:
+    has_numbers = scale is not None or softcap != 0.0 or dropout_p != 0.0
+    if has_tensors or has_numbers or window is not None or deterministic is not None:
         left, right = _window_sides("flash_attention", window)
         out, lse = _attention(
             query,

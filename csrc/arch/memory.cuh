@@ -44,14 +44,15 @@ DEVICE void store_shared(SharedAddress address, const Vector& v, Site = {}) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
 }
 
-// 2 to 16 bytes through the read-only path; nothing on the device may write them while the kernel runs.
+// 1 to 16 bytes through the read-only path; nothing on the device may write them while the kernel runs.
 template <class Vector>
 DEVICE Vector load_global(const void* pointer, Site = {}) {
-  static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  static_assert(sizeof(Vector) == 1 || sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
   if constexpr (sizeof(Vector) == 16) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint4*>(pointer)));
   if constexpr (sizeof(Vector) == 8) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint2*>(pointer)));
   if constexpr (sizeof(Vector) == 4) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint32_t*>(pointer)));
   if constexpr (sizeof(Vector) == 2) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint16_t*>(pointer)));
+  if constexpr (sizeof(Vector) == 1) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint8_t*>(pointer)));
 }
 // The same for what is read once: it is the first to leave the caches.
 template <class Vector>

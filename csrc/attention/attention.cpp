@@ -3,6 +3,8 @@
 #include "attention/attention.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/ops/diff.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -315,9 +317,6 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   const Shape shape = check(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
   if (cuda != nullptr) check_cuda(op, shape, query);
-  CUDA_EXT_CHECK(cuda == nullptr || !is_given(o.bias), op,
-                 "expected no bias on a CUDA device, whose kernels do not take one yet; move the tensors to the CPU "
-                 "with .cpu()");
   AttentionParams p;
   Operands operands;
   fill(p, operands, shape, query, key, value, o, cuda != nullptr);
@@ -394,6 +393,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   AttentionBackwardParams p;
   Operands operands;
   fill(p, operands, shape, query, key, value, o, cuda != nullptr);
+  p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   if (dropout_p > 0) set_rng_state(p, op, value_or_empty(rng_state));
   const Tensor dense_out = with_dense_rows(out, cuda != nullptr),
                dense_grad_out = with_dense_rows(grad_out, cuda != nullptr);
@@ -402,8 +402,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
   Tensor grad_sinks = empty_on(lse.device(), {is_given(sinks) ? shape.heads : 0}, lse.scalar_type());
-  Tensor grad_bias =
-      needs_grad_bias ? at::zeros(bias->sizes(), lse.options()) : empty_on(lse.device(), {0}, lse.scalar_type());
+  // Atomics add what a broadcast bias has in common in no fixed order; with an element for each they have no choice.
+  const bool deterministic_sum = cuda != nullptr && p.deterministic;
+  Tensor grad_bias = !needs_grad_bias ? empty_on(lse.device(), {0}, lse.scalar_type())
+                     : deterministic_sum
+                         ? at::zeros({shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k}, lse.options())
+                         : at::zeros(bias->sizes(), lse.options());
   p.out = view_of(dense_out);
   p.grad_out = view_of(dense_grad_out);
   p.grad_query = view_of(grad_query);
@@ -417,7 +421,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     p.grad_bias_elements = grad_bias.numel();
     broadcast_strides(grad_bias, p.grad_bias_strides);
   }
-  p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   if (cuda != nullptr) {
     const LaunchScope scope(query.device(), cuda->attention_backward_workspace(p));
     cuda->attention_backward(p, scope.workspace(), scope.stream());
@@ -425,7 +428,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     attention_backward(p);
   }
   if (is_given(sinks)) grad_sinks = grad_sinks.to(sinks->scalar_type());
-  if (needs_grad_bias) grad_bias = grad_bias.to(bias->scalar_type());
+  if (needs_grad_bias) grad_bias = at::sum_to(std::move(grad_bias), bias->sizes()).to(bias->scalar_type());
   return {std::move(grad_query), std::move(grad_key), std::move(grad_value), std::move(grad_sinks),
           std::move(grad_bias)};
 }

@@ -23,7 +23,8 @@
 // dQ        is summed in the workspace by float32 reductions, each thread's elements where the whole warp's are
 //           neighbours. Their order, and so the last bits, change from run to run; with `deterministic`, blocks take
 //           turns at a tile, in the order of their keys, which is also the order in which they start.
-// General   A second instantiation has softcap, ALiBi, dropout and scales that are not positive, by run-time flags.
+// General   A second instantiation has softcap, ALiBi, dropout, a bias and scales that are not positive, by run-time
+//           flags. The gradient of a bias is added by float32 reductions to where its elements are.
 #pragma once
 
 #include <cstddef>
@@ -32,6 +33,7 @@
 #include <string>
 
 #include "attention/attention_bwd_sm80.h"
+#include "attention/bias.cuh"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
@@ -205,6 +207,8 @@ struct GeneralStep {
   int64_t first_number;  // of the head's first row, for dropout
   float slope;
   int diagonal;  // Sk - Sq
+  int q_len;
+  int64_t bias, grad_bias;  // offsets of the head's first element
 };
 
 // What scores and dP begin with, so that P is a power of two of their sums, and dS their product.
@@ -248,9 +252,11 @@ DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename 
 // yet scaled for it.
 template <class Kernel>
 DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
-                                     typename Kernel::Scores::Accumulators& grad, const BackwardPlan& plan,
-                                     const Visibility& visible, const GeneralStep& general, const float* minus_lse,
-                                     const float* minus_delta, int first_key, int first_query, bool hide_some) {
+                                     typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
+                                     const BackwardPlan& plan, const Visibility& visible, const GeneralStep& general,
+                                     const float* minus_lse, const float* minus_delta, int first_key, int first_query,
+                                     bool hide_some) {
+  using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
   const int thread = int(arch::opaque(arch::thread_index()));
 #pragma unroll
@@ -274,11 +280,19 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
           slope_of_cap = 1.0f - t * t;
         }
         logit -= general.slope * fabsf(float(query + general.diagonal - key));
+        const bool exists = query < general.q_len && key < visible.k_len;
+        if (p.bias_kind != BiasKind::kNone && exists)
+          logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
         if (hide_some && !visible.queries(key).has(query)) logit = -INFINITY;
         const bool kept = random[q] >= plan.dropout.drop_below;
         const float weight = arch::fast_exp2((logit + arch::bits_float(row_lse.data[q % 2])) * plan.factor);
         float& x = grad[m][n][q];
-        x = weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2])) * slope_of_cap;
+        x = weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
+        if (p.grad_bias != nullptr && exists)
+          arch::reduce_add(static_cast<float*>(p.grad_bias) + general.grad_bias + query * p.grad_bias_strides[2] +
+                               key * p.grad_bias_strides[3],
+                           x);
+        x *= slope_of_cap;
         s[m][n][q] = kept ? weight : 0.0f;
       }
     }
@@ -397,8 +411,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
         general.slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
                                                  queries.batch * p.alibi_batch_stride + stop.head);
       general.diagonal = keys.visible.k_len - queries.count;
+      general.q_len = queries.count;
+      general.bias = bias_offset(p.bias_strides, queries.batch, stop.head, 0);
+      general.grad_bias = bias_offset(p.grad_bias_strides, queries.batch, stop.head, 0);
       general.first_number = first_lse_row(p, queries.begin, queries.batch, stop.head);
-      general_softmax_gradient<Kernel>(s, grad, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
+      general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
                                        keys.first, first_query, hide_some);
     } else {
       softmax_gradient<Kernel>(s, grad, plan, keys.visible, keys.first, first_query, hide_some);

@@ -12,7 +12,8 @@
 //           through the queries' place, which nobody reads after the last step's second barrier.
 // Registers Logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) of a warp in float32, as mma has them. The
 //           logits' layout is that of mma's first operand, so weights go from softmax to P V without leaving registers.
-// General   A second instantiation has softcap, ALiBi, dropout and scales that are not positive, by run-time flags.
+// General   A second instantiation has softcap, ALiBi, dropout, a bias and scales that are not positive, by run-time
+//           flags.
 // Splits    Where tiles would not fill the device the keys of a tile are divided among blocks. Each leaves its output
 //           and log-sum-exp in the workspace, and a second kernel weighs them.
 #pragma once
@@ -22,6 +23,7 @@
 #include <string>
 
 #include "attention/attention_fwd_sm80.h"
+#include "attention/bias.cuh"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
@@ -108,6 +110,28 @@ DEVICE void shape_logits(float (&s)[row_tiles][key_tiles][4], const ForwardPlan&
         if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
         x -= slope[m][q / 2] * fabsf(float(last_key[m][q / 2] - (column + n * 8 + q % 2)));
       }
+}
+
+// Adds the bias of keys from `first_key` on. row_at(m, half): a row of this thread's within the tile.
+template <class T, class Tiles, class RowAt>
+DEVICE void add_bias(typename Tiles::Accumulators& s, const AttentionParams& p, const TileRows& rows, int batch,
+                     int k_len, const RowAt& row_at, int first_key) {
+  const int column = first_key + arch::lane_index() % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_at(m, half);
+      if (rows.first + row >= rows.count) continue;
+      const int64_t offset = bias_offset(p.bias_strides, batch, rows.head(row), rows.query(row));
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int key = column + Tiles::column_step(n) + e;
+          if (key < k_len) s[m][n][2 * half + e] += bias_at<T>(p, offset + key * p.bias_strides[3]);
+        }
+    }
 }
 
 // Grid: (tiles of all heads and sequences, splits).
@@ -198,7 +222,11 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
       if (tile > begin) copy_keys(tile - 1);
       arch::cp_async_commit();
       const int first_key = tile * kBlockN;
-      if constexpr (Kernel::kGeneral) shape_logits(logits, plan, slope, last_key, first_key);
+      if constexpr (Kernel::kGeneral) {
+        shape_logits(logits, plan, slope, last_key, first_key);
+        if (p.bias_kind != BiasKind::kNone)
+          add_bias<T, typename Kernel::LogitTiles>(logits, p, rows, at.batch, sequence.k_len, row_at, first_key);
+      }
       if (!visible.all_visible(first_query, last_query, first_key, first_key + kBlockN)) {
         // What this thread's columns are counted from.
         const int origin = first_key + arch::lane_index() % 4 * 2;

@@ -59,12 +59,6 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
   return kernels;
 }
 
-void refuse_emulation(const char* op) {
-  TORCH_CHECK_NOT_IMPLEMENTED(emulated_kernels.load(std::memory_order_acquire) == nullptr, CUDA_EXT_OP(""), op,
-                              ": has no CUDA kernel yet that could be emulated; call it outside of "
-                              "cuda_ext.testing.emulated()");
-}
-
 Tensor with_unit_stride(const Tensor& tensor) {
   if (tensor.is_cpu() && emulated_kernels.load(std::memory_order_acquire) == nullptr) return tensor;
   const int64_t dims = tensor.dim();

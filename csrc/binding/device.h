@@ -10,9 +10,6 @@ namespace cuda_ext {
 // not built for, and float64.
 const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type);
 
-// For an op without a CUDA kernel, so that emulation does not pass it by in silence.
-void refuse_emulation(const char* op);
-
 // A tensor as CUDA kernels read it: with a unit stride in one of the last two dims, so that 16 bytes hold neighbours.
 // Kernels of the CPU read any.
 Tensor with_unit_stride(const Tensor& tensor);

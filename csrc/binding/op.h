@@ -81,19 +81,8 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
                  " to match ", other_argument, ", got ", tensor.device(), "; move one of them with .to()");
 }
 
-// The CUDA kernel of every op that has none yet, as a boxed function that serves all schemas: refuses, with the op's
-// name and the first tensor's dtype and device.
-inline void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  for (const c10::IValue& argument : *stack) {
-    const bool is_list = argument.isTensorList() && !argument.toTensorVector().empty();
-    if (!argument.isTensor() && !is_list) continue;
-    const Tensor tensor = is_list ? argument.toTensorVector().front() : argument.toTensor();
-    TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), ": no CUDA kernel is built for ", tensor.scalar_type(),
-                                " on device ", tensor.device(), "; move the tensors to the CPU with .cpu()");
-  }
-}
-
-// The same for layouts that no kernel reads: sparse, mkldnn.
+// The kernel of all ops for layouts that no kernel reads, sparse and mkldnn, as a boxed function that serves all schemas:
+// refuses.
 inline void no_layout_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::string name = op.schema().name();
   const size_t suffix = name.rfind("_forward");  // the public op's name is the one the caller knows
