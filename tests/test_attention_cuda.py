@@ -1,4 +1,4 @@
-"""Attention's CUDA kernels: the forward against the reference, on the emulator, and on a GPU where there is one."""
+"""Attention's CUDA kernels, forward and backward, against the reference: emulated, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -30,15 +30,27 @@ def qkv(batch: int, sq: int, sk: int, heads: int, heads_kv: int, dim: int, dim_v
         "key": (batch, sk, heads_kv, dim),
         "value": (batch, sk, heads_kv, dim_v),
     }
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    return {name: torch.randn(shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
 
 
-def check(tensors: dict[str, Tensor], **options: Any) -> None:
+def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -> None:
+    """Outputs, lse and the gradients of all leaves: errors at most 2 and 3 times those of plain PyTorch."""
+    reference_options: dict[str, int] = {}
+    if options.get("dropout_p", 0.0) > 0:
+        # The next call draws the same seed again.
+        state = torch.random.get_rng_state()
+        arguments = {name: tensor.detach() for name, tensor in tensors.items()}
+        drawn = torch.ops.cuda_ext.flash_attention_forward(**arguments, dropout_p=options["dropout_p"])[2]
+        seed, offset = drawn.tolist()
+        reference_options = {"seed": seed % 2**64, "offset": offset}
+        torch.random.set_rng_state(state)
     assert_op_matches_reference(
-        cuda_ext.flash_attention,
-        reference_attention,
+        cuda_ext.flash_attention_varlen if packed else cuda_ext.flash_attention,
+        reference_attention_varlen if packed else reference_attention,
         tensors,
         {"return_lse": True, **options},
+        reference_options=reference_options,
+        gradient_factor=3.0,
         atol=ATOL * torch.finfo(tensors["value"].dtype).eps,
     )
 
@@ -51,11 +63,15 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
+    "bias": {"bias": True},
+    "mask": {"mask": True},
+    "dropout": {"dropout_p": 0.2},
+    "deterministic": {"deterministic": True},
 }
 PAIRS = [
     pair
     for pair in itertools.combinations(FEATURES, 2)
-    if pair not in (("causal", "window"), ("window", "left window"))
+    if pair not in (("causal", "window"), ("window", "left window"), ("bias", "mask"))
 ]
 
 
@@ -64,12 +80,17 @@ def options_of(*features: str) -> dict[str, Any]:
 
 
 def check_with(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
-    heads = tensors["query"].shape[2]
+    queries, heads = tensors["query"].shape[1:3]
+    keys = tensors["key"].shape[1]
     options = dict(options)
     if options.pop("alibi", False):
         tensors = {**tensors, "alibi_slopes": torch.rand(heads)}
     if options.pop("sinks", False):
-        tensors = {**tensors, "sinks": torch.randn(heads)}
+        tensors = {**tensors, "sinks": torch.randn(heads, requires_grad=True)}
+    if options.pop("bias", False):
+        tensors = {**tensors, "bias": torch.randn(heads, queries, keys, requires_grad=True)}
+    if options.pop("mask", False):
+        tensors = {**tensors, "bias": torch.rand(queries, keys) < 0.8}
     check(tensors, **options)
 
 
@@ -131,12 +152,53 @@ def test_empty_on_the_cpu(sizes: tuple[int, ...]) -> None:
 
 def test_rows_that_see_nothing() -> None:
     tensors = qkv(1, 150, 70, 2, 2, 64, 64, torch.bfloat16)
-    out, lse = cuda_ext.flash_attention(**tensors, causal=True, sinks=torch.zeros(2), return_lse=True)
+    sinks = torch.zeros(2, requires_grad=True)
+    out, lse = cuda_ext.flash_attention(**tensors, causal=True, sinks=sinks, return_lse=True)
     assert (out[:, :80] == 0).all() and (lse[..., :80] == -math.inf).all() and lse[..., 80:].isfinite().all()
-    out, lse = cuda_ext.flash_attention(
-        tensors["query"], tensors["key"][:, :0], tensors["value"][:, :0], return_lse=True
-    )
+    gradients = torch.autograd.grad(out.float().sum() + lse[..., 80:].sum(), [*tensors.values(), sinks])
+    assert all(gradient.isfinite().all() for gradient in gradients) and (gradients[0][:, :80] == 0).all()
+    no_keys = {**tensors, "key": tensors["key"][:, :0], "value": tensors["value"][:, :0]}
+    out, lse = cuda_ext.flash_attention(**no_keys, return_lse=True)
     assert (out == 0).all() and (lse == -math.inf).all()
+    assert (torch.autograd.grad(out.sum(), tensors["query"])[0] == 0).all()
+
+
+def test_rows_that_a_mask_hides() -> None:
+    tensors = qkv(1, 70, 75, 2, 2, 64, 64, torch.float16)
+    mask = torch.rand(70, 75) < 0.5
+    mask[10:40] = False
+    out, lse = cuda_ext.flash_attention(**tensors, bias=mask, return_lse=True)
+    assert (out[:, 10:40] == 0).all() and (lse[..., 10:40] == -math.inf).all()
+    gradients = torch.autograd.grad(out.float().sum(), list(tensors.values()))
+    assert all(gradient.isfinite().all() for gradient in gradients) and (gradients[0][:, 10:40] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 70, 75), (1, 4, 70, 75), (2, 1, 1, 75), (70, 1), (1,)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_bias_of_every_shape(shape: tuple[int, ...], deterministic: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = qkv(2, 70, 75, 4, 2, 64, 64, torch.bfloat16)
+        bias = torch.randn(shape).to(dtype).requires_grad_()
+        check({**tensors, "bias": bias}, causal=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}], ids=str)
+def test_blocks_that_do_a_whole_walk(dims: tuple[int, int], options: dict[str, Any]) -> None:
+    """There are enough of them, so that none is divided."""
+    check(qkv(2, 37, 41, 180, 90, *dims, torch.bfloat16), **options)
+
+
+def test_gradients_of_any_layout() -> None:
+    query, key, value = qkv(2, 70, 75, 2, 2, 64, 64, torch.float16).values()
+    out = cuda_ext.flash_attention(query, key, value)
+    expanded = torch.autograd.grad(out.sum(), (query, key, value), retain_graph=True)
+    dense = torch.autograd.grad(out, (query, key, value), torch.ones_like(out), retain_graph=True)
+    by_heads = torch.ones(2, 2, 70, 64).half().transpose(1, 2)
+    strided = torch.autograd.grad(out, (query, key, value), by_heads)
+    for a, b, c in zip(expanded, dense, strided):
+        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(c, b)
 
 
 def test_very_large_and_very_negative_logits() -> None:
@@ -159,13 +221,17 @@ def lengths() -> Iterator[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("case", list(lengths()), ids=str)
-@pytest.mark.parametrize("features", [(), ("causal",), ("window", "sinks"), ("alibi", "softcap", "causal")], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [(), ("causal",), ("window", "sinks"), ("alibi", "softcap", "causal"), ("dropout", "deterministic")],
+    ids=str,
+)
 def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str, ...]) -> None:
     of_q, of_k = case
     tensors: dict[str, Tensor] = {
-        "query": torch.randn(sum(of_q), 4, 64).half(),
-        "key": torch.randn(sum(of_k), 2, 64).half(),
-        "value": torch.randn(sum(of_k), 2, 64).half(),
+        "query": torch.randn(sum(of_q), 4, 64).half().requires_grad_(),
+        "key": torch.randn(sum(of_k), 2, 64).half().requires_grad_(),
+        "value": torch.randn(sum(of_k), 2, 64).half().requires_grad_(),
         "cu_seqlens_q": torch.tensor([0, *itertools.accumulate(of_q)], dtype=torch.int32),
         "cu_seqlens_k": torch.tensor([0, *itertools.accumulate(of_k)], dtype=torch.int32),
     }
@@ -173,14 +239,8 @@ def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str
     if options.pop("alibi", False):
         tensors["alibi_slopes"] = torch.rand(len(of_q), 4)
     if options.pop("sinks", False):
-        tensors["sinks"] = torch.randn(4)
-    assert_op_matches_reference(
-        cuda_ext.flash_attention_varlen,
-        reference_attention_varlen,
-        tensors,
-        {"return_lse": True, **options},
-        atol=ATOL * torch.finfo(torch.float16).eps,
-    )
+        tensors["sinks"] = torch.randn(4, requires_grad=True)
+    check(tensors, packed=True, **options)
 
 
 def test_strided_tensors_are_read_in_place() -> None:
@@ -230,13 +290,10 @@ def test_refusals(backend: str) -> None:
         q, v = torch.zeros(1, 4, 1, dims[0]).half(), torch.zeros(1, 4, 1, dims[1]).half()
         with pytest.raises(RuntimeError, match=f"expected a head dim of {name} that is a multiple of 8 up to 256"):
             cuda_ext.flash_attention(q, q, v)
-    with pytest.raises(
-        RuntimeError, match="expected no bias on a CUDA device, whose kernels do not take one yet; move"
-    ):
-        cuda_ext.flash_attention(x.half(), x.half(), x.half(), bias=torch.zeros(4, 4))
-    q = x.half().requires_grad_()
-    with pytest.raises(NotImplementedError, match="no CUDA kernel"):
-        cuda_ext.flash_attention(q, q, q).sum().backward()
+
+
+# Head dims, and queries and keys of a block.
+BACKWARD_TILES = [(64, 64, 32, 128), (128, 128, 64, 64), (192, 128, 32, 64), (256, 256, 32, 32)]
 
 
 class TestCost:
@@ -261,6 +318,32 @@ class TestCost:
         assert counted["shared_wavefronts"] == counted["shared_ideal_wavefronts"]
         assert counted["mma"] == 2 * heads * queries * keys * (dims[0] + dims[1]) // (2 * 16 * 8 * 16)
 
+    @pytest.mark.parametrize("tile", BACKWARD_TILES, ids=str)
+    def test_the_backward_moves_every_byte_once_for_each_tile_too(self, tile: tuple[int, ...]) -> None:
+        """Gradients of queries are added up in the workspace: written, added to by every tile of keys, and read."""
+        *dims, _, block_n = tile
+        heads, queries, keys = 230, 128, 128
+        tensors = qkv(1, queries, keys, heads, heads, *dims, torch.bfloat16)
+        grad_out = torch.randn(1, queries, heads, dims[1]).bfloat16()
+        with testing.emulated("sm_80") as emulation:
+            out = cuda_ext.flash_attention(**tensors)
+            before = dict(emulation.counters)
+            torch.autograd.grad(out, list(tensors.values()), grad_out)
+        counted = {name: value - before[name] for name, value in emulation.counters.items()}
+        rows, key_tiles = heads * queries, keys // block_n
+        of_rows = rows * (2 * 2 * dims[1] + 4)
+        of_walks = key_tiles * rows * (2 * (dims[0] + dims[1]) + 2 * 4) + 2 * heads * keys * sum(dims)
+        of_finish = 4 * rows * dims[0]
+        assert counted["global_load_bytes"] == of_rows + of_walks + of_finish
+        # Four rows of a warp ask for half of a sector of lse.
+        assert counted["global_load_sectors"] * 32 == counted["global_load_bytes"] + 4 * rows
+        written = rows * (2 * 4 + 4 * dims[0]) + 2 * heads * keys * sum(dims) + 2 * rows * dims[0]
+        assert counted["global_store_bytes"] == written
+        assert counted["matrix_wavefronts"] == counted["matrix_ideal_wavefronts"]
+        assert counted["shared_wavefronts"] == counted["shared_ideal_wavefronts"]
+        products = 3 * dims[0] + 2 * dims[1]
+        assert counted["mma"] == heads * queries * keys * products // (16 * 8 * 16)
+
     def test_keys_of_packed_heads_are_read_once(self) -> None:
         tensors = qkv(1, 1, 4096, 32, 4, 64, 64, torch.bfloat16)
         with testing.emulated("sm_80") as emulation:
@@ -275,7 +358,13 @@ class TestRaces:
 
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     @pytest.mark.parametrize(
-        "sizes", [(1, 140, 130, 1, 1, 64, 64), (1, 40, 70, 1, 1, 256, 256), (1, 1, 300, 4, 1, 64, 64)]
+        "sizes",
+        [
+            (1, 140, 130, 1, 1, 64, 64),
+            (1, 70, 70, 1, 1, 192, 128),
+            (1, 40, 70, 1, 1, 256, 256),
+            (1, 1, 300, 4, 1, 64, 64),
+        ],
     )
     def test_none_in_any_order(self, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
         tensors = qkv(*sizes, torch.bfloat16)
@@ -284,26 +373,64 @@ class TestRaces:
         for mode, schedule, check_races in (("eager", "fifo", True), ("lazy", "pct", True), ("lazy", "pct", False)):
             torch.random.set_rng_state(state)
             with testing.emulated("sm_80", mode, schedule, random.randrange(2**31), check_races=check_races):
-                results.append(cuda_ext.flash_attention(**tensors, **options))
-        assert all(torch.equal(results[0], result) for result in results)
+                results.append(self.run(tensors, **options))
+        for result in results:
+            assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+    def run(self, tensors: dict[str, Tensor], **options: Any) -> list[Tensor]:
+        """Output and gradients, with no choice of order."""
+        out = cuda_ext.flash_attention(**tensors, **{"deterministic": True, **options})
+        return [out.detach(), *torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out))]
+
+    def many_terms(self) -> dict[str, Tensor]:
+        """Six blocks add to the gradient of queries, large terms that cancel: rounding shows their order."""
+        tensors = qkv(1, 30, 700, 1, 1, 64, 64, torch.float16)
+        return {**tensors, "key": (tensors["key"].detach() + 32).requires_grad_()}
+
+    def test_deterministic_gradients_are_equal_in_every_order(self) -> None:
+        """100 schedules. Where blocks do not wait for their turn bits do change, or this test would show nothing."""
+        tensors = self.many_terms()
+        with testing.emulated("sm_80") as emulation:
+            first = self.run(tensors)
+        (wait,) = (site for site in emulation.sync_sites if "attention_bwd" in site[0] and site[2] == "wait_equal")
+
+        def differ(seed: int, skip: tuple[str, int, str] | None) -> bool:
+            with testing.emulated("sm_80", "lazy", "pct", seed, check_races=False, skip=skip):
+                return not all(map(torch.equal, self.run(tensors), first))
+
+        assert not any(differ(seed, None) for seed in range(100))
+        assert any(differ(seed, wait) for seed in range(10))
 
     def test_every_wait_is_needed(self) -> None:
-        """Keys of few heads are divided among blocks, those of many are not, and both ways have waits of their own."""
-        sizes = ((1, 140, 200, 2, 1, 64, 64), (2, 140, 130, 40, 20, 64, 64))
-        cases = [qkv(*each, torch.bfloat16) for each in sizes]
+        """Few heads divide keys or walks among blocks, many do not, and both ways have waits of their own; as have a
+        head dim at which warps share keys, and blocks that take turns."""
+        cases: list[tuple[dict[str, Tensor], dict[str, Any]]] = [
+            (qkv(1, 140, 200, 2, 1, 64, 64, torch.bfloat16), {}),
+            (qkv(1, 70, 70, 1, 1, 256, 256, torch.bfloat16), {}),
+            # One block of keys: the gradient of queries has but one term.
+            (qkv(2, 70, 33, 90, 90, 64, 64, torch.bfloat16), {"deterministic": False}),
+            (self.many_terms(), {}),
+        ]
         with testing.emulated("sm_80") as emulation:
-            results = [cuda_ext.flash_attention(**tensors) for tensors in cases]
+            results = [self.run(tensors, **options) for tensors, options in cases]
         sites = [site for site in emulation.sync_sites if "attention" in site[0]]
-        assert {"sync_threads", "sync_warp", "cp_async_wait", "cp_async_commit"} == {site[2] for site in sites}
-        for site in sites:
-            assert any(map(self.is_noticed, cases, results, itertools.repeat(site))), f"{site} can go"
+        waits = {"sync_threads", "sync_warp", "cp_async_wait", "cp_async_commit", "wait_equal", "store_release"}
+        assert {site[2] for site in sites} == waits
+        survivors = [site for site in sites if not self.is_noticed(cases, results, site)]
+        assert not survivors
 
-    def is_noticed(self, tensors: dict[str, Tensor], expected: Tensor, site: tuple[str, int, str]) -> bool:
-        for seed, check_races in itertools.product(range(8), (False, True)):
-            try:
-                with testing.emulated("sm_80", "lazy", "pct", seed, check_races=check_races, skip=site):
-                    if not torch.equal(cuda_ext.flash_attention(**tensors), expected):
-                        return True
-            except RuntimeError:
-                return True
+    def is_noticed(
+        self,
+        cases: list[tuple[dict[str, Tensor], dict[str, Any]]],
+        results: list[list[Tensor]],
+        site: tuple[str, int, str],
+    ) -> bool:
+        for check_races, seed in itertools.product((False, True), range(4)):
+            for (tensors, options), expected in zip(cases, results, strict=True):
+                try:
+                    with testing.emulated("sm_80", "lazy", "pct", seed, check_races=check_races, skip=site):
+                        if not all(map(torch.equal, self.run(tensors, **options), expected)):
+                            return True
+                except RuntimeError:
+                    return True
         return False

@@ -147,9 +147,12 @@ struct alignas(16) WalkOfTask {
   int tiles_begin, tiles_end;  // of queries, in each head
 };
 template <class Part>
-DEVICE Part load_part(const Part& part) {
-  static_assert(sizeof(Part) == 16);
-  return __builtin_bit_cast(Part, arch::load_shared<arch::Words4>(arch::shared_address(&part)));
+DEVICE Part load_part(const Part& shared) {
+  return __builtin_bit_cast(Part, arch::load_shared<arch::Words4>(arch::shared_address(&shared)));
+}
+template <class Part>
+DEVICE void store_part(Part& shared, const Part& part) {
+  arch::store_shared(arch::shared_address(&shared), __builtin_bit_cast(arch::Words4, part));
 }
 
 // A tile of queries on a block's walk: through those of a head, then through those of the next.
@@ -333,9 +336,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const int end = begin + of_split < steps ? begin + of_split : steps;
 
   if (arch::thread_index() == 0) {
-    shared.queries = {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)};
-    shared.keys = {visible, first_key};
-    shared.walk = {at.head, sequence.k_begin, tiles_begin, tiles_end};
+    store_part(shared.queries,
+               {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)});
+    store_part(shared.keys, {visible, first_key});
+    store_part(shared.walk, {at.head, sequence.k_begin, tiles_begin, tiles_end});
   }
   arch::sync_threads();  // the task is written
 
@@ -713,6 +717,7 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
                                            {.grid = {blocks},
                                             .threads = Kernel::kThreads,
                                             .shared_bytes = sizeof(typename Kernel::Storage),
+                                            .waits = p.deterministic ? rt::Waits::kForEarlier : rt::Waits::kForNone,
                                             .stream = stream},
                                            p, plan);
 

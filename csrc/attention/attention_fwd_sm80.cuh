@@ -240,6 +240,9 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     }
   }
 
+  // Where this block is, once more: the loop has no registers to keep it.
+  const TileIndex here = plan.schedule.find(int(arch::opaque(arch::block_x())));
+  const Sequence sequence_here(p, here.batch);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // columns of 8
@@ -258,7 +261,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
         out[m][n][2 * half + 1] *= weight;
       }
       if (rows.first + row >= rows.count) continue;
-      const int64_t number = lse_row(p, sequence, at.batch, rows.head(row), query);
+      const int64_t number = lse_row(p, sequence_here, here.batch, rows.head(row), query);
       if (plan.splits > 1) {
         if (pair == 0) arch::store_global(plan.partial_lse + split_rows + number, lse);
         float* const to = plan.partial_out + (split_rows + number) * p.dim_v + pair;
@@ -291,7 +294,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const int index = i * arch::kWarpSize + arch::lane_index();
     const int row = warp_row + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
     if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
-    T* const to = row_of<T>(p.out, at.batch, sequence.q_begin + rows.query(row), rows.head(row));
+    T* const to = row_of<T>(p.out, here.batch, sequence_here.q_begin + rows.query(row), rows.head(row));
     arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
   }
 }

@@ -28,14 +28,21 @@ struct Extent {
   int x = 1, y = 1, z = 1;
 };
 
+// Which other blocks a block waits for, through global memory.
+enum class Waits {
+  kForNone,
+  kForEarlier,  // of lower index: devices start blocks in that order
+  kForAny,      // so all of them must fit the device at once
+};
+
 struct LaunchConfig {
   Extent grid;
   int threads = 1;  // of a block
   Extent cluster;
   bool nonportable_cluster = false;  // of 9 to 16 blocks, which not every device can run
   size_t shared_bytes = 0;           // dynamic
-  bool blocks_wait = false;          // blocks wait for one another, so all of them must fit the device at once
-  bool programmatic = false;         // may start before the kernel ahead of it in the stream has ended (sm_90)
+  Waits waits = Waits::kForNone;
+  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended (sm_90)
   Stream stream = nullptr;
 };
 
@@ -125,7 +132,7 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {unsigned(config.cluster.x), unsigned(config.cluster.y), unsigned(config.cluster.z)};
   }
-  if (config.blocks_wait) {
+  if (config.waits == Waits::kForAny) {
     cudaLaunchAttribute& attribute = attributes[launch.numAttrs++];
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = 1;
@@ -148,7 +155,8 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
   geometry.block = config.threads;
   geometry.cluster = {config.cluster.x, config.cluster.y, config.cluster.z};
   geometry.shared_bytes = config.shared_bytes;
-  geometry.blocks_wait = config.blocks_wait;
+  constexpr int kSome = 6;  // as many as a device may run at once, whichever they are
+  geometry.together = config.waits == Waits::kForAny ? 0 : config.waits == Waits::kForEarlier ? kSome : 1;
   simt::launch(name, geometry, [&] { kernel(params...); });
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -67,9 +68,9 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
     refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
            std::to_string(kMaxSharedBytes));
   const int64_t clusters = g.count() / c.count();
-  const bool together = geometry.blocks_wait;
+  const int64_t together = geometry.together == 0 ? clusters : geometry.together;
   int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
-  if (together || options().check_races) workers = 1;
+  if (together > 1 || options().check_races) workers = 1;
   workers = int(std::clamp<int64_t>(clusters, 1, workers));
 
   std::atomic<int64_t> next{0};
@@ -79,12 +80,10 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
     const MemoryGuard guard;
     Machine emulated(kernel, geometry, thread);
     try {
-      if (together) {
-        std::vector<int64_t> all;
-        for (int64_t cluster = 0; cluster < clusters; ++cluster) all.push_back(cluster);
-        emulated.run(all);
-      } else {
-        for (int64_t cluster; (cluster = next.fetch_add(1)) < clusters;) emulated.run({cluster});
+      for (int64_t first; (first = next.fetch_add(together)) < clusters;) {
+        std::vector<int64_t> batch(size_t(std::min(together, clusters - first)));
+        std::iota(batch.begin(), batch.end(), first);
+        emulated.run(batch);
       }
     } catch (...) {
       const std::lock_guard<std::mutex> lock(failure_mutex);

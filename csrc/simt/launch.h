@@ -19,7 +19,9 @@ struct Geometry {
   int block = 1;
   Extent cluster;  // divides the grid
   size_t shared_bytes = 0;
-  bool blocks_wait = false;  // blocks wait for one another through global memory: run side by side on one host thread
+  // Clusters whose blocks wait for one another through global memory: so many run side by side, in order, on one host
+  // thread; 0 stands for all, 1 for none that wait.
+  int together = 1;
 };
 
 // A hazard, a deadlock, a bad launch; what() tells all.

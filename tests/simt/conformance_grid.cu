@@ -35,7 +35,7 @@ GLOBAL(32, 1) turns_kernel(const uint32_t* in, uint32_t* out) {
 }
 static const Register turns_case({"blocks_in_turn", kBlocks * 128, 256, [](const uint32_t* in, uint32_t* out) {
                                     rt::launch<turns_kernel>("blocks_in_turn",
-                                                             {.grid = {kBlocks}, .threads = 32, .blocks_wait = true},
+                                                             {.grid = {kBlocks}, .threads = 32, .waits = rt::Waits::kForAny},
                                                              in, out);
                                   }});
 
