@@ -27,7 +27,8 @@ def differentiate(op: Callable[..., Tensor], *tensors: Tensor, **options: object
 
 def attention(dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 37, heads, 40, dtype=dtype) for heads in (4, 2, 2))
-    cuda_ext.flash_attention(q.detach(), k.detach(), v.detach(), causal=True)  # there is no backward yet
+    differentiate(cuda_ext.flash_attention, q, k, v, causal=True)
+    differentiate(cuda_ext.flash_attention, q, k, v, softcap=5.0, dropout_p=0.1, deterministic=True)
 
 
 def buckets(dtype: torch.dtype) -> None:
