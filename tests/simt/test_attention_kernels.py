@@ -1,0 +1,53 @@
+"""What attention's kernels cost, whatever the machine; tests/test_attention_cuda.py has what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cost import assert_same_cost
+
+import cuda_ext
+from cuda_ext import testing
+
+Counters = dict[str, int]
+
+# Many heads fill the device; of few, keys and walks are divided.
+SIZES = {"blocks enough": (240, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
+
+
+def costs(dims: tuple[int, int], sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[Counters, Counters]:
+    """Of forward, and of backward."""
+    heads, queries, keys = sizes
+    shapes = ((1, queries, heads, dims[0]), (1, keys, heads, dims[0]), (1, keys, heads, dims[1]))
+    tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
+    with testing.emulated("sm_80") as emulation:
+        out = cuda_ext.flash_attention(*tensors, **options)
+        forward = dict(emulation.counters)
+        torch.autograd.grad(out, tensors, torch.randn(out.shape).bfloat16())
+    backward = {name: value - forward[name] for name, value in emulation.counters.items()}
+    return forward, backward
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Counters]:
+    found: dict[str, Counters] = {}
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        for size, sizes in SIZES.items():
+            for option, options in OPTIONS.items():
+                for phase, cost in zip(("forward", "backward"), costs(dims, sizes, options), strict=True):
+                    name = f"{phase} {dims[0]}/{dims[1]} {option}, {size}"
+                    found[name] = {key: value for key, value in cost.items() if value}
+    return found
+
+
+def test_golden_counters(counted: dict[str, Counters]) -> None:
+    assert_same_cost("attention", counted)
+
+
+def test_no_bank_conflicts(counted: dict[str, Counters]) -> None:
+    for name, cost in counted.items():
+        assert cost["matrix_wavefronts"] == cost["matrix_ideal_wavefronts"], name
+        assert cost["shared_wavefronts"] == cost["shared_ideal_wavefronts"], name
