@@ -416,7 +416,7 @@ class TestRaces:
         sites = [site for site in emulation.sync_sites if "attention" in site[0]]
         waits = {"sync_threads", "sync_warp", "cp_async_wait", "cp_async_commit", "wait_equal", "store_release"}
         assert {site[2] for site in sites} == waits
-        # On a device the release keeps a block's additions before its turn's end. Here they are atomic and done at once,
+        # On a device the release keeps a block's additions before the end of its turn. Here they are done at once,
         # and atomics may meet in any order, so nothing is amiss without it.
         needed = [site for site in sites if site[2] != "store_release"]
         survivors = [site for site in needed if not self.is_noticed(cases, results, site)]
