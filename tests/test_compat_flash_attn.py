@@ -560,7 +560,7 @@ def test_unpadded_attention_is_that_of_every_row_by_itself() -> None:
             "expected attention_mask_in_length of shape (batch, seqlen) to match hidden_states (2, 3, 4), got (3, 2)",
         ),
     ],
-    ids=str,
+    ids=["mask", "unused mask", "hidden states", "mask in length"],
 )
 def test_wrong_mask(function: Callable[..., Any], args: tuple[Tensor, ...], words: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(words)):
