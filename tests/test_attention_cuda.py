@@ -185,7 +185,7 @@ def test_rows_that_a_mask_hides() -> None:
     assert all(gradient.isfinite().all() for gradient in gradients) and (gradients[0][:, 10:40] == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 70, 75), (1, 4, 70, 75), (2, 1, 1, 75), (70, 1), (1,)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 70, 75), (1, 4, 70, 75), (2, 1, 1, 75), (70, 1)], ids=str)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_bias_of_every_shape(shape: tuple[int, ...], deterministic: bool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
