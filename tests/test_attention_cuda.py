@@ -418,7 +418,7 @@ class TestRaces:
         head dim at which warps share keys, and blocks that take turns."""
         cases: list[tuple[dict[str, Tensor], dict[str, Any]]] = [
             (qkv(1, 140, 200, 2, 1, 64, 64, torch.bfloat16), {}),
-            (qkv(1, 70, 70, 1, 1, 256, 256, torch.bfloat16), {}),
+            ({**qkv(1, 70, 70, 1, 1, 256, 256, torch.bfloat16), "sinks": torch.zeros(1, requires_grad=True)}, {}),
             # One block of keys: the gradient of queries has but one term.
             (qkv(2, 33, 33, 90, 90, 64, 64, torch.bfloat16), {"deterministic": False}),
             (self.many_terms(), {}),

@@ -51,7 +51,7 @@ RULES = (
     Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128")),
     Rule("attention_bwd_rows", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("attention_bwd_finish", (r"STG\.E\.128",)),
-    Rule("attention_bwd_sinks", shared_bytes=32),
+    Rule("attention_bwd_sinks"),
     Rule("activation_grad"),
     Rule("add_block_sums"),
     Rule("clear_arrivals", shared_bytes=0),
