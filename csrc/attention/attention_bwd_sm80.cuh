@@ -15,10 +15,11 @@
 //           of the head dims) P goes through shared memory too.
 // Waiting   Three sync_threads a step. First: queries and output gradients have arrived, and dS has been read. Second:
 //           dS is written, and the output gradients have been read, so the next begin to arrive. Third: the queries
-//           have been read, and the next begin to arrive while dQ is multiplied.
+//           have been read, and the next begin to arrive while dQ is multiplied. Two more where blocks take turns; one
+//           ahead of all steps, when the task is written, and two around the last stores.
 // Shared    keys (block_n, dim), values (block_n, dim_v), queries (block_m, dim), output gradients (block_m, dim_v), dS
-//           (block_n, block_m), P if split, lse and delta (block_m). dK and dV leave through the places of keys and
-//           values.
+//           (block_n, block_m), P if split, -lse and -delta (block_m), and what the block has to do. dK and dV leave
+//           through the places of keys and values.
 // Registers dK, dV of a warp's keys all the time; scores and dP, later dQ of a warp's part, in float32.
 // dQ        is summed in the workspace by float32 reductions, each thread's elements where the whole warp's are
 //           neighbours. Their order, and so the last bits, change from run to run; with `deterministic`, blocks take

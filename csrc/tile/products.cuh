@@ -15,7 +15,6 @@ struct WarpTiles {
   static constexpr int kRowTiles = rows / 16 / warps_m;
   static constexpr int kColumnTiles = columns / 8 / warps_n;
   static constexpr int kThreads = 32 * warps_m * warps_n;
-  static constexpr int kPerThread = kRowTiles * kColumnTiles * 4;
   static_assert(rows % (16 * warps_m) == 0 && columns % (16 * warps_n) == 0);
   static_assert(kRowTiles == 1 || kRowTiles == 2 || kRowTiles == 4, "as OperandTile::load_fragment asks");
 
