@@ -99,7 +99,7 @@ def emulated(
     about a minute and a source checkout. All threads of the process are affected; blocks may be nested.
 
     Args:
-        arch: the GPU that is emulated, "sm_80" (and all later ones) or "sm_90a".
+        arch: the GPU that is emulated: "sm_80", "sm_89", which has less shared memory, or "sm_90a".
         mode: "eager": asynchronous copies and products are done when they are issued. "lazy": at the last moment that
             the kernel's waits allow, and until then there are NaNs where they write.
         schedule: "fifo": warps run in turn. "pct": by random priorities, drawn anew now and then (Burckhardt et al.,
@@ -121,7 +121,7 @@ def emulated(
     from cuda_ext._load import ops
 
     for name, value, allowed in (
-        ("arch", arch, ("sm_80", "sm_90a")),
+        ("arch", arch, ("sm_80", "sm_89", "sm_90a")),
         ("mode", mode, ("eager", "lazy")),
         ("schedule", schedule, ("fifo", "pct")),
     ):

@@ -118,11 +118,20 @@ def test_pairs_of_features(pair: tuple[str, str], dim: Any, lengths: Any) -> Non
     check_with(qkv(1, queries, keys, 2, heads_kv, dim, dim, random.choice(DTYPES)), options_of(*pair))
 
 
-# Around tiles of 128 queries and 64 keys.
+# Around tiles of 128 queries, and of 128 or 64 keys.
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 193, 257])
 @pytest.mark.parametrize("extra", [-64, -1, 0, 1, 64])
 def test_lengths_around_the_tiles(length: int, extra: int) -> None:
-    check(qkv(1, length, max(1, length + extra), 1, 1, 64, 64, torch.bfloat16), causal=random.random() < 0.5)
+    dim = random.choice((64, 128))
+    check(qkv(1, length, max(1, length + extra), 1, 1, dim, dim, torch.bfloat16), causal=random.random() < 0.5)
+
+
+@pytest.mark.cpu_only("emulated as a device with little shared memory")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("feature", ["causal", "window", "softcap"])
+def test_devices_with_little_shared_memory(dims: tuple[int, int], feature: str) -> None:
+    with testing.emulated("sm_89"):
+        check_with(qkv(1, 140, 100, 2, 1, *dims, torch.float16), options_of(feature))
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,13 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site = {}) {
 // Orders this thread's accesses before and after, as seen by the whole device.
 DEVICE void fence_device(Site = {}) { __threadfence(); }
 
-// x, as a value the compiler knows nothing of: what comes of it is computed where it is used, and not kept in registers.
-DEVICE uint32_t opaque(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
+// The same as thread_index, as a value the compiler knows nothing of: what comes of it is computed where it is used, and
+// not kept in registers.
+DEVICE int thread_index_anew() {
+  int index = int(threadIdx.x);
+  asm volatile("" : "+r"(index));
+  __builtin_assume(index >= 0 && index < 1024);  // so that divisions by powers of two are shifts
+  return index;
 }
 
 #else
@@ -60,7 +63,7 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site site = {}) {
 }
 DEVICE void fence_device(Site site = {}) { simt::fence_device(site); }
 
-DEVICE uint32_t opaque(uint32_t x) { return x; }
+DEVICE int thread_index_anew() { return thread_index(); }
 
 #endif
 

@@ -29,112 +29,17 @@
 #pragma once
 
 #include <cstddef>
-#include <limits>
-#include <stdexcept>
-#include <string>
 
-#include "attention/attention_bwd_sm80.h"
+#include "attention/attention_bwd_passes.cuh"
+#include "attention/attention_bwd_plan.cuh"
 #include "attention/bias.cuh"
-#include "attention/dropout.cuh"
-#include "attention/mask.cuh"
 #include "attention/rows.cuh"
-#include "attention/scheduler.cuh"
-#include "rt/device.h"
-#include "tile/products.cuh"
+#include "attention/task.cuh"
+#include "tile/results.cuh"
 
 namespace cuda_ext::sm80 {
 
-// What the host decides; the same for all blocks.
-struct BackwardPlan {
-  Schedule schedule;    // of tiles of keys
-  int query_tiles = 0;  // of the longest sequence
-  int splits = 1;       // of a walk
-  int head_rows = 0;    // of a head, all sequences padded to tiles
-  float factor;         // of what softmax is taken of, to powers of two
-  float lse_factor;     // of natural logarithms, to what softmax is taken of
-  float scale;
-  float softcap;  // 0: none
-  float inverse_softcap;
-  float kept_scale = 1.0f;  // of weights that dropout keeps
-  Dropout dropout;
-  int64_t query_pass = 0, grad_out_pass = 0;  // bytes to a thread's next line
-  // In the workspace.
-  float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf: the row has no weights
-  float* minus_delta = nullptr;  // (heads, head_rows)
-  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles
-  uint32_t* turns = nullptr;     // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
-  float* grad_key = nullptr;     // of each split; null if there is but one: (splits, pairs, tiles) tiles
-  float* grad_value = nullptr;
-};
-
-// The first of a sequence's padded rows.
-template <int block_m>
-DEVICE int padded_begin(const AttentionParams& p, const BackwardPlan& plan, const Sequence& s, int batch) {
-  return (p.cu_seqlens_q == nullptr ? batch * plan.query_tiles : s.q_begin / block_m + batch) * block_m;
-}
-
-// Of a tile in the workspace: element i of all threads, then the next.
-template <class Tiles, class Float, class F>
-DEVICE void for_elements(Float* tile, const F& f) {
-  Float* at = tile + arch::thread_index();
-#pragma unroll
-  for (int m = 0; m < Tiles::kRowTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < Tiles::kColumnTiles; ++n)
-#pragma unroll
-      for (int q = 0; q < 4; ++q, at += Tiles::kThreads) f(at, m, n, q);
-}
-
-// Puts factor * x into a tile in shared memory, in storage precision.
-template <class Tiles, class Tile>
-DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& x, float factor) {
-  // All addresses come from one, by numbers that the compiler knows, where they are used: kept, they would take the
-  // registers that the loop has not.
-  const int thread = int(arch::opaque(arch::thread_index()));
-  const arch::SharedAddress first =
-      tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::first_column(thread) / 8) + thread % 4 * 4;
-#pragma unroll
-  for (int n = 0; n < Tiles::kColumnTiles; ++n) {
-    constexpr int kLineBytes = Tile::kLineBytes;
-    const int chunk = Tiles::column_step(n) / 8;
-    const arch::SharedAddress at = (first ^ chunk % 8 * 16) + chunk / 8 * 128;
-#pragma unroll
-    for (int m = 0; m < Tiles::kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        arch::store_shared(
-            at + (m * 16 + half * 8) * kLineBytes,
-            arch::pack<typename Tile::Element>(factor * x[m][n][2 * half], factor * x[m][n][2 * half + 1]));
-  }
-}
-
-// Writes the first `count` lines of a tile, `width` elements of each, to lines that are `stride` elements apart.
-template <class Tile, int threads>
-DEVICE void write_lines(arch::SharedAddress tile, typename Tile::Element* lines, int64_t stride, int count, int width) {
-#pragma unroll 1
-  for (int index = arch::thread_index(); index < Tile::kLines * Tile::kChunks; index += threads) {
-    const int line = index / Tile::kChunks, chunk = index % Tile::kChunks;
-    if (line >= count || chunk * Tile::kElements >= width) continue;
-    arch::store_global(lines + line * stride + chunk * Tile::kElements,
-                       arch::load_shared<arch::Words4>(tile + Tile::offset(line, chunk)));
-  }
-}
-
-// Where this lane begins to read what it multiplies: the rows of A, or the columns of B, that `Tiles` deals to its warp,
-// in a tile `offset` bytes after `base`. Found from the thread's index at every use, for the reason above.
-template <class Tiles, class Tile>
-DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
-  const int thread = int(arch::opaque(arch::thread_index()));
-  return {{base + Tile::lane_offset(Tiles::first_row(thread), thread % arch::kWarpSize), offset}};
-}
-template <class Tiles, class Tile>
-DEVICE LaneAddress columns_of(arch::SharedAddress base, int offset) {
-  const int thread = int(arch::opaque(arch::thread_index()));
-  return {base + Tile::lane_offset(Tiles::first_column(thread), thread % arch::kWarpSize), offset};
-}
-
-// What a block has to do: the same for all its threads. It is in shared memory until it is asked for, since the loop has
-// no registers to keep it, in parts that are read at once.
+// The parts of a block's task.
 struct alignas(16) QueriesOfTask {
   int batch, begin, count;  // the sequence, and its rows of the packing
   int first_padded;
@@ -143,24 +48,19 @@ struct alignas(16) KeysOfTask {
   Visibility visible;
   int first;  // of the block
 };
-struct alignas(16) WalkOfTask {
+struct alignas(16) HeadOfTask {
   int head_kv, k_begin;
-  int tiles_begin, tiles_end;  // of queries, in each head
 };
-template <class Part>
-DEVICE Part load_part(const Part& shared) {
-  return __builtin_bit_cast(Part, arch::load_shared<arch::Words4>(arch::shared_address(&shared)));
-}
-template <class Part>
-DEVICE void store_part(Part& shared, const Part& part) {
-  arch::store_shared(arch::shared_address(&shared), __builtin_bit_cast(arch::Words4, part));
-}
-
 // A tile of queries on a block's walk: through those of a head, then through those of the next.
 struct Stop {
   int head, tile;
-  DEVICE Stop next(const WalkOfTask& walk) const {
-    return tile + 1 < walk.tiles_end ? Stop{head, tile + 1} : Stop{head + 1, walk.tiles_begin};
+  DEVICE bool operator==(const Stop&) const = default;
+};
+struct alignas(16) WalkOfTask {
+  int tiles_begin, tiles_end;  // of queries, in each head
+  Stop last;
+  DEVICE Stop next(const Stop& stop) const {
+    return stop.tile + 1 < tiles_end ? Stop{stop.head, stop.tile + 1} : Stop{stop.head + 1, tiles_begin};
   }
 };
 
@@ -168,7 +68,7 @@ struct Stop {
 template <class T, AttentionBackwardConfig config, bool general>
 struct Backward {
   using Element = T;
-  static constexpr AttentionBackwardConfig kConfig = config;
+  static constexpr const AttentionBackwardConfig& kConfig = config;
   static constexpr bool kGeneral = general;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
@@ -202,6 +102,7 @@ struct Backward {
     float minus_lse[kBlockM], minus_delta[kBlockM];
     QueriesOfTask queries;
     KeysOfTask keys;
+    HeadOfTask head;
     WalkOfTask walk;
   };
 };
@@ -218,7 +119,7 @@ struct GeneralStep {
 // What scores and dP begin with, so that P is a power of two of their sums, and dS their product.
 template <class Tiles>
 DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
-  const int thread = int(arch::opaque(arch::thread_index()));
+  const int thread = arch::thread_index_anew();
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     const auto pair =
@@ -236,7 +137,7 @@ DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename 
                              const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
                              bool hide_some) {
   using Scores = typename Kernel::Scores;
-  const int thread = int(arch::opaque(arch::thread_index()));
+  const int thread = arch::thread_index_anew();
   if (hide_some)
     hide<Scores>(s, [&](int m, int half) {
       return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
@@ -262,7 +163,7 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
                                      bool hide_some) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
-  const int thread = int(arch::opaque(arch::thread_index()));
+  const int thread = arch::thread_index_anew();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
@@ -317,30 +218,39 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   using Storage = typename Kernel::Storage;
   SHARED_STORAGE(Storage, shared);
 
-  const int split = arch::block_x() % plan.splits;
-  const TileIndex at = plan.schedule.find(arch::block_x() / plan.splits);
-  const Sequence sequence(p, at.batch);
-  // The first keys come first: where a mask is causal they have most to do.
-  const int key_tile = plan.schedule.tiles - 1 - at.tile, first_key = key_tile * kBlockN;
-  if (first_key >= sequence.k_len) return;
-  const int keys_left = sequence.k_len - first_key;
-  const Visibility visible(p, sequence);
-  const int group = int(p.heads / p.heads_kv);
-
-  const int last_key = first_key + (keys_left < kBlockN ? keys_left : kBlockN) - 1;
-  const int past_query = visible.query_end(last_key) < sequence.q_len ? visible.query_end(last_key) : sequence.q_len;
-  const int tiles_begin = visible.query_begin(first_key) / kBlockM;
-  const int tiles_end = (past_query + kBlockM - 1) / kBlockM;
-  const int tiles = tiles_end > tiles_begin ? tiles_end - tiles_begin : 0;
-  const int steps = tiles * group, of_split = (steps + plan.splits - 1) / plan.splits;
-  const int begin = split * of_split;
-  const int end = begin + of_split < steps ? begin + of_split : steps;
-
-  if (arch::thread_index() == 0) {
-    store_part(shared.queries,
-               {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)});
-    store_part(shared.keys, {visible, first_key});
-    store_part(shared.walk, {at.head, sequence.k_begin, tiles_begin, tiles_end});
+  Stop stop{};
+  int steps;  // of this block
+  {
+    const int split = arch::block_x() % plan.splits;
+    const TileIndex at = plan.schedule.find(arch::block_x() / plan.splits);
+    const Sequence sequence(p, at.batch);
+    // The first keys come first: where a mask is causal they have most to do.
+    const int first_key = (plan.schedule.tiles - 1 - at.tile) * kBlockN;
+    if (first_key >= sequence.k_len) return;
+    const int last_key = (first_key + kBlockN < sequence.k_len ? first_key + kBlockN : sequence.k_len) - 1;
+    const Visibility visible(p, sequence);
+    const int past_query = visible.query_end(last_key) < sequence.q_len ? visible.query_end(last_key) : sequence.q_len;
+    const int tiles_begin = visible.query_begin(first_key) / kBlockM;
+    const int tiles_end = (past_query + kBlockM - 1) / kBlockM;
+    const int tiles = tiles_end > tiles_begin ? tiles_end - tiles_begin : 0;
+    const int group = int(p.heads / p.heads_kv);
+    const int of_split = (tiles * group + plan.splits - 1) / plan.splits;
+    const int begin = split * of_split;
+    const int end = begin + of_split < tiles * group ? begin + of_split : tiles * group;
+    steps = end - begin;
+    Stop last{};
+    if (steps > 0) {
+      const auto stop_at = [&](int step) { return Stop{at.head * group + step / tiles, tiles_begin + step % tiles}; };
+      stop = stop_at(begin);
+      last = stop_at(end - 1);
+    }
+    if (arch::thread_index() == 0) {
+      store_part(shared.queries,
+                 {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)});
+      store_part(shared.keys, {visible, first_key});
+      store_part(shared.head, {at.head, sequence.k_begin});
+      store_part(shared.walk, {tiles_begin, tiles_end, last});
+    }
   }
   arch::sync_threads();  // the task is written
 
@@ -350,26 +260,25 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
                             tile_ds = arch::shared_address(shared.grad_scores),
                             tile_p = arch::shared_address(shared.weights);
 
-  const auto copy_queries = [&](const Stop& stop) {
-    using Copies = TileCopies<typename Kernel::TileQ, kThreads, false>;
+  const auto copy = [&]<class Tile>(const HeadsView& view, const Stop& stop, arch::SharedAddress to, int64_t width,
+                                    const int64_t& pass) {
     const QueriesOfTask queries = load_part(shared.queries);
-    Copies(row_of<const T>(p.query, queries.batch, queries.begin, stop.head), p.query.seq_stride, stop.tile,
-           int(arch::opaque(arch::thread_index())))
-        .copy_next(tile_q, queries.count - stop.tile * kBlockM, int(p.dim), plan.query_pass, 0);
+    const int first = stop.tile * kBlockM;
+    TileCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, stop.head),
+                                    view.seq_stride, pass, queries.count - first, int(width));
+  };
+  const auto copy_queries = [&](const Stop& stop) {
+    copy.template operator()<typename Kernel::TileQ>(p.query, stop, tile_q, p.dim, plan.query_pass);
   };
   const auto copy_grad_out = [&](const Stop& stop) {
-    using Copies = TileCopies<typename Kernel::TileDO, kThreads, false>;
-    const QueriesOfTask queries = load_part(shared.queries);
-    Copies(row_of<const T>(p.grad_out, queries.batch, queries.begin, stop.head), p.grad_out.seq_stride, stop.tile,
-           int(arch::opaque(arch::thread_index())))
-        .copy_next(tile_do, queries.count - stop.tile * kBlockM, int(p.dim_v), plan.grad_out_pass, 0);
+    copy.template operator()<typename Kernel::TileDO>(p.grad_out, stop, tile_do, p.dim_v, plan.grad_out_pass);
     constexpr int kChunks = kBlockM / 4;  // of lse, and of delta
     static_assert(2 * kChunks <= kThreads);
-    const int thread = int(arch::opaque(arch::thread_index()));
+    const int thread = arch::thread_index_anew();
     if (thread < 2 * kChunks) {
       const bool of_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
-      const int first = stop.head * plan.head_rows + queries.first_padded + stop.tile * kBlockM;
+      const int first = stop.head * plan.head_rows + load_part(shared.queries).first_padded + stop.tile * kBlockM;
       arch::cp_async<16>(arch::shared_address((of_lse ? shared.minus_lse : shared.minus_delta) + row),
                          (of_lse ? plan.minus_lse : plan.minus_delta) + first + row);
     }
@@ -377,14 +286,16 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
 
   typename GradK::Accumulators grad_key = {};
   typename GradV::Accumulators grad_value = {};
-  Stop stop{};
-  if (begin < end) {
-    stop = {at.head * group + begin / tiles, tiles_begin + begin % tiles};
-    copy_lines<typename Kernel::TileK, kThreads, false>(tile_k, keys_left, int(p.dim), [&](int i) {
-      return row_of<const T>(p.key, at.batch, sequence.k_begin + first_key + i, at.head);
+  if (steps > 0) {
+    const int batch = load_part(shared.queries).batch;
+    const KeysOfTask keys = load_part(shared.keys);
+    const HeadOfTask head = load_part(shared.head);
+    const int keys_left = keys.visible.k_len - keys.first;
+    copy_lines<typename Kernel::TileK, kThreads>(tile_k, keys_left, int(p.dim), [&](int i) {
+      return row_of<const T>(p.key, batch, head.k_begin + keys.first + i, head.head_kv);
     });
-    copy_lines<typename Kernel::TileV, kThreads, false>(tile_v, keys_left, int(p.dim_v), [&](int i) {
-      return row_of<const T>(p.value, at.batch, sequence.k_begin + first_key + i, at.head);
+    copy_lines<typename Kernel::TileV, kThreads>(tile_v, keys_left, int(p.dim_v), [&](int i) {
+      return row_of<const T>(p.value, batch, head.k_begin + keys.first + i, head.head_kv);
     });
     copy_grad_out(stop);
     copy_queries(stop);
@@ -392,10 +303,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   }
 
 #pragma unroll 1
-  for (int left = end - begin; left > 0; --left) {
+  for (bool more = steps > 0; more; stop = load_part(shared.walk).next(stop)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients are here, and dS has been read
 
+    more = stop != load_part(shared.walk).last;
     const int first_query = stop.tile * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
     if constexpr (!Kernel::kGeneral) start_columns<Scores>(s, shared.minus_lse);
@@ -432,7 +344,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if constexpr (kSplit == 1) {
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
       arch::sync_threads();  // dS is written, and the output gradients have been read
-      if (left > 1) copy_grad_out(stop.next(load_part(shared.walk)));
+      if (more) copy_grad_out(load_part(shared.walk).next(stop));
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
       arch::sync_threads();  // the queries have been read
     } else {
@@ -443,9 +355,9 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       multiply<typename Kernel::TileQOfDK, kSplit>(
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
       arch::sync_threads();  // queries and output gradients have been read
-      if (left > 1) copy_grad_out(stop.next(load_part(shared.walk)));
+      if (more) copy_grad_out(load_part(shared.walk).next(stop));
     }
-    if (left > 1) copy_queries(stop.next(load_part(shared.walk)));
+    if (more) copy_queries(load_part(shared.walk).next(stop));
     arch::cp_async_commit();
 
     typename GradQ::Accumulators grad_query = {};
@@ -464,23 +376,22 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       const KeysOfTask of = load_part(shared.keys);
       // Blocks of earlier keys that these queries see.
       const uint32_t earlier = of.first / kBlockN - of.visible.key_begin(first_query) / kBlockN;
-      if (arch::thread_index() == 0) arch::wait_equal(turn, earlier);
+      if (arch::thread_index_anew() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
       add();
       arch::sync_threads();  // all have added
-      if (arch::thread_index() == 0) arch::store_release(turn, earlier + 1);
+      if (arch::thread_index_anew() == 0) arch::store_release(turn, earlier + 1);
     }
-    stop = stop.next(load_part(shared.walk));
   }
 
   const KeysOfTask keys = load_part(shared.keys);
-  const WalkOfTask task = load_part(shared.walk);
+  const HeadOfTask head = load_part(shared.head);
   const int batch = load_part(shared.queries).batch;
   const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     const int64_t part = arch::block_x() % plan.splits;
     const int64_t tile =
-        (part * plan.schedule.pairs + batch * p.heads_kv + task.head_kv) * plan.schedule.tiles + keys.first / kBlockN;
+        (part * plan.schedule.pairs + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles + keys.first / kBlockN;
     for_elements<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns, [&](float* to, int m, int n, int q) {
       arch::store_global(to, plan.scale * grad_key[m][n][q]);
     });
@@ -493,207 +404,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.scale);
   stage<GradV, typename Kernel::TileV>(tile_v, grad_value, value_factor);
   arch::sync_threads();  // dK and dV are written
-  const int first_row = task.k_begin + keys.first, count = keys.visible.k_len - keys.first;
-  write_lines<typename Kernel::TileK, kThreads>(tile_k, row_of<T>(p.grad_key, batch, first_row, task.head_kv),
+  const int first_row = head.k_begin + keys.first, count = keys.visible.k_len - keys.first;
+  write_lines<typename Kernel::TileK, kThreads>(tile_k, row_of<T>(p.grad_key, batch, first_row, head.head_kv),
                                                 p.grad_key.seq_stride, count, int(p.dim));
-  write_lines<typename Kernel::TileV, kThreads>(tile_v, row_of<T>(p.grad_value, batch, first_row, task.head_kv),
+  write_lines<typename Kernel::TileV, kThreads>(tile_v, row_of<T>(p.grad_value, batch, first_row, head.head_kv),
                                                 p.grad_value.seq_stride, count, int(p.dim_v));
-}
-
-// Grid: tiles of queries of all sequences, heads. 8 lanes share a row.
-template <class Kernel>
-GLOBAL(Kernel::kThreads, 1)
-attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
-  using T = typename Kernel::Element;
-  constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kDim = Kernel::GradQ::kColumns, kLanes = 8;
-  const int batch = arch::block_x() / plan.query_tiles, tile = arch::block_x() % plan.query_tiles;
-  const int head = arch::block_y(), first = tile * kBlockM;
-  const Sequence sequence(p, batch);
-  if (first >= sequence.q_len) return;
-  const int padded = head * plan.head_rows + padded_begin<kBlockM>(p, plan, sequence, batch) + first;
-
-  for (int row = arch::thread_index() / kLanes; row < kBlockM; row += kThreads / kLanes) {
-    const int query = first + row;
-    const bool exists = query < sequence.q_len;
-    float sum = 0.0f;
-    if (exists) {
-      const T* const out = row_of<const T>(p.out, batch, sequence.q_begin + query, head);
-      const T* const grad_out = row_of<const T>(p.grad_out, batch, sequence.q_begin + query, head);
-      for (int d = arch::thread_index() % kLanes * 8; d < p.dim_v; d += kLanes * 8) {
-        const auto x = arch::load_global<arch::Words4>(out + d), y = arch::load_global<arch::Words4>(grad_out + d);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum = arch::fma(arch::unpack_low<T>(x.data[i]), arch::unpack_low<T>(y.data[i]), sum);
-          sum = arch::fma(arch::unpack_high<T>(x.data[i]), arch::unpack_high<T>(y.data[i]), sum);
-        }
-      }
-    }
-    sum = arch::sum_over_lanes<kLanes>(sum);
-    if (arch::thread_index() % kLanes != 0) continue;
-    float minus_lse = -INFINITY;
-    if (exists) {
-      const int64_t number = lse_row(p, sequence, batch, head, query);
-      const float lse = arch::load_global<float>(static_cast<const float*>(p.lse) + number);
-      if (lse != -INFINITY) minus_lse = -lse * plan.lse_factor;
-      if (p.grad_lse != nullptr) sum -= arch::load_global<float>(static_cast<const float*>(p.grad_lse) + number);
-    }
-    // A row without weights has no gradient, whatever that of its lse.
-    arch::store_global(plan.minus_lse + padded + row, minus_lse);
-    arch::store_global(plan.minus_delta + padded + row, minus_lse == -INFINITY ? 0.0f : -sum);
-  }
-
-  constexpr int kWords = kBlockM * kDim / 4;
-  for (int i = arch::thread_index(); i < kWords; i += kThreads)
-    arch::store_global(plan.grad_query + int64_t(padded) * kDim + 4 * i, arch::Words4{});
-  if (plan.turns != nullptr && arch::thread_index() == 0)
-    arch::store_global(plan.turns + padded / kBlockM, uint32_t(0));
-}
-
-// Rows of one of the gradients, from float32 tiles of the workspace.
-struct FinishParams {
-  HeadsView to;
-  const float* tiles = nullptr;
-  int parts = 1;  // that are added, in order
-  int64_t part_stride = 0;
-  float factor = 1.0f;
-  int width = 0;
-  int tiles_of_sequence = 0;
-  bool of_queries = false;
-};
-
-// Grid: tiles of all sequences, heads.
-template <class T, class Tiles>
-GLOBAL(Tiles::kThreads, 1)
-attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
-                     GRID_CONSTANT FinishParams finish) {
-  using Tile = OperandTile<T, Side::kA, true, Tiles::kRows, Tiles::kColumns>;
-  struct Storage {
-    alignas(128) unsigned char tile[Tile::kBytes];
-  };
-  SHARED_STORAGE(Storage, shared);
-  const int batch = arch::block_x() / finish.tiles_of_sequence, tile = arch::block_x() % finish.tiles_of_sequence;
-  const int head = arch::block_y(), first = tile * Tiles::kRows;
-  const Sequence sequence(p, batch);
-  const int left = (finish.of_queries ? sequence.q_len : sequence.k_len) - first;
-  if (left <= 0) return;
-
-  const int64_t index =
-      finish.of_queries
-          ? (head * plan.head_rows + padded_begin<Tiles::kRows>(p, plan, sequence, batch)) / Tiles::kRows + tile
-          : (int64_t(batch) * p.heads_kv + head) * plan.schedule.tiles + tile;
-  const float* const from = finish.tiles + index * Tiles::kRows * Tiles::kColumns;
-  typename Tiles::Accumulators sum = {};
-  for (int part = 0; part < finish.parts; ++part)
-    for_elements<Tiles>(from + part * finish.part_stride,
-                        [&](const float* at, int m, int n, int q) { sum[m][n][q] += arch::load_global<float>(at); });
-  const arch::SharedAddress staged = arch::shared_address(shared.tile);
-  stage<Tiles, Tile>(staged, sum, finish.factor);
-  arch::sync_threads();
-  write_lines<Tile, Tiles::kThreads>(
-      staged, row_of<T>(finish.to, batch, (finish.of_queries ? sequence.q_begin : sequence.k_begin) + first, head),
-      finish.to.seq_stride, left, finish.width);
-}
-
-// -sum over rows of exp(sink - lse) delta: a sink's logit has no value behind it. Grid: heads.
-template <int block_m, int threads>
-GLOBAL(threads, 1)
-attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  constexpr int kWarps = threads / arch::kWarpSize;
-  struct Storage {
-    float sums[kWarps];
-  };
-  SHARED_STORAGE(Storage, shared);
-  const int head = arch::block_x();
-  const float sink = arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * kLog2e;
-  float sum = 0.0f;
-  for (int batch = 0; batch < p.batch; ++batch) {
-    const Sequence sequence(p, batch);
-    const int first = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch);
-    for (int i = arch::thread_index(); i < sequence.q_len; i += threads)
-      sum += arch::fast_exp2(sink + arch::load_global<float>(plan.minus_lse + first + i) * plan.factor) *
-             arch::load_global<float>(plan.minus_delta + first + i);
-  }
-  sum = arch::sum_over_lanes(sum);
-  if (arch::lane_index() == 0) shared.sums[arch::thread_index() / arch::kWarpSize] = sum;
-  arch::sync_threads();
-  if (arch::thread_index() > 0) return;
-  float total = 0.0f;
-  for (int warp = 0; warp < kWarps; ++warp) total += shared.sums[warp];
-  arch::store_global(static_cast<float*>(p.grad_sinks) + head, total);
-}
-
-inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
-                                  const rt::Device& device) {
-  constexpr double kLog2e = 1.4426950408889634;
-  const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
-  BackwardPlan plan;
-  const int64_t pairs = p.heads_kv * p.batch, group = p.heads / p.heads_kv;
-  plan.query_tiles = int(tiles_of(p.seqlen_q, config.block_m));
-  plan.schedule.tiles = int(tiles_of(p.seqlen_k, config.block_n));
-  plan.schedule.heads = int(p.heads_kv);
-  plan.schedule.section = section_of(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
-  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
-                              group * plan.query_tiles);
-  // Of a head: a sequence begins with a tile of its own.
-  const int64_t query_tiles =
-      p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
-  const auto check = [&](const char* of, int64_t count) {
-    if (count > std::numeric_limits<int>::max())
-      throw std::invalid_argument(std::string("attention_bwd_sm80: expected at most 2^31 ") + of + ", got " +
-                                  std::to_string(count) + "; divide the batch");
-  };
-  check("tiles of keys", pairs * plan.schedule.tiles * plan.splits);
-  check("padded queries of all heads", p.heads * query_tiles * config.block_m);
-  plan.schedule.pairs = int(pairs);
-  plan.head_rows =
-      config.block_m * (p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles);
-  const bool general = needs_general_kernel(p);
-  plan.scale = float(p.scale);
-  plan.factor = float(general ? kLog2e : p.scale * kLog2e);
-  plan.lse_factor = float(general ? 1.0 : 1.0 / p.scale);
-  plan.softcap = float(p.softcap);
-  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
-  plan.kept_scale = float(1 / (1 - p.dropout_p));
-  plan.dropout = dropout_of(p);
-  return plan;
-}
-
-// Divides the workspace.
-inline WorkspaceCursor place(const AttentionBackwardParams& p, const AttentionBackwardConfig& config, void* data,
-                             BackwardPlan& plan) {
-  WorkspaceCursor cursor(data);
-  const int64_t rows = p.heads * plan.head_rows;
-  cursor.take(plan.minus_lse, rows);
-  cursor.take(plan.minus_delta, rows);
-  cursor.take(plan.grad_query, rows * config.dim);
-  if (p.deterministic) cursor.take(plan.turns, rows / config.block_m);
-  if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;
-    cursor.take(plan.grad_key, tiles * config.block_n * config.dim);
-    cursor.take(plan.grad_value, tiles * config.block_n * config.dim_v);
-  }
-  return cursor;
-}
-
-template <class Kernel>
-size_t backward_workspace(const AttentionBackwardParams& p) {
-  BackwardPlan plan = plan_backward(p, Kernel::kConfig, rt::describe_device("attention_bwd_sm80"));
-  return place(p, Kernel::kConfig, nullptr, plan).used();
-}
-
-// Writes a gradient from its sums in the workspace.
-template <class T, class Tiles>
-void finish_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish, int heads,
-                     void* stream) {
-  const rt::Extent grid{int(p.batch) * finish.tiles_of_sequence, heads};
-  if (grid.x == 0 || finish.width == 0) return;
-  rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
-                                             {.grid = grid,
-                                              .threads = Tiles::kThreads,
-                                              .shared_bytes = size_t(Tiles::kRows) * Tiles::kColumns * sizeof(T),
-                                              .stream = stream},
-                                             p, plan, finish);
 }
 
 template <class Kernel>
@@ -704,15 +419,10 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
   const int heads = int(p.heads), heads_kv = int(p.heads_kv);
 
-  if (p.batch * plan.query_tiles > 0)
-    rt::launch<attention_bwd_rows<Kernel>>(
-        "attention_bwd_rows",
-        {.grid = {int(p.batch) * plan.query_tiles, heads}, .threads = config.threads(), .stream = stream}, p, plan);
+  launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
 
-  int64_t to_next_tile;  // a walk has no use for it
-  TileCopies<typename Kernel::TileQ, Kernel::kThreads>::set_steps(p.query.seq_stride, plan.query_pass, to_next_tile);
-  TileCopies<typename Kernel::TileDO, Kernel::kThreads>::set_steps(p.grad_out.seq_stride, plan.grad_out_pass,
-                                                                   to_next_tile);
+  plan.query_pass = TileCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
+  plan.grad_out_pass = TileCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
   if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
     rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
                                            {.grid = {blocks},
@@ -735,42 +445,33 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
     FinishParams finish{.to = p.grad_key,
                         .tiles = plan.grad_key,
                         .parts = plan.splits,
-                        .part_stride = tiles * config.block_n * config.dim,
+                        .part_stride = tiles * Kernel::kBlockN * config.dim,
                         .width = int(p.dim),
                         .tiles_of_sequence = plan.schedule.tiles};
     finish_gradient<T, typename Kernel::GradK>(p, plan, finish, heads_kv, stream);
     finish.to = p.grad_value;
     finish.tiles = plan.grad_value;
-    finish.part_stride = tiles * config.block_n * config.dim_v;
+    finish.part_stride = tiles * Kernel::kBlockN * config.dim_v;
     finish.width = int(p.dim_v);
     finish_gradient<T, typename Kernel::GradV>(p, plan, finish, heads_kv, stream);
   }
-  if (p.grad_sinks != nullptr) {
-    constexpr int kThreads = 256;
-    rt::launch<attention_bwd_sinks<config.block_m, kThreads>>(
-        "attention_bwd_sinks",
-        {.grid = {heads}, .threads = kThreads, .shared_bytes = kThreads / 32 * sizeof(float), .stream = stream}, p,
-        plan);
-  }
-}
-
-// Calls f(Backward<..>{}) for what the parameters ask for.
-template <class T, int tile, class F>
-auto with_backward(const AttentionBackwardParams& p, const F& f) {
-  return needs_general_kernel(p) ? f(Backward<T, kBackwardTiles[tile].general, true>{})
-                                 : f(Backward<T, kBackwardTiles[tile].fast, false>{});
+  if (p.grad_sinks != nullptr) launch_sinks<Kernel::kBlockM>(p, plan, stream);
 }
 
 template <class T, int tile>
 size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
   if (params.heads == 0) return 0;
-  return with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { return backward_workspace<Kernel>(params); });
+  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
+  BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
+  return place(params, config, nullptr, plan).used();
 }
 
 template <class T, int tile>
 void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
   if (params.heads == 0) return;
-  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
+  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
+  needs_general_kernel(params) ? launch_backward<Backward<T, config, true>>(params, workspace, stream)
+                               : launch_backward<Backward<T, config, false>>(params, workspace, stream);
 }
 
 }  // namespace cuda_ext::sm80

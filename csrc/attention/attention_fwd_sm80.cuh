@@ -8,16 +8,21 @@
 // Waiting   Tiles of keys and of values arrive by cp.async, one of each at a time: the values while Q K^T is
 //           multiplied, the next keys during softmax and P V. Each thread waits for its own copies, then one
 //           sync_threads says both that all have arrived and that what they replace has been read: two per step.
-// Shared    queries (block_m, dim), keys (block_n, dim), values (block_n, dim_v), as OperandTiles. The output leaves
-//           through the queries' place, which nobody reads after the last step's second barrier.
+//           One more ahead of all steps, when the task is written.
+// Shared    queries (block_m, dim), keys (block_n, dim), values (block_n, dim_v), as OperandTiles, and what the block has
+//           to do. The output leaves through the queries' place, which nobody reads after the last step's second barrier.
 // Registers Logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) of a warp in float32, as mma has them. The
 //           logits' layout is that of mma's first operand, so weights go from softmax to P V without leaving registers.
+//           The two take up to 192 of 255, so all else is found anew where it is used: the task in shared memory, what
+//           comes of the thread's index.
+// Softmax   online; outputs are rescaled only where a row's maximum has grown by more than 2^8 (softmax.cuh).
 // General   A second instantiation has softcap, ALiBi, dropout, a bias and scales that are not positive, by run-time
 //           flags.
 // Splits    Where tiles would not fill the device the keys of a tile are divided among blocks. Each leaves its output
 //           and log-sum-exp in the workspace, and a second kernel weighs them.
 #pragma once
 
+#include <cstddef>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -29,14 +34,16 @@
 #include "attention/rows.cuh"
 #include "attention/scheduler.cuh"
 #include "attention/softmax.cuh"
+#include "attention/task.cuh"
 #include "rt/device.h"
-#include "tile/products.cuh"
+#include "tile/results.cuh"
 
 namespace cuda_ext::sm80 {
 
 // What the host decides; the same for all blocks.
 struct ForwardPlan {
   Schedule schedule;
+  int block_n;     // keys
   int pack = 1;    // heads of a tile
   int splits = 1;  // of the keys
   float factor;    // of what softmax is taken of, to powers of two
@@ -46,15 +53,14 @@ struct ForwardPlan {
   float inverse_softcap;
   float kept_scale = 1.0f;  // of weights that dropout keeps
   Dropout dropout;
-  // Bytes to a thread's next line of keys and values, and to the tile before.
-  int64_t key_pass = 0, key_tile = 0, value_pass = 0, value_tile = 0;
+  int64_t key_pass = 0, value_pass = 0;  // bytes to a thread's next line
   // In the workspace; null if there is but one split.
   float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
   float* partial_lse = nullptr;  // (splits, rows of lse)
 };
 
 // The rows of a tile: query and head of each.
-struct TileRows {
+struct alignas(16) TileRows {
   int first;  // row of the sequence's (queries x pack)
   int count;  // of all its rows
   int pack;
@@ -65,15 +71,24 @@ struct TileRows {
   DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
 };
 
+// The other parts of a block's task.
+struct alignas(16) SequenceOfTask {
+  int batch, q_begin, k_begin, head_kv;
+};
+struct alignas(16) KeysOfTask {
+  Visibility visible;
+  int begin;  // of this block's, in tiles
+};
+
 // One instantiation of the kernel.
-template <class T, AttentionConfig config, bool general>
+template <class T, AttentionConfig config, int block_n, bool general>
 struct Forward {
   using Element = T;
   static constexpr bool kGeneral = general;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
   static constexpr int kBlockM = config.block_m;
-  static constexpr int kBlockN = general ? config.block_n_general : config.block_n;
+  static constexpr int kBlockN = block_n;
 
   using LogitTiles = WarpTiles<kBlockM, kBlockN, config.warps, 1>;
   using OutTiles = WarpTiles<kBlockM, config.dim_v, config.warps, 1>;
@@ -91,45 +106,40 @@ struct Forward {
     alignas(128) unsigned char q[TileQ::kBytes];
     alignas(128) unsigned char k[TileK::kBytes];
     alignas(128) unsigned char v[TileV::kBytes];
+    TileRows rows;
+    SequenceOfTask sequence;
+    KeysOfTask keys;
+    RowSums<kRowTiles> sums[kThreads];
   };
 };
 
-// Scale, softcap and ALiBi, of the keys from `first_key` on.
-template <int row_tiles, int key_tiles>
-DEVICE void shape_logits(float (&s)[row_tiles][key_tiles][4], const ForwardPlan& plan,
-                         const float (&slope)[row_tiles][2], const int (&last_key)[row_tiles][2], int first_key) {
-  const int column = first_key + arch::lane_index() % 4 * 2;
-#pragma unroll
-  for (int m = 0; m < row_tiles; ++m)
-#pragma unroll
-    for (int n = 0; n < key_tiles; ++n)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        float& x = s[m][n][q];
-        x *= plan.scale;
-        if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
-        x -= slope[m][q / 2] * fabsf(float(last_key[m][q / 2] - (column + n * 8 + q % 2)));
-      }
-}
-
-// Adds the bias of keys from `first_key` on. row_at(m, half): a row of this thread's within the tile.
+// Scale, softcap, ALiBi and bias, of keys from `first_key` on. row_at(m, half): a row of this thread's within the tile.
 template <class T, class Tiles, class RowAt>
-DEVICE void add_bias(typename Tiles::Accumulators& s, const AttentionParams& p, const TileRows& rows, int batch,
-                     int k_len, const RowAt& row_at, int first_key) {
-  const int column = first_key + arch::lane_index() % 4 * 2;
+DEVICE void shape_logits(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardPlan& plan,
+                         const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row_at(m, half);
-      if (rows.first + row >= rows.count) continue;
-      const int64_t offset = bias_offset(p.bias_strides, batch, rows.head(row), rows.query(row));
+      const int column = first_key + Tiles::column(arch::thread_index_anew());
+      const int row = row_at(m, half), head = rows.head(row), query = rows.query(row);
+      const float slope = p.alibi_slopes == nullptr
+                              ? 0.0f
+                              : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
+                                                         batch * p.alibi_batch_stride + head);
+      const int last_key = query + k_len - rows.count / rows.pack;  // of the diagonal
+      const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
+      const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
 #pragma unroll
       for (int n = 0; n < Tiles::kColumnTiles; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int key = column + Tiles::column_step(n) + e;
-          if (key < k_len) s[m][n][2 * half + e] += bias_at<T>(p, offset + key * p.bias_strides[3]);
+          float& x = s[m][n][2 * half + e];
+          x *= plan.scale;
+          if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
+          x -= slope * fabsf(float(last_key - key));
+          if (has_bias && key < k_len) x += bias_at<T>(p, bias + key * p.bias_strides[3]);
         }
     }
 }
@@ -139,110 +149,127 @@ template <class Kernel>
 GLOBAL(Kernel::kThreads, Kernel::kMinBlocks)
 attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
   using T = typename Kernel::Element;
+  using LogitTiles = typename Kernel::LogitTiles;
+  using OutTiles = typename Kernel::OutTiles;
+  using TileQ = typename Kernel::TileQ;
+  using TileK = typename Kernel::TileK;
+  using TileV = typename Kernel::TileV;
+  using TileOut = typename Kernel::TileOut;
+  using Storage = typename Kernel::Storage;
   constexpr int kRowTiles = Kernel::kRowTiles, kBlockN = Kernel::kBlockN;
-  SHARED_STORAGE(typename Kernel::Storage, shared);
+  SHARED_STORAGE(Storage, shared);
 
-  const TileIndex at = plan.schedule.find(arch::block_x());
-  const Sequence sequence(p, at.batch);
-  const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
-  if (rows.first >= rows.count) return;
-  const Visibility visible(p, sequence);
-  const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
-
-  const int first_query = rows.query(0), last_query = rows.last_query(Kernel::kBlockM);
-  const int keys_begin = visible.key_begin(first_query) / kBlockN;  // in tiles
-  const int keys_end = (visible.key_end(last_query) + kBlockN - 1) / kBlockN;
-  const int of_split = (keys_end - keys_begin + plan.splits - 1) / plan.splits;
-  const int begin = keys_begin + arch::block_y() * of_split;
-  const int end = begin + of_split < keys_end ? begin + of_split : keys_end;
-
-  const arch::SharedAddress tile_k = arch::shared_address(shared.k), tile_v = arch::shared_address(shared.v);
-
-  const int warp_row = Kernel::LogitTiles::first_row();
-  const auto row_at = [&](int m, int half) { return Kernel::LogitTiles::row(m, half); };
-
-  typename Kernel::OutTiles::Accumulators out = {};
-  OnlineSoftmax<kRowTiles> softmax;
-  float slope[kRowTiles][2];      // general
-  int last_key[kRowTiles][2];     // general: of the diagonal
-  int64_t numbers[kRowTiles][2];  // general: for dropout
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int head = rows.head(row_at(m, half));
-      // A sink is a key seen before all others, with no value. One of the four lanes of a row counts it.
-      const bool has_sink = p.sinks != nullptr && arch::block_y() == 0;
-      constexpr float kLog2e = 1.4426950408889634f;
-      softmax.max[m][half] =
-          has_sink ? arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * (kLog2e / plan.factor)
-                   : -INFINITY;
-      softmax.sum[m][half] = has_sink && arch::lane_index() % 4 == 0 ? 1.0f : 0.0f;
-      if constexpr (Kernel::kGeneral) {
-        const int query = rows.query(row_at(m, half));
-        slope[m][half] = p.alibi_slopes == nullptr
-                             ? 0.0f
-                             : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
-                                                        at.batch * p.alibi_batch_stride + head);
-        last_key[m][half] = query + sequence.k_len - sequence.q_len;
-        numbers[m][half] = lse_row(p, sequence, at.batch, head, query);
-      }
-    }
-
-  if (begin < end) {
-    const arch::SharedAddress tile_q = arch::shared_address(shared.q);
-    copy_lines<typename Kernel::TileQ, Kernel::kThreads, false>(
-        tile_q, rows.count - rows.first, int(p.dim),
-        [&](int i) { return row_of<const T>(p.query, at.batch, sequence.q_begin + rows.query(i), rows.head(i)); });
-    TileCopies<typename Kernel::TileK, Kernel::kThreads> keys(
-        row_of<const T>(p.key, at.batch, sequence.k_begin, head_kv), p.key.seq_stride, end - 1);
-    TileCopies<typename Kernel::TileV, Kernel::kThreads> values(
-        row_of<const T>(p.value, at.batch, sequence.k_begin, head_kv), p.value.seq_stride, end - 1);
-    const auto copy_keys = [&](int tile) {
-      keys.copy_next(tile_k, visible.k_len - tile * kBlockN, int(p.dim), plan.key_pass, plan.key_tile);
-    };
-    copy_keys(end - 1);
-    arch::cp_async_commit();
-    const arch::SharedAddress lane_q = tile_q + Kernel::TileQ::lane_offset(warp_row);
-    const arch::SharedAddress lane_k = tile_k + Kernel::TileK::lane_offset(0);
-    const arch::SharedAddress lane_v = tile_v + Kernel::TileV::lane_offset(0);
-
-#pragma unroll 1
-    for (int tile = end - 1; tile >= begin; --tile) {
-      arch::cp_async_wait<0>();
-      arch::sync_threads();  // these keys are here, and the values before have been read
-      values.copy_next(tile_v, visible.k_len - tile * kBlockN, int(p.dim_v), plan.value_pass, plan.value_tile);
-      arch::cp_async_commit();
-      typename Kernel::LogitTiles::Accumulators logits = {};
-      multiply<typename Kernel::TileK>(SharedOperand<typename Kernel::TileQ, arch::SharedAddress>{lane_q}, lane_k,
-                                       logits);
-
-      arch::cp_async_wait<0>();
-      arch::sync_threads();  // these values are here, and the keys have been read
-      if (tile > begin) copy_keys(tile - 1);
-      arch::cp_async_commit();
-      const int first_key = tile * kBlockN;
-      if constexpr (Kernel::kGeneral) {
-        shape_logits(logits, plan, slope, last_key, first_key);
-        if (p.bias_kind != BiasKind::kNone)
-          add_bias<T, typename Kernel::LogitTiles>(logits, p, rows, at.batch, sequence.k_len, row_at, first_key);
-      }
-      if (!visible.all_visible(first_query, last_query, first_key, first_key + kBlockN)) {
-        // What this thread's columns are counted from.
-        const int origin = first_key + arch::lane_index() % 4 * 2;
-        hide<typename Kernel::LogitTiles>(
-            logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
-      }
-      softmax.take(logits, out, plan.factor);
-      if constexpr (Kernel::kGeneral)
-        if (plan.dropout.drop_below > 0) plan.dropout.drop(logits, numbers, first_key);
-      multiply<typename Kernel::TileV>(operand_of<T>(logits), lane_v, out);
+  int begin, end;  // tiles of keys
+  {
+    const TileIndex at = plan.schedule.find(arch::block_x());
+    const Sequence sequence(p, at.batch);
+    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
+    if (rows.first >= rows.count) return;
+    const Visibility visible(p, sequence);
+    const int keys_begin = visible.key_begin(rows.query(0)) / kBlockN;
+    const int keys_end = (visible.key_end(rows.last_query(Kernel::kBlockM)) + kBlockN - 1) / kBlockN;
+    const int of_split = (keys_end - keys_begin + plan.splits - 1) / plan.splits;
+    begin = keys_begin + arch::block_y() * of_split;
+    end = begin + of_split < keys_end ? begin + of_split : keys_end;
+    if (arch::thread_index() == 0) {
+      store_part(shared.rows, rows);
+      store_part(shared.sequence,
+                 {at.batch, sequence.q_begin, sequence.k_begin, rows.first_head / int(p.heads / p.heads_kv)});
+      store_part(shared.keys, {visible, begin});
     }
   }
+  arch::sync_threads();  // the task is written
 
-  // Where this block is, once more: the loop has no registers to keep it.
-  const TileIndex here = plan.schedule.find(int(arch::opaque(arch::block_x())));
-  const Sequence sequence_here(p, here.batch);
+  const arch::SharedAddress base = arch::shared_address(&shared);
+  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::thread_index_anew()); };
+
+  typename OutTiles::Accumulators out = {};
+  OnlineSoftmax<kRowTiles> softmax;
+  {
+    const TileRows rows = load_part(shared.rows);
+    const SequenceOfTask sequence = load_part(shared.sequence);
+    RowSums<kRowTiles> sums;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int head = rows.head(row_at(m, half));
+        // A sink is a key seen before all others, with no value. One of the four lanes of a row counts it.
+        const bool has_sink = p.sinks != nullptr && arch::block_y() == 0;
+        constexpr float kLog2e = 1.4426950408889634f;
+        softmax.max[m][half] =
+            has_sink ? arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * kLog2e : -INFINITY;
+        sums.of[m][half] = has_sink && arch::lane_index() % 4 == 0 ? 1.0f : 0.0f;
+      }
+    store_part(shared.sums[arch::thread_index()], sums);
+    if (begin < end)
+      copy_lines<TileQ, Kernel::kThreads>(
+          arch::shared_address(shared.q), rows.count - rows.first, int(p.dim), [&](int i) {
+            return row_of<const T>(p.query, sequence.batch, sequence.q_begin + rows.query(i), rows.head(i));
+          });
+  }
+
+  const auto copy = [&]<class Tile>(const HeadsView& view, int offset, int tile, int64_t width, const int64_t& pass) {
+    const SequenceOfTask sequence = load_part(shared.sequence);
+    const int first = tile * kBlockN;
+    TileCopy<Tile, Kernel::kThreads>::start(
+        base + offset, row_of<const T>(view, sequence.batch, sequence.k_begin + first, sequence.head_kv),
+        view.seq_stride, pass, load_part(shared.keys).visible.k_len - first, int(width));
+    arch::cp_async_commit();
+  };
+  const auto copy_keys = [&](int tile) {
+    copy.template operator()<TileK>(p.key, offsetof(Storage, k), tile, p.dim, plan.key_pass);
+  };
+  const auto copy_values = [&](int tile) {
+    copy.template operator()<TileV>(p.value, offsetof(Storage, v), tile, p.dim_v, plan.value_pass);
+  };
+  if (begin < end) copy_keys(end - 1);
+
+#pragma unroll 1
+  for (int tile = end - 1; tile >= load_part(shared.keys).begin; --tile) {
+    arch::cp_async_wait<0>();
+    arch::sync_threads();  // these keys are here, and the values before have been read
+    copy_values(tile);
+    typename LogitTiles::Accumulators logits = {};
+    multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
+                    columns_of<LogitTiles, TileK>(base, offsetof(Storage, k)), logits);
+
+    arch::cp_async_wait<0>();
+    arch::sync_threads();  // these values are here, and the keys have been read
+    if (tile > load_part(shared.keys).begin) copy_keys(tile - 1);
+    const TileRows rows = load_part(shared.rows);
+    const Visibility visible = load_part(shared.keys).visible;
+    const int first_key = tile * kBlockN;
+    if constexpr (Kernel::kGeneral)
+      shape_logits<T, LogitTiles>(logits, p, plan, rows, load_part(shared.sequence).batch, visible.k_len, row_at,
+                                  first_key);
+    if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
+      // What this thread's columns are counted from.
+      const int origin = first_key + LogitTiles::column(arch::thread_index_anew());
+      hide<LogitTiles>(logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
+    }
+    RowSums<kRowTiles> sums = load_part(shared.sums[arch::thread_index_anew()]);
+    softmax.take(logits, out, sums, plan.factor);
+    store_part(shared.sums[arch::thread_index_anew()], sums);
+    if constexpr (Kernel::kGeneral)
+      if (plan.dropout.drop_below > 0) {
+        const TileRows rows = load_part(shared.rows);
+        const SequenceOfTask sequence = load_part(shared.sequence);
+        plan.dropout.drop(
+            logits,
+            [&](int m, int half) {
+              const int row = row_at(m, half);
+              return first_lse_row(p, sequence.q_begin, sequence.batch, rows.head(row)) + rows.query(row);
+            },
+            first_key);
+      }
+    multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out);
+  }
+
+  const TileRows rows = load_part(shared.rows);
+  const SequenceOfTask sequence = load_part(shared.sequence);
+  const Visibility visible = load_part(shared.keys).visible;
+  const RowSums<kRowTiles> sums = load_part(shared.sums[arch::thread_index_anew()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // columns of 8
@@ -251,9 +278,9 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_at(m, half), query = rows.query(row);
-      const float sum = softmax.row_sum(m, half);
+      const float sum = sums.row(m, half);
       const bool sees_any = visible.key_begin(query) < visible.key_end(query);
-      const float lse = sees_any ? softmax.log_sum_exp(m, half, sum, plan.factor) : -INFINITY;
+      const float lse = sees_any ? softmax.log_sum_exp(m, half, sum) : -INFINITY;
       const float weight = lse == -INFINITY ? 0.0f : (Kernel::kGeneral ? plan.kept_scale : 1.0f) / sum;
 #pragma unroll
       for (int n = 0; n < Kernel::kOutTiles; ++n) {
@@ -261,7 +288,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
         out[m][n][2 * half + 1] *= weight;
       }
       if (rows.first + row >= rows.count) continue;
-      const int64_t number = lse_row(p, sequence_here, here.batch, rows.head(row), query);
+      const int64_t number = first_lse_row(p, sequence.q_begin, sequence.batch, rows.head(row)) + query;
       if (plan.splits > 1) {
         if (pair == 0) arch::store_global(plan.partial_lse + split_rows + number, lse);
         float* const to = plan.partial_out + (split_rows + number) * p.dim_v + pair;
@@ -277,24 +304,16 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   if (plan.splits > 1) return;
 
   // Through shared memory, so that rows leave 16 bytes at a time.
-  using TileOut = typename Kernel::TileOut;
   const arch::SharedAddress staged = arch::shared_address(shared.q);
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < Kernel::kOutTiles; ++n)
-        arch::store_shared(staged + TileOut::offset(row_at(m, half), n) + pair * 2,
-                           arch::pack<T>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+  stage<OutTiles, TileOut>(staged, out, 1.0f);
   arch::sync_warp();
   constexpr int kCopies = Kernel::kWarpRows * TileOut::kChunks / arch::kWarpSize;
 #pragma unroll 1
   for (int i = 0; i < kCopies; ++i) {
     const int index = i * arch::kWarpSize + arch::lane_index();
-    const int row = warp_row + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
+    const int row = OutTiles::first_row() + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
     if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
-    T* const to = row_of<T>(p.out, here.batch, sequence_here.q_begin + rows.query(row), rows.head(row));
+    T* const to = row_of<T>(p.out, sequence.batch, sequence.q_begin + rows.query(row), rows.head(row));
     arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
   }
 }
@@ -357,8 +376,9 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.schedule.section = section_of(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
   // A section's blocks are counted in ints too.
   const bool general = needs_general_kernel(p);
+  plan.block_n = config.keys(general, device.shared_bytes);
   plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
-                              tiles_of(p.seqlen_k, general ? config.block_n_general : config.block_n));
+                              tiles_of(p.seqlen_k, plan.block_n));
   plan.scale = float(p.scale);
   plan.factor = float(general ? kLog2e : p.scale * kLog2e);
   plan.softcap = float(p.softcap);
@@ -393,12 +413,10 @@ void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Worksp
   constexpr const AttentionConfig& config = kForwardTiles[tile];
   ForwardPlan plan = plan_forward(params, config, rt::describe_device("attention_fwd_sm80"));
   place(params, workspace.data, plan).expect_room("attention_fwd_sm80", workspace);
-  const auto start = [&]<bool general>() {
-    using Kernel = Forward<T, config, general>;
-    TileCopies<typename Kernel::TileK, Kernel::kThreads>::set_steps(params.key.seq_stride, plan.key_pass,
-                                                                    plan.key_tile);
-    TileCopies<typename Kernel::TileV, Kernel::kThreads>::set_steps(params.value.seq_stride, plan.value_pass,
-                                                                    plan.value_tile);
+  const auto start = [&]<int block_n, bool general>() {
+    using Kernel = Forward<T, config, block_n, general>;
+    plan.key_pass = TileCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
+    plan.value_pass = TileCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
     rt::launch<attention_fwd_sm80<Kernel>>("attention_fwd_sm80",
                                            {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
                                             .threads = Kernel::kThreads,
@@ -406,7 +424,12 @@ void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Worksp
                                             .stream = stream},
                                            params, plan);
   };
-  needs_general_kernel(params) ? start.template operator()<true>() : start.template operator()<false>();
+  if (needs_general_kernel(params))
+    start.template operator()<config.block_n.general, true>();
+  else if (plan.block_n == config.block_n.fast)
+    start.template operator()<config.block_n.fast, false>();
+  else
+    start.template operator()<config.block_n.small, false>();
   if (plan.splits > 1) {
     constexpr int kThreads = 128;
     const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);

@@ -32,17 +32,18 @@ struct Dropout {
   uint32_t drop_below;  // of 2^32; 0: none is dropped
 
   // Sets dropped weights to 0; those kept are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
-  // a multiple of 4, is `first_key`; rows: the numbers of this thread's rows.
+  // a multiple of 4, is `first_key`; number(m, half): of a row of this thread's.
   //
   // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane makes the words
   // of one of these rows, and they trade halves.
-  template <int row_tiles, int key_tiles>
-  DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const int64_t (&rows)[row_tiles][2], int first_key) const {
-    const bool odd = arch::lane_index() % 2 == 1;
-    const int group = first_key / 4 + arch::lane_index() % 4 / 2;
+  template <int row_tiles, int key_tiles, class Number>
+  DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number, int first_key) const {
+    const int lane = arch::thread_index_anew() % 4;
+    const bool odd = lane % 2 == 1;
+    const int group = first_key / 4 + lane / 2;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
-      const uint64_t counter = uint64_t(odd ? rows[m][1] : rows[m][0]) * uint64_t(row_groups) + uint64_t(group);
+      const uint64_t counter = uint64_t(number(m, lane % 2)) * uint64_t(row_groups) + uint64_t(group);
 #pragma unroll
       for (int n = 0; n < key_tiles; ++n) {
         uint32_t words[4];
@@ -64,7 +65,7 @@ struct Dropout {
   // Four neighbouring keys are in four lanes, four apart, which want one word each of four counters: of two keys'
   // groups and two rows. So each lane makes the words of one of these, and they transpose them.
   DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
-    const int lane = arch::lane_index() / 4 % 4;
+    const int lane = arch::thread_index_anew() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
     uint32_t words[4];
     philox(seed, offset, uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);

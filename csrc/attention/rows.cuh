@@ -21,13 +21,13 @@ DEVICE T* row_of(const HeadsView& view, int batch, int64_t row, int head) {
 }
 
 // Starts copying a tile whose line i is at row(i), `width` elements long. Lines from `count` on, and what is beyond the
-// width, become zeros. Unrolled, the addresses of all lines take registers.
-template <class Tile, int threads, bool unrolled, class Row>
-DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row,
-                       int thread = arch::thread_index()) {
+// width, become zeros.
+template <class Tile, int threads, class Row>
+DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row) {
   constexpr int kCopies = Tile::kLines * Tile::kChunks / threads;
   static_assert(kCopies * threads == Tile::kLines * Tile::kChunks);
-#pragma unroll(unrolled ? kCopies : 1)
+  const int thread = arch::thread_index_anew();
+#pragma unroll 1
   for (int i = 0; i < kCopies; ++i) {
     const int index = i * threads + thread;
     const int line = index / Tile::kChunks, chunk = index % Tile::kChunks;
@@ -37,52 +37,35 @@ DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row
   }
 }
 
-// Copies of the same operand's tiles, from the last to the first. A thread has the same chunk of every so many lines;
-// the steps from one to the next reach the kernel as constants, which take no registers. Not even what comes of the
-// thread's index has to be kept, if the index is opaque.
-template <class Tile, int threads, bool unrolled = true>
-class TileCopies {
+// The same of lines at equal distances, whose addresses are sums: a thread has the same chunk of every so many lines.
+template <class Tile, int threads>
+struct TileCopy {
   static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
   static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
 
- public:
-  // Bytes from a thread's line to its next, and from a tile to the next.
-  static void set_steps(int64_t stride, int64_t& pass, int64_t& tile) {
-    constexpr int64_t kBytes = sizeof(typename Tile::Element);
-    pass = kLinesPerPass * stride * kBytes;
-    tile = Tile::kLines * stride * kBytes;
-  }
+  // Bytes from a thread's line to its next, of lines `stride` elements apart. It reaches kernels as a constant, which
+  // takes no registers.
+  static int64_t pass(int64_t stride) { return kLinesPerPass * stride * int64_t(sizeof(typename Tile::Element)); }
 
-  // Of lines `stride` elements apart; `tile` is copied first.
-  DEVICE TileCopies(const typename Tile::Element* lines, int64_t stride, int tile, int thread = arch::thread_index())
-      : thread_(thread) {
-    const int64_t line = int64_t(tile) * Tile::kLines + (kOneChunk ? thread / Tile::kChunks : 0);
-    source_ = reinterpret_cast<const char*>(lines + line * stride) + (kOneChunk ? thread % Tile::kChunks * 16 : 0);
-  }
-
-  // `count` lines, or all if that is more, of `width` elements.
-  DEVICE void copy_next(arch::SharedAddress tile, int count, int width, const int64_t& pass, const int64_t& tile_step) {
+  // Of lines from `lines` on, `count` of them if that is less than the tile has.
+  DEVICE static void start(arch::SharedAddress tile, const typename Tile::Element* lines, int64_t stride,
+                           const int64_t& pass, int count, int width) {
     if constexpr (kOneChunk) {
-      const int chunk = thread_ % Tile::kChunks;
+      const int thread = arch::thread_index_anew();
+      const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
       const int left = chunk * Tile::kElements < width ? count : 0;
-      const char* source = source_;
+      const char* source = reinterpret_cast<const char*>(lines + first * stride) + chunk * 16;
 #pragma unroll
-      for (int i = 0; i < Tile::kLines / kLinesPerPass; ++i) {
-        const int line = thread_ / Tile::kChunks + i * kLinesPerPass;
-        arch::cp_async<16>(tile + Tile::offset(line, chunk), source, line < left ? 16 : 0);
+      for (int line = 0; line < Tile::kLines; line += kLinesPerPass) {
+        arch::cp_async<16>(tile + Tile::offset(first + line, chunk), source, first + line < left ? 16 : 0);
         source += pass;
       }
     } else {
-      copy_lines<Tile, threads, unrolled>(
-          tile, count, width,
-          [&](int i) { return reinterpret_cast<const typename Tile::Element*>(source_ + i * pass); }, thread_);
+      copy_lines<Tile, threads>(tile, count, width, [&](int i) {
+        return reinterpret_cast<const typename Tile::Element*>(reinterpret_cast<const char*>(lines) + i * pass);
+      });
     }
-    source_ -= tile_step;
   }
-
- private:
-  int thread_;
-  const char* source_;  // this thread's first chunk of the next tile
 };
 
 }  // namespace cuda_ext::sm80

@@ -8,57 +8,92 @@
 
 namespace cuda_ext::sm80 {
 
+// Of the weights in a thread's columns of its rows, relative to the rows' maxima.
+template <int row_tiles>
+struct alignas(8 * row_tiles) RowSums {
+  float of[row_tiles][2];
+
+  // That of the whole row.
+  DEVICE float row(int m, int half) const {
+    const float pair = of[m][half] + arch::shuffle_xor(of[m][half], 1);
+    return pair + arch::shuffle_xor(pair, 2);
+  }
+};
+
 // Of 16 row_tiles rows that a warp has to itself. A thread has rows lane / 4 and lane / 4 + 8 of each 16, and of these
 // the columns of a quarter; four neighbouring lanes share a row.
 template <int row_tiles>
 struct OnlineSoftmax {
-  float max[row_tiles][2];  // of the row so far
-  float sum[row_tiles][2];  // of this thread's columns, relative to max
+  // What weights are relative to, in powers of two: the largest logit so far, or a little less.
+  float max[row_tiles][2];
 
-  // Takes columns s in: they become their weights 2^(factor (s - max)), and `out`, the weighted sums so far, is made
-  // relative to the new maximum. factor > 0. A row that has seen nothing but -inf has weights of 0.
+  // Takes columns s in: they become their weights 2^(factor s - max), and `out` and `sums`, the weighted sums so far,
+  // are made relative to the new maximum. factor > 0. A row that has seen nothing but -inf has weights of 0.
   template <int column_tiles, int out_tiles>
-  DEVICE void take(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4], float factor) {
+  DEVICE void take(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4],
+                   RowSums<row_tiles>& sums, float factor) {
+    float new_max[row_tiles][2];
+    bool lags = false;
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float& row_max = max[m][half];
-        float new_max = row_max;
+        float largest = -INFINITY;
 #pragma unroll
         for (int n = 0; n < column_tiles; ++n)
-          new_max = fmaxf(new_max, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        new_max = fmaxf(new_max, arch::shuffle_xor(new_max, 1));
-        new_max = fmaxf(new_max, arch::shuffle_xor(new_max, 2));
-        const float base = new_max == -INFINITY ? 0.0f : new_max * factor;
-        const float rescale = arch::fast_exp2(row_max * factor - base);
-        row_max = new_max;
-        float& row_sum = sum[m][half];
-        row_sum *= rescale;
+          largest = fmaxf(largest, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
+        largest = fmaxf(largest, arch::shuffle_xor(largest, 1));
+        largest = fmaxf(largest, arch::shuffle_xor(largest, 2));
+        new_max[m][half] = fmaxf(max[m][half], largest * factor);
+        lags |= new_max[m][half] - max[m][half] > kMaxLag;
+      }
+    if (arch::any(lags)) rescale(new_max, out, sums);
 #pragma unroll
-        for (int n = 0; n < out_tiles; ++n) {
-          out[m][n][2 * half] *= rescale;
-          out[m][n][2 * half + 1] *= rescale;
-        }
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float base = finite(max[m][half]);
 #pragma unroll
         for (int n = 0; n < column_tiles; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[m][n][2 * half + e];
             x = arch::fast_exp2(arch::fma(x, factor, -base));
-            row_sum += x;
+            sums.of[m][half] += x;
           }
       }
   }
 
-  // The sum of the whole row, and the logarithm of the sum of exponentials; 0 and -inf of a row that saw nothing.
-  DEVICE float row_sum(int m, int half) const {
-    const float pair = sum[m][half] + arch::shuffle_xor(sum[m][half], 1);
-    return pair + arch::shuffle_xor(pair, 2);
-  }
-  DEVICE float log_sum_exp(int m, int half, float row_sum, float factor) const {
+  // The logarithm of the sum of exponentials; -inf of a row that saw nothing.
+  DEVICE float log_sum_exp(int m, int half, float row_sum) const {
     constexpr float kLn2 = 0.6931471805599453f;
-    return row_sum == 0.0f ? -INFINITY : (max[m][half] * factor + arch::fast_log2(row_sum)) * kLn2;
+    return row_sum == 0.0f ? -INFINITY : (max[m][half] + arch::fast_log2(row_sum)) * kLn2;
+  }
+
+ private:
+  // `max` may stay this far, in powers of two, below the largest logit seen: weights of up to 2^8 are as precise as those
+  // of up to 1, and outputs are rescaled once or twice in a row's life in place of every step.
+  static constexpr float kMaxLag = 8.0f;
+
+  // So that -inf less it is -inf.
+  DEVICE static float finite(float x) { return x == -INFINITY ? 0.0f : x; }
+
+  template <int out_tiles>
+  DEVICE void rescale(const float (&new_max)[row_tiles][2], float (&out)[row_tiles][out_tiles][4],
+                      RowSums<row_tiles>& sums) {
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float by = arch::fast_exp2(max[m][half] - finite(new_max[m][half]));
+        max[m][half] = new_max[m][half];
+        sums.of[m][half] *= by;
+#pragma unroll
+        for (int n = 0; n < out_tiles; ++n) {
+          out[m][n][2 * half] *= by;
+          out[m][n][2 * half + 1] *= by;
+        }
+      }
   }
 };
 

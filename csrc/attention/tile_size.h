@@ -5,31 +5,44 @@
 
 namespace cuda_ext::sm80 {
 
+struct KeysOfTile {
+  int fast;
+  int small;    // where min_blocks with more do not fit a multiprocessor's shared memory
+  int general;  // where softcap, ALiBi, dropout or a bias want registers too
+};
+
 // A tile and all that hangs on it.
 struct AttentionConfig {
-  int dim;              // of query and key, padded with zeros
-  int dim_v;            // of value and output
-  int block_m;          // rows: queries of a head, or of all heads that share a key head
-  int block_n;          // keys
-  int block_n_general;  // keys, where softcap, ALiBi or dropout want registers too
-  int warps;            // each has block_m / warps rows to itself, so that softmax stays within a warp
+  int dim;      // of query and key, padded with zeros
+  int dim_v;    // of value and output
+  int block_m;  // rows: queries of a head, or of all heads that share a key head
+  KeysOfTile block_n;
+  int warps;  // each has block_m / warps rows to itself, so that softmax stays within a warp
   int min_blocks;
 
   constexpr int threads() const { return 32 * warps; }
+
+  // Keys of a block on a multiprocessor with so much shared memory.
+  constexpr int keys(bool general, int multiprocessor_bytes) const {
+    constexpr int kBeside = 2 << 10;  // what the driver takes, and the task
+    if (general) return block_n.general;
+    const int block_bytes = kBeside + 2 * (block_m * dim + block_n.fast * (dim + dim_v));
+    return min_blocks * block_bytes <= multiprocessor_bytes ? block_n.fast : block_n.small;
+  }
 };
 
-// By head dims, from small to large. All fit the 99 KiB of shared memory of sm_86 and sm_89: block_m queries, and
-// block_n keys and values.
+// By head dims, from small to large. All but `fast` ones fit the 99 KiB of shared memory of sm_86 and sm_89: block_m
+// queries, and block_n keys and values. 32 rows a warp read each fragment of keys and values once for two products.
 constexpr AttentionConfig kForwardTiles[] = {
-    // 32 KiB. 32 rows a warp read each key fragment from shared memory once for two products.
-    {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 64, .block_n_general = 32, .warps = 4, .min_blocks = 2},
-    // 48 KiB. The output of 32 rows takes 128 of 255 registers; with logits of 64 keys, or of 48, six more are wanted
-    // than there are. Two blocks hide each other's softmax.
-    {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 32, .block_n_general = 32, .warps = 4, .min_blocks = 2},
+    // 48 KiB.
+    {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = {128, 128, 64}, .warps = 4, .min_blocks = 2},
+    // 64 KiB, or 48 for two blocks in 99, which hide each other's softmax. The output of 32 rows takes 128 of 255
+    // registers, their logits 64.
+    {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = {64, 32, 32}, .warps = 4, .min_blocks = 2},
     // 88 KiB, for one block, so it has 8 warps of 16 rows.
-    {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 64, .block_n_general = 64, .warps = 8, .min_blocks = 1},
-    // 96 KiB, for one block of 8 warps. The output of 16 rows takes 128 registers.
-    {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 32, .block_n_general = 32, .warps = 8, .min_blocks = 1},
+    {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = {64, 64, 64}, .warps = 8, .min_blocks = 1},
+    // 128 or 96 KiB, for one block of 8 warps. The output of 16 rows takes 128 registers.
+    {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = {64, 32, 32}, .warps = 8, .min_blocks = 1},
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 
@@ -37,95 +50,27 @@ constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 struct AttentionBackwardConfig {
   int dim;
   int dim_v;
-  int block_m;      // queries
-  int block_n;      // keys
-  int key_warps;    // along the keys of scores and of dK and dV; others share their rows, along the head dims
-  int query_warps;  // along the queries of dQ
-  int warps;
-  int min_blocks;
+  int block_m;          // queries
+  int block_n;          // keys
+  int key_warps;        // along the keys of scores and of dK and dV; others share their rows, along the head dims
+  int query_warps = 2;  // along the queries of dQ
+  int warps = 4;
+  int min_blocks = 2;
 
   constexpr int threads() const { return 32 * warps; }
 };
 
-// By head dims, from small to large; each with the tile for where softcap, ALiBi, dropout or a bias want registers too.
-// All fit 99 KiB of shared memory: block_n keys and values, block_m queries and output gradients, and a tile of logits'
-// gradients. dK and dV of a warp's keys are in registers all the time.
-struct AttentionBackwardTile {
-  int dim, dim_v;
-  AttentionBackwardConfig fast, general;
-};
-constexpr AttentionBackwardTile backward_tile(AttentionBackwardConfig fast, AttentionBackwardConfig general) {
-  return {fast.dim, fast.dim_v, fast, general};
-}
-constexpr AttentionBackwardTile kBackwardTiles[] = {
+// By head dims, from small to large. All fit 99 KiB of shared memory: block_n keys and values, block_m queries and output
+// gradients, and a tile of logits' gradients. dK and dV of a warp's keys are in registers all the time.
+constexpr AttentionBackwardConfig kBackwardTiles[] = {
     // 49 KiB. 32 keys a warp read each fragment of the queries once for two products; dK and dV take 128 registers.
-    backward_tile({.dim = 64,
-                   .dim_v = 64,
-                   .block_m = 32,
-                   .block_n = 128,
-                   .key_warps = 4,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2},
-                  {.dim = 64,
-                   .dim_v = 64,
-                   .block_m = 64,
-                   .block_n = 64,
-                   .key_warps = 4,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2}),
+    {.dim = 64, .dim_v = 64, .block_m = 32, .block_n = 128, .key_warps = 4},
     // 73 KiB. dK and dV of 16 keys take 128 registers, 64 queries' weights and gradients 64.
-    backward_tile({.dim = 128,
-                   .dim_v = 128,
-                   .block_m = 64,
-                   .block_n = 64,
-                   .key_warps = 4,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2},
-                  {.dim = 128,
-                   .dim_v = 128,
-                   .block_m = 32,
-                   .block_n = 64,
-                   .key_warps = 4,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2}),
+    {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 64, .key_warps = 4},
     // 64 KiB. dK and dV of 16 keys take 160 registers.
-    backward_tile({.dim = 192,
-                   .dim_v = 128,
-                   .block_m = 32,
-                   .block_n = 64,
-                   .key_warps = 4,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2},
-                  {.dim = 192,
-                   .dim_v = 128,
-                   .block_m = 32,
-                   .block_n = 32,
-                   .key_warps = 2,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2}),
+    {.dim = 192, .dim_v = 128, .block_m = 32, .block_n = 64, .key_warps = 4},
     // 68 KiB. dK and dV of 16 keys would take 256 registers, so two warps share them, each with half of the head dims.
-    backward_tile({.dim = 256,
-                   .dim_v = 256,
-                   .block_m = 32,
-                   .block_n = 32,
-                   .key_warps = 2,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2},
-                  {.dim = 256,
-                   .dim_v = 256,
-                   .block_m = 32,
-                   .block_n = 32,
-                   .key_warps = 2,
-                   .query_warps = 2,
-                   .warps = 4,
-                   .min_blocks = 2}),
+    {.dim = 256, .dim_v = 256, .block_m = 32, .block_n = 32, .key_warps = 2},
 };
 constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
 

@@ -8,25 +8,30 @@ namespace cuda_ext::rt {
 struct Device {
   int compute_capability;  // 86 for 8.6
   int processors;          // multiprocessors
+  int shared_bytes;        // of a multiprocessor
 };
 
 #if defined(__CUDACC__)
 
 inline Device describe_device(const char* kernel) {
   const int device = current_device(kernel);
-  int major = 0, minor = 0, processors = 0;
+  int major = 0, minor = 0, processors = 0, shared_bytes = 0;
   const auto read = [&](int& value, cudaDeviceAttr attribute) {
     check(cudaDeviceGetAttribute(&value, attribute, device), kernel, "ask what the device has");
   };
   read(major, cudaDevAttrComputeCapabilityMajor);
   read(minor, cudaDevAttrComputeCapabilityMinor);
   read(processors, cudaDevAttrMultiProcessorCount);
-  return {10 * major + minor, processors};
+  read(shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  return {10 * major + minor, processors, shared_bytes};
 }
 
 #else
 
-inline Device describe_device(const char*) { return {simt::options().compute_capability, simt::options().processors}; }
+inline Device describe_device(const char*) {
+  const simt::Options& options = simt::options();
+  return {options.compute_capability, options.processors, options.shared_bytes()};
+}
 
 #endif
 

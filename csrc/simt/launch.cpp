@@ -64,9 +64,12 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
            ") blocks; each axis takes at least 1, y and z at most 65535");
   if (geometry.block < 1 || geometry.block > kMaxThreads)
     refuse("a block of " + std::to_string(geometry.block) + " threads; 1 to 1024 can be launched");
-  if (geometry.shared_bytes > kMaxSharedBytes)
+  // By default kernels of sm_90 run too, whatever their launchers see.
+  const uint32_t shared_limit =
+      options().compute_capability == 80 ? kMaxSharedBytes : uint32_t(options().shared_bytes()) - 1024;
+  if (geometry.shared_bytes > shared_limit)
     refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
-           std::to_string(kMaxSharedBytes));
+           std::to_string(shared_limit));
   const int64_t clusters = g.count() / c.count();
   const int64_t together = geometry.together == 0 ? clusters : geometry.together;
   int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());

@@ -35,6 +35,9 @@ struct Options {
   // What launchers see of the device. So few multiprocessors that small problems have several waves, or are split.
   int compute_capability = 80;
   int processors = 4;
+
+  // Shared memory of a multiprocessor. A block may have all but 1 KiB of it.
+  int shared_bytes() const { return (compute_capability >= 90 ? 228 : compute_capability == 80 ? 164 : 100) << 10; }
 };
 
 // Options of the launches that follow in this process.

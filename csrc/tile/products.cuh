@@ -63,6 +63,20 @@ struct SharedOperand {
   DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const { TileA::load_fragment(fragment, a, m, step); }
 };
 
+// Where this lane begins to read what it multiplies: the rows of A, or the columns of B, that `Tiles` deals to its warp,
+// in a tile `offset` bytes after `base`. Found anew from the thread's index at every use, so that a loop that is short of
+// registers need not keep it.
+template <class Tiles, class Tile>
+DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
+  const int thread = arch::thread_index_anew();
+  return {{base + Tile::lane_offset(Tiles::first_row(thread), thread % arch::kWarpSize), offset}};
+}
+template <class Tiles, class Tile>
+DEVICE LaneAddress columns_of(arch::SharedAddress base, int offset) {
+  const int thread = arch::thread_index_anew();
+  return {base + Tile::lane_offset(Tiles::first_column(thread), thread % arch::kWarpSize), offset};
+}
+
 // Of a product's result, which has the layout of mma's first operand.
 template <class T, int row_tiles, int column_tiles>
 struct ResultOperand {

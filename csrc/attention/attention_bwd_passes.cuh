@@ -1,0 +1,168 @@
+// What attention's backward does before and after its main kernel: sums of rows, gradients from their float32 sums, and
+// those of sinks.
+#pragma once
+
+#include "attention/attention_bwd_plan.cuh"
+#include "attention/rows.cuh"
+#include "tile/results.cuh"
+
+namespace cuda_ext::sm80 {
+
+// delta and lse of every row, negated, and zeros where tiles of (block_m, dim) of dQ will be summed. Grid: tiles of
+// queries of all sequences, heads. 8 lanes share a row.
+template <class T, int block_m, int dim, int threads>
+GLOBAL(threads, 1)
+attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
+  constexpr int kLanes = 8;
+  const int batch = arch::block_x() / plan.query_tiles, tile = arch::block_x() % plan.query_tiles;
+  const int head = arch::block_y(), first = tile * block_m;
+  const Sequence sequence(p, batch);
+  if (first >= sequence.q_len) return;
+  const int padded = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch) + first;
+
+  for (int row = arch::thread_index() / kLanes; row < block_m; row += threads / kLanes) {
+    const int query = first + row;
+    const bool exists = query < sequence.q_len;
+    float sum = 0.0f;
+    if (exists) {
+      const T* const out = row_of<const T>(p.out, batch, sequence.q_begin + query, head);
+      const T* const grad_out = row_of<const T>(p.grad_out, batch, sequence.q_begin + query, head);
+      for (int d = arch::thread_index() % kLanes * 8; d < p.dim_v; d += kLanes * 8) {
+        const auto x = arch::load_global<arch::Words4>(out + d), y = arch::load_global<arch::Words4>(grad_out + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum = arch::fma(arch::unpack_low<T>(x.data[i]), arch::unpack_low<T>(y.data[i]), sum);
+          sum = arch::fma(arch::unpack_high<T>(x.data[i]), arch::unpack_high<T>(y.data[i]), sum);
+        }
+      }
+    }
+    sum = arch::sum_over_lanes<kLanes>(sum);
+    if (arch::thread_index() % kLanes != 0) continue;
+    float minus_lse = -INFINITY;
+    if (exists) {
+      const int64_t number = lse_row(p, sequence, batch, head, query);
+      const float lse = arch::load_global<float>(static_cast<const float*>(p.lse) + number);
+      if (lse != -INFINITY) minus_lse = -lse * plan.lse_factor;
+      if (p.grad_lse != nullptr) sum -= arch::load_global<float>(static_cast<const float*>(p.grad_lse) + number);
+    }
+    // A row without weights has no gradient, whatever that of its lse.
+    arch::store_global(plan.minus_lse + padded + row, minus_lse);
+    arch::store_global(plan.minus_delta + padded + row, minus_lse == -INFINITY ? 0.0f : -sum);
+  }
+
+  constexpr int kWords = block_m * dim / 4;
+  for (int i = arch::thread_index(); i < kWords; i += threads)
+    arch::store_global(plan.grad_query + int64_t(padded) * dim + 4 * i, arch::Words4{});
+  if (plan.turns != nullptr && arch::thread_index() == 0)
+    arch::store_global(plan.turns + padded / block_m, uint32_t(0));
+}
+
+// Rows of one of the gradients, from float32 tiles of the workspace.
+struct FinishParams {
+  HeadsView to;
+  const float* tiles = nullptr;
+  int parts = 1;  // that are added, in order
+  int64_t part_stride = 0;
+  float factor = 1.0f;
+  int width = 0;
+  int tiles_of_sequence = 0;
+  bool of_queries = false;
+};
+
+// Grid: tiles of all sequences, heads.
+template <class T, class Tiles>
+GLOBAL(Tiles::kThreads, 1)
+attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
+                     GRID_CONSTANT FinishParams finish) {
+  using Tile = OperandTile<T, Side::kA, true, Tiles::kRows, Tiles::kColumns>;
+  struct Storage {
+    alignas(128) unsigned char tile[Tile::kBytes];
+  };
+  SHARED_STORAGE(Storage, shared);
+  const int batch = arch::block_x() / finish.tiles_of_sequence, tile = arch::block_x() % finish.tiles_of_sequence;
+  const int head = arch::block_y(), first = tile * Tiles::kRows;
+  const Sequence sequence(p, batch);
+  const int left = (finish.of_queries ? sequence.q_len : sequence.k_len) - first;
+  if (left <= 0) return;
+
+  const int64_t index =
+      finish.of_queries
+          ? (head * plan.head_rows + padded_begin<Tiles::kRows>(p, plan, sequence, batch)) / Tiles::kRows + tile
+          : (int64_t(batch) * p.heads_kv + head) * plan.schedule.tiles + tile;
+  const float* const from = finish.tiles + index * Tiles::kRows * Tiles::kColumns;
+  typename Tiles::Accumulators sum = {};
+  for (int part = 0; part < finish.parts; ++part)
+    for_elements<Tiles>(from + part * finish.part_stride,
+                        [&](const float* at, int m, int n, int q) { sum[m][n][q] += arch::load_global<float>(at); });
+  const arch::SharedAddress staged = arch::shared_address(shared.tile);
+  stage<Tiles, Tile>(staged, sum, finish.factor);
+  arch::sync_threads();
+  write_lines<Tile, Tiles::kThreads>(
+      staged, row_of<T>(finish.to, batch, (finish.of_queries ? sequence.q_begin : sequence.k_begin) + first, head),
+      finish.to.seq_stride, left, finish.width);
+}
+
+// -sum over rows of exp(sink - lse) delta: a sink's logit has no value behind it. Grid: heads.
+template <int block_m, int threads>
+GLOBAL(threads, 1)
+attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  constexpr int kWarps = threads / arch::kWarpSize;
+  struct Storage {
+    float sums[kWarps];
+  };
+  SHARED_STORAGE(Storage, shared);
+  const int head = arch::block_x();
+  const float sink = arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * kLog2e;
+  float sum = 0.0f;
+  for (int batch = 0; batch < p.batch; ++batch) {
+    const Sequence sequence(p, batch);
+    const int first = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch);
+    for (int i = arch::thread_index(); i < sequence.q_len; i += threads)
+      sum += arch::fast_exp2(sink + arch::load_global<float>(plan.minus_lse + first + i) * plan.factor) *
+             arch::load_global<float>(plan.minus_delta + first + i);
+  }
+  sum = arch::sum_over_lanes(sum);
+  if (arch::lane_index() == 0) shared.sums[arch::thread_index() / arch::kWarpSize] = sum;
+  arch::sync_threads();
+  if (arch::thread_index() > 0) return;
+  float total = 0.0f;
+  for (int warp = 0; warp < kWarps; ++warp) total += shared.sums[warp];
+  arch::store_global(static_cast<float*>(p.grad_sinks) + head, total);
+}
+
+template <class T, int block_m, int dim>
+void launch_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
+  constexpr int kThreads = 128;
+  const rt::Extent grid{int(p.batch) * plan.query_tiles, int(p.heads)};
+  if (grid.x == 0) return;
+  rt::launch<attention_bwd_rows<T, block_m, dim, kThreads>>(
+      "attention_bwd_rows", {.grid = grid, .threads = kThreads, .stream = stream}, p, plan);
+}
+
+// Writes a gradient from its sums in the workspace.
+template <class T, class Tiles>
+void finish_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish, int heads,
+                     void* stream) {
+  const rt::Extent grid{int(p.batch) * finish.tiles_of_sequence, heads};
+  if (grid.x == 0 || finish.width == 0) return;
+  rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
+                                             {.grid = grid,
+                                              .threads = Tiles::kThreads,
+                                              .shared_bytes = size_t(Tiles::kRows) * Tiles::kColumns * sizeof(T),
+                                              .stream = stream},
+                                             p, plan, finish);
+}
+
+template <int block_m>
+void launch_sinks(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
+  constexpr int kThreads = 256;
+  rt::launch<attention_bwd_sinks<block_m, kThreads>>("attention_bwd_sinks",
+                                                     {.grid = {int(p.heads)},
+                                                      .threads = kThreads,
+                                                      .shared_bytes = kThreads / arch::kWarpSize * sizeof(float),
+                                                      .stream = stream},
+                                                     p, plan);
+}
+
+}  // namespace cuda_ext::sm80

@@ -1,0 +1,97 @@
+// What the host decides about attention's backward, and what its kernels find in the workspace.
+#pragma once
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "attention/attention_bwd_sm80.h"
+#include "attention/dropout.cuh"
+#include "attention/mask.cuh"
+#include "attention/scheduler.cuh"
+#include "rt/device.h"
+
+namespace cuda_ext::sm80 {
+
+// What the host decides; the same for all blocks.
+struct BackwardPlan {
+  Schedule schedule;    // of tiles of keys
+  int query_tiles = 0;  // of the longest sequence
+  int splits = 1;       // of a walk
+  int head_rows = 0;    // of a head, all sequences padded to tiles
+  float factor;         // of what softmax is taken of, to powers of two
+  float lse_factor;     // of natural logarithms, to what softmax is taken of
+  float scale;
+  float softcap;  // 0: none
+  float inverse_softcap;
+  float kept_scale = 1.0f;  // of weights that dropout keeps
+  Dropout dropout;
+  int64_t query_pass = 0, grad_out_pass = 0;  // bytes to a thread's next line
+  // In the workspace.
+  float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf: the row has no weights
+  float* minus_delta = nullptr;  // (heads, head_rows)
+  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles
+  uint32_t* turns = nullptr;     // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
+  float* grad_key = nullptr;     // of each split; null if there is but one: (splits, pairs, tiles) tiles
+  float* grad_value = nullptr;
+};
+
+// The first of a sequence's padded rows.
+template <int block_m>
+DEVICE int padded_begin(const AttentionParams& p, const BackwardPlan& plan, const Sequence& s, int batch) {
+  return (p.cu_seqlens_q == nullptr ? batch * plan.query_tiles : s.q_begin / block_m + batch) * block_m;
+}
+
+inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
+                                  const rt::Device& device) {
+  constexpr double kLog2e = 1.4426950408889634;
+  const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  const bool general = needs_general_kernel(p);
+  BackwardPlan plan;
+  const int64_t pairs = p.heads_kv * p.batch, group = p.heads / p.heads_kv;
+  plan.query_tiles = int(tiles_of(p.seqlen_q, config.block_m));
+  plan.schedule.tiles = int(tiles_of(p.seqlen_k, config.block_n));
+  plan.schedule.heads = int(p.heads_kv);
+  plan.schedule.section = section_of(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
+  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
+                              group * plan.query_tiles);
+  // Of a head: a sequence begins with a tile of its own.
+  const int64_t query_tiles =
+      p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
+  const auto check = [&](const char* of, int64_t count) {
+    if (count > std::numeric_limits<int>::max())
+      throw std::invalid_argument(std::string("attention_bwd_sm80: expected at most 2^31 ") + of + ", got " +
+                                  std::to_string(count) + "; divide the batch");
+  };
+  check("tiles of keys", pairs * plan.schedule.tiles * plan.splits);
+  check("padded queries of all heads", p.heads * query_tiles * config.block_m);
+  plan.schedule.pairs = int(pairs);
+  plan.head_rows = int(query_tiles * config.block_m);
+  plan.scale = float(p.scale);
+  plan.factor = float(general ? kLog2e : p.scale * kLog2e);
+  plan.lse_factor = float(general ? 1.0 : 1.0 / p.scale);
+  plan.softcap = float(p.softcap);
+  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.kept_scale = float(1 / (1 - p.dropout_p));
+  plan.dropout = dropout_of(p);
+  return plan;
+}
+
+// Divides the workspace.
+inline WorkspaceCursor place(const AttentionBackwardParams& p, const AttentionBackwardConfig& config, void* data,
+                             BackwardPlan& plan) {
+  WorkspaceCursor cursor(data);
+  const int64_t rows = p.heads * plan.head_rows;
+  cursor.take(plan.minus_lse, rows);
+  cursor.take(plan.minus_delta, rows);
+  cursor.take(plan.grad_query, rows * config.dim);
+  if (p.deterministic) cursor.take(plan.turns, rows / config.block_m);
+  if (plan.splits > 1) {
+    const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;
+    cursor.take(plan.grad_key, tiles * config.block_n * config.dim);
+    cursor.take(plan.grad_value, tiles * config.block_n * config.dim_v);
+  }
+  return cursor;
+}
+
+}  // namespace cuda_ext::sm80
