@@ -395,29 +395,30 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     tile = choice.tile
     step, of_queries, of_keys = attention_costs(evidence, tile, backward)
     kernel = evidence.kernel(gpu, f"attention_{'bwd' if backward else 'fwd'}_sm80<{choice.kernel}>")
+    queries = problem.batch * problem.heads * problem.length
+    keys = problem.batch * problem.groups * problem.seen_keys
     # Tiles at the edges, and head dims between those of two tiles, multiply as much as others, but read what there is.
-    width = problem.dim * 2 / (tile.dim + tile.dim_v)
+    width = 2 * problem.dim / (tile.dim + tile.dim_v)
     query_tiles, key_tiles = math.ceil(problem.length / tile.block_m), math.ceil(problem.seen_keys / tile.block_n)
     rows = width * problem.length / (query_tiles * tile.block_m)
     columns = width * problem.seen_keys / (key_tiles * tile.block_n)
-    block, of_block, of_step = (of_keys, columns, rows) if backward else (of_queries, rows, columns)
+    block, streamed = (of_keys, rows) if backward else (of_queries, columns)
+    kept = width * (keys / tile.block_n if backward else queries / tile.block_m) / len(choice.steps)
 
     turn = Amounts(
         tensor=step["mma"] * DTYPES[dtype].multiply_adds,
         shared=_wavefronts(step),
         issue=kernel.loop * tile.warps,
         special=tile.block_m * (tile.block_n + (0 if backward else LANES_OF_ROW)),
-        l2=_sectors(step) * SECTOR * of_step,
+        l2=_sectors(step) * SECTOR * streamed,
         reduce=step.get("atomic", 0) * 4,
     )
     ends = Amounts(
         shared=_wavefronts(block),
         issue=EPILOGUE_INSTRUCTIONS * block["shared_wavefronts"] + PROLOGUE_INSTRUCTIONS * tile.warps,
-        l2=_sectors(block) * SECTOR * of_block,
+        l2=_sectors(block) * SECTOR * kept,
     )
     size = 2  # bytes of an element
-    queries = problem.batch * problem.heads * problem.length
-    keys = problem.batch * problem.groups * problem.seen_keys
     sums = 2 * 4 * queries * tile.dim if backward else 0  # read and written
     written = 2 * size * keys * problem.dim if backward else 4 * queries
     uniform = len(set(choice.steps)) == 1
