@@ -263,6 +263,29 @@ def test_steps_of_a_causal_mask_come_longest_first(evidence: Evidence) -> None:
     assert causal.seconds == pytest.approx(full.seconds / 2, rel=0.02)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_padding_multiplies_as_much_and_reads_less(backward: bool) -> None:
+    whole = predict_attention(GPUS["a100"], Problem(16, 1024, 16, 128), backward)
+    narrow = predict_attention(GPUS["a100"], Problem(16, 1024, 16, 96), backward)
+    short = predict_attention(GPUS["a100"], Problem(16, 1024 - 25, 16, 128), backward)
+    for padded, part in ((narrow, 96 / 128), (short, 999 / 1024)):
+        for name in ("tensor", "shared", "issue", "special", "reduce"):
+            assert padded.resources[name] == whole.resources[name]
+        assert padded.resources["l2"] == pytest.approx(part * whole.resources["l2"], rel=0.01)
+        assert padded.resources["memory"] < whole.resources["memory"]
+
+
+def test_a_block_of_attention_needs_neighbours() -> None:
+    """Of the products' time and that of the softmax the latency has both; two blocks share it."""
+    for gpu, length in itertools.product(GPUS.values(), (4096, 16384)):
+        p = predict_attention(gpu, Problem(16384 // length, length, 8, 256), False)
+        assert p.blocks_at_once == 1
+        assert p.resources["latency"] > p.resources["tensor"] + p.resources["special"]
+        pair = predict_attention(gpu, Problem(16384 // length, length, 16, 128), False)
+        assert pair.blocks_at_once == 2
+        assert pair.resources["tensor"] / 2 < pair.resources["latency"] < pair.resources["tensor"]
+
+
 @ON_EVERY_GPU
 def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     batch, length, heads, dim = 4, 4096, 16, 128
