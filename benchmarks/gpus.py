@@ -19,7 +19,9 @@ class Gpu:
     multiply_adds: float  # a cycle, of 16-bit operands through mma.sync with float32 sums; tf32 has half
     shared_bytes: float  # a cycle
     issued: float  # warp instructions a cycle
+    special: float  # exponentials a cycle
     l2_bytes: float  # a cycle, from or to L2, when all multiprocessors do
+    reduced_bytes: float  # a cycle, of float32 numbers that are added to sums at L2, when all multiprocessors do
     l2_capacity: float  # bytes
     memory_bytes: float  # a second, of a large copy, read and written
     memory_latency: float  # cycles from a load to its data
@@ -38,6 +40,8 @@ _A100 = "NVIDIA A100 Tensor Core GPU Architecture (whitepaper)"
 _H100 = "NVIDIA H100 Tensor Core GPU Architecture (whitepaper)"
 _ADA = "NVIDIA Ada GPU Architecture (whitepaper)"
 _GUIDE = "CUDA C++ Programming Guide, Compute Capabilities: 4 schedulers; 32 banks of 4 bytes"
+_SPECIAL = "CUDA C++ Programming Guide, Arithmetic Instructions: 16 results of exp2 a cycle"
+_REDUCED = "30 GB/s of red.add a multiprocessor of an H200 (flash-attention pull request 2889), if at 1755 MHz"
 _BENCHES = "github.com/te42kyfo/gpu-benches at 1c36d50"
 _MAMF = "maximum achievable matmul, github.com/stas00/ml-engineering, compute/accelerator"
 _MMA_SYNC = "4096 / 2 by the whitepaper, of which mma.sync reaches 64.9 % (arXiv 2402.13499)"
@@ -63,7 +67,9 @@ GPUS = {
         multiply_adds=(1024, _A100),
         shared_bytes=(128, _GUIDE),
         issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
         l2_bytes=(35.5, f"5.4 TB/s at 1410 MHz, {_BENCHES}, gpu-l2-cache"),
+        reduced_bytes=(17, f"assumed: as on Hopper, whose L2 delivers as much. {_REDUCED}"),
         l2_capacity=(40 << 20, _A100),
         memory_bytes=(1732e9, f"SCALE, {_BENCHES}, gpu-stream; 85 % of 2039"),
         memory_latency=(570, f"{_BENCHES}, gpu-latency"),
@@ -80,7 +86,9 @@ GPUS = {
         multiply_adds=(1329, _MMA_SYNC),
         shared_bytes=(128, _GUIDE),
         issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
         l2_bytes=(36, _HOPPER_L2),
+        reduced_bytes=(17, _REDUCED),
         l2_capacity=(50 << 20, _H100),
         memory_bytes=(2.8e12, "elementwise kernels, VeOmni pull request 1167; 84 % of 3352 GB/s"),
         memory_latency=(650, _HOPPER_LATENCY),
@@ -97,7 +105,9 @@ GPUS = {
         multiply_adds=(1329, _MMA_SYNC),
         shared_bytes=(128, _GUIDE),
         issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
         l2_bytes=(36, _HOPPER_L2),
+        reduced_bytes=(17, _REDUCED),
         l2_capacity=(50 << 20, _H100),
         memory_bytes=(4.08e12, "assumed: 85 % of 4.8 TB/s (NVIDIA H200 datasheet), as A100 reaches"),
         memory_latency=(650, _HOPPER_LATENCY),
@@ -114,7 +124,9 @@ GPUS = {
         multiply_adds=(256, f"165.2 TFLOP/s with float32 sums, {_ADA}"),
         shared_bytes=(128, _GUIDE),
         issued=(4, _GUIDE),
+        special=(16, _SPECIAL),
         l2_bytes=(16, f"L40, of the same design: 5.2 TB/s at 2490 MHz, {_BENCHES}, gpu-l2-cache"),
+        reduced_bytes=(8, "assumed: half of what L2 delivers, as on Hopper"),
         l2_capacity=(72 << 20, _ADA),
         memory_bytes=(921e9, "github.com/krrishnarraj/clpeak issue 106; 91 % of 1008"),
         memory_latency=(632, f"L40, {_BENCHES}, gpu-latency"),

@@ -19,8 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import gpus, results
+from benchmarks.bench_attention import Problem
 from benchmarks.gpus import GPUS, Gpu
-from benchmarks.kernel_work import DTYPES, LAYOUTS, Evidence, GemmConfig, ModelError, Pack, bucket_work, gemm_work
+from benchmarks.kernel_work import (
+    ATTENTION_DTYPES,
+    DTYPES,
+    LAYOUTS,
+    Evidence,
+    GemmConfig,
+    ModelError,
+    NotModelledError,
+    Pack,
+    attention_choice,
+    attention_work,
+    bucket_work,
+    gemm_work,
+)
 from benchmarks.work import RESOURCES, time_of
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "model.md"
@@ -136,6 +150,34 @@ def predict_bucket(gpu: Gpu, pack: Pack, evidence: Evidence | None = None) -> Pr
     )
 
 
+def predict_attention(
+    gpu: Gpu, problem: Problem, backward: bool, dtype: str = "bfloat16", evidence: Evidence | None = None
+) -> Prediction:
+    evidence = evidence or Evidence.recorded()
+    works = attention_work(evidence, gpu, problem, dtype, backward)
+    times = [time_of(work, gpu) for work in works]
+    seconds = sum(time.seconds for time in times)
+    resources = {name: sum(time.resources[name] for time in times) for name in RESOURCES}
+    flops, moved = problem.flops(backward), 2 * problem.elements() * (2 if backward else 1)
+    return Prediction(
+        gpu=gpu.name,
+        op=problem.op(),
+        case=f"{problem.name()} {'backward' if backward else 'forward'}",
+        dtype=dtype,
+        config=str(attention_choice(evidence, gpu, problem, dtype, backward).tile),
+        splits=1,
+        chosen=True,
+        waves=times[0].waves,
+        blocks_at_once=works[0].at_once,
+        seconds=seconds,
+        flops=flops,
+        bytes=moved,
+        of_library=max(flops / gpu.library_flops, moved / gpu.memory_bytes) / seconds,
+        binding=max(resources, key=lambda name: resources[name]),
+        resources=resources,
+    )
+
+
 # Squares; a Llama-like layer of width 4096 on 8192 tokens (QKV, output, up, down, and a weight's gradient) and its
 # logits; few rows; one that fits no tile.
 SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
@@ -149,7 +191,22 @@ PACKS = [
     Pack("pack", "float32", "float32", 6_553_600, 12),
     Pack("pack", "bfloat16", "bfloat16", 524_288, 20),
 ]
-
+# The grid of the FlashAttention papers: 16384 tokens, a width of 2048.
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PROBLEMS = [
+    Problem(16384 // length, length, 2048 // dim, dim, causal=causal)
+    for dim in (64, 128, 256)
+    for causal in (False, True)
+    for length in LENGTHS
+]
+# TFLOP/s of FlashAttention-2 on an A100 80GB SXM4, forward and backward, for LENGTHS, by head dim and whether causal:
+# read off the charts in assets/ of github.com/Dao-AILab/flash-attention, within 2.
+FLASH_ATTENTION_2 = {
+    (64, False): (132, 153, 162, 171, 175, 176),
+    (64, True): (88, 119, 140, 156, 165, 171),
+    (128, False): (150, 173, 187, 196, 201, 203),
+    (128, True): (99, 133, 155, 173, 182, 189),
+}
 
 Key = tuple[object, ...]
 
@@ -162,8 +219,28 @@ def key_of_pack(pack: Pack) -> Key:
     return (pack.op, pack.elements, pack.entries, pack.tensors, pack.bucket)
 
 
+def key_of_attention(problem: Problem, backward: bool, dtype: str) -> Key:
+    return ("attention", problem, backward, dtype)
+
+
+def problem_of(m: results.Measurement) -> Problem | None:
+    """What benchmarks/bench_attention.py gave this name, if it is of a kind that is predicted."""
+    name = re.fullmatch(r"B=(\d+) S=(\d+) H=(\d+)(?:/(\d+))? D=(\d+)", m.case)
+    op = re.fullmatch(r"flash_attention (?:full|causal|window (\d+))", m.op)
+    if name is None or op is None:
+        return None
+    batch, length, heads, kv_heads, dim = (int(number or 0) for number in name.groups())
+    window = int(op[1]) if op[1] else None
+    return Problem(batch, length, heads, dim, kv_heads=kv_heads, causal="full" not in m.op, window=window)
+
+
 def key_of(m: results.Measurement) -> Key | None:
     """What is predicted of it, if anything is; benchmarks/bench_gemm.py and bench_bucket.py write these `extra`."""
+    if m.suite == "attention":
+        problem = problem_of(m)
+        return key_of_attention(problem, m.phase == "backward", m.dtype) if problem else None
+    if m.phase != "forward":
+        return None
     if m.op in ("gemm", "gemm tf32"):
         dtype = "tf32" if m.op == "gemm tf32" else m.dtype
         return ("gemm", *(m.extra.get(name) for name in ("M", "N", "K")), dtype, m.extra.get("layout"))
@@ -179,7 +256,7 @@ def measurements(gpu: Gpu) -> dict[Key, float]:
         if folder.name != gpu.folder:
             continue
         for m in results.read(folder):
-            if m.side != results.OURS or m.device != "cuda" or m.seconds is None or m.phase != "forward":
+            if m.side != results.OURS or m.device != "cuda" or m.seconds is None:
                 continue
             key = key_of(m)
             if key is not None and (key not in found or m.date >= found[key].date):
@@ -198,17 +275,27 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 def predictions(
     gpu: Gpu, shapes: Sequence[tuple[int, int, int]] | None, dtype: str, layout: str, all_configs: bool
 ) -> Iterator[Prediction]:
-    """Of `shapes`, or of the representative ones, of those that were measured, and of packs."""
+    """Of `shapes`, or of the representative ones, of those that were measured, of attention and of packs."""
     measured = measurements(gpu)
     wanted = list(shapes or SHAPES)
+    problems = list(PROBLEMS) if shapes is None and dtype in ATTENTION_DTYPES else []
     if shapes is None:
-        for op, *sizes in measured:
-            if op == "gemm" and sizes[3:] == [dtype, layout] and tuple(sizes[:3]) not in wanted:
-                wanted.append(tuple(sizes[:3]))  # type: ignore[arg-type]
+        for op, *what in measured:
+            if op == "gemm" and what[3:] == [dtype, layout] and tuple(what[:3]) not in wanted:
+                wanted.append(tuple(what[:3]))  # type: ignore[arg-type]
+            if op == "attention" and what[2] == dtype and what[0] not in problems:
+                problems.append(what[0])  # type: ignore[arg-type]
     for shape in wanted:
         seconds = measured.get(key_of_gemm(*shape, dtype, layout))
         for p in predict_gemm(gpu, *shape, dtype, layout, all_configs=all_configs):
             yield dataclasses.replace(p, measured=seconds if p.chosen else None)
+    for backward, problem in itertools.product((False, True), problems):
+        seconds = measured.get(key_of_attention(problem, backward, dtype))
+        try:
+            predicted = predict_attention(gpu, problem, backward, dtype)
+        except NotModelledError:
+            continue
+        yield dataclasses.replace(predicted, measured=seconds)
     for pack in PACKS if shapes is None else ():
         yield dataclasses.replace(predict_bucket(gpu, pack), measured=measured.get(key_of_pack(pack)))
 
@@ -224,7 +311,9 @@ def microseconds(seconds: float) -> str:
 def row(p: Prediction) -> list[str]:
     """As COLUMNS; resources in microseconds."""
     return [
-        (p.case if p.op == "gemm" else f"{p.op} {p.case}, {p.dtype}") + ("" if p.aligned else " *"),
+        (p.case if p.op == "gemm" else f"{p.op.removeprefix('flash_attention ')} {p.case}")
+        + (f", {p.dtype}" if p.config == "bucket" else "")
+        + ("" if p.aligned else " *"),
         p.kernel + ("" if p.chosen else ", not taken"),
         p.binding,
         str(p.blocks_at_once),
@@ -232,7 +321,7 @@ def row(p: Prediction) -> list[str]:
         microseconds(p.seconds),
         p.rate,
         f"{p.of_library:.0%}",
-        *(microseconds(p.resources[name]) for name in RESOURCES),
+        *(microseconds(p.resources[name]) if p.resources[name] else "" for name in RESOURCES),
         microseconds(p.measured) if p.measured else "",
         f"{p.ratio:.2f}" if p.ratio else "",
     ]
@@ -270,7 +359,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def recorded_predictions() -> str:
-    """The representative cases on all GPUs, in Markdown."""
+    """The representative products and buckets on all GPUs, in Markdown."""
     cases: list[tuple[str, list[Prediction]]] = []
     for dtype in ("bfloat16", "tf32", "float32"):
         for shape in SHAPES if dtype == "bfloat16" else [(1024,) * 3, (4096,) * 3]:
@@ -278,8 +367,39 @@ def recorded_predictions() -> str:
             cases.append((f"{found[0].case}, {dtype}", found))
     for pack in PACKS:
         cases.append((f"{pack.op} {pack}, {pack.dtypes}", [predict_bucket(gpu, pack) for gpu in GPUS.values()]))
+    return on_all_gpus(cases)
+
+
+def on_all_gpus(cases: Sequence[tuple[str, Sequence[Prediction]]]) -> str:
     rows = [[name, *(f"{microseconds(p.seconds)}, {p.rate}, {p.binding}" for p in found)] for name, found in cases]
     return markdown(["", *(gpu.name for gpu in GPUS.values())], rows)
+
+
+def recorded_attention() -> str:
+    """Every other length of the grid, on all GPUs, in Markdown."""
+    cases = []
+    for problem, backward in itertools.product(PROBLEMS, (False, True)):
+        if problem.length in LENGTHS[::2]:
+            found = [predict_attention(gpu, problem, backward) for gpu in GPUS.values()]
+            phase, mask = "backward" if backward else "forward", "causal" if problem.causal else "full"
+            cases.append((f"D={problem.dim}, {mask}, S={problem.length}, {phase} ({found[0].kernel})", found))
+    return on_all_gpus(cases)
+
+
+def forward_and_backward(gpu: Gpu, problem: Problem) -> float:
+    """Operations a second of both together."""
+    both = [predict_attention(gpu, problem, backward) for backward in (False, True)]
+    return sum(p.flops for p in both) / sum(p.seconds for p in both)
+
+
+def recorded_plausibility() -> str:
+    """FlashAttention-2 on an A100 beside what is predicted of ours, in Markdown."""
+    rows = []
+    for (dim, causal), theirs in FLASH_ATTENTION_2.items():
+        problems = [p for p in PROBLEMS if (p.dim, p.causal) == (dim, causal)]
+        cells = [f"{tflops}, {forward_and_backward(GPUS['a100'], p) / 1e12:.0f}" for tflops, p in zip(theirs, problems)]
+        rows.append([f"D={dim}, {'causal' if causal else 'full'}", *cells])
+    return markdown(["", *(f"S={length}" for length in LENGTHS)], rows)
 
 
 def recorded_doubts() -> str:
@@ -296,7 +416,14 @@ def recorded_doubts() -> str:
 
 
 def document_tables() -> str:
-    return f"{recorded_predictions()}\nThe launchers' choices that the model doubts:\n\n{recorded_doubts()}"
+    return (
+        f"{recorded_predictions()}\n"
+        f"Attention, 16384 tokens and a width of 2048, bfloat16; each with its tile of queries by keys:\n\n"
+        f"{recorded_attention()}\n"
+        "FlashAttention-2 on an A100, forward and backward together in TFLOP/s, as its authors measured it; behind "
+        f"that what the model says of ours:\n\n{recorded_plausibility()}\n"
+        f"The launchers' choices that the model doubts:\n\n{recorded_doubts()}"
+    )
 
 
 def read_document() -> tuple[str, str, str]:
@@ -350,7 +477,8 @@ def main(arguments: Sequence[str]) -> int:
                 continue
             kinds = {
                 f"{options.dtype} {options.layout}": [p for p in found if p.op == "gemm"],
-                "buckets": [p for p in found if p.op != "gemm"],
+                f"{options.dtype} attention": [p for p in found if p.op.startswith("flash_attention")],
+                "buckets": [p for p in found if p.config == "bucket"],
             }
             for kind, of_kind in kinds.items():
                 if of_kind:

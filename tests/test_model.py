@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import random
 import re
 import sys
 from collections.abc import Callable
@@ -14,10 +16,11 @@ import torch
 from conftest import ROOT
 
 import cuda_ext
-from benchmarks import bench_bucket, bench_gemm, gpus, kernel_work, measure, model, results
+from benchmarks import bench_attention, bench_bucket, bench_gemm, gpus, kernel_work, measure, model, results
+from benchmarks.bench_attention import Problem
 from benchmarks.gpus import GPUS, Gpu
-from benchmarks.kernel_work import Evidence, GemmConfig, ModelError, Pack
-from benchmarks.model import predict_bucket, predict_gemm
+from benchmarks.kernel_work import Evidence, GemmConfig, ModelError, NotModelledError, Pack
+from benchmarks.model import predict_attention, predict_bucket, predict_gemm
 from benchmarks.work import Amounts, Work, time_of
 from cuda_ext import testing
 
@@ -48,7 +51,8 @@ def more(counter: str, factor: float) -> Callable[[Evidence], Evidence]:
                 for case, cost in cases.items()
             }
 
-        return dataclasses.replace(evidence, gemm=worse(evidence.gemm), bucket=worse(evidence.bucket))
+        changed = {name: worse(getattr(evidence, name)) for name in ("gemm", "bucket", "attention")}
+        return dataclasses.replace(evidence, **changed)
 
     return plant
 
@@ -127,6 +131,32 @@ def test_a_bucket_kernel_that_moves_more_is_predicted_to_be_slower(evidence: Evi
     assert many.seconds == pytest.approx(before.seconds + 2 * GPUS["a100"].launch)  # three launches write the table
 
 
+SHORT = 512
+# The change, whether it is the backward that shows it, at what length, and by how much it must be slower.
+WORSE_ATTENTION = {
+    "bytes from L2": (more("global_load_sectors", 2), False, 4096, 1.02),
+    "bank conflicts": (more("matrix_wavefronts", 2), False, 4096, 1.3),
+    "conflicts in the backward": (more("shared_wavefronts", 4), True, 4096, 1.3),
+    "conflicts in the epilogue": (more("shared_wavefronts", 4), False, SHORT, 1.05),
+    "gradients written": (more("global_store_sectors", 2), True, SHORT, 1.1),
+    "products": (more("mma", 1.2), False, 4096, 1.05),
+    "reductions": (more("atomic", 2), True, 4096, 1.2),
+    "instructions": (other_kernels(loop=lambda n: 2 * n), False, 4096, 1.1),
+    "registers": (other_kernels(registers=lambda n: 255, threads=lambda n: 256), False, 4096, 1.1),
+}
+
+
+@pytest.mark.parametrize("cost", WORSE_ATTENTION)
+def test_attention_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, cost: str) -> None:
+    plant, backward, length, least = WORSE_ATTENTION[cost]
+    problem = Problem(16384 // length, length, 16, 128)
+    before, after = (
+        predict_attention(GPUS["h100"], problem, backward, evidence=e) for e in (evidence, plant(evidence))
+    )
+    assert after.seconds > least * before.seconds
+    assert (after.blocks_at_once < before.blocks_at_once) == (cost == "registers"), "fewer blocks fit"
+
+
 def test_an_improvement_moves_it_too(evidence: Evidence) -> None:
     better = other_kernels(loop=lambda n: n // 2)(evidence)
     (before,), (after,) = (
@@ -153,6 +183,122 @@ def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str)
                 kernel = evidence.kernels[of_arch][config.kernel_name(arithmetic, layout)]
                 assert kernel.loop > k_tile["mma"] / (config.warps_m * config.warps_n)
                 assert kernel.threads == 32 * config.warps_m * config.warps_n
+
+
+TILE_DIMS = [64, 128, 256]
+
+
+@pytest.mark.parametrize("dtype", kernel_work.ATTENTION_DTYPES)
+@pytest.mark.parametrize("dim", TILE_DIMS)
+def test_costs_of_a_step_are_those_of_the_tile(evidence: Evidence, dim: int, dtype: str) -> None:
+    problem = Problem(4, 1024, 8, dim)
+    for backward in (False, True):
+        choice = kernel_work.attention_choice(evidence, GPUS["a100"], problem, dtype, backward)
+        tile = choice.tile
+        assert tile.dim == tile.dim_v == dim
+        step, of_queries, of_keys = kernel_work.attention_costs(evidence, tile, backward)
+        products = (5 if backward else 2) * tile.block_m * tile.block_n * dim
+        assert step["mma"] * kernel_work.DTYPES[dtype].multiply_adds == products
+        # Keys and values pass by; or queries, gradients of the output, and two floats of each row.
+        read = tile.block_m * (2 * dim * 2 + 2 * 4) if backward else tile.block_n * 2 * dim * 2
+        assert step["global_load_sectors"] == read / 32
+        assert step.get("atomic", 0) == (tile.block_m * dim if backward else 0)
+        assert (step["blocks"], step["global_store_sectors"]) == (0, 0)
+        assert (of_queries["mma"], of_keys["mma"], of_queries["blocks"]) == (0, 0, 2 if backward else 1)
+        if backward:
+            # A block reads keys and values, and writes their gradients.
+            assert of_keys["global_load_sectors"] == of_keys["global_store_sectors"] == tile.block_n * 2 * dim * 2 / 32
+            assert of_keys["blocks"] == 1
+        else:
+            assert set(of_keys.values()) == {0}
+        for of_arch in ("sm_80", "sm_90a"):
+            kernel = evidence.kernels[of_arch][f"attention_{'bwd' if backward else 'fwd'}_sm80<{choice.kernel}>"]
+            assert kernel.loop > (step["mma"] + step["ldmatrix"]) / tile.warps
+            assert kernel.threads == 32 * tile.warps
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_blocks_take_the_steps_that_the_kernel_takes(
+    evidence: Evidence, backward: bool, causal: bool, window: int | None
+) -> None:
+    """On the emulator's device of 4 multiprocessors, which tells by its products."""
+    gpu = dataclasses.replace(GPUS["a100"], processors=4)
+    heads, kv_heads = random.choice([(8, 8), (16, 8)])
+    problem = Problem(
+        1,
+        random.randint(129, 400),
+        heads,
+        random.choice((64, 128)),
+        kv_heads=kv_heads,
+        causal=causal,
+        window=window,
+        keys=random.randint(129, 400),
+    )
+    choice = kernel_work.attention_choice(evidence, gpu, problem, "bfloat16", backward)
+    step, of_queries, _ = kernel_work.attention_costs(evidence, choice.tile, backward)
+    shapes = ((problem.length, heads), (problem.keys, kv_heads), (problem.keys, kv_heads))
+    tensors = [torch.randn(1, *shape, problem.dim).bfloat16().requires_grad_(backward) for shape in shapes]
+    with testing.emulated() as emulation:
+        options = {"causal": causal, "window": None if window is None else (window, None)}
+        out = cuda_ext.flash_attention(*tensors, **options)
+        before = dict(emulation.counters)
+        if backward:
+            torch.autograd.grad(out, tensors, torch.randn(out.shape).bfloat16())
+    counted = {n: value - backward * before[n] for n, value in emulation.counters.items()}
+    assert counted["mma"] == sum(choice.steps) * step["mma"], problem
+    tiles = heads * -(-problem.length // choice.tile.block_m)
+    assert counted["blocks"] == len(choice.steps) + backward * of_queries["blocks"] * tiles, problem
+
+
+def test_steps_of_a_causal_mask_come_longest_first(evidence: Evidence) -> None:
+    """Of the heads whose operands fit L2 together: that is how the tail is short."""
+    for backward in (False, True):
+        problem = Problem(1, 2048, 16, 128, causal=True)
+        choice = kernel_work.attention_choice(evidence, GPUS["h100"], problem, "bfloat16", backward)
+        assert list(choice.steps) == sorted(choice.steps, reverse=True)
+        assert len(set(choice.steps)) == 2048 // (choice.tile.block_n if backward else choice.tile.block_m)
+    full, causal = (predict_attention(GPUS["h100"], Problem(1, 32768, 16, 128, causal=c), False) for c in (False, True))
+    assert causal.seconds == pytest.approx(full.seconds / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_padding_multiplies_as_much_and_reads_less(backward: bool) -> None:
+    whole = predict_attention(GPUS["a100"], Problem(16, 1024, 16, 128), backward)
+    narrow = predict_attention(GPUS["a100"], Problem(16, 1024, 16, 96), backward)
+    short = predict_attention(GPUS["a100"], Problem(16, 1024 - 25, 16, 128), backward)
+    for padded, part in ((narrow, 96 / 128), (short, 999 / 1024)):
+        for name in ("tensor", "shared", "issue", "special", "reduce"):
+            assert padded.resources[name] == whole.resources[name]
+        assert padded.resources["l2"] == pytest.approx(part * whole.resources["l2"], rel=0.01)
+        assert padded.resources["memory"] < whole.resources["memory"]
+
+
+def test_a_block_of_attention_needs_neighbours() -> None:
+    """Of the products' time and that of the softmax the latency has both; two blocks share it."""
+    for gpu, length in itertools.product(GPUS.values(), (4096, 16384)):
+        p = predict_attention(gpu, Problem(16384 // length, length, 8, 256), False)
+        assert p.blocks_at_once == 1
+        assert p.resources["latency"] > p.resources["tensor"] + p.resources["special"]
+        pair = predict_attention(gpu, Problem(16384 // length, length, 16, 128), False)
+        assert pair.blocks_at_once == 2
+        assert pair.resources["tensor"] / 2 < pair.resources["latency"] < pair.resources["tensor"]
+
+
+@ON_EVERY_GPU
+def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
+    batch, length, heads, dim = 4, 4096, 16, 128
+    logits = batch * heads * length**2
+    forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
+    # The busiest multiprocessor has a few more than its part.
+    part = gpu.special * gpu.clock * gpu.processors * 1.0001
+    assert logits / part < backward.resources["special"] < 1.1 * logits / part
+    # Each row's output is rescaled for every 32 keys, by 4 lanes.
+    assert logits * (1 + 4 / 32) / part < forward.resources["special"] < 1.2 * logits / part
+    sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.processors * 1.0001)
+    assert sums < backward.resources["reduce"] < 1.1 * sums
+    assert forward.resources["reduce"] == 0
 
 
 def test_sums_of_a_split_cross_l2_once_each_way(evidence: Evidence) -> None:
@@ -196,6 +342,16 @@ def test_as_many_blocks_fit_as_the_launcher_counts_with(evidence: Evidence, gpu:
             assert at_once >= least, f"{dtype} {config}"
 
 
+@ON_EVERY_GPU
+def test_as_many_blocks_of_attention_fit_as_its_tiles_say(evidence: Evidence, gpu: Gpu) -> None:
+    for dim, backward in itertools.product(TILE_DIMS, (False, True)):
+        problem = Problem(16, 1024, 8, dim)
+        tile = kernel_work.attention_choice(evidence, gpu, problem, "bfloat16", backward).tile
+        predicted = predict_attention(gpu, problem, backward, evidence=evidence)
+        # Of the backward's 49 KiB and more 99 KiB of shared memory hold one block.
+        assert predicted.blocks_at_once >= (1 if gpu is GPUS["4090"] else tile.min_blocks), f"{dim} {backward}"
+
+
 # TFLOP/s of kernels with the same instructions and about the same tiles, by their authors: gau-nernst/learn-cuda,
 # matmul_v6 and v6b, and spatters/mma-matmul. Theirs, not ours, on machines of theirs: within 8 %.
 KNOWN = [("a100", 4096, 221), ("a100", 8192, 240), ("4090", 4096, 153.6)]
@@ -207,6 +363,15 @@ def test_agrees_with_others_kernels_of_the_same_kind(gpu: str, size: int, tflops
     assert p.flops / p.seconds / 1e12 == pytest.approx(tflops, rel=0.08)
 
 
+def test_attention_is_about_as_fast_as_others_of_the_same_kind() -> None:
+    """FlashAttention-2 has other tiles and order, so within a quarter."""
+    for (dim, causal), theirs in model.FLASH_ATTENTION_2.items():
+        for length, tflops in zip(model.LENGTHS, theirs, strict=True):
+            (problem,) = (p for p in model.PROBLEMS if (p.dim, p.causal, p.length) == (dim, causal, length))
+            ours = model.forward_and_backward(GPUS["a100"], problem) / 1e12
+            assert 0.8 * tflops < ours < 1.25 * tflops, problem
+
+
 def test_hopper_stays_below_what_mma_sync_can_do() -> None:
     """642 TFLOP/s is 64.9 % of wgmma's 989; flash-attention 2, by the same instruction, has 370 with its softmax."""
     (p,) = predict_gemm(GPUS["h100"], 8192, 8192, 8192)
@@ -216,9 +381,9 @@ def test_hopper_stays_below_what_mma_sync_can_do() -> None:
 @ON_EVERY_GPU
 def test_predictions_hang_together(gpu: Gpu) -> None:
     found = list(model.predictions(gpu, None, "bfloat16", "nn", False))
-    assert len(found) >= len(model.SHAPES) + len(model.PACKS)
+    assert len(found) == len(model.SHAPES) + 2 * len(model.PROBLEMS) + len(model.PACKS)
     for p in found:
-        assert p.seconds > max(p.resources[name] for name in ("tensor", "shared", "issue", "l2", "memory"))
+        assert p.seconds > max(seconds for name, seconds in p.resources.items() if name != "latency")
         assert p.seconds < sum(p.resources.values()) * 1.5
         assert 0 < p.of_library < 1.05, p  # a prediction above the library's best would be a wonder
         assert p.binding in p.resources and p.chosen and p.measured is None
@@ -243,6 +408,9 @@ def test_more_bandwidth_is_not_slower() -> None:
     for shape in model.SHAPES:
         h100, h200 = (predict_gemm(GPUS[name], *shape)[0] for name in ("h100", "h200"))
         assert h200.seconds <= h100.seconds
+    for problem, backward in itertools.product(model.PROBLEMS, (False, True)):
+        h100, h200 = (predict_attention(GPUS[name], problem, backward) for name in ("h100", "h200"))
+        assert h200.seconds <= h100.seconds
 
 
 def test_a_block_alone_hides_nothing() -> None:
@@ -264,6 +432,31 @@ def test_a_block_alone_hides_nothing() -> None:
     assert together.seconds < alone.seconds - 1.9 * 500 / gpu.clock
 
 
+def test_the_busiest_multiprocessor_decides() -> None:
+    gpu = GPUS["a100"]
+    turn = Amounts(tensor=gpu.multiply_adds * 1000)
+    even = Work(2 * gpu.processors, 2, 10, turn, Amounts(), 3, 0)
+    seconds = time_of(even, gpu).seconds
+    for turns in ([10] * 2 * gpu.processors, [20] + [10] * (2 * gpu.processors - 2)):
+        assert time_of(dataclasses.replace(even, blocks=len(turns), turns=turns), gpu).seconds == pytest.approx(
+            seconds, rel=0.02
+        )
+    longest_first = [40] + [10] * (2 * gpu.processors - 4)
+    first, last = (
+        time_of(dataclasses.replace(even, blocks=len(turns), turns=turns), gpu).resources["tensor"] * gpu.clock
+        for turns in (longest_first, longest_first[::-1])
+    )
+    assert (first, last) == (pytest.approx(40 * 1000), pytest.approx(50 * 1000))
+
+
+def test_a_block_alone_does_one_thing_after_the_other() -> None:
+    gpu = GPUS["a100"]
+    work = Work(4 * gpu.processors, 1, 10, Amounts(tensor=gpu.multiply_adds * 1000), Amounts(), 1, 0, alone=1500)
+    one, two = (time_of(dataclasses.replace(work, at_once=n), gpu) for n in (1, 2))
+    assert one.binding == "latency" and one.resources["latency"] * gpu.clock > 4 * 10 * 1500
+    assert two.binding == "tensor" and two.seconds < 0.85 * one.seconds
+
+
 @pytest.mark.parametrize("field", dataclasses.fields(Gpu), ids=lambda f: f.name)
 def test_every_figure_has_a_source(field: dataclasses.Field[object]) -> None:
     if field.name in ("name", "folder", "arch", "compute_capability", "sources"):
@@ -282,6 +475,16 @@ def test_missing_evidence_says_how_to_get_it(evidence: Evidence) -> None:
         predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, kernels={"sm_90a": {}}))
     with pytest.raises(ModelError, match="expected to fit a multiprocessor of H100 SXM"):
         predict_gemm(GPUS["h100"], *LARGE, evidence=other_configs(shared_bytes=lambda n: 300_000)(evidence))
+
+
+def test_attention_that_the_model_does_not_know(evidence: Evidence) -> None:
+    few = {case: cost for case, cost in evidence.attention.items() if not case.endswith("8x256x128")}
+    gpu, problem = GPUS["h100"], Problem(4, 4096, 16, 128)
+    with pytest.raises(ModelError, match=r"attention.json, got 2; record them with"):
+        predict_attention(gpu, problem, True, evidence=dataclasses.replace(evidence, attention=few))
+    for unknown in (Problem(1, 1, 8, 128, keys=4096), dataclasses.replace(problem, deterministic=True)):
+        with pytest.raises(NotModelledError, match=r"S=.*: expected tiles enough to fill H100 SXM, in any order"):
+            predict_attention(gpu, unknown, False)
 
 
 def test_record_of_predictions_is_current() -> None:
@@ -333,10 +536,15 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
     assert model.main(["--gpu", "a100"]) == 0
     out = capsys.readouterr().out
     titles = [line for line in out.splitlines() if line.startswith("A100 SXM 80GB, ")]
-    assert [title.split(":")[0] for title in titles] == ["A100 SXM 80GB, bfloat16 nn", "A100 SXM 80GB, buckets"]
+    kinds = ["bfloat16 nn", "bfloat16 attention", "buckets"]
+    assert [title.split(":")[0] for title in titles] == [f"A100 SXM 80GB, {kind}" for kind in kinds]
     (line,) = [line for line in out.splitlines() if line.startswith("8192 x 8192 x 8192 ")]
     (p,) = predict_gemm(GPUS["a100"], *LARGE)
     assert [p.kernel, p.binding, "1", f"{p.waves:.2f}", f"{p.seconds * 1e6:.0f}"] == line.split()[5:10]
+    (line,) = [line for line in out.splitlines() if line.startswith("causal B=2 S=8192 H=16 D=128 backward ")]
+    attention = predict_attention(GPUS["a100"], Problem(2, 8192, 16, 128, causal=True), True)
+    assert [attention.kernel, attention.binding, "2"] == line.split()[6:9]
+    assert line.split()[-8:] == [model.microseconds(attention.resources[name]) for name in model.RESOURCES]
     assert "measured" not in out
     assert model.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
     out = capsys.readouterr().out
@@ -347,7 +555,7 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
 
 def measured(case: measure.Case, seconds: float | None, **changes: object) -> results.Measurement:
     """As a suite of the benchmarks would report it."""
-    suite = "gemm" if "layout" in case.extra else "bucket"
+    suite = "gemm" if "layout" in case.extra else "attention" if "attention" in case.op else "bucket"
     m = results.Measurement(
         suite=suite,
         op=case.op,
@@ -372,6 +580,14 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     odd_product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=(777, 888, 999), group="", note="odd")
     turned = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="", layout="nt")
     gpt2 = bench_bucket.make_case("pack", "cuda", "GPT-2", bench_bucket.gpt2(), "bfloat16", "bfloat16")
+    of_grid, odd_problem = model.PROBLEMS[7], Problem(3, 2000, 16, 128, kv_heads=8, causal=True, window=1023)
+    decode = Problem(16, 1, 32, 128, kv_heads=8, keys=4096)
+    alone = Problem(1, 128, 2, 64, causal=True)  # whose keys are divided
+    attention = {
+        (p, backward): bench_attention.attention(p, "cuda", "bfloat16", backward, group="")
+        for p in (of_grid, odd_problem, decode, alone)
+        for backward in (False, True)
+    }
     folder = measured_root / results.slug("NVIDIA H200")
     folder.mkdir(parents=True)
     lines = [
@@ -383,15 +599,20 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
         measured(odd_product, odd.seconds / 2),
         measured(turned, 8.0),
         measured(gpt2, pack.seconds),
+        *(measured(case, 5.0 + backward) for (_, backward), case in attention.items()),
         measured(product, 9.0, op="linear bias gelu"),
         measured(product, None, failure="crashed", date="2031-01-01T00:00:00"),
     ]
     (folder / "one.jsonl").write_text("\n".join(m.to_json() for m in lines))
     found = {(p.op, p.dtype, p.case): p for p in model.predictions(gpu, None, "bfloat16", "nn", False)}
-    assert len(found) == len(model.SHAPES) + 1 + len(model.PACKS), "what was measured comes beside what is always shown"
+    always = len(model.SHAPES) + len(model.PACKS) + 2 * len(model.PROBLEMS)
+    assert len(found) == always + 1 + 2, "what was measured comes beside what is always shown"
     for of_case, ratio in ((p, 0.5), (odd, 2), (pack, 1)):
         assert found[of_case.op, of_case.dtype, of_case.case].ratio == pytest.approx(ratio)
-    assert sum(p.ratio is not None for p in found.values()) == 3
+    for problem, phase in itertools.product((of_grid, odd_problem), ("forward", "backward")):
+        name = (problem.op(), "bfloat16", f"{problem.name()} {phase}")
+        assert found[name].measured == (6.0 if phase == "backward" else 5.0)
+    assert sum(p.ratio is not None for p in found.values()) == 3 + 4
     exact = [p.measured for p in model.predictions(gpu, None, "float32", "nn", False)]
     assert [seconds for seconds in exact if seconds] == [9.0, pack.seconds]
     assert all(p.measured is None for p in model.predictions(GPUS["h100"], None, "bfloat16", "nn", False))

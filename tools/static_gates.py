@@ -136,7 +136,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
             bounded = line.endswith(("EIATTR_MAX_THREADS", "EIATTR_REQNTID"))
         elif bounded and (match := re.match(r"\s*Value:\s+0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)", line)):
             kernel.threads = int(match[1], 16) * int(match[2], 16) * int(match[3], 16)
-    names = _readable([symbol for _, symbol in kernels])
+    names = readable([symbol for _, symbol in kernels])
     for kernel, name in zip(kernels.values(), names):
         kernel.name = name
     return sorted(kernels.values(), key=lambda k: (k.arch, k.name))
@@ -180,7 +180,7 @@ def _by_arch(text: str) -> Iterator[tuple[str, str]]:
         yield arch, line
 
 
-def _readable(symbols: Sequence[str]) -> list[str]:
+def readable(symbols: Sequence[str]) -> list[str]:
     """Demangled, without return types, parameters and namespaces."""
     names = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
     readable = []

@@ -2,14 +2,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
+#include "attention/attention_bwd_sm80.cuh"
+#include "attention/attention_fwd_sm80.cuh"
 #include "binding/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"
@@ -95,6 +99,92 @@ Numbers bucket_config() {
           {"table_entries", bucket::kLargeChunk}};
 }
 
+// Of one direction of attention: the tile that a launcher takes, and how it would deal out the work.
+struct AttentionChoice {
+  std::string kernel;  // the instantiation, as the ABI mangles it
+  Numbers tile;
+  int section;             // pairs of heads and sequences, whose tiles all start before those of the next section
+  int pairs;               // of all sections
+  int splits;              // blocks that share what one would do
+  std::vector<int> steps;  // of a pair's tiles, in the order in which they start
+};
+
+template <class Kernel>
+Numbers attention_tile(int dim, int dim_v) {
+  return {{"dim", dim},
+          {"dim_v", dim_v},
+          {"block_m", Kernel::kBlockM},
+          {"block_n", Kernel::kBlockN},
+          {"warps", Kernel::kThreads / arch::kWarpSize},
+          {"min_blocks", Kernel::kMinBlocks},
+          {"shared_bytes", sizeof(typename Kernel::Storage)}};
+}
+
+// The steps of a pair's tiles, in the order in which they start.
+template <class Steps>
+std::vector<int> steps_in_order(const sm80::Schedule& schedule, const Steps& steps_of) {
+  std::vector<int> steps;
+  const int of_section = std::min(schedule.section, schedule.pairs);
+  for (int i = 0; i < schedule.tiles; ++i) steps.push_back(std::max(0, steps_of(schedule.find(i * of_section).tile)));
+  return steps;
+}
+
+template <class T, int tile>
+struct ForwardTile {
+  static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
+    constexpr const sm80::AttentionConfig& config = sm80::kForwardTiles[tile];
+    using Kernel = sm80::Forward<T, config, false>;
+    const sm80::ForwardPlan plan = sm80::plan_forward(p, config, device);
+    const sm80::Sequence sequence(p, 0);
+    const sm80::Visibility visible(p, sequence);
+    const auto steps = [&](int index) {
+      const sm80::TileRows rows{index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0};
+      const int last = visible.key_end(rows.last_query(Kernel::kBlockM));
+      return (last + Kernel::kBlockN - 1) / Kernel::kBlockN - visible.key_begin(rows.query(0)) / Kernel::kBlockN;
+    };
+    return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v),
+            plan.schedule.section, plan.schedule.pairs,
+            plan.splits,           steps_in_order(plan.schedule, steps)};
+  }
+};
+
+template <class T, int tile>
+struct BackwardTile {
+  static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
+    return sm80::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) -> AttentionChoice {
+      const sm80::BackwardPlan plan = sm80::plan_backward(p, Kernel::kConfig, device);
+      const sm80::Sequence sequence(p, 0);
+      const sm80::Visibility visible(p, sequence);
+      const auto steps = [&](int index) {
+        const int first = (plan.schedule.tiles - 1 - index) * Kernel::kBlockN;
+        const int last = std::min(first + Kernel::kBlockN, sequence.k_len) - 1;
+        const int end = std::min(visible.query_end(last), sequence.q_len);
+        const int tiles = (end + Kernel::kBlockM - 1) / Kernel::kBlockM - visible.query_begin(first) / Kernel::kBlockM;
+        return tiles * int(p.heads / p.heads_kv);
+      };
+      return {typeid(Kernel).name(), attention_tile<Kernel>(Kernel::GradK::kColumns, Kernel::GradV::kColumns),
+              plan.schedule.section, plan.schedule.pairs,
+              plan.splits,           steps_in_order(plan.schedule, steps)};
+    });
+  }
+};
+
+AttentionChoice attention_choice(bool backward, const std::string& dtype, std::pair<int64_t, int64_t> lengths,
+                                 std::pair<int64_t, int64_t> heads, std::pair<int64_t, int64_t> dims, int64_t batch,
+                                 std::pair<int64_t, int64_t> window, int compute_capability, int processors) {
+  AttentionBackwardParams p;
+  p.dtype = dtype == "float16" ? Dtype::kFloat16 : Dtype::kBFloat16;
+  p.batch = batch;
+  std::tie(p.seqlen_q, p.seqlen_k) = lengths;
+  std::tie(p.heads, p.heads_kv) = heads;
+  std::tie(p.dim, p.dim_v) = dims;
+  std::tie(p.window_left, p.window_right) = window;
+  const rt::Device device{compute_capability, processors};
+  const auto choose = [&](auto tile) { return tile.choose(p, device); };
+  return backward ? sm80::with_attention_tile<BackwardTile>("attention_bwd_sm80", sm80::kBackwardTiles, p, choose)
+                  : sm80::with_attention_tile<ForwardTile>("attention_fwd_sm80", sm80::kForwardTiles, p, choose);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_simt, m) {
@@ -114,6 +204,18 @@ PYBIND11_MODULE(_simt, m) {
         py::arg("compute_capability"), py::arg("processors"),
         "Which of gemm_configs a device would take, and among how many blocks it would divide k.");
   m.def("bucket_config", bucket_config);
+  py::class_<AttentionChoice>(m, "AttentionChoice")
+      .def_readonly("kernel", &AttentionChoice::kernel)
+      .def_readonly("tile", &AttentionChoice::tile)
+      .def_readonly("section", &AttentionChoice::section)
+      .def_readonly("pairs", &AttentionChoice::pairs)
+      .def_readonly("splits", &AttentionChoice::splits)
+      .def_readonly("steps", &AttentionChoice::steps);
+  m.def(
+      "attention_choice", attention_choice, py::arg("backward"), py::arg("dtype"), py::arg("lengths"), py::arg("heads"),
+      py::arg("dims"), py::arg("batch"), py::arg("window"), py::arg("compute_capability"), py::arg("processors"),
+      "The tile that a device would take for queries and keys of these lengths, heads and head dims (queries', keys'), "
+      "and how many steps each block would go; the window as AttentionParams has it.");
   m.def("counters", counters, "What launches did since the last reset.");
   m.def("reset_counters", simt::reset_counters);
   m.def("sync_sites", sync_sites, "Every synchronisation call since the last reset: file, line, instruction.");

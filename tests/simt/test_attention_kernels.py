@@ -13,8 +13,11 @@ from cuda_ext import testing
 
 Counters = dict[str, int]
 
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Many heads fill the device; of few, keys and walks are divided.
 SIZES = {"blocks enough": (240, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
+# From which the paper model (benchmarks/kernel_work.py) has what a step, a block and a tile of queries cost.
+GROWING = ((8, 128, 128), (8, 128, 256), (8, 256, 128))
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
 
 
@@ -34,12 +37,12 @@ def costs(dims: tuple[int, int], sizes: tuple[int, int, int], options: dict[str,
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Counters]:
     found: dict[str, Counters] = {}
-    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
-        for size, sizes in SIZES.items():
-            for option, options in OPTIONS.items():
-                for phase, cost in zip(("forward", "backward"), costs(dims, sizes, options), strict=True):
-                    name = f"{phase} {dims[0]}/{dims[1]} {option}, {size}"
-                    found[name] = {key: value for key, value in cost.items() if value}
+    for dims in DIMS:
+        cases = {f"{option}, {size}": (SIZES[size], OPTIONS[option]) for size in SIZES for option in OPTIONS}
+        cases |= {f"of {'x'.join(map(str, sizes))}": (sizes, {}) for sizes in GROWING}
+        for case, (sizes, options) in cases.items():
+            for phase, cost in zip(("forward", "backward"), costs(dims, sizes, options), strict=True):
+                found[f"{phase} {dims[0]}/{dims[1]} {case}"] = {key: value for key, value in cost.items() if value}
     return found
 
 
