@@ -35,6 +35,7 @@ EPILOGUE_INSTRUCTIONS = 4
 PROLOGUE_INSTRUCTIONS = 300
 SECTOR = 32
 LANES_OF_ROW = 4  # that hold a row of an mma's result; each finds by itself how to rescale the row's output
+THREADS_OF_ROWS = 128  # of attention_bwd_rows
 GROUP_ROWS = 8  # kGroup of find_tile: rows of tiles that blocks go down before they go right
 
 
@@ -363,7 +364,7 @@ def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> 
     """Counters of a step, which is a tile of queries by one of keys; of a tile of queries and of a tile of keys beside.
     Forward the tile of queries is a block. Backward that of keys is, and that of queries is what other passes do."""
     phase = "backward" if backward else "forward"
-    name = re.compile(rf"{phase} {tile.dim}/{tile.dim_v} of (\d+)x(\d+)x(\d+)$")
+    name = re.compile(rf"{phase} {tile.dim}/{tile.dim_v} by {tile} of (\d+)x(\d+)x(\d+)$")
     points = {}
     for case, cost in evidence.attention.items():
         if match := name.match(case):
@@ -435,10 +436,11 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     if not backward:
         return [main]
     moved = _sectors(of_queries) * SECTOR * rows
+    rows_kernel = f"{DTYPES[dtype].element}, {tile.block_m}, {tile.dim}, {THREADS_OF_ROWS}"
     tiles = problem.batch * problem.heads * query_tiles
     around = Work(
         blocks=round(of_queries["blocks"]) * tiles,
-        at_once=fit(evidence.kernel(gpu, f"attention_bwd_rows<{choice.kernel}>"), gpu),
+        at_once=fit(evidence.kernel(gpu, f"attention_bwd_rows<{rows_kernel}>"), gpu),
         turns=0,
         turn=Amounts(),
         ends=Amounts(shared=_wavefronts(of_queries), l2=moved) * (1 / of_queries["blocks"]),

@@ -541,12 +541,14 @@ def assert_op_matches_reference(
     factor: float = 2.0,
     gradient_factor: float = 2.0,
     atol: float | None = None,
+    gradient_atol: Mapping[str, float] | None = None,
 ) -> None:
     """Holds an op and its gradients against a reference, by the rule of `assert_close_to_reference`.
 
     ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` go to the reference
-    only (``seed`` and ``offset`` of a dropout). Runs ``op`` as it is, then ``reference`` in the same dtypes, then
-    ``reference`` with the floating-point tensors in float64. Outputs may be a tensor or a tuple. Gradients are taken,
+    only (``seed`` and ``offset`` of a dropout). ``gradient_atol`` takes the place of ``atol`` for the gradients of the
+    tensors it names. Runs ``op`` as it is, then ``reference`` in the same dtypes, then ``reference`` with the
+    floating-point tensors in float64. Outputs may be a tensor or a tuple. Gradients are taken,
     for random gradients of the outputs (drawn from torch's global generator), of every tensor that has
     ``requires_grad``.
     """
@@ -583,7 +585,8 @@ def assert_op_matches_reference(
     )
     for name, (a, p, e) in zip(actual_leaves, triples, strict=True):
         assert a.dtype == p.dtype, f"gradient of {name}: expected {p.dtype}, got {a.dtype}"
-        assert_close_to_reference(a, p, e, factor=gradient_factor, atol=atol, name=f"gradient of {name}")
+        own_atol = (gradient_atol or {}).get(name, atol)
+        assert_close_to_reference(a, p, e, factor=gradient_factor, atol=own_atol, name=f"gradient of {name}")
 
 
 def _fresh_leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -39,29 +39,36 @@
 
 namespace cuda_ext::sm80 {
 
-// The parts of a block's task.
-struct alignas(16) QueriesOfTask {
-  int batch, begin, count;  // the sequence, and its rows of the packing
-  int first_padded;
-};
-struct alignas(16) KeysOfTask {
-  Visibility visible;
-  int first;  // of the block
-};
-struct alignas(16) HeadOfTask {
-  int head_kv, k_begin;
-};
 // A tile of queries on a block's walk: through those of a head, then through those of the next.
 struct Stop {
   int head, tile;
   DEVICE bool operator==(const Stop&) const = default;
 };
-struct alignas(16) WalkOfTask {
-  int tiles_begin, tiles_end;  // of queries, in each head
-  Stop last;
-  DEVICE Stop next(const Stop& stop) const {
-    return stop.tile + 1 < tiles_end ? Stop{stop.head, stop.tile + 1} : Stop{stop.head + 1, tiles_begin};
-  }
+
+// What a block has to do.
+struct BackwardTask {
+  struct alignas(16) Queries {
+    int batch, begin, count;  // the sequence, and its rows of the packing
+    int first_padded;
+  };
+  struct alignas(16) Keys {
+    Visibility visible;
+    int first;  // of the block
+  };
+  struct alignas(16) Head {
+    int head_kv, k_begin;
+  };
+  struct alignas(16) Walk {
+    int tiles_begin, tiles_end;  // of queries, in each head
+    Stop last;
+    DEVICE Stop next(const Stop& stop) const {
+      return stop.tile + 1 < tiles_end ? Stop{stop.head, stop.tile + 1} : Stop{stop.head + 1, tiles_begin};
+    }
+  };
+  Queries queries;
+  Keys keys;
+  Head head;
+  Walk walk;
 };
 
 // One instantiation of the kernel.
@@ -100,12 +107,19 @@ struct Backward {
     alignas(128) unsigned char grad_scores[TileScores::kBytes];
     alignas(128) unsigned char weights[kSplit > 1 ? TileScores::kBytes : 16];
     float minus_lse[kBlockM], minus_delta[kBlockM];
-    QueriesOfTask queries;
-    KeysOfTask keys;
-    HeadOfTask head;
-    WalkOfTask walk;
+    BackwardTask task;
   };
 };
+
+// Tiles of queries that see any key of the tile that begins at `first_key`.
+template <class Kernel>
+DEVICE Span query_tiles(const Visibility& visible, int q_len, int first_key) {
+  constexpr int kBlockM = Kernel::kBlockM;
+  const int past_key = first_key + Kernel::kBlockN < visible.k_len ? first_key + Kernel::kBlockN : visible.k_len;
+  const int past_query = visible.query_end(past_key - 1) < q_len ? visible.query_end(past_key - 1) : q_len;
+  const int begin = visible.query_begin(first_key) / kBlockM, end = (past_query + kBlockM - 1) / kBlockM;
+  return {begin, end > begin ? end : begin};
+}
 
 // What the general kernel asks of a step beside its tiles.
 struct GeneralStep {
@@ -227,29 +241,25 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     // The first keys come first: where a mask is causal they have most to do.
     const int first_key = (plan.schedule.tiles - 1 - at.tile) * kBlockN;
     if (first_key >= sequence.k_len) return;
-    const int last_key = (first_key + kBlockN < sequence.k_len ? first_key + kBlockN : sequence.k_len) - 1;
     const Visibility visible(p, sequence);
-    const int past_query = visible.query_end(last_key) < sequence.q_len ? visible.query_end(last_key) : sequence.q_len;
-    const int tiles_begin = visible.query_begin(first_key) / kBlockM;
-    const int tiles_end = (past_query + kBlockM - 1) / kBlockM;
-    const int tiles = tiles_end > tiles_begin ? tiles_end - tiles_begin : 0;
-    const int group = int(p.heads / p.heads_kv);
+    const Span seen = query_tiles<Kernel>(visible, sequence.q_len, first_key);
+    const int tiles = seen.end - seen.begin, group = int(p.heads / p.heads_kv);
     const int of_split = (tiles * group + plan.splits - 1) / plan.splits;
     const int begin = split * of_split;
     const int end = begin + of_split < tiles * group ? begin + of_split : tiles * group;
     steps = end - begin;
     Stop last{};
     if (steps > 0) {
-      const auto stop_at = [&](int step) { return Stop{at.head * group + step / tiles, tiles_begin + step % tiles}; };
+      const auto stop_at = [&](int step) { return Stop{at.head * group + step / tiles, seen.begin + step % tiles}; };
       stop = stop_at(begin);
       last = stop_at(end - 1);
     }
     if (arch::thread_index() == 0) {
-      store_part(shared.queries,
+      store_part(shared.task.queries,
                  {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)});
-      store_part(shared.keys, {visible, first_key});
-      store_part(shared.head, {at.head, sequence.k_begin});
-      store_part(shared.walk, {tiles_begin, tiles_end, last});
+      store_part(shared.task.keys, {visible, first_key});
+      store_part(shared.task.head, {at.head, sequence.k_begin});
+      store_part(shared.task.walk, {seen.begin, seen.end, last});
     }
   }
   arch::sync_threads();  // the task is written
@@ -262,10 +272,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
 
   const auto copy = [&]<class Tile>(const HeadsView& view, const Stop& stop, arch::SharedAddress to, int64_t width,
                                     const int64_t& pass) {
-    const QueriesOfTask queries = load_part(shared.queries);
+    const BackwardTask::Queries queries = load_part(shared.task.queries);
     const int first = stop.tile * kBlockM;
-    TileCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, stop.head),
-                                    view.seq_stride, pass, queries.count - first, int(width));
+    LinesCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, stop.head),
+                                     view.seq_stride, pass, queries.count - first, int(width));
   };
   const auto copy_queries = [&](const Stop& stop) {
     copy.template operator()<typename Kernel::TileQ>(p.query, stop, tile_q, p.dim, plan.query_pass);
@@ -278,7 +288,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if (thread < 2 * kChunks) {
       const bool of_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
-      const int first = stop.head * plan.head_rows + load_part(shared.queries).first_padded + stop.tile * kBlockM;
+      const int first = stop.head * plan.head_rows + load_part(shared.task.queries).first_padded + stop.tile * kBlockM;
       arch::cp_async<16>(arch::shared_address((of_lse ? shared.minus_lse : shared.minus_delta) + row),
                          (of_lse ? plan.minus_lse : plan.minus_delta) + first + row);
     }
@@ -287,9 +297,9 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   typename GradK::Accumulators grad_key = {};
   typename GradV::Accumulators grad_value = {};
   if (steps > 0) {
-    const int batch = load_part(shared.queries).batch;
-    const KeysOfTask keys = load_part(shared.keys);
-    const HeadOfTask head = load_part(shared.head);
+    const int batch = load_part(shared.task.queries).batch;
+    const BackwardTask::Keys keys = load_part(shared.task.keys);
+    const BackwardTask::Head head = load_part(shared.task.head);
     const int keys_left = keys.visible.k_len - keys.first;
     copy_lines<typename Kernel::TileK, kThreads>(tile_k, keys_left, int(p.dim), [&](int i) {
       return row_of<const T>(p.key, batch, head.k_begin + keys.first + i, head.head_kv);
@@ -303,11 +313,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   }
 
 #pragma unroll 1
-  for (bool more = steps > 0; more; stop = load_part(shared.walk).next(stop)) {
+  for (bool more = steps > 0; more; stop = load_part(shared.task.walk).next(stop)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients are here, and dS has been read
 
-    more = stop != load_part(shared.walk).last;
+    more = stop != load_part(shared.task.walk).last;
     const int first_query = stop.tile * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
     if constexpr (!Kernel::kGeneral) start_columns<Scores>(s, shared.minus_lse);
@@ -318,11 +328,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
         columns_of<Scores, typename Kernel::TileDO>(base, offsetof(Storage, grad_out)), grad);
 
-    const KeysOfTask keys = load_part(shared.keys);
+    const BackwardTask::Keys keys = load_part(shared.task.keys);
     const bool hide_some =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
     if constexpr (Kernel::kGeneral) {
-      const QueriesOfTask queries = load_part(shared.queries);
+      const BackwardTask::Queries queries = load_part(shared.task.queries);
       GeneralStep general{};
       if (p.alibi_slopes != nullptr)
         general.slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
@@ -344,7 +354,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if constexpr (kSplit == 1) {
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
       arch::sync_threads();  // dS is written, and the output gradients have been read
-      if (more) copy_grad_out(load_part(shared.walk).next(stop));
+      if (more) copy_grad_out(load_part(shared.task.walk).next(stop));
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
       arch::sync_threads();  // the queries have been read
     } else {
@@ -355,16 +365,16 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       multiply<typename Kernel::TileQOfDK, kSplit>(
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
       arch::sync_threads();  // queries and output gradients have been read
-      if (more) copy_grad_out(load_part(shared.walk).next(stop));
+      if (more) copy_grad_out(load_part(shared.task.walk).next(stop));
     }
-    if (more) copy_queries(load_part(shared.walk).next(stop));
+    if (more) copy_queries(load_part(shared.task.walk).next(stop));
     arch::cp_async_commit();
 
     typename GradQ::Accumulators grad_query = {};
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
-    const int row = stop.head * plan.head_rows + load_part(shared.queries).first_padded + first_query;
+    const int row = stop.head * plan.head_rows + load_part(shared.task.queries).first_padded + first_query;
     const auto add = [&] {
       for_elements<GradQ>(plan.grad_query + int64_t(row) * GradQ::kColumns,
                           [&](float* to, int m, int n, int q) { arch::reduce_add(to, grad_query[m][n][q]); });
@@ -373,7 +383,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       add();
     } else {
       uint32_t* const turn = plan.turns + row / kBlockM;
-      const KeysOfTask of = load_part(shared.keys);
+      const BackwardTask::Keys of = load_part(shared.task.keys);
       // Blocks of earlier keys that these queries see.
       const uint32_t earlier = of.first / kBlockN - of.visible.key_begin(first_query) / kBlockN;
       if (arch::thread_index_anew() == 0) arch::wait_equal(turn, earlier);
@@ -384,9 +394,9 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     }
   }
 
-  const KeysOfTask keys = load_part(shared.keys);
-  const HeadOfTask head = load_part(shared.head);
-  const int batch = load_part(shared.queries).batch;
+  const BackwardTask::Keys keys = load_part(shared.task.keys);
+  const BackwardTask::Head head = load_part(shared.task.head);
+  const int batch = load_part(shared.task.queries).batch;
   const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     const int64_t part = arch::block_x() % plan.splits;
@@ -421,8 +431,8 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
 
   launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
 
-  plan.query_pass = TileCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
-  plan.grad_out_pass = TileCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
+  plan.query_pass = LinesCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
+  plan.grad_out_pass = LinesCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
   if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
     rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
                                            {.grid = {blocks},
@@ -466,12 +476,17 @@ size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& 
   return place(params, config, nullptr, plan).used();
 }
 
+// Calls f(Backward<..>{}) for what the parameters ask for.
+template <class T, int tile, class F>
+auto with_backward(const AttentionBackwardParams& p, const F& f) {
+  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
+  return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
+}
+
 template <class T, int tile>
 void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
   if (params.heads == 0) return;
-  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
-  needs_general_kernel(params) ? launch_backward<Backward<T, config, true>>(params, workspace, stream)
-                               : launch_backward<Backward<T, config, false>>(params, workspace, stream);
+  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext::sm80

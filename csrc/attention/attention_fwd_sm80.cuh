@@ -71,13 +71,26 @@ struct alignas(16) TileRows {
   DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
 };
 
-// The other parts of a block's task.
-struct alignas(16) SequenceOfTask {
-  int batch, q_begin, k_begin, head_kv;
-};
-struct alignas(16) KeysOfTask {
-  Visibility visible;
-  int begin;  // of this block's, in tiles
+// Tiles of keys that any row of a tile sees.
+template <class Kernel>
+DEVICE Span key_tiles(const Visibility& visible, const TileRows& rows) {
+  constexpr int kBlockN = Kernel::kBlockN;
+  return {visible.key_begin(rows.query(0)) / kBlockN,
+          (visible.key_end(rows.last_query(Kernel::kBlockM)) + kBlockN - 1) / kBlockN};
+}
+
+// What a block has to do.
+struct ForwardTask {
+  struct alignas(16) Place {
+    int batch, q_begin, k_begin, head_kv;
+  };
+  struct alignas(16) Keys {
+    Visibility visible;
+    int begin;  // of this block's, in tiles
+  };
+  TileRows rows;
+  Place place;
+  Keys keys;
 };
 
 // One instantiation of the kernel.
@@ -106,10 +119,8 @@ struct Forward {
     alignas(128) unsigned char q[TileQ::kBytes];
     alignas(128) unsigned char k[TileK::kBytes];
     alignas(128) unsigned char v[TileV::kBytes];
-    TileRows rows;
-    SequenceOfTask sequence;
-    KeysOfTask keys;
-    RowSums<kRowTiles> sums[kThreads];
+    alignas(128) RowSums<kRowTiles> sums[kThreads];
+    ForwardTask task;
   };
 };
 
@@ -166,16 +177,15 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
     if (rows.first >= rows.count) return;
     const Visibility visible(p, sequence);
-    const int keys_begin = visible.key_begin(rows.query(0)) / kBlockN;
-    const int keys_end = (visible.key_end(rows.last_query(Kernel::kBlockM)) + kBlockN - 1) / kBlockN;
-    const int of_split = (keys_end - keys_begin + plan.splits - 1) / plan.splits;
-    begin = keys_begin + arch::block_y() * of_split;
-    end = begin + of_split < keys_end ? begin + of_split : keys_end;
+    const Span seen = key_tiles<Kernel>(visible, rows);
+    const int of_split = (seen.end - seen.begin + plan.splits - 1) / plan.splits;
+    begin = seen.begin + arch::block_y() * of_split;
+    end = begin + of_split < seen.end ? begin + of_split : seen.end;
     if (arch::thread_index() == 0) {
-      store_part(shared.rows, rows);
-      store_part(shared.sequence,
+      store_part(shared.task.rows, rows);
+      store_part(shared.task.place,
                  {at.batch, sequence.q_begin, sequence.k_begin, rows.first_head / int(p.heads / p.heads_kv)});
-      store_part(shared.keys, {visible, begin});
+      store_part(shared.task.keys, {visible, begin});
     }
   }
   arch::sync_threads();  // the task is written
@@ -186,8 +196,8 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
   {
-    const TileRows rows = load_part(shared.rows);
-    const SequenceOfTask sequence = load_part(shared.sequence);
+    const TileRows rows = load_part(shared.task.rows);
+    const ForwardTask::Place place = load_part(shared.task.place);
     RowSums<kRowTiles> sums;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -204,17 +214,16 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     store_part(shared.sums[arch::thread_index()], sums);
     if (begin < end)
       copy_lines<TileQ, Kernel::kThreads>(
-          arch::shared_address(shared.q), rows.count - rows.first, int(p.dim), [&](int i) {
-            return row_of<const T>(p.query, sequence.batch, sequence.q_begin + rows.query(i), rows.head(i));
-          });
+          arch::shared_address(shared.q), rows.count - rows.first, int(p.dim),
+          [&](int i) { return row_of<const T>(p.query, place.batch, place.q_begin + rows.query(i), rows.head(i)); });
   }
 
   const auto copy = [&]<class Tile>(const HeadsView& view, int offset, int tile, int64_t width, const int64_t& pass) {
-    const SequenceOfTask sequence = load_part(shared.sequence);
+    const ForwardTask::Place place = load_part(shared.task.place);
     const int first = tile * kBlockN;
-    TileCopy<Tile, Kernel::kThreads>::start(
-        base + offset, row_of<const T>(view, sequence.batch, sequence.k_begin + first, sequence.head_kv),
-        view.seq_stride, pass, load_part(shared.keys).visible.k_len - first, int(width));
+    LinesCopy<Tile, Kernel::kThreads>::start(
+        base + offset, row_of<const T>(view, place.batch, place.k_begin + first, place.head_kv), view.seq_stride, pass,
+        load_part(shared.task.keys).visible.k_len - first, int(width));
     arch::cp_async_commit();
   };
   const auto copy_keys = [&](int tile) {
@@ -226,7 +235,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   if (begin < end) copy_keys(end - 1);
 
 #pragma unroll 1
-  for (int tile = end - 1; tile >= load_part(shared.keys).begin; --tile) {
+  for (int tile = end - 1; tile >= load_part(shared.task.keys).begin; --tile) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // these keys are here, and the values before have been read
     copy_values(tile);
@@ -236,12 +245,12 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
     arch::cp_async_wait<0>();
     arch::sync_threads();  // these values are here, and the keys have been read
-    if (tile > load_part(shared.keys).begin) copy_keys(tile - 1);
-    const TileRows rows = load_part(shared.rows);
-    const Visibility visible = load_part(shared.keys).visible;
+    if (tile > load_part(shared.task.keys).begin) copy_keys(tile - 1);
+    const TileRows rows = load_part(shared.task.rows);
+    const Visibility visible = load_part(shared.task.keys).visible;
     const int first_key = tile * kBlockN;
     if constexpr (Kernel::kGeneral)
-      shape_logits<T, LogitTiles>(logits, p, plan, rows, load_part(shared.sequence).batch, visible.k_len, row_at,
+      shape_logits<T, LogitTiles>(logits, p, plan, rows, load_part(shared.task.place).batch, visible.k_len, row_at,
                                   first_key);
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       // What this thread's columns are counted from.
@@ -253,22 +262,22 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     store_part(shared.sums[arch::thread_index_anew()], sums);
     if constexpr (Kernel::kGeneral)
       if (plan.dropout.drop_below > 0) {
-        const TileRows rows = load_part(shared.rows);
-        const SequenceOfTask sequence = load_part(shared.sequence);
+        const TileRows rows = load_part(shared.task.rows);
+        const ForwardTask::Place place = load_part(shared.task.place);
         plan.dropout.drop(
             logits,
             [&](int m, int half) {
               const int row = row_at(m, half);
-              return first_lse_row(p, sequence.q_begin, sequence.batch, rows.head(row)) + rows.query(row);
+              return first_lse_row(p, place.q_begin, place.batch, rows.head(row)) + rows.query(row);
             },
             first_key);
       }
     multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out);
   }
 
-  const TileRows rows = load_part(shared.rows);
-  const SequenceOfTask sequence = load_part(shared.sequence);
-  const Visibility visible = load_part(shared.keys).visible;
+  const TileRows rows = load_part(shared.task.rows);
+  const ForwardTask::Place place = load_part(shared.task.place);
+  const Visibility visible = load_part(shared.task.keys).visible;
   const RowSums<kRowTiles> sums = load_part(shared.sums[arch::thread_index_anew()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
@@ -288,7 +297,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
         out[m][n][2 * half + 1] *= weight;
       }
       if (rows.first + row >= rows.count) continue;
-      const int64_t number = first_lse_row(p, sequence.q_begin, sequence.batch, rows.head(row)) + query;
+      const int64_t number = first_lse_row(p, place.q_begin, place.batch, rows.head(row)) + query;
       if (plan.splits > 1) {
         if (pair == 0) arch::store_global(plan.partial_lse + split_rows + number, lse);
         float* const to = plan.partial_out + (split_rows + number) * p.dim_v + pair;
@@ -313,7 +322,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const int index = i * arch::kWarpSize + arch::lane_index();
     const int row = OutTiles::first_row() + index / TileOut::kChunks, chunk = index % TileOut::kChunks;
     if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
-    T* const to = row_of<T>(p.out, sequence.batch, sequence.q_begin + rows.query(row), rows.head(row));
+    T* const to = row_of<T>(p.out, place.batch, place.q_begin + rows.query(row), rows.head(row));
     arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
   }
 }
@@ -407,29 +416,30 @@ size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
   return place(params, nullptr, plan).used();
 }
 
+// Calls f(Forward<..>{}) for what the parameters ask for.
+template <class T, int tile, class F>
+auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
+  constexpr const AttentionConfig& config = kForwardTiles[tile];
+  if (needs_general_kernel(p)) return f(Forward<T, config, config.block_n.general, true>{});
+  if (plan.block_n == config.block_n.fast) return f(Forward<T, config, config.block_n.fast, false>{});
+  return f(Forward<T, config, config.block_n.small, false>{});
+}
+
 template <class T, int tile>
 void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace workspace, void* stream) {
   if (is_empty(params)) return;
-  constexpr const AttentionConfig& config = kForwardTiles[tile];
-  ForwardPlan plan = plan_forward(params, config, rt::describe_device("attention_fwd_sm80"));
+  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
   place(params, workspace.data, plan).expect_room("attention_fwd_sm80", workspace);
-  const auto start = [&]<int block_n, bool general>() {
-    using Kernel = Forward<T, config, block_n, general>;
-    plan.key_pass = TileCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
-    plan.value_pass = TileCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
+  with_forward<T, tile>(params, plan, [&]<class Kernel>(Kernel) {
+    plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
+    plan.value_pass = LinesCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
     rt::launch<attention_fwd_sm80<Kernel>>("attention_fwd_sm80",
                                            {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
                                             .threads = Kernel::kThreads,
                                             .shared_bytes = sizeof(typename Kernel::Storage),
                                             .stream = stream},
                                            params, plan);
-  };
-  if (needs_general_kernel(params))
-    start.template operator()<config.block_n.general, true>();
-  else if (plan.block_n == config.block_n.fast)
-    start.template operator()<config.block_n.fast, false>();
-  else
-    start.template operator()<config.block_n.small, false>();
+  });
   if (plan.splits > 1) {
     constexpr int kThreads = 128;
     const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);

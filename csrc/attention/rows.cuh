@@ -39,7 +39,7 @@ DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row
 
 // The same of lines at equal distances, whose addresses are sums: a thread has the same chunk of every so many lines.
 template <class Tile, int threads>
-struct TileCopy {
+struct LinesCopy {
   static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
   static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
 

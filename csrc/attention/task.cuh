@@ -12,12 +12,12 @@ template <class Part>
 using WordsOfPart = std::conditional_t<sizeof(Part) == sizeof(arch::Words4), arch::Words4, arch::Words2>;
 
 template <class Part>
-DEVICE Part load_part(const Part& shared) {
-  return __builtin_bit_cast(Part, arch::load_shared<WordsOfPart<Part>>(arch::shared_address(&shared)));
+DEVICE Part load_part(const Part& shared, Site site = {}) {
+  return __builtin_bit_cast(Part, arch::load_shared<WordsOfPart<Part>>(arch::shared_address(&shared), site));
 }
 template <class Part>
-DEVICE void store_part(Part& shared, const Part& part) {
-  arch::store_shared(arch::shared_address(&shared), __builtin_bit_cast(WordsOfPart<Part>, part));
+DEVICE void store_part(Part& shared, const Part& part, Site site = {}) {
+  arch::store_shared(arch::shared_address(&shared), __builtin_bit_cast(WordsOfPart<Part>, part), site);
 }
 
 }  // namespace cuda_ext::sm80

@@ -88,7 +88,8 @@ Numbers gemm_choice(int arithmetic, int64_t m, int64_t n, int64_t k, int compute
   params.a = {.row_stride = k, .column_stride = 1};
   params.b = {.row_stride = n, .column_stride = 1};
   const sm80::GemmPlan plan =
-      sm80::choose_plan(params, sm80::Arithmetic(arithmetic), sm80::rates_of({compute_capability, processors}));
+      sm80::choose_plan(params, sm80::Arithmetic(arithmetic),
+                        sm80::rates_of({.compute_capability = compute_capability, .processors = processors}));
   return {{"shape", plan.shape}, {"splits", plan.splits}};
 }
 
@@ -133,36 +134,36 @@ template <class T, int tile>
 struct ForwardTile {
   static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
     constexpr const sm80::AttentionConfig& config = sm80::kForwardTiles[tile];
-    using Kernel = sm80::Forward<T, config, false>;
     const sm80::ForwardPlan plan = sm80::plan_forward(p, config, device);
-    const sm80::Sequence sequence(p, 0);
-    const sm80::Visibility visible(p, sequence);
-    const auto steps = [&](int index) {
-      const sm80::TileRows rows{index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0};
-      const int last = visible.key_end(rows.last_query(Kernel::kBlockM));
-      return (last + Kernel::kBlockN - 1) / Kernel::kBlockN - visible.key_begin(rows.query(0)) / Kernel::kBlockN;
-    };
-    return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v),
-            plan.schedule.section, plan.schedule.pairs,
-            plan.splits,           steps_in_order(plan.schedule, steps)};
+    return sm80::with_forward<T, tile>(p, plan, [&]<class Kernel>(Kernel) -> AttentionChoice {
+      const sm80::Sequence sequence(p, 0);
+      const sm80::Visibility visible(p, sequence);
+      const auto steps = [&](int index) {
+        const sm80::Span seen =
+            sm80::key_tiles<Kernel>(visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0});
+        return seen.end - seen.begin;
+      };
+      return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v),
+              plan.schedule.section, plan.schedule.pairs,
+              plan.splits,           steps_in_order(plan.schedule, steps)};
+    });
   }
 };
 
 template <class T, int tile>
 struct BackwardTile {
   static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
+    constexpr const sm80::AttentionBackwardConfig& config = sm80::kBackwardTiles[tile];
+    const sm80::BackwardPlan plan = sm80::plan_backward(p, config, device);
     return sm80::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) -> AttentionChoice {
-      const sm80::BackwardPlan plan = sm80::plan_backward(p, Kernel::kConfig, device);
       const sm80::Sequence sequence(p, 0);
       const sm80::Visibility visible(p, sequence);
       const auto steps = [&](int index) {
         const int first = (plan.schedule.tiles - 1 - index) * Kernel::kBlockN;
-        const int last = std::min(first + Kernel::kBlockN, sequence.k_len) - 1;
-        const int end = std::min(visible.query_end(last), sequence.q_len);
-        const int tiles = (end + Kernel::kBlockM - 1) / Kernel::kBlockM - visible.query_begin(first) / Kernel::kBlockM;
-        return tiles * int(p.heads / p.heads_kv);
+        const sm80::Span seen = sm80::query_tiles<Kernel>(visible, sequence.q_len, first);
+        return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
       };
-      return {typeid(Kernel).name(), attention_tile<Kernel>(Kernel::GradK::kColumns, Kernel::GradV::kColumns),
+      return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v),
               plan.schedule.section, plan.schedule.pairs,
               plan.splits,           steps_in_order(plan.schedule, steps)};
     });
@@ -179,7 +180,8 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
   std::tie(p.heads, p.heads_kv) = heads;
   std::tie(p.dim, p.dim_v) = dims;
   std::tie(p.window_left, p.window_right) = window;
-  const rt::Device device{compute_capability, processors};
+  const rt::Device device{compute_capability, processors,
+                          simt::Options{.compute_capability = compute_capability}.shared_bytes()};
   const auto choose = [&](auto tile) { return tile.choose(p, device); };
   return backward ? sm80::with_attention_tile<BackwardTile>("attention_bwd_sm80", sm80::kBackwardTiles, p, choose)
                   : sm80::with_attention_tile<ForwardTile>("attention_fwd_sm80", sm80::kForwardTiles, p, choose);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from cost import assert_same_cost
 
 import cuda_ext
-from cuda_ext import testing
+from cuda_ext import _emulator, testing
 
 Counters = dict[str, int]
 
+PHASES = ("forward", "backward")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Many heads fill the device; of few, keys and walks are divided.
 SIZES = {"blocks enough": (240, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
@@ -21,12 +23,14 @@ GROWING = ((8, 128, 128), (8, 128, 256), (8, 256, 128))
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
 
 
-def costs(dims: tuple[int, int], sizes: tuple[int, int, int], options: dict[str, Any]) -> tuple[Counters, Counters]:
+def costs(
+    dims: tuple[int, int], sizes: tuple[int, int, int], options: dict[str, Any], arch: str = "sm_80"
+) -> tuple[Counters, Counters]:
     """Of forward, and of backward."""
     heads, queries, keys = sizes
     shapes = ((1, queries, heads, dims[0]), (1, keys, heads, dims[0]), (1, keys, heads, dims[1]))
     tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
-    with testing.emulated("sm_80") as emulation:
+    with testing.emulated(arch) as emulation:
         out = cuda_ext.flash_attention(*tensors, **options)
         forward = dict(emulation.counters)
         torch.autograd.grad(out, tensors, torch.randn(out.shape).bfloat16())
@@ -34,16 +38,36 @@ def costs(dims: tuple[int, int], sizes: tuple[int, int, int], options: dict[str,
     return forward, backward
 
 
+def tile_of(dims: tuple[int, int], backward: bool, arch: str) -> str:
+    heads, queries, keys = GROWING[0]
+    tile = (
+        _emulator.load()
+        .attention_choice(
+            *(backward, "bfloat16", (queries, keys), (heads, heads), dims),
+            batch=1,
+            window=(-1, -1),
+            compute_capability=int(arch[3:]),
+            processors=4,
+        )
+        .tile
+    )
+    return f"{tile['block_m']}x{tile['block_n']}"
+
+
 @pytest.fixture(scope="module")
 def counted() -> dict[str, Counters]:
     found: dict[str, Counters] = {}
     for dims in DIMS:
-        cases = {f"{option}, {size}": (SIZES[size], OPTIONS[option]) for size in SIZES for option in OPTIONS}
-        cases |= {f"of {'x'.join(map(str, sizes))}": (sizes, {}) for sizes in GROWING}
-        for case, (sizes, options) in cases.items():
-            for phase, cost in zip(("forward", "backward"), costs(dims, sizes, options), strict=True):
-                found[f"{phase} {dims[0]}/{dims[1]} {case}"] = {key: value for key, value in cost.items() if value}
-    return found
+        both = f"{dims[0]}/{dims[1]}"
+        for size, option in itertools.product(SIZES, OPTIONS):
+            for phase, cost in zip(PHASES, costs(dims, SIZES[size], OPTIONS[option]), strict=True):
+                found[f"{phase} {both} {option}, {size}"] = cost
+        for sizes, arch in itertools.product(GROWING, ("sm_80", "sm_89")):
+            of = f"of {'x'.join(map(str, sizes))}"
+            names = [f"{phase} {both} by {tile_of(dims, phase == 'backward', arch)} {of}" for phase in PHASES]
+            if not set(names) <= set(found):
+                found.update(zip(names, costs(dims, sizes, {}, arch), strict=True))
+    return {name: {key: value for key, value in cost.items() if value} for name, cost in found.items()}
 
 
 def test_golden_counters(counted: dict[str, Counters]) -> None:
