@@ -34,7 +34,6 @@ GOLDEN = ROOT / "tests" / "simt" / "golden_counters"
 EPILOGUE_INSTRUCTIONS = 4
 PROLOGUE_INSTRUCTIONS = 300
 SECTOR = 32
-LANES_OF_ROW = 4  # that hold a row of an mma's result; each finds by itself how to rescale the row's output
 THREADS_OF_ROWS = 128  # of attention_bwd_rows
 GROUP_ROWS = 8  # kGroup of find_tile: rows of tiles that blocks go down before they go right
 
@@ -410,7 +409,7 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
         tensor=step["mma"] * DTYPES[dtype].multiply_adds,
         shared=_wavefronts(step),
         issue=kernel.loop * tile.warps,
-        special=tile.block_m * (tile.block_n + (0 if backward else LANES_OF_ROW)),
+        special=tile.block_m * tile.block_n,
         l2=_sectors(step) * SECTOR * streamed,
         reduce=step.get("atomic", 0) * 4,
     )

@@ -260,7 +260,8 @@ def test_steps_of_a_causal_mask_come_longest_first(evidence: Evidence) -> None:
         assert list(choice.steps) == sorted(choice.steps, reverse=True)
         assert len(set(choice.steps)) == 2048 // (choice.tile.block_n if backward else choice.tile.block_m)
     full, causal = (predict_attention(GPUS["h100"], Problem(1, 32768, 16, 128, causal=c), False) for c in (False, True))
-    assert causal.seconds == pytest.approx(full.seconds / 2, rel=0.02)
+    # Without a mask the busiest multiprocessors have 32 equal blocks, where the average is 31.
+    assert 0.97 < causal.seconds / (full.seconds / 2) < 1.02
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -293,9 +294,8 @@ def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
     # The busiest multiprocessor has a few more than its part.
     part = gpu.special * gpu.clock * gpu.processors * 1.0001
-    assert logits / part < backward.resources["special"] < 1.1 * logits / part
-    # Each row's output is rescaled for every 32 keys, by 4 lanes.
-    assert logits * (1 + 4 / 32) / part < forward.resources["special"] < 1.2 * logits / part
+    for phase in (forward, backward):
+        assert logits / part < phase.resources["special"] < 1.1 * logits / part
     sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.processors * 1.0001)
     assert sums < backward.resources["reduce"] < 1.1 * sums
     assert forward.resources["reduce"] == 0
@@ -348,8 +348,9 @@ def test_as_many_blocks_of_attention_fit_as_its_tiles_say(evidence: Evidence, gp
         problem = Problem(16, 1024, 8, dim)
         tile = kernel_work.attention_choice(evidence, gpu, problem, "bfloat16", backward).tile
         predicted = predict_attention(gpu, problem, backward, evidence=evidence)
-        # Of the backward's 49 KiB and more 99 KiB of shared memory hold one block.
-        assert predicted.blocks_at_once >= (1 if gpu is GPUS["4090"] else tile.min_blocks), f"{dim} {backward}"
+        # Backward the 4090 has room for one block where D is 128 or more.
+        least = 1 if gpu is GPUS["4090"] and backward and dim > 64 else tile.min_blocks
+        assert predicted.blocks_at_once >= least, f"{dim} {backward}"
 
 
 # TFLOP/s of kernels with the same instructions and about the same tiles, by their authors: gau-nernst/learn-cuda,
@@ -582,7 +583,7 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     gpt2 = bench_bucket.make_case("pack", "cuda", "GPT-2", bench_bucket.gpt2(), "bfloat16", "bfloat16")
     of_grid, odd_problem = model.PROBLEMS[7], Problem(3, 2000, 16, 128, kv_heads=8, causal=True, window=1023)
     decode = Problem(16, 1, 32, 128, kv_heads=8, keys=4096)
-    alone = Problem(1, 128, 2, 64, causal=True)  # whose keys are divided
+    alone = Problem(1, 512, 2, 64, causal=True)  # whose keys are divided
     attention = {
         (p, backward): bench_attention.attention(p, "cuda", "bfloat16", backward, group="")
         for p in (of_grid, odd_problem, decode, alone)

@@ -14,7 +14,7 @@
 // Registers Logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) of a warp in float32, as mma has them. The
 //           logits' layout is that of mma's first operand, so weights go from softmax to P V without leaving registers.
 //           The two take up to 192 of 255, so all else is found anew where it is used: the task in shared memory, what
-//           comes of the thread's index.
+//           comes of the thread's index. Where they do, sums of weights wait in shared memory too.
 // Softmax   online; outputs are rescaled only where a row's maximum has grown by more than 2^8 (softmax.cuh).
 // General   A second instantiation has softcap, ALiBi, dropout, a bias and scales that are not positive, by run-time
 //           flags.
@@ -108,6 +108,8 @@ struct Forward {
   static constexpr int kWarpRows = kBlockM / config.warps;
   static constexpr int kRowTiles = OutTiles::kRowTiles;
   static constexpr int kOutTiles = OutTiles::kColumnTiles;
+  // Logits and output take most of the registers.
+  static constexpr bool kSumsWait = 4 * kRowTiles * (LogitTiles::kColumnTiles + kOutTiles) >= 192;
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
   using TileK = OperandTile<T, Side::kB, true, kBlockN, config.dim>;
@@ -119,7 +121,7 @@ struct Forward {
     alignas(128) unsigned char q[TileQ::kBytes];
     alignas(128) unsigned char k[TileK::kBytes];
     alignas(128) unsigned char v[TileV::kBytes];
-    alignas(128) RowSums<kRowTiles> sums[kThreads];
+    alignas(128) RowSums<kRowTiles> sums[kSumsWait ? kThreads : 1];
     ForwardTask task;
   };
 };
@@ -195,10 +197,10 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
+  RowSums<kRowTiles> sums;
   {
     const TileRows rows = load_part(shared.task.rows);
     const ForwardTask::Place place = load_part(shared.task.place);
-    RowSums<kRowTiles> sums;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
@@ -211,7 +213,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
             has_sink ? arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * kLog2e : -INFINITY;
         sums.of[m][half] = has_sink && arch::lane_index() % 4 == 0 ? 1.0f : 0.0f;
       }
-    store_part(shared.sums[arch::thread_index()], sums);
+    if constexpr (Kernel::kSumsWait) store_part(shared.sums[arch::thread_index()], sums);
     if (begin < end)
       copy_lines<TileQ, Kernel::kThreads>(
           arch::shared_address(shared.q), rows.count - rows.first, int(p.dim),
@@ -257,9 +259,9 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
       const int origin = first_key + LogitTiles::column(arch::thread_index_anew());
       hide<LogitTiles>(logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
-    RowSums<kRowTiles> sums = load_part(shared.sums[arch::thread_index_anew()]);
+    if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
     softmax.take(logits, out, sums, plan.factor);
-    store_part(shared.sums[arch::thread_index_anew()], sums);
+    if constexpr (Kernel::kSumsWait) store_part(shared.sums[arch::thread_index_anew()], sums);
     if constexpr (Kernel::kGeneral)
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_part(shared.task.rows);
@@ -278,7 +280,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   const TileRows rows = load_part(shared.task.rows);
   const ForwardTask::Place place = load_part(shared.task.place);
   const Visibility visible = load_part(shared.task.keys).visible;
-  const RowSums<kRowTiles> sums = load_part(shared.sums[arch::thread_index_anew()]);
+  if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // columns of 8

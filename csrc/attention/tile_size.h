@@ -24,7 +24,7 @@ struct AttentionConfig {
 
   // Keys of a block on a multiprocessor with so much shared memory.
   constexpr int keys(bool general, int multiprocessor_bytes) const {
-    constexpr int kBeside = 2 << 10;  // what the driver takes, and the task
+    constexpr int kBeside = 4 << 10;  // what the driver takes, sums of weights, the task
     if (general) return block_n.general;
     const int block_bytes = kBeside + 2 * (block_m * dim + block_n.fast * (dim + dim_v));
     return min_blocks * block_bytes <= multiprocessor_bytes ? block_n.fast : block_n.small;
@@ -34,10 +34,9 @@ struct AttentionConfig {
 // By head dims, from small to large. All but `fast` ones fit the 99 KiB of shared memory of sm_86 and sm_89: block_m
 // queries, and block_n keys and values. 32 rows a warp read each fragment of keys and values once for two products.
 constexpr AttentionConfig kForwardTiles[] = {
-    // 48 KiB.
-    {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = {128, 128, 64}, .warps = 4, .min_blocks = 2},
-    // 64 KiB, or 48 for two blocks in 99, which hide each other's softmax. The output of 32 rows takes 128 of 255
-    // registers, their logits 64.
+    // 50 or 32 KiB. Logits of 32 rows take 128 of 255 registers, their output 64.
+    {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = {128, 64, 64}, .warps = 4, .min_blocks = 2},
+    // 66 or 48 KiB. Two blocks hide each other's softmax.
     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = {64, 32, 32}, .warps = 4, .min_blocks = 2},
     // 88 KiB, for one block, so it has 8 warps of 16 rows.
     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = {64, 64, 64}, .warps = 8, .min_blocks = 1},
