@@ -48,7 +48,7 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
     eps = torch.finfo(tensors["value"].dtype).eps
     # The gradient of a sink is a sum over all rows' products of output and its gradient, of outputs that were rounded:
     # independent errors, of which a sink's weight, about a tenth, counts.
-    rounded = tensors["value"].shape[-1] * tensors["query"].numel() / math.prod(tensors["query"].shape[-2:])
+    rounded = tensors["value"].shape[-1] * math.prod(tensors["query"].shape[:-2])
     assert_op_matches_reference(
         cuda_ext.flash_attention_varlen if packed else cuda_ext.flash_attention,
         reference_attention_varlen if packed else reference_attention,
