@@ -308,7 +308,7 @@ def bucket_work(evidence: Evidence, gpu: Gpu, pack: Pack) -> Work:
     )
 
 
-ATTENTION_DTYPES = {"float16": "half_t", "bfloat16": "bfloat16_t"}
+ATTENTION_DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)

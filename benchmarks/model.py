@@ -418,7 +418,8 @@ def recorded_doubts() -> str:
 def document_tables() -> str:
     return (
         f"{recorded_predictions()}\n"
-        f"Attention, 16384 tokens and a width of 2048, bfloat16; each with its tile of queries by keys:\n\n"
+        "Attention, 16384 tokens and a width of 2048, bfloat16; each with the tile of queries by keys that an A100 "
+        "takes:\n\n"
         f"{recorded_attention()}\n"
         "FlashAttention-2 on an A100, forward and backward together in TFLOP/s, as its authors measured it; behind "
         f"that what the model says of ours:\n\n{recorded_plausibility()}\n"
