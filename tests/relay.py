@@ -24,6 +24,7 @@ import pytest
 
 RECORD = "CUDA_EXT_TEST_RECORD"
 BEGUN, SPOILT = "begun", 86  # an exit status that pytest does not use
+STARTING = 120.0  # seconds a process may take to its first test: it loads PyTorch, on a machine that is perhaps busy
 
 
 # In the process of the tests
@@ -83,12 +84,12 @@ def run_once(arguments: Sequence[str], record: Path, patience: float) -> tuple[i
     # What a collection cannot read is an error, but no reason to leave out the rest.
     command += ["--continue-on-collection-errors", *arguments]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, RECORD: str(record)})
-    size, since = 0, time.monotonic()
+    size, since, limit = record.stat().st_size, time.monotonic(), max(patience, STARTING)
     while process.poll() is None:
         time.sleep(0.05)
         if record.stat().st_size != size:
-            size, since = record.stat().st_size, time.monotonic()
-        elif time.monotonic() - since > patience:
+            size, since, limit = record.stat().st_size, time.monotonic(), patience
+        elif time.monotonic() - since > limit:
             process.send_signal(signal.SIGABRT)  # pytest's faulthandler then says where it is
             try:
                 process.wait(3)

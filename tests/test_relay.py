@@ -82,6 +82,13 @@ def test_good_tests_pass(relay: Relay) -> None:
     assert output.endswith("\nrelay: 2 passed, 1 skipped\n")
 
 
+def test_patience_begins_with_the_first_test(relay: Relay, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("import time\ntime.sleep(3)")
+    process = relay("--patience", "1", "-k", "first or last")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
 def test_no_tests_are_no_success(relay: Relay) -> None:
     process = relay("-k", "none_of_that_name")
     output, _ = process.communicate(timeout=60)
