@@ -47,7 +47,8 @@ DEVICE void store_shared(SharedAddress address, const Vector& v, Site = {}) {
 // 1 to 16 bytes through the read-only path; nothing on the device may write them while the kernel runs.
 template <class Vector>
 DEVICE Vector load_global(const void* pointer, Site = {}) {
-  static_assert(sizeof(Vector) == 1 || sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
+  static_assert(sizeof(Vector) == 1 || sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 ||
+                sizeof(Vector) == 16);
   if constexpr (sizeof(Vector) == 16) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint4*>(pointer)));
   if constexpr (sizeof(Vector) == 8) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint2*>(pointer)));
   if constexpr (sizeof(Vector) == 4) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint32_t*>(pointer)));
@@ -115,6 +116,22 @@ DEVICE void wait_equal(const uint32_t* pointer, uint32_t value, Site = {}) {
     asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(pointer) : "memory");
   } while (seen != value);
 }
+// The same across the devices and processes that share the memory. The word only grows, and may wrap: waits until it has
+// reached `value`. If that takes longer than `nanoseconds`, the kernel ends with an error.
+DEVICE void store_release_system(uint32_t* pointer, uint32_t value, Site = {}) {
+  asm volatile("st.global.release.sys.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+DEVICE void wait_reached_system(const uint32_t* pointer, uint32_t value, uint64_t nanoseconds, Site = {}) {
+  uint64_t begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  while (true) {
+    uint32_t seen;
+    asm volatile("ld.global.acquire.sys.u32 %0, [%1];" : "=r"(seen) : "l"(pointer) : "memory");
+    if (int32_t(seen - value) >= 0) return;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    if (now - begin > nanoseconds) __trap();
+  }
+}
 
 #else
 
@@ -163,6 +180,13 @@ DEVICE void store_release(uint32_t* pointer, uint32_t value, Site site = {}) {
 }
 DEVICE void wait_equal(const uint32_t* pointer, uint32_t value, Site site = {}) {
   simt::wait_equal(pointer, value, site);
+}
+DEVICE void store_release_system(uint32_t* pointer, uint32_t value, Site site = {}) {
+  simt::store_release(pointer, value, site);
+}
+// The emulator knows better than a clock when nobody can come any more.
+DEVICE void wait_reached_system(const uint32_t* pointer, uint32_t value, uint64_t, Site site = {}) {
+  simt::wait_reached(pointer, value, site);
 }
 
 #endif

@@ -56,6 +56,7 @@ uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site);
 uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site);
 void store_release(uint32_t* pointer, uint32_t value, Site site);
 void wait_equal(const uint32_t* pointer, uint32_t value, Site site);
+void wait_reached(const uint32_t* pointer, uint32_t value, Site site);  // or passed it, in a word that grows and wraps
 
 // Asynchronous copies of a thread.
 void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Site site);

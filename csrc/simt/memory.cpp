@@ -116,12 +116,24 @@ void store_release(uint32_t* pointer, uint32_t value, Site site) {
   const GlobalAccess noted("store_release", site);
   std::atomic_ref<uint32_t>(*pointer).store(value);
 }
-void wait_equal(const uint32_t* pointer, uint32_t value, Site site) {
-  if (!machine->synchronizes("wait_equal", site)) return;
+namespace {
+
+template <class Ready>
+void wait_until(const uint32_t* pointer, Ready ready, const char* instruction, Site site) {
+  if (!machine->synchronizes(instruction, site)) return;
   std::atomic_ref<uint32_t> word(*const_cast<uint32_t*>(pointer));
-  machine->park_until({"wait_equal", site}, [=] { return word.load() == value; });
-  check(Access::kAtomic, pointer, sizeof *pointer, "wait_equal", site);
+  machine->park_until({instruction, site}, [=] { return ready(word.load()); });
+  check(Access::kAtomic, pointer, sizeof *pointer, instruction, site);
   if (Checker* checker = machine->checker()) checker->acquire(pointer);
+}
+
+}  // namespace
+
+void wait_equal(const uint32_t* pointer, uint32_t value, Site site) {
+  wait_until(pointer, [value](uint32_t seen) { return seen == value; }, "wait_equal", site);
+}
+void wait_reached(const uint32_t* pointer, uint32_t value, Site site) {
+  wait_until(pointer, [value](uint32_t seen) { return int32_t(seen - value) >= 0; }, "wait_reached", site);
 }
 
 namespace {

@@ -1,11 +1,20 @@
 // Plain loads and stores of kernels, seen without a change to their source: the kernel's translation unit is compiled
 // with -fsanitize=thread and linked with these functions in place of that sanitizer's. (The emulator itself is not.)
+#include <algorithm>
+
 #include "simt/machine.h"
 
 namespace {
 
 void access(bool write, const void* memory, size_t bytes, const void* code) {
   if (cuda_ext::simt::machine != nullptr) cuda_ext::simt::machine->plain_access(write, memory, int(bytes), code);
+}
+
+// A copy of a struct, however large, in pieces that a thread can move at once.
+void access_range(bool write, const void* memory, size_t bytes, const void* code) {
+  constexpr size_t kPiece = 16;
+  for (size_t done = 0; done < bytes; done += kPiece)
+    access(write, static_cast<const char*>(memory) + done, std::min(bytes - done, kPiece), code);
 }
 
 }  // namespace
@@ -23,8 +32,8 @@ ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-HOOK __tsan_read_range(void* memory, size_t bytes) { access(false, memory, bytes, CALLER); }
-HOOK __tsan_write_range(void* memory, size_t bytes) { access(true, memory, bytes, CALLER); }
+HOOK __tsan_read_range(void* memory, size_t bytes) { access_range(false, memory, bytes, CALLER); }
+HOOK __tsan_write_range(void* memory, size_t bytes) { access_range(true, memory, bytes, CALLER); }
 HOOK __tsan_vptr_update(void**, void*) {}
 HOOK __tsan_vptr_read(void**) {}
 HOOK __tsan_func_entry(void*) {}

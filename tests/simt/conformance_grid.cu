@@ -22,22 +22,30 @@ static const Register indices_case({"grid_indices", 4, 12 * 128, [](const uint32
 
 // Blocks take turns, from the last to the first: each adds its row to what all before it have summed up. `out` begins as
 // 0xff: out[0] is the turn, out[32..63] the sums.
-GLOBAL(32, 1) turns_kernel(const uint32_t* in, uint32_t* out) {
+template <bool system>
+GLOBAL(32, 1)
+turns_kernel(const uint32_t* in, uint32_t* out) {
+  constexpr uint64_t kTimeout = 10'000'000'000;
   const int lane = thread_index();
   const int turn = kBlocks - 1 - block_x();
   uint32_t* const sums = out + 32;
-  if (lane == 0) wait_equal(out, turn == 0 ? ~0u : uint32_t(turn));
+  if (lane == 0) {
+    const uint32_t mine = turn == 0 ? ~0u : uint32_t(turn);
+    system ? wait_reached_system(out, mine, kTimeout) : wait_equal(out, mine);
+  }
   arch::sync_threads();
   const uint32_t before = turn == 0 ? 0 : sums[lane];
   sums[lane] = 3 * before + in[block_x() * 32 + lane];
   arch::sync_threads();
-  if (lane == 0) store_release(out, uint32_t(turn + 1));
+  if (lane == 0) system ? store_release_system(out, uint32_t(turn + 1)) : store_release(out, uint32_t(turn + 1));
 }
-static const Register turns_case({"blocks_in_turn", kBlocks * 128, 256, [](const uint32_t* in, uint32_t* out) {
-                                    rt::launch<turns_kernel>("blocks_in_turn",
-                                                             {.grid = {kBlocks}, .threads = 32, .waits = rt::Waits::kForAny},
-                                                             in, out);
-                                  }});
+template <bool system>
+void take_turns(const uint32_t* in, uint32_t* out) {
+  rt::launch<turns_kernel<system>>("blocks_in_turn", {.grid = {kBlocks}, .threads = 32, .waits = rt::Waits::kForAny},
+                                   in, out);
+}
+static const Register turns_case({"blocks_in_turn", kBlocks * 128, 256, take_turns<false>});
+static const Register turns_system_case({"blocks_in_turn_system", kBlocks * 128, 256, take_turns<true>});
 
 // Fences and relaxed atomics: the last block to arrive sums what all have written. out[0] counts, from 0xffffffff on.
 GLOBAL(32, 1) fences_kernel(const uint32_t* in, uint32_t* out) {

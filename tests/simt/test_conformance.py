@@ -94,6 +94,9 @@ def blocks_in_turn(x: np.ndarray) -> np.ndarray:
     return np.concatenate([[np.uint32(5)], np.full(31, 0xFFFFFFFF, np.uint32), sums])
 
 
+references["blocks_in_turn_system"] = blocks_in_turn
+
+
 @reference
 def fences(x: np.ndarray) -> np.ndarray:
     rows = x ^ np.uint32(0x55)
