@@ -300,7 +300,9 @@ def _(
     )
 
 
+@torch.library.register_fake(f"{NAMESPACE}::gated_linear_backward.slot")
 @torch.library.register_fake(f"{NAMESPACE}::gated_linear_backward")
+@torch.library.register_fake(f"{NAMESPACE}::linear_backward.slot")
 @torch.library.register_fake(f"{NAMESPACE}::linear_backward")
 def _fake_linear_backward(
     grad_out: Tensor,
@@ -311,15 +313,20 @@ def _fake_linear_backward(
     *,
     activation: str | None,
     output_mask: Sequence[bool],
+    weight_slot: Tensor | None = None,
+    slot_alpha: float = 1.0,
+    slot_beta: float = 0.0,
 ) -> tuple[Tensor, ...]:
     return (
         _empty(input, *input.shape, wanted=output_mask[0]),
-        _empty(weight, *weight.shape, wanted=output_mask[1]),
+        _empty(weight, *weight.shape, wanted=output_mask[1] and weight_slot is None),
         _bias_gradient(input, bias, weight.shape[0], output_mask[2]),
     )
 
 
+@torch.library.register_fake(f"{NAMESPACE}::gated_mlp_backward.slot")
 @torch.library.register_fake(f"{NAMESPACE}::gated_mlp_backward")
+@torch.library.register_fake(f"{NAMESPACE}::mlp_backward.slot")
 @torch.library.register_fake(f"{NAMESPACE}::mlp_backward")
 def _fake_mlp_backward(
     grad_out: Tensor,
@@ -332,11 +339,14 @@ def _fake_mlp_backward(
     *,
     activation: str | None,
     output_mask: Sequence[bool],
+    weight1_slot: Tensor | None = None,
+    weight2_slot: Tensor | None = None,
+    **scales: float,
 ) -> tuple[Tensor, ...]:
     return (
         _empty(input, *input.shape, wanted=output_mask[0]),
-        _empty(weight1, *weight1.shape, wanted=output_mask[1]),
-        _empty(weight2, *weight2.shape, wanted=output_mask[2]),
+        _empty(weight1, *weight1.shape, wanted=output_mask[1] and weight1_slot is None),
+        _empty(weight2, *weight2.shape, wanted=output_mask[2] and weight2_slot is None),
         _bias_gradient(input, bias1, weight1.shape[0], output_mask[3]),
         _bias_gradient(input, bias2, weight2.shape[0], output_mask[4]),
     )

@@ -18,7 +18,7 @@ from cuda_ext.gemm import gemm, linear
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """One way or more of calling each of the fifteen ops."""
+    """One way or more of calling each of the fifteen ops, and the four that write to slots."""
     a, b, c, bias = rand(2, 3, 4), rand(4, 5), rand(3, 1), rand(5)
     x, w, residual = rand(2, 3, 4), rand(5, 4), rand(2, 3, 5)
     gated_w, gated_bias = rand(10, 4), rand(10)
@@ -30,51 +30,75 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     gelu = {"activation": "gelu"}
     empty = torch.empty(0)
     frozen = [t.detach() for t in (x, w, bias)]
+    slot = {"weight_slot": rand(5, 4, grad=False), "slot_alpha": 0.5, "slot_beta": 1.0}
+    slots = {"weight1_slot": rand(6, 4, grad=False), "weight2_slot": None, "slot1_alpha": 0.5, "slot1_beta": 1.0}
+    slots |= {"slot2_alpha": 2.0, "slot2_beta": 0.0}
+    gated_slots = {**slots, "weight1_slot": rand(12, 4, grad=False), "weight2_slot": rand(5, 6, grad=False)}
     return {
-        "gemm": (ops.gemm, (a, b, c, bias), {**gelu, "alpha": 0.5, "beta": 2.0}),
-        "gemm transposed": (ops.gemm, (a.mT, rand(1, 5, 3).mT), {"out_dtype": torch.bfloat16}),
-        "gemm empty": (ops.gemm, (rand(0, 3, 4), b), {}),
-        "gemm_forward": (ops.gemm_forward, (a.detach(), b.detach()), gelu),
-        "gemm_forward relu": (ops.gemm_forward, (a.detach(), b.detach()), {"activation": "relu"}),
+        "gemm": (ops.gemm.default, (a, b, c, bias), {**gelu, "alpha": 0.5, "beta": 2.0}),
+        "gemm transposed": (ops.gemm.default, (a.mT, rand(1, 5, 3).mT), {"out_dtype": torch.bfloat16}),
+        "gemm empty": (ops.gemm.default, (rand(0, 3, 4), b), {}),
+        "gemm_forward": (ops.gemm_forward.default, (a.detach(), b.detach()), gelu),
+        "gemm_forward relu": (ops.gemm_forward.default, (a.detach(), b.detach()), {"activation": "relu"}),
         "gemm_backward": (
-            ops.gemm_backward,
+            ops.gemm_backward.default,
             (grad, a.detach(), b.detach(), bias.detach(), preact),
             {**gelu, "alpha": 0.5, "beta": 2.0, "output_mask": every[:4]},
         ),
         "gemm_backward masked": (
-            ops.gemm_backward,
+            ops.gemm_backward.default,
             (grad, a.detach(), b.detach(), None, empty),
             {"activation": None, "alpha": 1.0, "beta": 1.0, "output_mask": some},
         ),
-        "linear": (ops.linear, (x, w, bias, residual), gelu),
-        "linear plain": (ops.linear, (x.transpose(0, 1), w), {}),
-        "linear_forward": (ops.linear_forward, tuple(frozen), gelu),
-        "linear_backward": (ops.linear_backward, (grad, *frozen, preact), {**gelu, "output_mask": every[:3]}),
+        "linear": (ops.linear.default, (x, w, bias, residual), gelu),
+        "linear plain": (ops.linear.default, (x.transpose(0, 1), w), {}),
+        "linear_forward": (ops.linear_forward.default, tuple(frozen), gelu),
+        "linear_backward": (ops.linear_backward.default, (grad, *frozen, preact), {**gelu, "output_mask": every[:3]}),
         "linear_backward masked": (
-            ops.linear_backward,
+            ops.linear_backward.default,
             (grad, *frozen, empty),
             {"activation": None, "output_mask": some[:3]},
         ),
-        "gated_linear": (ops.gated_linear, (x, gated_w, gated_bias), {}),
-        "gated_linear_forward": (ops.gated_linear_forward, (x.detach(), gated_w.detach()), {}),
+        "linear_backward.slot": (
+            ops.linear_backward.slot,
+            (grad, *frozen, preact),
+            {**gelu, "output_mask": every[:3], **slot},
+        ),
+        "gated_linear": (ops.gated_linear.default, (x, gated_w, gated_bias), {}),
+        "gated_linear_forward": (ops.gated_linear_forward.default, (x.detach(), gated_w.detach()), {}),
         "gated_linear_backward": (
-            ops.gated_linear_backward,
+            ops.gated_linear_backward.default,
             (grad, x.detach(), gated_w.detach(), gated_bias.detach(), hidden[10]),
             {"activation": "silu", "output_mask": every[:3]},
         ),
-        "mlp": (ops.mlp, (x, w1, w2, b1, b2), {}),
-        "mlp_forward": (ops.mlp_forward, (x.detach(), w1.detach(), w2.detach()), {}),
+        "gated_linear_backward.slot": (
+            ops.gated_linear_backward.slot,
+            (grad, x.detach(), gated_w.detach(), gated_bias.detach(), hidden[10]),
+            {"activation": "silu", "output_mask": every[:3], **slot, "weight_slot": rand(10, 4, grad=False)},
+        ),
+        "mlp": (ops.mlp.default, (x, w1, w2, b1, b2), {}),
+        "mlp_forward": (ops.mlp_forward.default, (x.detach(), w1.detach(), w2.detach()), {}),
         "mlp_backward": (
-            ops.mlp_backward,
+            ops.mlp_backward.default,
             (grad, *(t.detach() for t in (x, w1, w2, b1, b2)), hidden[6]),
             {**gelu, "output_mask": every},
         ),
-        "gated_mlp": (ops.gated_mlp, (x, gated_w1, w2, gated_b1, b2), {}),
-        "gated_mlp_forward": (ops.gated_mlp_forward, (x.detach(), gated_w1.detach(), w2.detach()), {}),
+        "mlp_backward.slot": (
+            ops.mlp_backward.slot,
+            (grad, *(t.detach() for t in (x, w1, w2, b1, b2)), hidden[6]),
+            {**gelu, "output_mask": every, **slots},
+        ),
+        "gated_mlp": (ops.gated_mlp.default, (x, gated_w1, w2, gated_b1, b2), {}),
+        "gated_mlp_forward": (ops.gated_mlp_forward.default, (x.detach(), gated_w1.detach(), w2.detach()), {}),
         "gated_mlp_backward": (
-            ops.gated_mlp_backward,
+            ops.gated_mlp_backward.default,
             (grad, *(t.detach() for t in (x, gated_w1, w2)), None, None, hidden[12]),
             {"activation": "silu", "output_mask": [*some, False]},
+        ),
+        "gated_mlp_backward.slot": (
+            ops.gated_mlp_backward.slot,
+            (grad, *(t.detach() for t in (x, gated_w1, w2)), None, None, hidden[12]),
+            {"activation": "silu", "output_mask": every, **gated_slots},
         ),
     }
 
@@ -82,12 +106,15 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
 @pytest.mark.parametrize("call", calls())
 def test_opcheck(call: str) -> None:
     op, args, kwargs = calls()[call]
-    opcheck(op.default, args, kwargs)
+    opcheck(op, args, kwargs)
 
 
 def test_every_op_is_checked() -> None:
-    checked = {op.default.name() for op, _, _ in calls().values()}
-    assert checked == {f"{NAMESPACE}::{op}{suffix}" for op in OPS for suffix in ("", "_forward", "_backward")}
+    checked = {op.name() for op, _, _ in calls().values()}
+    suffixes = ("", "_forward", "_backward", "_backward.slot")
+    assert checked == {f"{NAMESPACE}::{op}{suffix}" for op in OPS for suffix in suffixes} - {
+        f"{NAMESPACE}::gemm_backward.slot"
+    }
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -187,8 +214,11 @@ def test_meta_tensors(op: str) -> None:
 @pytest.mark.parametrize("call", [call for call in calls() if call not in ("gemm empty", "gemm transposed")])
 def test_float64_has_no_cuda_kernel(call: str) -> None:
     op, args, kwargs = calls()[call]
-    args = tuple(t.detach().double() if isinstance(t, Tensor) else t for t in args)
-    name = op.default.name().removesuffix("_forward")  # the public op's name is the one the caller knows
+    args, values = (
+        tuple(t.detach().double() if isinstance(t, Tensor) else t for t in group) for group in (args, kwargs.values())
+    )
+    kwargs = dict(zip(kwargs, values, strict=True))
+    name = op._schema.name.removesuffix("_forward")  # the public op's name is the one the caller knows
     message = f"{name}: no CUDA kernel is built for Double on device cpu; move the tensors to the CPU"
     with testing.emulated(), pytest.raises(NotImplementedError, match=message):
-        op.default(*args, **kwargs)
+        op(*args, **kwargs)

@@ -4,6 +4,7 @@
 
 #include "attention/attention_bwd_sm80.h"
 #include "bucket/bucket_cuda.h"
+#include "bucket/symmetric_cuda.h"
 #include "gemm/activation_grad.h"
 #include "gemm/gemm_sm80.h"
 
@@ -12,7 +13,8 @@ namespace cuda_ext {
 struct CudaKernels {
   // Tells a table that was compiled from other sources, which would be read amiss.
   static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
-                                      sizeof(ActivationGradParams) << 16 | sizeof(BucketParams);
+                                      sizeof(ActivationGradParams) << 16 |
+                                      (sizeof(BucketParams) + sizeof(SymmetricParams));
   uint64_t layout;
 
   size_t (*gemm_workspace)(const GemmParams&, Float32Product);
@@ -23,10 +25,11 @@ struct CudaKernels {
   void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
   size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
   void (*attention_backward)(const AttentionBackwardParams&, Workspace, void* stream);
-  size_t (*bucket_workspace)(int64_t count, int64_t num_entries);
+  size_t (*bucket_workspace)(int64_t count, int64_t num_entries, bool stats);
   void (*bucket_pack)(const BucketParams&, float* stats, void* workspace, void* stream);
   void (*bucket_unpack)(const BucketParams&, float* stats, void* workspace, void* stream);
   void (*bucket_stats)(const BucketParams&, float* stats, void* workspace, void* stream);
+  void (*symmetric_all_reduce)(const SymmetricParams&, float* stats, void* stream);
 };
 
 inline CudaKernels linked_cuda_kernels() {
@@ -44,6 +47,7 @@ inline CudaKernels linked_cuda_kernels() {
       .bucket_pack = launch_bucket_pack_cuda,
       .bucket_unpack = launch_bucket_unpack_cuda,
       .bucket_stats = launch_bucket_stats_cuda,
+      .symmetric_all_reduce = launch_symmetric_all_reduce_cuda,
   };
 }
 

@@ -96,8 +96,8 @@ inline void no_layout_kernel(const c10::OperatorHandle& op, torch::jit::Stack* s
 // A typed handle to one of our ops, looked up once:
 // `static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));`
 template <class Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* qualified_name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified_name, "").typed<Signature>();
+c10::TypedOperatorHandle<Signature> find_op(const char* qualified_name, const char* overload = "") {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(qualified_name, overload).typed<Signature>();
 }
 
 template <class... Tensors>

@@ -69,6 +69,25 @@ void check_no_overlap(const char* op, size_t i, const Tensor& tensor, const Tens
                  " of it, where its values go, got a tensor that overlaps it elsewhere; clone it");
 }
 
+// Which tensors are to be left alone: those in their place already.
+std::vector<bool> check_kept(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets,
+                             at::IntArrayRef kept) {
+  std::vector<bool> is_kept(tensors.size());
+  const char* const begin = static_cast<const char*>(bucket.const_data_ptr());
+  for (const int64_t i : kept) {
+    CUDA_EXT_CHECK(i >= 0 && i < int64_t(tensors.size()), kPack, "expected kept to hold indices of the ",
+                   tensors.size(), " tensors, got ", i);
+    const Tensor& tensor = tensors[i];
+    const bool in_place = tensor.scalar_type() == bucket.scalar_type() && tensor.is_contiguous() &&
+                          tensor.const_data_ptr() == begin + offsets[i] * int64_t(bucket.element_size());
+    CUDA_EXT_CHECK(in_place || tensor.numel() == 0, kPack, "expected tensors[", i,
+                   "], which is in kept, to be a contiguous view of bucket at element ", offsets[i],
+                   " of it, got a tensor elsewhere; leave it out of kept, and it will be copied there");
+    is_kept[i] = true;
+  }
+  return is_kept;
+}
+
 BucketEntry read_entry(const Tensor& contiguous, int64_t begin) {
   void* const data = const_cast<void*>(contiguous.const_data_ptr());
   return {data, begin, contiguous.numel(), to_dtype(contiguous.scalar_type())};
@@ -89,22 +108,24 @@ constexpr Kernels kStatsKernels{kStats, launch_bucket_stats, &CudaKernels::bucke
 
 at::ScalarType type_of(Dtype dtype) { return dtype == Dtype::kFloat64 ? at::kDouble : at::kFloat; }
 
-// Returns the statistics, (2,), in the accumulation type of the bucket.
+// Returns the statistics, (2,), in the accumulation type of the bucket; (0,) if they are not wanted.
 Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, BucketEntry bucket, double scale,
-           at::Device device) {
+           at::Device device, bool wants_stats = true) {
   const bool is_double = bucket.dtype == Dtype::kFloat64;
-  const Tensor out = empty_on(device, {2}, is_double ? at::kDouble : at::kFloat);
+  const Tensor out = empty_on(device, {wants_stats ? 2 : 0}, is_double ? at::kDouble : at::kFloat);
   BucketStats stats;
   const BucketParams params{entries.data(), int64_t(entries.size()), bucket.data, bucket.count, bucket.dtype, scale,
                             &stats};
   const CudaKernels* cuda = cuda_kernels(kernels.op, device, type_of(bucket.dtype));
   if (cuda != nullptr) {
     for (const BucketEntry& entry : entries) cuda_kernels(kernels.op, device, type_of(entry.dtype));
-    const LaunchScope scope(device, cuda->bucket_workspace(params.count, params.num_entries));
-    (cuda->*kernels.cuda)(params, out.mutable_data_ptr<float>(), scope.workspace().data, scope.stream());
+    const LaunchScope scope(device, cuda->bucket_workspace(params.count, params.num_entries, wants_stats));
+    float* const target = wants_stats ? out.mutable_data_ptr<float>() : nullptr;
+    (cuda->*kernels.cuda)(params, target, scope.workspace().data, scope.stream());
     return out;
   }
   kernels.cpu(params);
+  if (!wants_stats) return out;
   const auto write = [&](auto* p) {
     using T = std::remove_pointer_t<decltype(p)>;
     p[0] = T(stats.squares);
@@ -114,20 +135,26 @@ Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, Buck
   return out;
 }
 
-Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets, double scale) {
+Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets, double scale, at::IntArrayRef kept,
+            bool wants_stats) {
   check_bucket(kPack, tensors, bucket, offsets, scale);
+  const std::vector<bool> is_kept = check_kept(tensors, bucket, offsets, kept);
   const BucketEntry target = write_entry(bucket, 0);
   std::vector<Tensor> copies;  // keeps what .contiguous() had to copy
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
+    if (is_kept[i]) {
+      entries.push_back({nullptr, offsets[i], tensors[i].numel(), target.dtype});
+      continue;
+    }
     const bool contiguous = tensors[i].is_contiguous();
     if (!contiguous) copies.push_back(tensors[i].contiguous());
     const Tensor& source = contiguous ? tensors[i] : copies.back();
     check_no_overlap(kPack, i, source, bucket, offsets[i]);
     entries.push_back(read_entry(source, offsets[i]));
   }
-  return run(kPackKernels, entries, target, scale, bucket.device());
+  return run(kPackKernels, entries, target, scale, bucket.device(), wants_stats);
 }
 
 Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offsets, double scale) {
@@ -173,12 +200,13 @@ void record_write(const Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntArrayRef offsets, double scale) {
+Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntArrayRef offsets, double scale,
+                     at::IntArrayRef kept, bool wants_stats) {
   static const auto op = find_op<decltype(pack_autograd)>(CUDA_EXT_OP("bucket_pack"));
   check_tensors(kPack, tensors, bucket.device());
   CUDA_EXT_CHECK(!any_requires_grad(bucket), kPack, "expected bucket", kNeedsNoGradient);
   at::AutoDispatchBelowADInplaceOrView guard;
-  const Tensor stats = op.call(tensors, bucket, offsets, scale);
+  const Tensor stats = op.call(tensors, bucket, offsets, scale, kept, wants_stats);
   record_write(bucket);
   return stats;
 }
@@ -206,7 +234,10 @@ Tensor stats_autograd(at::TensorList tensors) {
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
-  m.def("bucket_pack(Tensor[] tensors, Tensor(a!) bucket, SymInt[] offsets, *, float scale=1.0) -> Tensor", tags);
+  m.def(
+      "bucket_pack(Tensor[] tensors, Tensor(a!) bucket, SymInt[] offsets, *, float scale=1.0, int[] kept=[], "
+      "bool stats=True) -> Tensor",
+      tags);
   m.def("bucket_unpack(Tensor bucket, Tensor(a!)[] tensors, SymInt[] offsets, *, float scale=1.0) -> Tensor", tags);
   m.def("bucket_stats(Tensor[] tensors) -> Tensor", tags);
 }

@@ -13,7 +13,8 @@
 
 namespace cuda_ext {
 
-// One tensor: `count` contiguous elements that correspond to bucket elements [begin, begin + count).
+// One tensor: `count` contiguous elements that correspond to bucket elements [begin, begin + count). Null data: those
+// elements are neither read nor written, nor part of the statistics.
 struct BucketEntry {
   void* data;
   int64_t begin;
@@ -46,5 +47,16 @@ CUDA_EXT_CPU_LAUNCHER(launch_bucket_pack, BucketParams)
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_unpack, BucketParams)
 // Statistics of the tensors alone; bucket, bucket_dtype and scale are not read.
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_stats, BucketParams)
+
+struct BucketSumParams {
+  void* const* buckets;  // (num_buckets,), each (count,)
+  int64_t num_buckets;   // at least 1
+  int64_t count;
+  Dtype dtype;
+  BucketStats* stats;  // (1,)
+};
+
+// Every bucket = cast(sum of all buckets), each element added in the order of the buckets and rounded once.
+CUDA_EXT_CPU_LAUNCHER(launch_bucket_sum, BucketSumParams)
 
 }  // namespace cuda_ext

@@ -20,24 +20,27 @@ struct Workspace {
   static constexpr size_t kTableOffset = 16;  // the counter, padded
   uint32_t* counter;
   TableEntry* table;  // (num_entries,)
+  float* stats;       // (2,), where nobody wants them
   double* partial;    // (blocks,)
 
   Workspace(void* memory, int64_t num_entries)
       : counter(static_cast<uint32_t*>(memory)),
         table(reinterpret_cast<TableEntry*>(static_cast<char*>(memory) + kTableOffset)),
-        partial(reinterpret_cast<double*>(table + num_entries)) {}
+        stats(reinterpret_cast<float*>(table + num_entries)),
+        partial(reinterpret_cast<double*>(stats + 2)) {}
 };
+
+TableEntry device_entry(const std::string& name, const BucketEntry& entry) {
+  if (entry.dtype == Dtype::kFloat64)
+    throw std::invalid_argument(name + ": no CUDA kernel for a tensor of float64; convert it with .float()");
+  return {entry.data, entry.begin, entry.begin + entry.count, entry.dtype};
+}
 
 template <int capacity>
 void write_chunk(const std::string& name, const BucketEntry* entries, int count, const Workspace& workspace,
                  TableEntry* target, void* stream) {
   TableChunk<capacity> chunk{target, workspace.counter, count, {}};
-  for (int i = 0; i < count; ++i) {
-    const BucketEntry& entry = entries[i];
-    if (entry.dtype == Dtype::kFloat64)
-      throw std::invalid_argument(name + ": no CUDA kernel for a tensor of float64; convert it with .float()");
-    chunk.entries[i] = {entry.data, entry.begin, entry.begin + entry.count, entry.dtype};
-  }
+  for (int i = 0; i < count; ++i) chunk.entries[i] = device_entry(name, entries[i]);
   const int blocks = std::max(1, (count + arch::kWarpSize - 1) / arch::kWarpSize);
   rt::launch<bucket::bucket_table_kernel<capacity>>(
       (name + "_table").c_str(), {.grid = {blocks}, .threads = arch::kWarpSize, .stream = stream}, chunk);
@@ -57,17 +60,31 @@ void write_table(const char* name, const BucketParams& params, const Workspace& 
   } while (first < params.num_entries);
 }
 
+// Whether the entries of a pack fit the parameters of its kernel, which then needs no workspace.
+bool is_one_launch(int64_t num_entries, bool stats) { return !stats && num_entries <= bucket::kSmallChunk; }
+
+template <class Bucket>
+void launch_pack(const char* name, const BucketParams& params, void* stream) {
+  bucket::PackParams kernel_params{params.bucket, params.count, float(params.scale), int(params.num_entries), {}};
+  for (int64_t i = 0; i < params.num_entries; ++i) kernel_params.entries[i] = device_entry(name, params.entries[i]);
+  rt::launch<bucket::bucket_pack_kernel<Bucket>>(name,
+                                                 {.grid = {int(num_blocks(params.count))},
+                                                  .threads = BucketConfig::kThreads,
+                                                  .shared_bytes = sizeof(bucket::SharedEntries),
+                                                  .stream = stream},
+                                                 kernel_params);
+}
+
 template <BucketOp op, class Bucket>
 void launch(const char* name, const BucketParams& params, float* stats, void* memory, void* stream) {
+  if constexpr (op == BucketOp::kPack) {
+    if (is_one_launch(params.num_entries, stats != nullptr)) return launch_pack<Bucket>(name, params, stream);
+  }
   const Workspace workspace(memory, params.num_entries);
   write_table(name, params, workspace, stream);
   const bucket::Params kernel_params{
-      .table = workspace.table,
-      .num_entries = params.num_entries,
-      .bucket = params.bucket,
-      .count = params.count,
-      .scale = float(params.scale),
-      .stats = stats,
+      .move = {{workspace.table}, params.num_entries, params.bucket, params.count, float(params.scale)},
+      .stats = stats == nullptr ? workspace.stats : stats,
       .counter = workspace.counter,
       .partial = workspace.partial,
   };
@@ -93,8 +110,9 @@ void launch_for_dtype(const char* name, const BucketParams& params, float* stats
 
 }  // namespace
 
-size_t bucket_cuda_workspace(int64_t count, int64_t num_entries) {
-  return Workspace::kTableOffset + size_t(num_entries) * sizeof(TableEntry) +
+size_t bucket_cuda_workspace(int64_t count, int64_t num_entries, bool stats) {
+  if (is_one_launch(num_entries, stats)) return 0;
+  return Workspace::kTableOffset + size_t(num_entries) * sizeof(TableEntry) + 2 * sizeof(float) +
          size_t(num_blocks(count)) * sizeof(double);
 }
 

@@ -5,7 +5,9 @@
 //
 // Table. The entries travel as parameters of a small kernel of their own, which writes them to the workspace: nothing on
 // the host has to outlive the call, nothing is pinned, and a captured graph carries them in its nodes. That kernel also
-// clears the counter below.
+// clears the counter below. A pack of up to 126 tensors whose statistics nobody wants has no counter, and is one launch:
+// the entries are its own parameters, and each block copies those of its elements to shared memory, where lanes find them
+// at any index.
 //
 // Work. Block b owns bucket elements [b, b + 1) * kBlockElements, whatever tensors lie there, and each of its warps an
 // equal region of them; from there on a warp needs no other. It finds its first entry by a search in which every lane
@@ -15,7 +17,7 @@
 //     32-byte sector of the target; the up to 15 elements before it and 7 behind the last vector go one per lane.
 //   - Among short tensors and gaps, 256 elements at once, each by a lane that searches its entry on its own: a region
 //     of one-element tensors then takes 8 rounds of the warp, not one per tensor.
-// A gap is written as zeros by pack and passed over by the others.
+// A gap is written as zeros by pack and passed over by the others; an entry without data is passed over by all.
 //
 // Statistics. Squares are summed in float64, where a sum of finite float32 values cannot overflow: an infinite or NaN
 // sum is the non-finite flag. Lane, warp, block, grid: each level adds in an order that only positions and alignments
@@ -26,8 +28,9 @@
 // and with scale = 1 nothing is written. The data must not be read through the read-only path for this, nor may the
 // partial sums, which other blocks write; the table may.
 //
-// Barriers. sync_threads, all threads: between warps' sums and their use, and after the arrival at the counter.
-// Shared memory. SharedStorage: one sum a warp and one flag.
+// Barriers. sync_threads, all threads: between warps' sums and their use, and after the arrival at the counter; in the
+// kernel without statistics, once, behind the copy of the table.
+// Shared memory. SharedStorage: one sum a warp and one flag. SharedEntries: the table of the kernel without statistics.
 // Registers. 16 hold what is in flight; capped at 64 a thread, so that 4 blocks, 64 KiB in flight, fit a processor.
 #pragma once
 
@@ -76,16 +79,48 @@ struct TableChunk {
 constexpr int kSmallChunk = 126, kLargeChunk = 1022;
 static_assert(sizeof(TableChunk<kSmallChunk>) <= 4096 && sizeof(TableChunk<kLargeChunk>) <= 32764);
 
-struct Params {
-  const TableEntry* table;  // (num_entries,)
+// What is moved. A table has end(i) and entry(i).
+template <class Table>
+struct Move {
+  Table table;
   int64_t num_entries;
   void* bucket;  // (count,); not used for stats
   int64_t count;
   float scale;
+};
+
+struct GlobalTable {
+  const TableEntry* entries;
+  DEVICE int64_t end(int64_t i) const { return arch::load_global<int64_t>(&entries[i].end); }
+  DEVICE TableEntry entry(int64_t i) const {
+    struct {
+      arch::Words4 low, high;
+    } const words{arch::load_global<arch::Words4>(entries + i), arch::load_global<arch::Words4>(&entries[i].end)};
+    return __builtin_bit_cast(TableEntry, words);
+  }
+};
+struct SharedTable {
+  const TableEntry* entries;
+  DEVICE int64_t end(int64_t i) const { return entries[i].end; }
+  DEVICE TableEntry entry(int64_t i) const { return entries[i]; }
+};
+
+struct Params {
+  Move<GlobalTable> move;
   float* stats;       // (2,): sum of squares; 1 if a value is infinite or NaN, else 0
   uint32_t* counter;  // (1,), 0
   double* partial;    // (blocks,)
 };
+
+// Of the kernel without statistics.
+struct PackParams {
+  void* bucket;
+  int64_t count;
+  float scale;
+  int num_entries;
+  TableEntry entries[kSmallChunk];
+};
+static_assert(sizeof(PackParams) <= 4096);
 
 using Config = BucketConfig;
 using arch::kWarpSize;
@@ -94,16 +129,11 @@ struct SharedStorage {
   double warp_squares[Config::kWarps];
   uint32_t is_last;
 };
+struct SharedEntries {
+  TableEntry entries[kSmallChunk];
+};
 
 DEVICE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-DEVICE int64_t load_end(const TableEntry* entry) { return arch::load_global<int64_t>(&entry->end); }
-DEVICE TableEntry load_entry(const TableEntry* entry) {
-  struct {
-    arch::Words4 low, high;
-  } const words{arch::load_global<arch::Words4>(entry), arch::load_global<arch::Words4>(&entry->end)};
-  return __builtin_bit_cast(TableEntry, words);
-}
 
 template <class F>
 DEVICE auto with_type(Dtype dtype, F f) {
@@ -253,12 +283,13 @@ DEVICE int count_low_bits(uint32_t bits) {
 
 // The first entry at or after `entry` that ends behind `position`, or num_entries. All lanes together: each looks at
 // one of the next 32, where the answer is but for a region's first search, then at the end of a 32nd part of the rest.
-DEVICE int64_t find_entry(const Params& params, int64_t entry, int64_t position) {
+template <class Table>
+DEVICE int64_t find_entry(const Move<Table>& params, int64_t entry, int64_t position) {
   int64_t last = params.num_entries;  // the answer is in [entry, last]
   int64_t stride = 1;
   while (entry < last) {
     const int64_t probe = entry + (arch::lane_index() + 1) * stride - 1;
-    const bool passed = probe < last && load_end(params.table + probe) <= position;
+    const bool passed = probe < last && params.table.end(probe) <= position;
     const int parts = count_low_bits(arch::ballot(passed));
     entry += parts * stride;
     if (parts < kWarpSize) {
@@ -283,18 +314,18 @@ DEVICE float float_of(uint32_t bits, Dtype dtype) {
 
 // Moves bucket elements [position, position + count), at most kLongPiece, one per lane at a time. Their entries are in
 // [first_entry, last_entry]; gaps are among them.
-template <BucketOp op, class Bucket>
-DEVICE double move_short(const Params& params, int64_t first_entry, int64_t last_entry, int64_t position, int count) {
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t last_entry, int64_t position,
+                         int count) {
   constexpr int kElements = Config::kShortElements;
   constexpr Dtype kBucketDtype = DtypeOf<Bucket>::value;
-  constexpr int kNone = -1;
+  constexpr int kGap = -1, kAbsent = -2;
   const float scale = params.scale;
   Bucket* const bucket = static_cast<Bucket*>(params.bucket);  // null for stats
-  const TableEntry* const entries = params.table + first_entry;
   const int num_entries = int(last_entry - first_entry);
 
   // Every lane searches all its elements' entries side by side: at each step, half of what is left is passed or not.
-  int passed[kElements] = {};  // then the element's entry, or kNone in a gap
+  int passed[kElements] = {};  // then the element's entry; or kGap, or kAbsent where nothing is to be done
   int step = 1;
   while (step <= num_entries / 2) step *= 2;
   for (; step > 0; step /= 2) {
@@ -302,7 +333,7 @@ DEVICE double move_short(const Params& params, int64_t first_entry, int64_t last
     for (int i = 0; i < kElements; ++i) {
       const int probe = passed[i] + step - 1;
       const int element = arch::lane_index() + i * kWarpSize;
-      if (probe < num_entries && load_end(entries + probe) <= position + element) passed[i] += step;
+      if (probe < num_entries && params.table.end(first_entry + probe) <= position + element) passed[i] += step;
     }
   }
 
@@ -313,12 +344,14 @@ DEVICE double move_short(const Params& params, int64_t first_entry, int64_t last
     const int64_t at = position + element;
     bits[i] = 0;
     if (element >= count || first_entry + passed[i] >= params.num_entries) {
-      passed[i] = kNone;
+      passed[i] = element >= count ? kAbsent : kGap;
       continue;
     }
-    const TableEntry entry = load_entry(entries + passed[i]);
+    const TableEntry entry = params.table.entry(first_entry + passed[i]);
     if (entry.begin > at)
-      passed[i] = kNone;
+      passed[i] = kGap;
+    else if (entry.data == nullptr)
+      passed[i] = kAbsent;
     else if (op == BucketOp::kUnpack)
       bits[i] = load_bits(bucket, at, kBucketDtype);
     else
@@ -330,11 +363,11 @@ DEVICE double move_short(const Params& params, int64_t first_entry, int64_t last
   for (int i = 0; i < kElements; ++i) {
     const int element = arch::lane_index() + i * kWarpSize;
     const int64_t at = position + element;
-    if (passed[i] == kNone) {
-      if (op == BucketOp::kPack && element < count) arch::store_global_streaming(bucket + at, Bucket{});
+    if (passed[i] < 0) {
+      if (op == BucketOp::kPack && passed[i] == kGap) arch::store_global_streaming(bucket + at, Bucket{});
       continue;
     }
-    const TableEntry entry = load_entry(entries + passed[i]);
+    const TableEntry entry = params.table.entry(first_entry + passed[i]);
     const int64_t offset = at - entry.begin;
     if constexpr (op == BucketOp::kStats) {
       const double v = float_of(bits[i], entry.dtype);
@@ -355,8 +388,8 @@ DEVICE double move_short(const Params& params, int64_t first_entry, int64_t last
 }
 
 // Moves [position, position + count) of the bucket, all of it in `entry`.
-template <BucketOp op, class Bucket>
-DEVICE double move_long(const Params& params, const TableEntry& entry, int64_t position, int count) {
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_long(const Move<Table>& params, const TableEntry& entry, int64_t position, int count) {
   const float scale = params.scale;
   return with_type(entry.dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -375,18 +408,18 @@ DEVICE double move_long(const Params& params, const TableEntry& entry, int64_t p
 }
 
 // Moves bucket elements [position, end) with one warp; returns this lane's share of the squares.
-template <BucketOp op, class Bucket>
-DEVICE double move_region(const Params& params, int64_t position, int64_t end) {
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_region(const Move<Table>& params, int64_t position, int64_t end) {
   double squares = 0.0;
   int64_t index = 0;
   while (position < end) {
     index = find_entry(params, index, position);
     TableEntry entry{nullptr, end, end, Dtype::kFloat32};  // behind the last one is a gap
-    if (index < params.num_entries) entry = load_entry(params.table + index);
+    if (index < params.num_entries) entry = params.table.entry(index);
     const bool is_gap = entry.begin > position;
     const int64_t piece_end = smaller(is_gap ? entry.begin : entry.end, end);
     const int count = int(piece_end - position);
-    if (is_gap && op != BucketOp::kPack) {
+    if (is_gap ? op != BucketOp::kPack : entry.data == nullptr) {
       position = piece_end;
     } else if (count >= Config::kLongPiece || piece_end == end) {
       if (is_gap)
@@ -432,14 +465,37 @@ bucket_table_kernel(GRID_CONSTANT TableChunk<capacity> chunk) {
   arch::store_global(&target->dtype, uint32_t(entry.dtype));
 }
 
+// Moves what belongs to this warp of this block; returns this lane's share of the squares.
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_own_region(const Move<Table>& params) {
+  const int warp = arch::thread_index() / kWarpSize;
+  const int64_t begin = arch::block_x() * kBlockElements + warp * int64_t(Config::kRegionElements);
+  return move_region<op, Bucket>(params, begin, smaller(begin + Config::kRegionElements, params.count));
+}
+
+template <class Bucket>
+GLOBAL(Config::kThreads, Config::kMinBlocks)
+bucket_pack_kernel(GRID_CONSTANT PackParams params) {
+  SHARED_STORAGE(SharedEntries, shared);
+  const int64_t block_begin = arch::block_x() * kBlockElements, block_end = block_begin + kBlockElements;
+  for (int i = arch::thread_index(); i < params.num_entries; i += Config::kThreads) {
+    // Parameters are read one address at a time, so a search gets all the ends, but the rest only of entries that it can
+    // find in this block: those from the first that ends in it or later to the first that does so behind it.
+    const int64_t end = params.entries[i].end;
+    shared.entries[i].end = end;
+    if (end > block_begin && (i == 0 || params.entries[i - 1].end < block_end)) shared.entries[i] = params.entries[i];
+  }
+  arch::sync_threads();
+  move_own_region<BucketOp::kPack, Bucket>(
+      Move<SharedTable>{{shared.entries}, params.num_entries, params.bucket, params.count, params.scale});
+}
+
 template <BucketOp op, class Bucket>
 GLOBAL(Config::kThreads, Config::kMinBlocks)
 bucket_kernel(GRID_CONSTANT Params params) {
   SHARED_STORAGE(SharedStorage, shared);
   const int thread = arch::thread_index();
-  const int64_t begin = arch::block_x() * kBlockElements + thread / kWarpSize * int64_t(Config::kRegionElements);
-  const int64_t end = smaller(begin + Config::kRegionElements, params.count);
-  const double squares = sum_over_block(move_region<op, Bucket>(params, begin, end), shared);
+  const double squares = sum_over_block(move_own_region<op, Bucket>(params.move), shared);
 
   if (thread == 0) {
     arch::store_global(params.partial + arch::block_x(), squares);

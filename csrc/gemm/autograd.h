@@ -2,6 +2,7 @@
 #pragma once
 
 #include "binding/autograd.h"
+#include "binding/gradient_slots.h"
 #include "gemm/product.h"
 
 namespace cuda_ext {

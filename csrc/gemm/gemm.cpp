@@ -2,7 +2,9 @@
 //
 // Each has three ops. X is what users call. X_forward also returns what backward needs: the pre-activation, or an empty
 // tensor where the output serves (relu) or nothing is needed (no activation). X_backward returns the gradients
-// that output_mask asks for, in the order of the arguments, and empty tensors for the others.
+// that output_mask asks for, in the order of the arguments, and empty tensors for the others. X_backward.slot writes
+// those of weights into the slots that it is given (binding/gradient_slots.h), with an empty tensor in their place; it is
+// an op of its own so that what a compiler traces stays without side effects.
 #include <ATen/ops/mul.h>
 
 #include <cmath>
@@ -192,30 +194,39 @@ std::tuple<Tensor, Tensor> gated_linear_forward(const Tensor& input, const Tenso
   return run_linear("gated_linear", input, weight, bias, std::nullopt, activation, true, true);
 }
 
-std::tuple<Tensor, Tensor, Tensor> run_linear_backward(const char* op, const Tensor& grad, const Tensor& input,
-                                                       const Tensor& weight, const OptionalTensor& bias,
-                                                       const Tensor& preact, const ActivationName& activation_name,
-                                                       bool gated, const std::array<bool, 3>& output_mask) {
+using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
+
+template <bool gated>
+LinearGradients run_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                    const OptionalTensor& bias, const Tensor& preact,
+                                    const ActivationName& activation_name, const std::array<bool, 3>& output_mask,
+                                    const WeightSlot* into) {
+  constexpr const char* op = gated ? "gated_linear_backward" : "linear_backward";
   check_projection(op, "input", input, "weight", weight, "bias", std::nullopt, gated);
   const int64_t n = gated ? weight.size(0) / 2 : weight.size(0);
   const Activation activation = parse_activation(op, activation_name);
   check_gradient(op, grad, preact, replace_last(input.sizes(), 1, {n}), gated, activation);
+  if (into != nullptr) check_slot(op, *into, weight);
   const auto type = input.scalar_type();
   auto [grad_preact, grad_bias] = activation_gradient(op, grad, preact, activation, gated, output_mask[2],
                                                       is_given(bias) ? bias->scalar_type() : type);
   return {output_mask[0] ? input_gradient(op, grad_preact, weight, type) : absent(grad, type),
-          output_mask[1] ? weight_gradient(op, grad_preact, input, type) : absent(grad, type), grad_bias};
+          output_mask[1] ? weight_gradient(op, grad_preact, input, type, into) : absent(grad, type), grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                   const OptionalTensor& bias, const Tensor& preact,
-                                                   ActivationName activation, std::array<bool, 3> output_mask) {
-  return run_linear_backward("linear_backward", grad, input, weight, bias, preact, activation, false, output_mask);
+template <bool gated>
+LinearGradients linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                const OptionalTensor& bias, const Tensor& preact, ActivationName activation,
+                                std::array<bool, 3> output_mask) {
+  return run_linear_backward<gated>(grad, input, weight, bias, preact, activation, output_mask, nullptr);
 }
-std::tuple<Tensor, Tensor, Tensor> gated_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                                         const OptionalTensor& bias, const Tensor& preact,
-                                                         ActivationName activation, std::array<bool, 3> output_mask) {
-  return run_linear_backward("gated_linear_backward", grad, input, weight, bias, preact, activation, true, output_mask);
+template <bool gated>
+LinearGradients linear_backward_slot(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                     const OptionalTensor& bias, const Tensor& preact, ActivationName activation,
+                                     std::array<bool, 3> output_mask, const OptionalTensor& weight_slot,
+                                     double slot_alpha, double slot_beta) {
+  const WeightSlot into{"weight_slot", weight_slot, slot_alpha, slot_beta};
+  return run_linear_backward<gated>(grad, input, weight, bias, preact, activation, output_mask, &into);
 }
 
 class GemmFunction : public torch::autograd::Function<GemmFunction> {
@@ -265,6 +276,29 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& c, 
   return op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
 }
 
+// The gradients of input, weight and bias that are wanted here, that of the weight unless a slot takes it.
+template <bool gated>
+std::array<Tensor, 3> linear_gradients(AutogradContext* ctx, const Tensor& grad) {
+  constexpr const char* name = gated ? CUDA_EXT_OP("gated_linear_backward") : CUDA_EXT_OP("linear_backward");
+  static const auto op = find_op<decltype(linear_backward<gated>)>(name);
+  static const auto slot_op = find_op<decltype(linear_backward_slot<gated>)>(name, "slot");
+  const auto saved = ctx->get_saved_variables();
+  EdgeCounter edges(ctx);
+  std::array<bool, 3> mask{};
+  mask[0] = edges.needs_gradient(true);
+  mask[1] = edges.needs_gradient(true);
+  mask[2] = edges.needs_gradient(saved[2].defined());
+  const ActivationName activation = saved_activation(ctx);
+  SlotWrite slot(mask[1], 1, grad);
+  auto [grad_input, grad_weight, grad_bias] =
+      slot.found() ? slot_op.call(grad, saved[0], saved[1], optional(saved[2]), saved[3], activation, mask, slot.view(),
+                                  slot.alpha(), slot.beta())
+                   : op.call(grad, saved[0], saved[1], optional(saved[2]), saved[3], activation, mask);
+  slot.done();
+  return {mask[0] ? grad_input : Tensor(), mask[1] && !slot.found() ? grad_weight : Tensor(),
+          mask[2] ? grad_bias : Tensor()};
+}
+
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
@@ -280,17 +314,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<decltype(linear_backward)>(CUDA_EXT_OP("linear_backward"));
-    const auto saved = ctx->get_saved_variables();
-    EdgeCounter edges(ctx);
-    std::array<bool, 3> mask{};
-    mask[0] = edges.needs_gradient(true);
-    mask[1] = edges.needs_gradient(true);
-    mask[2] = edges.needs_gradient(saved[2].defined());
-    auto [grad_input, grad_weight, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx), mask);
-    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
-            saved_option<bool>(ctx, "has_residual") ? grads[0] : Tensor(), Tensor()};
+    auto [grad_input, grad_weight, grad_bias] = linear_gradients<false>(ctx, grads[0]);
+    return {grad_input, grad_weight, grad_bias, saved_option<bool>(ctx, "has_residual") ? grads[0] : Tensor(),
+            Tensor()};
   }
 };
 
@@ -316,17 +342,8 @@ class GatedLinearFunction : public torch::autograd::Function<GatedLinearFunction
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<decltype(gated_linear_backward)>(CUDA_EXT_OP("gated_linear_backward"));
-    const auto saved = ctx->get_saved_variables();
-    EdgeCounter edges(ctx);
-    std::array<bool, 3> mask{};
-    mask[0] = edges.needs_gradient(true);
-    mask[1] = edges.needs_gradient(true);
-    mask[2] = edges.needs_gradient(saved[2].defined());
-    auto [grad_input, grad_weight, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx), mask);
-    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight : Tensor(), mask[2] ? grad_bias : Tensor(),
-            Tensor()};
+    auto [grad_input, grad_weight, grad_bias] = linear_gradients<true>(ctx, grads[0]);
+    return {grad_input, grad_weight, grad_bias, Tensor()};
   }
 };
 
@@ -371,9 +388,11 @@ Tensor gated_linear_autocast(const Tensor& input, const Tensor& weight, const Op
 #define LINEAR_ARGUMENTS \
   "(Tensor input, Tensor weight, Tensor? bias=None, Tensor? residual=None, *, str? activation=None)"
 #define GATED_LINEAR_ARGUMENTS "(Tensor input, Tensor weight, Tensor? bias=None, *, str? activation='silu')"
-#define LINEAR_BACKWARD_ARGUMENTS                                                                    \
-  "(Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, Tensor preact, *, str? activation, " \
-  "bool[3] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+#define LINEAR_BACKWARD_ARGUMENTS                                                                   \
+  "Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, Tensor preact, *, str? activation, " \
+  "bool[3] output_mask"
+#define LINEAR_SLOT_ARGUMENTS LINEAR_BACKWARD_ARGUMENTS ", Tensor(a!)? weight_slot, float slot_alpha, float slot_beta"
+#define LINEAR_GRADIENTS " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
@@ -386,12 +405,15 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       tags);
   m.def("linear" LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("linear_forward" LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  m.def("linear_backward" LINEAR_BACKWARD_ARGUMENTS, tags);
+  m.def("linear_backward(" LINEAR_BACKWARD_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
+  m.def("linear_backward.slot(" LINEAR_SLOT_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
   m.def("gated_linear" GATED_LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("gated_linear_forward" GATED_LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  m.def("gated_linear_backward" LINEAR_BACKWARD_ARGUMENTS, tags);
+  m.def("gated_linear_backward(" LINEAR_BACKWARD_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
+  m.def("gated_linear_backward.slot(" LINEAR_SLOT_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
   register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "linear", "linear_forward", "linear_backward",
-                        "gated_linear", "gated_linear_forward", "gated_linear_backward"});
+                        "linear_backward.slot", "gated_linear", "gated_linear_forward", "gated_linear_backward",
+                        "gated_linear_backward.slot"});
 }
 
 namespace {
@@ -402,10 +424,12 @@ void register_kernels(torch::Library& m) {
   m.impl("gemm_backward", gemm_backward);
   m.impl("linear", linear);
   m.impl("linear_forward", linear_forward);
-  m.impl("linear_backward", linear_backward);
+  m.impl("linear_backward", linear_backward<false>);
+  m.impl("linear_backward.slot", linear_backward_slot<false>);
   m.impl("gated_linear", gated_linear);
   m.impl("gated_linear_forward", gated_linear_forward);
-  m.impl("gated_linear_backward", gated_linear_backward);
+  m.impl("gated_linear_backward", linear_backward<true>);
+  m.impl("gated_linear_backward.slot", linear_backward_slot<true>);
 }
 
 }  // namespace
@@ -417,8 +441,8 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("gemm", gemm_autograd);
   m.impl("linear", linear_autograd);
   m.impl("gated_linear", gated_linear_autograd);
-  for (const char* name : {"gemm_forward", "gemm_backward", "linear_forward", "linear_backward", "gated_linear_forward",
-                           "gated_linear_backward"})
+  for (const char* name : {"gemm_forward", "gemm_backward", "linear_forward", "linear_backward", "linear_backward.slot",
+                           "gated_linear_forward", "gated_linear_backward", "gated_linear_backward.slot"})
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

@@ -34,6 +34,8 @@ struct Output {
 //                                    out = g * activation'(z), hidden = h                 (m, n)
 //                           gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z    (m, 2n)
 // and bias_grad is the sum of out over its rows.
+// c may be out itself, with its dtype and strides: every element is then read before it is written, and by whom writes
+// it, so that a product is accumulated where the sum lies. Otherwise what is written overlaps nothing that is read.
 // The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed. No batch
 // or reduced size is 0; k is where nothing is summed.
 struct GemmParams {

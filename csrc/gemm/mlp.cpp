@@ -50,9 +50,10 @@ std::tuple<Tensor, Tensor> mlp_forward(const Tensor& input, const Tensor& weight
 }
 
 template <bool gated>
-Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
-                       const OptionalTensor& bias1, const OptionalTensor& bias2, const Tensor& preact,
-                       ActivationName activation_name, OutputMask output_mask) {
+Gradients run_mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                           const OptionalTensor& bias1, const OptionalTensor& bias2, const Tensor& preact,
+                           const ActivationName& activation_name, const OutputMask& output_mask,
+                           const WeightSlot* into1, const WeightSlot* into2) {
   constexpr const char* op = gated ? "gated_mlp_backward" : "mlp_backward";
   check_layers(op, input, weight1, weight2, bias1, bias2, gated);
   const Activation activation = parse_activation(op, activation_name);
@@ -61,6 +62,8 @@ Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& we
   check_gradient(op, grad, Tensor(), replace_last(input.sizes(), 1, {weight2.size(0)}), false, Activation::kNone);
   CUDA_EXT_CHECK(preact.sizes() == at::IntArrayRef(preact_size), op, "expected preact of shape ",
                  shape_string(preact_size), ", got ", shape_string(preact));
+  if (into1 != nullptr) check_slot(op, *into1, weight1);
+  if (into2 != nullptr) check_slot(op, *into2, weight2);
   const auto type = input.scalar_type();
   const auto [wants_input, wants_weight1, wants_weight2, wants_bias1, wants_bias2] = output_mask;
 
@@ -94,8 +97,27 @@ Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& we
                                           is_given(bias2) ? bias2->scalar_type() : type)
                           .bias;
   return {wants_input ? input_gradient(op, grad_preact, weight1, type) : absent(grad, type),
-          wants_weight1 ? weight_gradient(op, grad_preact, input, type) : absent(grad, type),
-          wants_weight2 ? weight_gradient(op, grad, hidden, type) : absent(grad, type), grad_bias1, grad_bias2};
+          wants_weight1 ? weight_gradient(op, grad_preact, input, type, into1) : absent(grad, type),
+          wants_weight2 ? weight_gradient(op, grad, hidden, type, into2) : absent(grad, type), grad_bias1, grad_bias2};
+}
+
+template <bool gated>
+Gradients mlp_backward(const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                       const OptionalTensor& bias1, const OptionalTensor& bias2, const Tensor& preact,
+                       ActivationName activation, OutputMask output_mask) {
+  return run_mlp_backward<gated>(grad, input, weight1, weight2, bias1, bias2, preact, activation, output_mask, nullptr,
+                                 nullptr);
+}
+template <bool gated>
+Gradients mlp_backward_slot(const Tensor& grad, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
+                            const OptionalTensor& bias1, const OptionalTensor& bias2, const Tensor& preact,
+                            ActivationName activation, OutputMask output_mask, const OptionalTensor& weight1_slot,
+                            const OptionalTensor& weight2_slot, double slot1_alpha, double slot1_beta,
+                            double slot2_alpha, double slot2_beta) {
+  const WeightSlot into1{"weight1_slot", weight1_slot, slot1_alpha, slot1_beta};
+  const WeightSlot into2{"weight2_slot", weight2_slot, slot2_alpha, slot2_beta};
+  return run_mlp_backward<gated>(grad, input, weight1, weight2, bias1, bias2, preact, activation, output_mask, &into1,
+                                 &into2);
 }
 
 template <bool gated>
@@ -113,17 +135,30 @@ class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op =
-        find_op<decltype(mlp_backward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_backward") : CUDA_EXT_OP("mlp_backward"));
+    constexpr const char* name = gated ? CUDA_EXT_OP("gated_mlp_backward") : CUDA_EXT_OP("mlp_backward");
+    static const auto op = find_op<decltype(mlp_backward<gated>)>(name);
+    static const auto slot_op = find_op<decltype(mlp_backward_slot<gated>)>(name, "slot");
     const auto saved = ctx->get_saved_variables();
     EdgeCounter edges(ctx);
     OutputMask mask{};
     for (size_t i = 0; i < mask.size(); ++i) mask[i] = edges.needs_gradient(saved[i].defined());
+    const ActivationName activation = saved_activation(ctx);
+    SlotWrite slot1(mask[1], 1, grads[0]), slot2(mask[2], 2, grads[0]);
     auto [grad_input, grad_weight1, grad_weight2, grad_bias1, grad_bias2] =
-        op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
-                saved_activation(ctx), mask);
-    return {mask[0] ? grad_input : Tensor(), mask[1] ? grad_weight1 : Tensor(), mask[2] ? grad_weight2 : Tensor(),
-            mask[3] ? grad_bias1 : Tensor(), mask[4] ? grad_bias2 : Tensor(),   Tensor()};
+        slot1.found() || slot2.found()
+            ? slot_op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
+                           activation, mask, slot1.view(), slot2.view(), slot1.alpha(), slot1.beta(), slot2.alpha(),
+                           slot2.beta())
+            : op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
+                      activation, mask);
+    slot1.done();
+    slot2.done();
+    return {mask[0] ? grad_input : Tensor(),
+            mask[1] && !slot1.found() ? grad_weight1 : Tensor(),
+            mask[2] && !slot2.found() ? grad_weight2 : Tensor(),
+            mask[3] ? grad_bias1 : Tensor(),
+            mask[4] ? grad_bias2 : Tensor(),
+            Tensor()};
   }
 };
 
@@ -154,20 +189,28 @@ Tensor mlp_autocast(const Tensor& input, const Tensor& weight1, const Tensor& we
 #define MLP_ARGUMENTS(activation)                                                                   \
   "(Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1=None, Tensor? bias2=None, *, str? " \
   "activation='" activation "')"
-#define MLP_BACKWARD_ARGUMENTS                                                                                       \
-  "(Tensor grad_out, Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1, Tensor? bias2, Tensor preact, *, " \
-  "str? activation, bool[5] output_mask) -> (Tensor grad_input, Tensor grad_weight1, Tensor grad_weight2, "          \
-  "Tensor grad_bias1, Tensor grad_bias2)"
+#define MLP_BACKWARD_ARGUMENTS                                                                                      \
+  "Tensor grad_out, Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1, Tensor? bias2, Tensor preact, *, " \
+  "str? activation, bool[5] output_mask"
+#define MLP_SLOT_ARGUMENTS                                                                      \
+  MLP_BACKWARD_ARGUMENTS                                                                        \
+  ", Tensor(a!)? weight1_slot, Tensor(b!)? weight2_slot, float slot1_alpha, float slot1_beta, " \
+  "float slot2_alpha, float slot2_beta"
+#define MLP_GRADIENTS \
+  " -> (Tensor grad_input, Tensor grad_weight1, Tensor grad_weight2, Tensor grad_bias1, Tensor grad_bias2)"
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
   m.def("mlp" MLP_ARGUMENTS("gelu") " -> Tensor", tags);
   m.def("mlp_forward" MLP_ARGUMENTS("gelu") " -> (Tensor out, Tensor preact)", tags);
-  m.def("mlp_backward" MLP_BACKWARD_ARGUMENTS, tags);
+  m.def("mlp_backward(" MLP_BACKWARD_ARGUMENTS ")" MLP_GRADIENTS, tags);
+  m.def("mlp_backward.slot(" MLP_SLOT_ARGUMENTS ")" MLP_GRADIENTS, tags);
   m.def("gated_mlp" MLP_ARGUMENTS("silu") " -> Tensor", tags);
   m.def("gated_mlp_forward" MLP_ARGUMENTS("silu") " -> (Tensor out, Tensor preact)", tags);
-  m.def("gated_mlp_backward" MLP_BACKWARD_ARGUMENTS, tags);
-  register_refusals(m, {"mlp", "mlp_forward", "mlp_backward", "gated_mlp", "gated_mlp_forward", "gated_mlp_backward"});
+  m.def("gated_mlp_backward(" MLP_BACKWARD_ARGUMENTS ")" MLP_GRADIENTS, tags);
+  m.def("gated_mlp_backward.slot(" MLP_SLOT_ARGUMENTS ")" MLP_GRADIENTS, tags);
+  register_refusals(m, {"mlp", "mlp_forward", "mlp_backward", "mlp_backward.slot", "gated_mlp", "gated_mlp_forward",
+                        "gated_mlp_backward", "gated_mlp_backward.slot"});
 }
 
 namespace {
@@ -176,9 +219,11 @@ void register_kernels(torch::Library& m) {
   m.impl("mlp", mlp<false>);
   m.impl("mlp_forward", mlp_forward<false>);
   m.impl("mlp_backward", mlp_backward<false>);
+  m.impl("mlp_backward.slot", mlp_backward_slot<false>);
   m.impl("gated_mlp", mlp<true>);
   m.impl("gated_mlp_forward", mlp_forward<true>);
   m.impl("gated_mlp_backward", mlp_backward<true>);
+  m.impl("gated_mlp_backward.slot", mlp_backward_slot<true>);
 }
 
 }  // namespace
@@ -189,7 +234,8 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("mlp", mlp_autograd<false>);
   m.impl("gated_mlp", mlp_autograd<true>);
-  for (const char* name : {"mlp_forward", "mlp_backward", "gated_mlp_forward", "gated_mlp_backward"})
+  for (const char* name : {"mlp_forward", "mlp_backward", "mlp_backward.slot", "gated_mlp_forward",
+                           "gated_mlp_backward", "gated_mlp_backward.slot"})
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

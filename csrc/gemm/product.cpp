@@ -183,23 +183,44 @@ Tensor input_gradient(const char* op, const Tensor& given_grad, const Tensor& gi
   return result;
 }
 
-Tensor weight_gradient(const char* op, const Tensor& given_grad, const Tensor& given_input, at::ScalarType type) {
+void check_slot(const char* op, const WeightSlot& into, const Tensor& weight) {
+  if (!is_given(into.slot)) return;
+  const Tensor& slot = *into.slot;
+  check_same_device(op, into.argument, slot, "weight", weight);
+  CUDA_EXT_CHECK(
+      is_floating(slot.scalar_type()) && (slot.scalar_type() == at::kDouble) == (weight.scalar_type() == at::kDouble),
+      op, "expected ", into.argument, " of dtype float32, float16 or bfloat16 (float64 for a weight of ",
+      "float64), got ", slot.scalar_type(), " for a weight of ", weight.scalar_type());
+  CUDA_EXT_CHECK(slot.sizes() == weight.sizes() && slot.is_contiguous(), op, "expected ", into.argument,
+                 " contiguous and of shape ", shape_string(weight), ", that of the weight, got shape ",
+                 shape_string(slot), " with strides ", shape_string(slot.strides()));
+}
+
+Tensor weight_gradient(const char* op, const Tensor& given_grad, const Tensor& given_input, at::ScalarType type,
+                       const WeightSlot* into) {
   const Tensor grad = with_unit_stride(given_grad), input = with_unit_stride(given_input);
   const int64_t dims = grad.dim();
+  const bool has_slot = into != nullptr && is_given(into->slot);
   GemmParams params;
   params.m = grad.size(dims - 1);
   params.n = input.size(dims - 1);
   params.k = dims >= 2 ? grad.size(dims - 2) : 1;
-  Tensor result = empty_beside(grad, {params.m, params.n}, type);
-  if (result.numel() == 0) return result;
-  params.a = transposed(matrix(grad));
-  params.b = matrix(input);
-  BatchDims batch;
-  for (int64_t d = 0; d < dims - 2; ++d) batch.push_back({grad.size(d), true, grad.stride(d), input.stride(d), 0, 0});
-  set_batch(op, params, batch);
-  params.out = output(result);
-  run_gemm(op, result, params);
-  return result;
+  const Tensor result = has_slot ? *into->slot : empty_beside(grad, {params.m, params.n}, type);
+  if (result.numel() > 0) {
+    params.a = transposed(matrix(grad));
+    params.b = matrix(input);
+    if (has_slot) {
+      params.alpha = into->alpha;
+      params.beta = into->beta;
+      if (into->beta != 0.0) params.c = matrix(result);
+    }
+    BatchDims batch;
+    for (int64_t d = 0; d < dims - 2; ++d) batch.push_back({grad.size(d), true, grad.stride(d), input.stride(d), 0, 0});
+    set_batch(op, params, batch);
+    params.out = output(result);
+    run_gemm(op, result, params);
+  }
+  return has_slot ? absent(grad, type) : result;
 }
 
 Tensor flatten_rows(const Tensor& tensor) {

@@ -108,8 +108,20 @@ Projection project(const char* op, const Tensor& input, const Tensor& weight, co
 // grad (..., N) @ weight (N, K): (..., K).
 Tensor input_gradient(const char* op, const Tensor& grad, const Tensor& weight, at::ScalarType type);
 
-// grad (..., N)^T @ input (..., K), summed over all leading dims: (N, K).
-Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, at::ScalarType type);
+// Where the gradient of a weight goes if not to a new tensor: slot = alpha * gradient + beta * slot. With beta = 0 what
+// the slot held is not read.
+struct WeightSlot {
+  const char* argument;
+  const OptionalTensor& slot;
+  double alpha;
+  double beta;
+};
+// (N, K), contiguous; float64 if and only if the inputs are.
+void check_slot(const char* op, const WeightSlot& slot, const Tensor& weight);
+
+// grad (..., N)^T @ input (..., K), summed over all leading dims: (N, K). Absent if it goes to a slot.
+Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, at::ScalarType type,
+                       const WeightSlot* into = nullptr);
 
 // The gradient at the pre-activation from that at the output, and the sum of its rows if the bias wants it. Without an
 // activation that is grad itself, and only the sum is formed.

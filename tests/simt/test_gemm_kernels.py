@@ -235,15 +235,19 @@ def test_activations_forward_and_backward(library: GemmLibrary, activation: str,
         np.testing.assert_allclose(target.values(), values, rtol=0, atol=2 * TOLERANCE * np.abs(values).max())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str) -> None:
-    a, b, _ = operands(70, 133, 40, "bfloat16", "tn")
-    out = Target((70, 133), dtype)
-    out.storage[...] = encode(integers((70, 133)), dtype)
-    call = Gemm(a, b, out, c=out.storage)
-    want = expected(call)  # before it is written over
-    library.gemm(call)
-    assert_exact(call, want)
+@pytest.mark.parametrize("shape", [(70, 133, 40), (1, 7, 65), (250, 500, 65), (20, 20, 2400)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str, shape: tuple[int, int, int]) -> None:
+    """With every width of loads and stores, and with a split of k."""
+    m, n, k = shape
+    a, b, _ = operands(m, n, k, "bfloat16", "tn")
+    for offset in range(3):
+        out = Target((m, n), dtype, offset)
+        out.storage[...] = encode(integers((m, n)), dtype)
+        call = Gemm(a, b, out, c=out.storage, alpha=0.5, beta=-2.0)
+        want = expected(call)  # before it is written over
+        library.gemm(call)
+        assert_exact(call, want)
 
 
 def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> None:
