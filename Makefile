@@ -33,7 +33,7 @@ test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for py
 	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile)
+	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile --durations 20)
 
 bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## measure ours beside every opponent (ARGS for python -m benchmarks)
 	@$(call compile,$(DEMO_CUDA))

@@ -31,12 +31,18 @@ from cuda_ext.distributed import BucketedDataParallel
 
 # Linear layers of many sizes, from 2 thousand to 790 thousand weights.
 WIDTHS = (64, 96, 1024, 33, 256, 512, 768, 128, 384, 640)
-WARMUP = 3
+WARMUP = 5  # buckets are divided anew after three steps
 
 
 def cases(device: str) -> Iterator[Case]:
     on_cpu = device == "cpu"
-    yield data_parallel(device, "60 small parameters", chain=[WIDTHS[i % len(WIDTHS)] for i in range(31)], batch=32)
+    small = [WIDTHS[i % len(WIDTHS)] for i in range(31)]
+    if not on_cpu:
+        yield data_parallel(device, "60 small parameters", chain=small, batch=32)
+    for ranks in (2, 4) if on_cpu else ():
+        yield data_parallel(device, "60 small parameters", chain=small, batch=32, ranks=ranks)
+        yield data_parallel(device, "our layers, 8 of 1024²", chain=[1024] * 9, batch=128, ranks=ranks, ours=True)
+        yield data_parallel(device, "12 of 512 ↔ 2048", chain=[512, 2048] * 6 + [512], batch=128, ranks=ranks)
     if on_cpu:
         yield transformer(device, "float32", Blocks(layers=2, features=512, heads=8, hidden=1408), batch=1, length=512)
         yield transformer(device, "bfloat16", Blocks(layers=2, features=512, heads=8, hidden=1408), batch=1, length=512)
@@ -161,9 +167,12 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
     )
 
 
-def data_parallel(device: str, name: str, chain: list[int], batch: int, dtype: str = "float32") -> Case:
-    ranks = torch.cuda.device_count() if device == "cuda" else 2
-    setup = Setup(device, ranks, chain, batch, dtype)
+def data_parallel(
+    device: str, name: str, chain: list[int], batch: int, dtype: str = "float32", ranks: int = 2, ours: bool = False
+) -> Case:
+    """Linear layers of a chain of widths, with GELU; ``ours``: of cuda_ext.nn, for all wrappers."""
+    ranks = torch.cuda.device_count() if device == "cuda" else ranks
+    setup = Setup(device, ranks, chain, batch, dtype, ours)
     weights = sum(k * n + n for k, n in zip(chain, chain[1:]))
     return Case(
         op="data-parallel step",
@@ -185,6 +194,14 @@ class Setup:
     chain: list[int]
     batch: int
     dtype: str
+    ours: bool
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for k, n in zip(self.chain, self.chain[1:]):
+            layers += [cuda_ext.nn.Linear(k, n, activation="gelu")] if self.ours else [nn.Linear(k, n), nn.GELU()]
+        return nn.Sequential(*layers).to(self.device, getattr(torch, self.dtype))
 
 
 def _run_ranks(setup: Setup, seconds: float) -> dict[str, list[float]]:
@@ -204,10 +221,7 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=store, rank=rank, world_size=setup.ranks)
 
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        layers = (nn.Sequential(nn.Linear(k, n), nn.GELU()) for k, n in zip(setup.chain, setup.chain[1:]))
-        return nn.Sequential(*layers).to(device, getattr(torch, setup.dtype))
+    model = setup.model
 
     def with_bf16_hook() -> nn.Module:
         wrapped = DistributedDataParallel(model(), gradient_as_bucket_view=True)
@@ -222,6 +236,7 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
         "DDP, bucket views": _step(DistributedDataParallel(model(), gradient_as_bucket_view=True), inputs),
         "DDP, bf16 hook": _step(with_bf16_hook(), inputs),
         f"{OURS}, bf16 wire": _step(BucketedDataParallel(model(), wire_dtype=torch.bfloat16), inputs),
+        f"{OURS}, over sockets": _step(BucketedDataParallel(model(), reduction="all_reduce"), inputs),
         "no communication": _step(model(), inputs),
     }
     rounds: list[list[float]] = []

@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,7 +57,8 @@ def benchmark_stage(device: str, minutes: str = "{minutes}", most: float = math.
 def stages_on_gpu() -> list[Stage]:
     """The first ones are given more than they should take: all others depend on them, and what they leave is theirs."""
     # Other files may import what is not installed.
-    files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if "every_backend" in path.read_text())
+    marks = re.compile(r"mark\.(every_backend|cuda)\b")
+    files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text()))
     tests = [str(path.relative_to(ROOT)) for path in files]
     small_cases = ("--kernel-regex", "kns=cuda_ext", "{python}", "-m", "benchmarks.small_cases", "cuda")
     sanitizers = [
@@ -139,7 +141,7 @@ def stages_of_dry_run() -> list[Stage]:
             for tool in ("memcheck", "racecheck")
         ),
         # Long enough for each suite to measure something; the limit is for a machine that is busy with other things.
-        benchmark_stage("cpu", minutes="0.6", most=240),
+        benchmark_stage("cpu", minutes="1.5", most=240),
     ]
 
 

@@ -6,7 +6,7 @@
 Without --data it reads the Python language reference that every Python carries (pydoc_data.topics, about 465 kB). The
 last tenth of the text is held out: never trained on, and scored at the end. Everything a run makes goes to --out:
 checkpoints, loss.csv, loss.png and sample.txt. Ctrl-C saves a checkpoint first; --resume goes on from the newest one
-and gives the losses of a run that was never interrupted.
+and gives the losses of a run that was never interrupted. With torchrun --max-restarts, --auto-resume does so by itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import argparse
 import os
 import signal
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import set_aside
+from checkpoint import checkpoints, set_aside
 from gpt import check_one_step
 from report import UserError
 from rich.console import Console
@@ -77,6 +78,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", action="store_true", help="go on from the newest checkpoint in --out, with the same settings"
     )
     running.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="as --resume if there is a checkpoint, else start: for jobs that something else starts again",
+    )
+    number(running, "--timeout", 120.0, "seconds that a process waits for another before it gives up with an error")
+    running.add_argument(
         "--check", action="store_true", help="first compare one step with the same model in plain PyTorch"
     )
     arguments = parser.parse_args(argv)
@@ -94,10 +101,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("expected --features to be a multiple of 2 x --heads, and --heads of --kv-heads")
     if not (arguments.lr > 0 and arguments.clip > 0 and arguments.weight_decay >= 0):
         parser.error("expected --lr and --clip above 0 and --weight-decay of at least 0")
+    if not 0.001 <= arguments.timeout <= 1e6:
+        parser.error(f"--timeout: expected 0.001 to 1000000 s, got {arguments.timeout:g}")
     return arguments
 
 
-def start_process_group(choice: str, console: Console) -> torch.device:
+def start_process_group(choice: str, timeout: float, console: Console) -> torch.device:
     """Joins the processes that torchrun started, or forms a group of one, and says where this one computes."""
     local_rank, local_processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     console.quiet = int(os.environ.get("RANK", 0)) > 0
@@ -117,7 +126,7 @@ def start_process_group(choice: str, console: Console) -> torch.device:
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
@@ -133,15 +142,15 @@ def has_cuda_kernels() -> bool:
     return True
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
-    device = start_process_group(arguments.device, console)
+def run(arguments: argparse.Namespace, console: Console, kind: type[Training]) -> int:
+    device = start_process_group(arguments.device, arguments.timeout, console)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    training = Training(arguments, device, console)
+    training = kind(arguments, device, console)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot make the folder {arguments.out} ({error.strerror}): choose another") from error
-    if arguments.resume:
+    if arguments.resume or (arguments.auto_resume and checkpoints(arguments.out)):
         training.resume()
     elif rank == 0 and (earlier := set_aside(arguments.out)):
         console.print(f"moved the checkpoints of an earlier run to {earlier}")
@@ -163,11 +172,11 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, kind: type[Training] = Training) -> int:
     arguments = parse_arguments(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:
-        return run(arguments, console)
+        return run(arguments, console, kind)
     except UserError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"train_gpt: error: {error}", file=sys.stderr)

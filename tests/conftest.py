@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import workers  # noqa: F401
 
 try:
     from hypothesis import HealthCheck, settings
@@ -87,6 +89,14 @@ def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
             yield name
     else:
         yield name
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone, for what needs no second rank to be seen."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ class Workers:
         self._processes.clear()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
     workers = Workers()
     yield workers

@@ -124,6 +124,27 @@ def test_mixed_dtypes_of_integers_come_back_exactly(backend: str) -> None:
 @pytest.mark.every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_a_kept_tensor_is_left_alone(dtype: torch.dtype, scale: float) -> None:
+    """Whatever it holds: neither written nor scaled, and its NaN does not reach the statistics."""
+    counts = (3, 100, 0, 20001, 1, 50000, 7)
+    kept = [1, 2, 3, 6]
+    offsets, size = random_offsets(counts)
+    bucket = torch.randn(size, dtype=torch.float64).to(dtype)
+    places = [bucket[offset : offset + count] for offset, count in zip(offsets, counts, strict=True)]
+    tensors = [place if n in kept else torch.randn(len(place)) for n, place in enumerate(places)]
+    tensors[1][5], tensors[3][20000] = math.nan, math.inf
+    expected = expected_bucket(tensors, bucket, offsets, scale)
+    for n in kept:
+        expected[offsets[n] : offsets[n] + counts[n]] = tensors[n]
+    stats = bucket_ops.pack(tensors, bucket, offsets, scale=scale, kept=kept)
+    assert_same(bucket, expected)
+    assert_stats(stats, [place for n, place in enumerate(places) if n not in kept], stats_dtype(dtype))
+    assert bucket_ops.pack(places, bucket, offsets, kept=range(len(places))).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.every_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_a_tensor_in_its_place_is_scaled_there(dtype: torch.dtype, scale: float) -> None:
     offsets, size = bucket_ops.aligned_offsets([100, 20001, 3], dtype)
     bucket = torch.full((size,), math.nan, dtype=dtype)
@@ -344,6 +365,10 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
     bucket = torch.zeros(10)
     pack, unpack, stats = bucket_ops.pack, bucket_ops.unpack, bucket_ops.stats
     floating = "float32, float16, bfloat16 or float64"
+    not_kept = (
+        "cuda_ext::bucket_pack: expected tensors[{}], which is in kept, to be a contiguous view of bucket at element "
+        "{} of it, got a tensor elsewhere; leave it out of kept, and it will be copied there"
+    )
     return {
         "bucket rank": (
             lambda: pack([a], torch.zeros(2, 5), [0]),
@@ -404,6 +429,20 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
             lambda: pack([bucket.view(torch.bfloat16)[:4]], bucket, [0]),
             "cuda_ext::bucket_pack: expected tensors[0] either outside the memory of bucket or at element 0 of it, "
             "where its values go, got a tensor that overlaps it elsewhere; clone it",
+        ),
+        "kept beyond the tensors": (
+            lambda: pack([a, b], bucket, [0, 4], kept=[2]),
+            "cuda_ext::bucket_pack: expected kept to hold indices of the 2 tensors, got 2",
+        ),
+        "kept before the tensors": (
+            lambda: pack([a, b], bucket, [0, 4], kept=[-1]),
+            "cuda_ext::bucket_pack: expected kept to hold indices of the 2 tensors, got -1",
+        ),
+        "kept outside": (lambda: pack([a, b], bucket, [0, 4], kept=[1]), not_kept.format(1, 4)),
+        "kept transposed": (lambda: pack([bucket[:6].view(2, 3).t()], bucket, [0], kept=[0]), not_kept.format(0, 0)),
+        "kept of another dtype": (
+            lambda: pack([bucket.view(torch.bfloat16)[:4]], bucket, [0], kept=[0]),
+            not_kept.format(0, 0),
         ),
         "expanded": (
             lambda: unpack(bucket, [torch.zeros(2, 1).expand(2, 3)], [0]),

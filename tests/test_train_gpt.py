@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -191,6 +191,29 @@ def test_signal_in_one_process(text: Path, tmp_path: Path, monkeypatch: pytest.M
     assert train(text, halves, *options, "--resume") == 0
     assert losses(halves) == losses(whole)
     assert len(losses(whole)) == 9
+
+
+def test_a_job_that_is_started_again_goes_on(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ("--steps", "9", "--save-every", "3", "--eval-every", "100")
+    assert train(text, whole, *options) == 0
+    train_step = training.Training.train_step
+
+    def failing_at(step: int) -> Callable[..., bool]:
+        def failing_step(self: training.Training, *arguments: object) -> bool:
+            if self.step == step:
+                raise RuntimeError("a peer is gone")
+            return train_step(self, *arguments)
+
+        return failing_step
+
+    for step, saved in ((2, []), (5, [3]), (8, [3, 6])):  # the first of them before any checkpoint
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a peer is gone"):
+            patch.setattr(training.Training, "train_step", failing_at(step))
+            train(text, parts, *options, "--auto-resume")
+        assert [int(path.stem[11:]) for path in checkpoint.checkpoints(parts)] == saved
+    assert train(text, parts, *options, "--auto-resume") == 0
+    assert losses(parts) == losses(whole)
 
 
 def test_resuming_a_finished_run_only_reports(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,6 +421,8 @@ def test_no_gpu(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("--kv-heads 3", "and --heads of --kv-heads"),
         ("--lr 0", "expected --lr and --clip above 0"),
         ("--lr nan", "expected --lr and --clip above 0"),
+        ("--timeout 0", "--timeout: expected 0.001 to 1000000 s, got 0"),
+        ("--timeout inf", "--timeout: expected 0.001 to 1000000 s, got inf"),
         ("--dtype float16", "invalid choice: 'float16'"),
         ("--speed 3", "unrecognized arguments: --speed 3"),
     ],
@@ -492,5 +517,6 @@ def test_samples_are_reproducible_and_longer_than_the_context() -> None:
 
 def test_settings_cover_every_option_that_changes_the_losses() -> None:
     known = set(vars(train_gpt.parse_arguments([])))
-    elsewhere = {"data", "out", "prompt", "sample_bytes", "device", "eval_every", "save_every", "resume", "check"}
+    elsewhere = {"data", "out", "prompt", "sample_bytes", "device", "eval_every", "save_every", "check"}
+    elsewhere |= {"resume", "auto_resume", "timeout"}
     assert known == set(training.SETTINGS) | elsewhere

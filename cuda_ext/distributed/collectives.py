@@ -9,10 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext import bucket as bucket_ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+SMALLEST_ALONE = 256 << 10  # bytes of a broadcast that takes longer than its start
+LARGEST_SHARED = 4 << 20  # bytes that are copied for a broadcast
 
 
 def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -28,21 +33,53 @@ def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessG
     return resolved
 
 
+def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh of one or two dimensions; ValueError for more."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"{caller}: expected a device mesh of one dimension, or of two, (nodes, ranks of a node), got {mesh.ndim}; "
+            "take a submesh, as in mesh['nodes', 'ranks']"
+        )
+    world = dist.group.WORLD
+    if world is not None and mesh.size() == world.size():
+        return world
+    return mesh._flatten().get_group()
+
+
 def check_wire_dtype(caller: str, wire_dtype: torch.dtype | None) -> None:
     if wire_dtype is not None and wire_dtype not in DTYPES:
         raise ValueError(f"{caller}: expected wire_dtype to be None or one of {DTYPES}, got {wire_dtype!r}")
 
 
-def broadcast_coalesced(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrites ``tensors`` with those of the group's first rank: one broadcast for each device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    for members in groups.values():
-        flat = torch.cat([member.reshape(-1) for member in members])
-        dist.broadcast(flat, group=group, group_src=0)
-        pieces = flat.split([member.numel() for member in members])
-        torch._foreach_copy_(members, [piece.view_as(member) for piece, member in zip(pieces, members, strict=True)])
+def broadcast_coalesced(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrites ``tensors`` with those of the group's rank ``source``.
+
+    Large ones travel as they lie; small ones of a device and dtype share broadcasts, of a copy that stays small.
+    """
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    works = []
+    for tensor in map(Tensor.detach, tensors):
+        if tensor.nbytes >= SMALLEST_ALONE and tensor.is_contiguous():
+            works.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
+            continue
+        members = small.setdefault((tensor.device, tensor.dtype), [])
+        members.append(tensor)
+        if sum(member.nbytes for member in members) >= LARGEST_SHARED:
+            _broadcast_flat(members, group, source)
+            members.clear()
+    for members in filter(None, small.values()):
+        _broadcast_flat(members, group, source)
+    for work in filter(None, works):
+        work.wait()
+
+
+def _broadcast_flat(members: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
+    flat = torch.cat([member.reshape(-1) for member in members])
+    dist.broadcast(flat, group=group, group_src=source)
+    pieces = flat.split([member.numel() for member in members])
+    torch._foreach_copy_(members, [piece.view_as(member) for piece, member in zip(pieces, members, strict=True)])
 
 
 @dataclass

@@ -3,114 +3,157 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cuda_ext.distributed import plan
-from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group
-from cuda_ext.distributed.gradient_bucket import GradientBucket
+from cuda_ext.distributed.bucket_set import BucketSet, Options
+from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group, resolve_mesh
+from cuda_ext.distributed.exchange import check_reduction
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.reducer import Reducer
+from cuda_ext.distributed.sharded import ShardedBucket
+from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.wrapped_module import WrappedModule, check_ranks_agree, check_trainable
 
-_wrapped_parameters = WeakTensorKeyDictionary()  # as a set
 
-
-class BucketedDataParallel(nn.Module):
+class BucketedDataParallel(nn.Module, Joinable):
     """Trains a module on every rank of a process group, with its gradients averaged over the ranks.
 
     Each rank builds the same module and wraps it; parameters and buffers of the first rank go to all. When
-    ``loss.backward()`` returns, ``parameter.grad`` is the mean over the ranks. Gradients travel in flat buckets, in the
-    reverse order of the parameters (Li et al., PyTorch Distributed, VLDB 2020): once all gradients of a bucket are
-    there, `cuda_ext.bucket.pack` writes them into its buffer, divided by the number of ranks and cast, and one
-    asynchronous all-reduce sums it while backward goes on. ``parameter.grad`` becomes a view of that buffer, or of a
-    second one that `cuda_ext.bucket.unpack` fills where ``wire_dtype`` differs; nothing is copied tensor by tensor. The
-    view holds until the next backward pass.
+    ``loss.backward()`` returns, ``parameter.grad`` is the mean over the ranks. Gradients travel in flat buckets (Li et
+    al., PyTorch Distributed, VLDB 2020), which lie in memory that is taken once and are filled in the order in which
+    gradients come. The product that makes the gradient of a weight of `cuda_ext.nn.Linear`, `GatedMLP` and their ops
+    writes it to its place there, divided by the number of ranks (see `cuda_ext.bucket.GradientSlots`); other gradients
+    `cuda_ext.bucket.pack` gathers once all of a bucket are there, dividing and casting on the way. The sum over the
+    ranks runs while backward goes on, from the first step. ``parameter.grad`` becomes a view of the bucket, or of a
+    second one that `cuda_ext.bucket.unpack` fills where ``wire_dtype`` differs; it holds until the next backward pass.
 
     Args:
-        module: at least one parameter requires grad; float32, float16, bfloat16 and float64 may be mixed.
-        process_group: default the default group; any backend of torch.distributed that serves the parameters' devices.
-        bucket_mb: capacity of a bucket in MiB; ``"auto"``, the default, takes it from a cost model, see `describe`.
-        wire_dtype: in which gradients travel and are summed; default that of the parameters. bfloat16 halves the bytes
-            of float32, and rounds each sum to 8 bits.
+        module: at least one parameter requires grad; float32, float16, bfloat16 and float64 may be mixed. All trained
+            parameters are on one device.
+        process_group: default the default group; any backend of torch.distributed that serves the parameters' device.
+            A `torch.distributed.device_mesh.DeviceMesh` of one dimension stands for its group; one of two, (nodes,
+            ranks of a node), sums inside each node first, and then across them, so that a rank sends only its part
+            over the network.
+        bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, measures what a sum takes for half a second
+            when the module is wrapped, and when gradients come in the third pass; from that a model of the costs
+            divides them, and the first rank prints what came of it (docs/buckets.md). Modules up to 1 MiB have one
+            bucket.
+        wire_dtype: in which gradients travel; default that of the parameters. bfloat16 halves the bytes of float32.
         broadcast_buffers: whether the buffers of the first rank go to all before each forward pass that trains (in
             training mode, with gradients enabled, outside `no_sync`); default True.
+        reduction: ``"all_reduce"``: that of the backend, in ``wire_dtype``. ``"float32"``: an all-to-all, a sum in
+            float32 that is rounded once, and an all-gather. ``"symmetric"``: by loads and stores in memory that all
+            ranks address, as on one host, in float32, without a message. ``"auto"``, the default: on CPUs the last if
+            they share memory, else the second, both of which add in the order of the ranks, so that results do not
+            depend on the buckets; on GPUs the second where a ``wire_dtype`` of 16 bits is given and there are more
+            than two ranks, else the first.
+        error_feedback: whether what rounding to ``wire_dtype`` takes from a gradient is added to that of the next step
+            (Karimireddy et al., arXiv 1901.09847); default False. What rounding takes from the sum is not.
+        shard_optimizer: whether each rank gets its part of the averages alone, for an optimizer that updates that part
+            (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
+            memory of the wrapper.
 
     A parameter that some ranks do not use needs no flag: they contribute zeros. One that no rank uses keeps
-    ``grad=None``. Gradients from before (from `no_sync`, or not zeroed) are part of the average. Attributes and the
-    state dict are those of ``module``, which is also there as ``.module``.
+    ``grad=None``. Gradients from before (from `no_sync`, or not zeroed) are part of the average. Parameters may be
+    frozen and freed between steps, on all ranks alike. Inputs of different numbers are for
+    `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which is also there
+    as ``.module``.
 
     If a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs as soon as that rank
-    calls forward again; the gradients of that step are dropped everywhere (``grad=None``) and training can go on.
+    calls forward again; the gradients of that step are dropped everywhere (``grad=None``) and training can go on. If a
+    rank dies, hangs or is cut off, the others get a RuntimeError within the timeout of the group, which says what each
+    rank was doing; gradients are dropped, and every later step raises it again.
 
     Raises RuntimeError if no process group is initialised or the ranks disagree, and from forward if a parameter was
-    changed, replaced or added since; ValueError for a wrong ``bucket_mb`` or ``wire_dtype`` and for a module with
-    nothing to train or wrapped already; TypeError for a parameter of another dtype, and from backward for a sparse
-    gradient.
+    replaced, added or converted since; ValueError for a wrong argument and for a module with nothing to train, wrapped
+    already, or on several devices; TypeError for a parameter of another dtype, from backward for a sparse gradient, and
+    where the wrapper is copied or pickled.
     """
 
     def __init__(
         self,
         module: nn.Module,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         bucket_mb: float | str = "auto",
         wire_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
+        reduction: str = "auto",
+        error_feedback: bool = False,
+        shard_optimizer: bool = False,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
+        mesh = None
+        if isinstance(process_group, DeviceMesh):
+            mesh, process_group = process_group, resolve_mesh(NAME, process_group)
         group = resolve_group(NAME, process_group)
-        check_ranks_agree(module, f"{bucket_mb=}, {wire_dtype=}, {broadcast_buffers=}", group)
+        options = Options(bucket_mb, wire_dtype, reduction, error_feedback, shard_optimizer)
+        self._agreed = f"{options}, {broadcast_buffers=}"
+        check_ranks_agree(module, self._agreed, group)
         check_wire_dtype(NAME, wire_dtype)
+        plan.check_bucket_mb(bucket_mb)
+        check_reduction(reduction)
+        if error_feedback and wire_dtype is None:
+            raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
         trained = check_trainable(module)
-        names, parameters = list(trained), list(trained.values())
-        for name, parameter in trained.items():
-            if parameter in _wrapped_parameters:
-                raise ValueError(
-                    f"{NAME}: expected a module that is not wrapped yet, got parameter {name}, whose gradient another "
-                    "wrapper averages already; wrap a module once"
-                )
-        backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-        self._capacity = plan.choose_capacity(bucket_mb, backends[parameters[0].device.type])
+        device = next(iter(trained.values())).device
 
         self.module = module
         self.process_group = group
         self.broadcast_buffers = broadcast_buffers
         self._wrapped = WrappedModule(module)
+        self._reducer = Reducer(group, device)
+        self._bucket_set = BucketSet(self._reducer, group, mesh, device, options)
+        weakref.finalize(self, self._reducer.watch.stop)
+        weakref.finalize(self, self._bucket_set.release).atexit = False
+        self._bucket_set.build(trained)
         broadcast_coalesced([*module.parameters(), *module.buffers()], group)
-        buckets = [
-            GradientBucket({names[n]: parameters[n] for n in bucket}, wire_dtype or parameters[bucket[0]].dtype, group)
-            for bucket in plan.assign(parameters, self._capacity, wire_dtype)
-        ]
-        self._reducer = Reducer(buckets)
-        hooks = []
-        for bucket in buckets:
-            for position, parameter in enumerate(bucket.parameters):
-                hook = self._reducer.gradient_hook(bucket, position)
-                hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-                _wrapped_parameters[parameter] = None
-        weakref.finalize(self, _release, hooks, parameters).atexit = False
+
+    def _adapt(self) -> None:
+        """Follows the module and what was learnt of its backward pass. All ranks come here with the same knowledge."""
+        if self._wrapped.trained_changed():
+            if self._bucket_set.sharded:
+                raise RuntimeError(
+                    f"{NAME}: expected the same parameters to require grad as before, as shard_optimizer=True has "
+                    "dealt them out, got others; wrap the module anew"
+                )
+            check_ranks_agree(self.module, self._agreed, self.process_group)
+            self._bucket_set.build(check_trainable(self.module))
+        else:
+            with self._reducer.collective(f"the division into buckets after backward pass {self._reducer.passes}"):
+                self._bucket_set.learn()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._reducer.recover()
         self._wrapped.check_unchanged()
         synchronizes = self._reducer.enabled and torch.is_grad_enabled()
-        if synchronizes and self.training and self.broadcast_buffers:
-            broadcast_coalesced(self._wrapped.buffers(), self.process_group)
+        if synchronizes:
+            Join.notify_join_context(self)
+            self._before_pass()
         output = self.module(*args, **kwargs)
         if synchronizes:
             for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     leaf.register_hook(self._reducer.output_hook)
         return output
+
+    def _before_pass(self) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes the forward pass again
+            self._adapt()
+            if self.training and self.broadcast_buffers:
+                with self._reducer.collective(f"the broadcast of buffers before pass {self._reducer.passes + 1}"):
+                    broadcast_coalesced(self._wrapped.buffers(), self.process_group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,11 +171,15 @@ class BucketedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients by ``min(1, max_norm / (norm + 1e-6))`` in place; returns their 2-norm before that.
 
-        As `torch.nn.utils.clip_grad_norm_`, by flat buffers: the norm is what `unpack` found on the way (where
-        ``wire_dtype`` is not the parameters' own), or one read of each buffer; to scale is one pass over each, left out
-        on a CPU where nothing is to be clipped. Gradients are the same on every rank, and so is the norm: 0-d, float32
-        (float64 if a parameter is). Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and
-        ``error_if_nonfinite``; default False.
+        As `torch.nn.utils.clip_grad_norm_`, by flat buffers. All ranks have to call it. Where ``wire_dtype`` is not the
+        parameters' own, the norm has come with `unpack`, and from shared memory with the sum; else each rank reads its
+        part of the averages, 1 / world size of them, and a sum of two numbers over the ranks makes the norm of the
+        whole. Gradients that somebody has written since the backward pass are read in full. To scale is one pass over
+        each buffer, left out on a CPU where nothing is to be clipped. The norm is the same on every rank: 0-d, float32
+        (float64 if a parameter is).
+
+        Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and ``error_if_nonfinite``; default
+        False.
         """
         total_norm = self._stats()[0].sqrt()
         if error_if_nonfinite and not total_norm.isfinite():
@@ -143,32 +190,138 @@ class BucketedDataParallel(nn.Module):
         factor = (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
         if factor.is_cpu and factor == 1.0:
             return total_norm
-        for bucket in self._reducer.buckets:
-            gradients = bucket.reduced()
-            if gradients:
-                torch._foreach_mul_(gradients, factor.to(bucket.wire.device))
+        self.scale_gradients_(factor)
         return total_norm
 
     @torch.no_grad()
+    def scale_gradients_(self, factor: Tensor) -> None:
+        """Multiplies all gradients by ``factor``, 0-d, the same on every rank: one pass over each flat buffer.
+
+        Known norms are scaled with them, so that `clip_grad_norm_` need not read the gradients after this.
+        """
+        for bucket in self._reducer.buckets:
+            bucket.scale(factor)
+
+    @torch.no_grad()
     def found_nonfinite(self) -> Tensor:
-        """Whether a gradient holds an infinity or a NaN: 0-d bool, from the statistics that `clip_grad_norm_` uses."""
+        """Whether a gradient holds an infinity or a NaN: 0-d bool, from the statistics that `clip_grad_norm_` uses.
+
+        All ranks have to call it.
+        """
         return self._stats()[1] != 0.0
 
     def _stats(self) -> Tensor:
         """Sum of squares, and number of buckets with a value that is not finite, over all buckets: (2,)."""
         buckets = self._reducer.buckets
-        dtypes = [bucket.gradients.dtype for bucket in buckets]
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        return torch.stack([bucket.stats().to(buckets[0].wire.device, dtype) for bucket in buckets]).sum(dim=0)
+        is_double = any(bucket.gradients.dtype == torch.float64 for bucket in buckets)
+        stats = [bucket.stats() for bucket in buckets]
+        known = torch.stack([each.double() for each, _ in stats])  # (buckets, 2)
+        parts = [n for n, (_, is_part) in enumerate(stats) if is_part]
+        if parts:
+            of_parts = known[parts]
+            with self._reducer.collective(f"the norm of the gradients of backward pass {self._reducer.passes}"):
+                dist.all_reduce(of_parts, group=self.process_group)
+            known[parts] = of_parts
+            for n, whole in zip(parts, of_parts):
+                buckets[n].remember(whole)
+        return known.sum(dim=0).to(torch.float64 if is_double else torch.float32)
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Records when each bucket was packed, sent and ready, in the backward passes that run inside::
+
+            with model.trace() as trace:
+                loss_of(model(batch)).backward()
+            trace.save("step.json")  # for chrome://tracing or Perfetto
+            trace.plot("step.png")
+
+        Of this rank. See `cuda_ext.distributed.trace.Trace`.
+        """
+        trace = Trace(self.process_group.rank(), self._bucket_set.device)
+        before, self._reducer.trace = self._reducer.trace, trace
+        try:
+            yield trace
+        finally:
+            self._reducer.trace = before
+
+    # An optimizer of which each rank holds a part.
+
+    def named_shards(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """With ``shard_optimizer=True``: this rank's flat pieces of the parameters, by the parameters' names.
+
+        They are for any optimizer that treats elements alone, as SGD and Adam do, and share the parameters' memory.
+        After backward their ``grad`` is the average; that of the parameters themselves is None. Once the optimizer has
+        stepped, `gather_parameters` brings the pieces of all ranks together; `sharded_optimizer` sees to both. Names
+        may be missing on a rank.
+        """
+        for bucket in self._reducer.buckets:
+            if not isinstance(bucket, ShardedBucket):
+                raise RuntimeError(
+                    f"{NAME}.named_shards: expected shard_optimizer=True, got False; pass it when wrapping"
+                )
+            yield from bucket.shards.items()
+
+    def gather_parameters(self) -> None:
+        """Brings the updated pieces of all ranks to every rank: one all-gather for each bucket, in place."""
+        with self._reducer.collective(f"the gathering of parameters after backward pass {self._reducer.passes}"):
+            works = [bucket.gather() for bucket in self._reducer.buckets if isinstance(bucket, ShardedBucket)]
+            for work in works:
+                work.wait()
+
+    def sharded_optimizer(
+        self, optimizer: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
+    ) -> torch.optim.Optimizer:
+        """``optimizer(params, **defaults)`` that updates this rank's pieces, and then gathers those of all (ZeRO-1).
+
+        params: parameters of the module, or groups of them as `torch.optim.Optimizer` takes them; default all that are
+        trained. optimizer: a class that treats elements alone, as SGD, Adam and AdamW do; LARS or Muon would see
+        pieces. Its state dict is of this rank's pieces.
+        """
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        shards = dict(self.named_shards())
+        chosen = list(names if params is None else params)
+        groups = chosen if chosen and isinstance(chosen[0], dict) else [{"params": chosen}]
+        mine = [
+            {**group, "params": [shards[names[p]] for p in group["params"] if names[p] in shards]} for group in groups
+        ]
+        made = optimizer(mine, **defaults)
+        weak_self = weakref.ref(self)
+
+        def gather(*_: object) -> None:
+            model = weak_self()
+            if model is not None:
+                model.gather_parameters()
+
+        made.register_step_post_hook(gather)
+        return made
+
+    # Uneven inputs: what torch.distributed.algorithms.join.Join asks for.
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``with Join([model]):``: a rank without inputs takes part in the averages of the others, with zeros.
+
+        The average still divides by the number of all ranks. Raises ValueError for
+        ``divide_by_initial_world_size=False``: the division rides in `pack`, before it is known who has joined.
+        """
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise ValueError(f"{NAME}.join_hook: expected divide_by_initial_world_size=True, got False; scale the loss")
+        return _JoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._bucket_set.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
 
     def describe(self) -> str:
         """How the size of buckets came about, and the buckets in the order in which they are sent, one a line."""
-        buckets = self._reducer.buckets
+        buckets, capacity = self._reducer.buckets, self._bucket_set.capacity
         count, size = sum(len(bucket.names) for bucket in buckets), sum(bucket.wire.nbytes for bucket in buckets)
         lines = [
             f"{count} parameters, {_mib(size)} in {len(buckets)} buckets on {self.process_group.size()} ranks",
-            f"capacity {_mib(self._capacity.other)}, of the last bucket {_mib(self._capacity.last)} "
-            f"({self._capacity.reason})",
+            f"capacity {_mib(capacity.other)}, of the last bucket {_mib(capacity.last)} ({capacity.reason})",
         ]
         for number, bucket in enumerate(buckets):
             dtype, wire = (str(tensor.dtype).removeprefix("torch.") for tensor in (bucket.gradients, bucket.wire))
@@ -192,6 +345,17 @@ class BucketedDataParallel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            f"{NAME}: cannot be copied, as its buckets belong to a process group; copy model.module instead"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{NAME}: cannot be pickled, as its buckets belong to a process group; save model.state_dict(), "
+            "whose names are the module's, or model.module"
+        )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -201,12 +365,23 @@ class BucketedDataParallel(nn.Module):
             return getattr(self.module, name)
 
 
+class _JoinHook(JoinHook):
+    def __init__(self, model: BucketedDataParallel) -> None:
+        self._model = model
+
+    def main_hook(self) -> None:
+        """Does what a step of the other ranks does between them."""
+        self._model._before_pass()
+        self._model._reducer.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All take the parameters and buffers of a rank that has trained to the end."""
+        model = self._model
+        group = model.process_group
+        last = torch.tensor(group.rank() if is_last_joiner else -1, device=model.join_device)
+        dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
+        broadcast_coalesced([*model.module.parameters(), *model.module.buffers()], group, int(last))
+
+
 def _mib(size: float) -> str:
     return f"{size / plan.MIB:.3g} MiB"
-
-
-def _release(hooks: list[RemovableHandle], parameters: list[nn.Parameter]) -> None:
-    for hook in hooks:
-        hook.remove()
-    for parameter in parameters:
-        _wrapped_parameters.pop(parameter, None)

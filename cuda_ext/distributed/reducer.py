@@ -3,14 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 from torch.autograd import Variable
 
+from cuda_ext import bucket as bucket_ops
+from cuda_ext.distributed.clock import Mark, mark, seconds_between
 from cuda_ext.distributed.gradient_bucket import GradientBucket
 from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.trace import Trace
+from cuda_ext.distributed.watch import GAVE_UP, Watch
+
+
+class Arrivals:
+    """The gradients of a backward pass in the order in which they came: bucket and position of each.
+
+    If they are ``timed``, also when, in seconds since the first.
+    """
+
+    def __init__(self, device: torch.device, timed: bool) -> None:
+        self.places: list[tuple[int, int]] = []
+        self._device, self._timed = device, timed
+        self._marks: list[Mark] = []
+
+    def add(self, bucket: int, position: int) -> None:
+        self.places.append((bucket, position))
+        if self._timed:
+            self._marks.append(mark(self._device))
+
+    def seconds(self) -> list[float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return [seconds_between(self._marks[0], each) for each in self._marks]
 
 
 class Reducer:
@@ -22,24 +49,66 @@ class Reducer:
     what is averaged already as it is, so the later passes only add what the earlier ones lacked.
     """
 
-    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
-        self.buckets = list(buckets)
-        self.enabled = True  # False under no_sync()
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.buckets: list[GradientBucket] = []
+        self._enabled = True
+        self._slots: list[tuple[bucket_ops.GradientSlots, float]] = []
+        self.passes = 0  # that have ended with averages
+        self.times_arrivals = False  # whether those of the next passes are to be timed
+        self.arrivals = Arrivals(device, False)  # of the last of them
+        self.trace: Trace | None = None
+        self._device = device
+        self.watch = Watch(group, device, self._status)
+        self._failure = ""
         self._lock = threading.Lock()  # the engine has a thread for each device, and each runs hooks
         self._next = 0  # the bucket to go
+        self._waits_for = ""  # the collective that has to come before anything goes on
         self._active = False  # whether a gradient has come since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task at whose end _finish() runs
 
-    def gradient_hook(self, bucket: GradientBucket, position: int) -> Callable[[Tensor], None]:
-        """What runs when the gradient of a parameter is there: for every parameter in every pass."""
+    @property
+    def enabled(self) -> bool:
+        """Whether backward passes average; not under no_sync()."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._open_slots()
+
+    def drop_slots(self) -> None:
+        self._slots.clear()
+
+    def add_slots(self, slots: bucket_ops.GradientSlots, scale: float) -> None:
+        """``scale``: what a pass that averages multiplies gradients with on their way to these slots."""
+        self._slots.append((slots, scale))
+
+    def _open_slots(self) -> None:
+        for slots, scale in self._slots:
+            slots.unlock_all()
+            slots.open(scale if self._enabled else 1.0)
+
+    def use(self, buckets: Sequence[GradientBucket]) -> None:
+        """Goes on with other buckets, between two passes."""
+        self.buckets = list(buckets)
+        self._reset()
+
+    def gradient_hook(self, number: int, position: int) -> Callable[[object, object], None]:
+        """What runs when AccumulateGrad of a parameter has: for every parameter in every pass that reaches it."""
+        bucket = self.buckets[number]
         arrived = bucket.arrived
 
-        def on_gradient(_: Tensor) -> None:
-            if not self.enabled:
+        def on_gradient(_: object, __: object) -> None:
+            bucket.collect(position)
+            if not self._enabled:
                 return
             with self._lock:
                 if not self._active:
+                    self._refuse_create_graph()
+                    if self._callback_task is None:
+                        self._queue_finish()
                     self._begin()
+                self.arrivals.add(number, position)
                 if not arrived[position]:
                     arrived[position] = True
                     bucket.missing -= 1
@@ -54,21 +123,26 @@ class Reducer:
 
         return on_gradient
 
-    def output_hook(self, _: Tensor) -> None:
+    def output_hook(self, _: torch.Tensor) -> None:
         """What runs when the gradient of an output is there: before any parameter's, in the outermost graph task."""
         if self.enabled:
             self._queue_finish()
 
-    def _begin(self) -> None:
+    @staticmethod
+    def _refuse_create_graph() -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{NAME}: expected a backward pass without create_graph, got create_graph=True, but averages over "
                 "ranks are no part of a graph; for a penalty on gradients, compute these with torch.autograd.grad(..., "
                 "create_graph=True) and call backward() on the loss that holds the penalty"
             )
-        if self._callback_task is None:
-            self._queue_finish()
+
+    def _begin(self) -> None:
         self._active = True
+        self.watch.busy(True)
+        self.arrivals = Arrivals(self._device, self.times_arrivals)
+        if self.trace is not None:
+            self.trace.backward_begins()
 
     def _queue_finish(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -78,36 +152,117 @@ class Reducer:
 
     def _launch_complete(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
-            self.buckets[self._next].launch()
-            self._next += 1
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        number, bucket = self._next, self.buckets[self._next]
+        with torch.no_grad():
+            with nullcontext() if self.trace is None else self.trace.packing(number, bucket.label):
+                bucket.pack()
+            with self._summing(number):
+                pending = bucket.send()
+            if self.trace is not None:
+                self.trace.sent(number, pending)
+        self._next += 1
+
+    def _summing(self, number: int) -> AbstractContextManager[None]:
+        bucket = self.buckets[number]
+        names = f"{bucket.names[0]} to {bucket.names[-1]}"
+        return self.collective(f"the sum of bucket {number}, {names}, of backward pass {self.passes + 1}")
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """A failure in here is one of ``what``, a collective of the wrapper, and says so; who waits in here, too."""
+        self._waits_for = what
+        outside = not self._active  # of a pass
+        if outside:
+            self.watch.busy(True)
+        try:
+            yield
+        except Exception as error:
+            raise self._failed(what, error) from error
+        self._waits_for = ""
+        if outside:
+            self.watch.busy(False)
+
+    def _failed(self, what: str, error: Exception) -> RuntimeError:
+        """What to raise where a collective has failed. The group is of no use from here on."""
+        cause = str(error).strip().splitlines()[0]
+        others = self.watch.report(f"{GAVE_UP} {what}: {cause}")
+        self._reset()
+        self._drop_gradients()
+        self._failure = (
+            f"{NAME}: expected {self.watch.ranks} ranks to take part in {what}, got: {cause}. "
+            f"What the others do: {others}. The gradients of this step are dropped, and the process group is of "
+            "no use any more: end the process; torchrun then restarts the job, which goes on from its last checkpoint"
+        )
+        return RuntimeError(self._failure)
+
+    def _status(self) -> str:
+        """What this rank is doing, for the others. Runs in the thread of the watch."""
+        number, buckets = self.passes + 1, self.buckets
+        if self._waits_for:
+            return f"waits for {self._waits_for}"
+        if not self._active:
+            return f"is not in a backward pass; it has done {self.passes}"
+        bucket = buckets[min(self._next, len(buckets) - 1)]  # the main thread goes on meanwhile
+        lacking = [name for name, arrived in zip(bucket.names, bucket.arrived) if not arrived]
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        return (
+            f"computes gradients in backward pass {number}; bucket {self._next} of {len(buckets)} lacks "
+            f"{', '.join(lacking[:3])}{more}"
+        )
 
     def _finish(self) -> None:
         self._callback_task = None
         if not self._active:  # no gradient of a parameter was asked for, as by torch.autograd.grad
             return
-        for bucket in self.buckets[self._next :]:
-            bucket.launch()
-            self._next += 1
-        complete = [bucket.finish() for bucket in self.buckets]
+        if self.trace is not None:
+            self.trace.backward_ends()
+        while self._next < len(self.buckets):
+            self._launch_next()
+        complete = []
+        for number, bucket in enumerate(self.buckets):
+            with self._summing(number):
+                complete.append(bucket.finish())
         self._reset()
+        if self.trace is not None:
+            self.trace.finished()
         if not all(complete):
-            for bucket in self.buckets:
-                bucket.drop_gradients()
+            self._drop_gradients()
             raise RuntimeError(
                 f"{NAME}: expected every rank to finish the backward pass, but one gave it up, likely by an exception "
                 "of its own; the gradients of this step are dropped on all ranks, and training can go on with the next"
             )
+        self.passes += 1
 
     def recover(self) -> None:
         """Completes what a backward pass that ended in an exception has left undone; does nothing inside of one."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint computes the forward pass again
             return
         self._callback_task = None
+        if self._failure:
+            raise RuntimeError(f"{self._failure}. That was in an earlier step")
         if self._active:
-            for bucket in self.buckets:
-                bucket.abandon()
+            for number, bucket in enumerate(self.buckets):
+                with self._summing(number):
+                    bucket.abandon()
             self._reset()
+
+    def shadow(self) -> None:
+        """A backward pass without gradients, for a rank that has no inputs left while others go on."""
+        self._drop_gradients()  # of its own last step
+        self._begin()
+        self._finish()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for bucket in self.buckets:
+            bucket.drop_gradients()
 
     def _reset(self) -> None:
         self._next = 0
+        self._waits_for = ""
         self._active = False
+        self._open_slots()
+        self.watch.busy(False)

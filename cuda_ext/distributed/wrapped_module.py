@@ -51,7 +51,13 @@ def check_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
         raise ValueError(
             f"{NAME}: expected a module with parameters that require grad, got {len(named)} and none that does"
         )
+    first, device = next((name, parameter.device) for name, parameter in trained.items())
     for name, parameter in trained.items():
+        if parameter.device != device:
+            raise ValueError(
+                f"{NAME}: expected parameters on one device, got {first} on {device} and {name} on {parameter.device}; "
+                "wrap the part on each device by itself"
+            )
         if parameter.dtype not in DTYPES:
             raise TypeError(
                 f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, "
@@ -65,7 +71,7 @@ class WrappedModule:
 
     def __init__(self, module: nn.Module) -> None:
         self._tables: list[tuple[str, dict[str, Any], list[Any]]] = []
-        self._parameters: list[tuple[str, nn.Parameter, tuple[object, ...]]] = []
+        self._parameters: list[tuple[str, nn.Parameter, tuple[object, ...], bool]] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
         for path, owner in module.named_modules():
             prefix = f"{path}." if path else ""
@@ -73,11 +79,21 @@ class WrappedModule:
                 self._tables.append((prefix, table, list(table.values())))
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    self._parameters.append((prefix + name, parameter, _traits(parameter)))
+                    traits = _traits(parameter)
+                    self._parameters.append((prefix + name, parameter, traits, parameter.requires_grad))
             self._buffers += [(owner._buffers, name) for name, buffer in owner._buffers.items() if buffer is not None]
 
     def buffers(self) -> list[Tensor]:
         return [table[name] for table, name in self._buffers]
+
+    def trained_changed(self) -> bool:
+        """Whether a parameter was frozen, or freed to train, since the last call."""
+        changed = False
+        for n, (name, parameter, traits, trained) in enumerate(self._parameters):
+            if parameter.requires_grad != trained:
+                self._parameters[n] = name, parameter, traits, parameter.requires_grad
+                changed = True
+        return changed
 
     def check_unchanged(self) -> None:
         """RuntimeError, with the name, if a parameter or submodule was replaced, added, removed or given new traits."""
@@ -90,7 +106,7 @@ class WrappedModule:
                     f"{NAME}: expected the parameters and submodules that were wrapped, got {what}; "
                     "change the module before wrapping it"
                 )
-        for name, parameter, before in self._parameters:
+        for name, parameter, before, _ in self._parameters:
             now = _traits(parameter)
             if now != before:
                 change = next(n for n in range(len(_TRAITS)) if now[n] != before[n])
@@ -100,8 +116,8 @@ class WrappedModule:
                 )
 
 
-_TRAITS = ("requires_grad", "dtype", "shape", "device")
+_TRAITS = ("dtype", "shape", "device")
 
 
 def _traits(parameter: Tensor) -> tuple[object, ...]:
-    return parameter.requires_grad, parameter.dtype, parameter.shape, parameter.device
+    return parameter.dtype, parameter.shape, parameter.device

@@ -20,7 +20,7 @@ from harness import CSRC, Fault, Library, SyncSite
 SOURCES = [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"]
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_INDEX = {name: i for i, name in enumerate((*DTYPES, "float64"))}  # as in csrc/base/dtype.h
-OPS = ("pack", "unpack", "stats")
+OPS = ("pack", "unpack", "stats", "pack alone")  # the last without statistics
 PAIRS = [(source, target) for source in DTYPES for target in DTYPES]
 BLOCK = 16384  # kBlockElements
 POISON = 0xA5
@@ -54,6 +54,7 @@ class Tensor:
     gap: int = 0  # elements of the bucket in front of it
     shift: int = 0  # elements past an aligned address
     in_place: bool = False
+    kept: bool = False  # in place and to be left alone
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Launch:
             position += t.gap
             self.begins.append(position)
             here = self.bucket.part(position, t.count)
-            self.tensors.append(here if t.in_place else place(t.count, t.dtype, t.shift))
+            self.tensors.append(here if t.in_place or t.kept else place(t.count, t.dtype, t.shift))
             position += t.count
         self.before = np.full(cursor + GUARD, POISON, np.uint8)
         for source in [self.bucket] if op == "unpack" else self.tensors:
@@ -170,9 +171,12 @@ class Launch:
         self.expected = self.before.copy()
         self.written: list[Stretch] = []
         self.squares, self.nonfinite = 0.0, False
-        if self.op == "pack":
+        if self.op.startswith("pack"):
             self.bucket.of(self.expected)[:] = 0
-        for begin, tensor in zip(self.begins, self.tensors):
+        for begin, tensor, given in zip(self.begins, self.tensors, self.case.tensors):
+            if given.kept:
+                tensor.of(self.expected)[:] = tensor.of(self.before)
+                continue
             place = self.bucket.part(begin, tensor.count)
             source, target = (place, tensor) if self.op == "unpack" else (tensor, place)
             with np.errstate(all="ignore"):
@@ -189,13 +193,15 @@ class Launch:
         arena, stats = aligned(self.before.size), aligned(8).view(np.float32)
         arena[:], stats[:] = self.before, -1.0
         entries = np.zeros(len(self.tensors), ENTRY)
-        for entry, begin, tensor in zip(entries, self.begins, self.tensors):
-            entry["data"] = arena.ctypes.data + tensor.at
+        for entry, begin, tensor, given in zip(entries, self.begins, self.tensors, self.case.tensors):
+            entry["data"] = 0 if given.kept else arena.ctypes.data + tensor.at
             entry["begin"], entry["count"], entry["dtype"] = begin, tensor.count, DTYPE_INDEX[tensor.dtype]
         if workspace is None:
             needed = library.symbol("bucket_workspace")
             needed.restype = ctypes.c_size_t
-            bytes_needed = needed(ctypes.c_int64(self.count), ctypes.c_int64(len(entries)))
+            bytes_needed = needed(
+                ctypes.c_int64(self.count), ctypes.c_int64(len(entries)), ctypes.c_bool(self.op != "pack alone")
+            )
             workspace = aligned(bytes_needed + GUARD)
             workspace[:] = POISON
         bucket = None if self.op == "stats" else ctypes.c_void_p(arena.ctypes.data + self.bucket.at)
@@ -208,7 +214,7 @@ class Launch:
             ctypes.c_int64(self.count),
             DTYPE_INDEX["float32" if self.op == "stats" else self.case.bucket],
             ctypes.c_double(self.case.scale),
-            address(stats),
+            None if self.op == "pack alone" else address(stats),
             address(workspace),
         )
         entries[:] = 0  # nobody needs the table after the call
@@ -223,6 +229,8 @@ class Launch:
         wrong = np.flatnonzero(outcome.arena != expected)
         assert wrong.size == 0, f"{wrong.size} wrong bytes from {wrong[0]}, the bucket is {self.bucket}"
         assert (outcome.workspace[-GUARD:] == POISON).all(), "wrote behind the workspace"
+        if self.op == "pack alone":
+            return
         assert outcome.stats[1] == self.nonfinite
         if not self.nonfinite:
             with np.errstate(over="ignore"):
@@ -330,6 +338,23 @@ def test_tensors_that_live_in_the_bucket(library: Library, rng: np.random.Genera
         check(library, Case(tensors, bucket, shift=1, scale=scale), rng)
 
 
+@pytest.mark.parametrize("bucket", DTYPES)
+def test_kept_entries_are_left_alone(library: Library, rng: np.random.Generator, bucket: str) -> None:
+    """Long and short ones, among others, gaps and the ends of blocks; whatever bits they hold."""
+    sizes = (5000, 3, 1, 0, 200, BLOCK, 1, 1, 300, 2 * BLOCK + 5, 7)
+    for round_ in range(4):
+        tensors = [
+            Tensor(n, bucket if kept else "float16", gap=int(rng.integers(3)), shift=int(rng.integers(4)), kept=kept)
+            for n, kept in ((n, bool(rng.integers(2)) or round_ == 0) for n in sizes)
+        ]
+        case = Case(tensors, bucket, shift=round_, end_gap=round_, scale=0.5)
+        launch = Launch("pack", case, rng)
+        for tensor in (stretch for stretch, t in zip(launch.tensors, tensors) if t.kept):
+            tensor.of(launch.before)[:] = draw(tensor.count, bucket, "bits", rng)
+        launch._expect()
+        launch.check(launch.run(library))
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("at", [0, 255, 700, 17000])
 def test_one_value_that_is_not_finite(library: Library, rng: np.random.Generator, value: float, at: int) -> None:
@@ -427,13 +452,14 @@ def is_caught(library: Library, launch: Launch, skip: SyncSite) -> bool:
     return False
 
 
-def test_loss_of_any_synchronisation_is_noticed(hooked: Library, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("op", "count"), [("pack", 3), ("pack alone", 1)])
+def test_loss_of_any_synchronisation_is_noticed(hooked: Library, rng: np.random.Generator, op: str, count: int) -> None:
     hooked.reset()
-    launch = Launch("pack", concurrent_case(rng), rng)
+    launch = Launch(op, concurrent_case(rng), rng)
     launch.run(hooked)
     sites = hooked.sync_sites()
-    assert {site.instruction for site in sites} == {"sync_threads", "atomic_add_acq_rel"}
-    assert len(sites) == 3
+    assert {site.instruction for site in sites} <= {"sync_threads", "atomic_add_acq_rel"}
+    assert len(sites) == count
     assert {str(site) for site in sites if not is_caught(hooked, launch, site)} == set(HARMLESS)
 
 
@@ -453,7 +479,21 @@ def measure(
 def moved(op: str, tensors: str, bucket: str, count: int) -> tuple[int, int]:
     """Bytes that have to be read and written."""
     in_tensors, in_bucket = count * size_of(tensors), count * size_of(bucket)
-    return {"pack": (in_tensors, in_bucket), "unpack": (in_bucket, in_tensors), "stats": (in_tensors, 0)}[op]
+    return {"unpack": (in_bucket, in_tensors), "stats": (in_tensors, 0)}.get(op, (in_tensors, in_bucket))
+
+
+def test_what_is_kept_moves_no_byte(library: Library, rng: np.random.Generator) -> None:
+    """What a pack costs less what its data does: the same table and statistics, and nothing of the data."""
+    for bucket, sizes in itertools.product(DTYPES, SIZES):
+        cost = measure(library, "pack", bucket, bucket, sizes, rng)
+        kept = Launch("pack", Case([Tensor(size, bucket, kept=True) for size in sizes], bucket), rng)
+        library.reset()
+        kept.check(kept.run(library))
+        data = sum(sizes) * size_of(bucket)
+        for way in ("load", "store"):
+            cost[f"global_{way}_bytes"] -= data
+            cost[f"global_{way}_sectors"] -= data // 32
+        assert {name: count for name, count in library.counters().items() if count > 0} == cost
 
 
 def test_every_byte_is_read_once_and_written_once(library: Library, rng: np.random.Generator) -> None:

@@ -1,0 +1,290 @@
+"""The buckets of a module: their memory, and which gradients share one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cuda_ext import bucket as bucket_ops
+from cuda_ext.distributed import plan
+from cuda_ext.distributed.arena import Arena, Room, layout
+from cuda_ext.distributed.cost_model import MOST_BUCKETS, Gradient, Link, byte_size, choose
+from cuda_ext.distributed.exchange import Exchange, choose_exchange
+from cuda_ext.distributed.gradient_bucket import GradientBucket
+from cuda_ext.distributed.measure import measure_link
+from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.reducer import Reducer
+from cuda_ext.distributed.sharded import ShardedBucket
+
+SMALLEST_TO_DIVIDE = plan.MIB  # bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
+MEASURING_SECONDS = 0.5
+PASSES_TO_LEARN = 3  # the first ones do things for the first time
+
+_wrapped_parameters = WeakTensorKeyDictionary()  # as a set
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of `BucketedDataParallel` that decide about buckets."""
+
+    bucket_mb: float | str
+    wire_dtype: torch.dtype | None
+    reduction: str
+    error_feedback: bool
+    shard_optimizer: bool
+
+
+class BucketSet:
+    """Cuts buckets for the parameters that are trained, gives them to the reducer, and leads gradients there."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        group: dist.ProcessGroup,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        options: Options,
+    ) -> None:
+        self.device = device
+        self.capacity = plan.one_bucket("nothing built yet")
+        self._reducer, self._group, self._mesh, self._options = reducer, group, mesh, options
+        self._held = _Held()
+        self._slots: dict[torch.dtype, bucket_ops.GradientSlots] = {}
+        self._exchange: Exchange | None = None
+        self._link: Link | None = None  # once measured
+
+    def build(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Memory, exchange and buckets for the parameters that are ``trained`` now. A collective."""
+        self._held.hold(trained)
+        wire_dtype = self._options.wire_dtype
+        self._names, self._trained = list(trained), list(trained.values())
+        self._sizes = [
+            plan.Size(parameter.dtype, parameter.numel() * (wire_dtype or parameter.dtype).itemsize)
+            for parameter in self._trained
+        ]
+        # Backward makes gradients roughly in reverse order of registration; the first passes tell the true one.
+        self._order = list(reversed(range(len(self._trained))))
+        self._learns_at: int | None = self._reducer.passes + 1
+        self._max_buckets = self._most_buckets()
+        self._allocate()
+        self.capacity = self._first_capacity()
+        self._cut(plan.assign(self._sizes, self._order, self.capacity, self._max_buckets))
+
+    @property
+    def _bytes(self) -> int:
+        return sum(size.bytes for size in self._sizes)
+
+    def _most_buckets(self) -> int:
+        """For how many buckets of a dtype there is to be room, now and after the order is known."""
+        if self._options.bucket_mb == "auto":
+            return max(16, min(self._bytes // (256 << 10), MOST_BUCKETS))
+        assert not isinstance(self._options.bucket_mb, str)
+        return max(16, 2 * len(plan.assign(self._sizes, self._order, plan.fixed_capacity(self._options.bucket_mb))))
+
+    def _allocate(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+        rooms: dict[torch.dtype, Room] = {}
+        ranks = self._group.size()
+        for dtype in {parameter.dtype: None for parameter in self._trained}:
+            counts = [parameter.numel() for parameter in self._trained if parameter.dtype == dtype]
+            rooms[dtype] = Room(counts, ranks, min(self._max_buckets, len(counts)))
+        wire_dtypes = {dtype: self._options.wire_dtype or dtype for dtype in rooms}
+        sizes = {dtype: room.elements(wire_dtypes[dtype]) for dtype, room in rooms.items()}
+        self._exchange, wires = choose_exchange(
+            self._group,
+            self._mesh,
+            self.device,
+            [(sizes[dtype], wire_dtypes[dtype]) for dtype in rooms],
+            self._options.reduction,
+            narrowed=self._options.wire_dtype is not None,
+            sharded=self._options.shard_optimizer,
+        )
+        self._arenas = {}
+        for (dtype, size), wire in zip(sizes.items(), wires):
+            empty = functools.partial(torch.zeros, size, dtype=dtype, device=self.device)
+            self._arenas[dtype] = _Arenas(
+                wire=Arena(wire),
+                gradients=None if wire.dtype == dtype else Arena(empty()),
+                values=Arena(empty()) if self._options.shard_optimizer else None,
+            )
+
+    def _first_capacity(self) -> plan.Capacity:
+        if self._options.bucket_mb != "auto":
+            assert not isinstance(self._options.bucket_mb, str)
+            return plan.fixed_capacity(self._options.bucket_mb)
+        if self._group.size() == 1 or self._bytes <= SMALLEST_TO_DIVIDE:
+            self._learns_at = None
+            what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(SMALLEST_TO_DIVIDE)}"
+            return plan.one_bucket(f"auto: {what}")
+        self._learns_at = self._reducer.passes + PASSES_TO_LEARN
+        if self._link is not None:
+            return plan.first_capacity(self._link)
+        assert self._exchange is not None
+        buffer = max((arenas.wire.memory for arenas in self._arenas.values()), key=lambda memory: memory.nbytes)
+        measured = measure_link(self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer)
+        self._link = measured.link
+        return plan.first_capacity(measured.link)
+
+    def _cut(self, assignment: list[list[int]]) -> None:
+        """Cuts the arenas into these buckets, and leads every gradient to its own."""
+        for bucket in self._reducer.buckets:
+            bucket.release_views()
+        self._held.drop_hooks()
+        self._reducer.drop_slots()
+        for arenas in self._arenas.values():
+            arenas.clear()
+        buckets = [self._bucket({self._names[n]: self._trained[n] for n in indices}) for indices in assignment]
+        self._assignment = assignment
+        self._lead_to_slots(buckets)
+        self._reducer.use(buckets)
+        for number, bucket in enumerate(buckets):
+            for position, parameter in enumerate(bucket.parameters):
+                self._held.add_hook(parameter, self._reducer.gradient_hook(number, position))
+
+    def _lead_to_slots(self, buckets: list[GradientBucket]) -> None:
+        """Tells our ops where the gradients of weights go; those of other ops are moved there."""
+        for slots in self._slots.values():
+            slots.release()
+        self._slots = {}
+        for dtype, arenas in self._arenas.items():
+            parameters: list[nn.Parameter] = []
+            views: list[Tensor] = []
+            slots = bucket_ops.GradientSlots()
+            for bucket in buckets:
+                if bucket.gradients.dtype != dtype:
+                    continue
+                slot_of = {}
+                for position, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+                    if parameter.dim() >= 2 and parameter.is_contiguous():
+                        slot_of[position] = len(parameters)
+                        parameters.append(parameter)
+                        views.append(view)
+                bucket.use_slots(slots, slot_of)
+            slots.assign(parameters, views)
+            self._slots[dtype] = slots
+            # What `pack` moves to another buffer it also divides.
+            self._reducer.add_slots(slots, 1.0 if arenas.gradients is not None else 1.0 / self._group.size())
+
+    def _bucket(self, named: dict[str, nn.Parameter]) -> GradientBucket:
+        arenas = self._arenas[next(iter(named.values())).dtype]
+        places = layout([p.numel() for p in named.values()], arenas.wire.memory.dtype, self._group.size())
+        wire = arenas.wire.take(places.size)
+        assert self._exchange is not None
+        gradients = None if arenas.gradients is None else arenas.gradients.take(places.size)
+        feedback = self._options.error_feedback and gradients is not None
+        if arenas.values is not None:
+            values = arenas.values.take(places.size)
+            return ShardedBucket(named, places, wire, gradients, self._exchange, feedback, values, self._group)
+        return GradientBucket(named, places, wire, gradients, self._exchange, feedback)
+
+    @property
+    def sharded(self) -> bool:
+        return self._options.shard_optimizer
+
+    def learn(self) -> None:
+        """Once: other buckets, by the order and the times in which the gradients of the first rank came. A collective.
+
+        ``bucket_mb="auto"`` waits for a pass in which nothing happens for the first time.
+        """
+        if self._learns_at is None or self.sharded:  # the state of a sharded optimizer is by place
+            return
+        auto = self._options.bucket_mb == "auto"
+        self._reducer.times_arrivals = auto and self._reducer.passes == self._learns_at - 1
+        if self._reducer.passes < self._learns_at:
+            return
+        self._learns_at = None
+        arrivals = self._reducer.arrivals
+        places = [self._assignment[number][position] for number, position in arrivals.places]
+        last = dict(zip(places, arrivals.seconds())) if auto else dict.fromkeys(places, 0.0)
+        arrived = list(dict.fromkeys(reversed(places)))[::-1]  # by their last arrival
+        message = [[(n, last[n]) for n in arrived]]
+        dist.broadcast_object_list(message, group=self._group, group_src=0)
+        ready = dict(message[0])
+        backward_seconds = max(ready.values())
+        self._order = [*ready, *(n for n in self._order if n not in ready)]
+        assignment = plan.assign(self._sizes, self._order, self.capacity, self._max_buckets)
+        if auto:
+            gradients = [
+                Gradient(name, size.bytes, ready.get(n, backward_seconds), str(size.dtype))
+                for n, (name, size) in enumerate(zip(self._names, self._sizes))
+            ]
+            assert self._link is not None
+            choice = choose(gradients, self._link, backward_seconds)
+            if len(choice.buckets) <= self._max_buckets:
+                assignment = [list(bucket) for bucket in choice.buckets]
+                self.capacity = plan.Capacity(choice.last, choice.largest, choice.reason)
+            if self._group.rank() == 0:
+                print(f"{plan.NAME}: {self.capacity.reason}", file=sys.stderr)
+        if [set(indices) for indices in assignment] != [set(indices) for indices in self._assignment]:
+            self._cut(assignment)
+
+    def release(self) -> None:
+        """Gives back what belongs to the module: hooks, and that its parameters have this wrapper."""
+        self._held.release()
+        for slots in self._slots.values():
+            slots.release()
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+@dataclass
+class _Arenas:
+    """The memory of the gradients of one dtype."""
+
+    wire: Arena
+    gradients: Arena | None  # where they do not travel in their own dtype
+    values: Arena | None  # of the parameters themselves, where the optimizer is sharded
+
+    def clear(self) -> None:
+        for arena in filter(None, (self.wire, self.gradients, self.values)):
+            arena.clear()
+
+
+class _Held:
+    """What a wrapper has to give back when it goes: parameters, as its own, and hooks on their gradients."""
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._hooks: list[RemovableHandle] = []
+        self._nodes: list[Node] = []  # a parameter does not keep the node that adds up its gradient
+
+    def hold(self, named: Mapping[str, nn.Parameter]) -> None:
+        self.release()
+        for name, parameter in named.items():
+            if parameter in _wrapped_parameters:
+                raise ValueError(
+                    f"{NAME}: expected a module that is not wrapped yet, got parameter {name}, whose gradient another "
+                    "wrapper averages already; wrap a module once"
+                )
+        self._parameters = list(named.values())
+        for parameter in self._parameters:
+            _wrapped_parameters[parameter] = None
+
+    def add_hook(self, parameter: nn.Parameter, hook: Callable[[object, object], None]) -> None:
+        """``hook`` runs after every backward pass that reaches ``parameter``, even with an undefined gradient."""
+        node = get_gradient_edge(parameter).node
+        self._nodes.append(node)
+        self._hooks.append(node.register_hook(hook))
+
+    def drop_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._nodes.clear()
+
+    def release(self) -> None:
+        self.drop_hooks()
+        for parameter in self._parameters:
+            _wrapped_parameters.pop(parameter, None)
+        self._parameters = []

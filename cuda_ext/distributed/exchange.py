@@ -1,0 +1,260 @@
+"""How the flat buffer of a bucket is summed over the ranks: by one collective, by several, or in shared memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.registered import RegisteredMemory
+from cuda_ext.distributed.symmetric import SymmetricArena, probe
+from cuda_ext.distributed.wire import fp32_all_reduce, fp32_reduce_scatter
+
+REDUCTIONS = ("auto", "all_reduce", "float32", "symmetric")
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{NAME}: expected reduction to be one of {REDUCTIONS}, got {reduction!r}")
+
+
+# Replaces ``wire``, of which ``flags`` is a part, by the sum over the ranks. Returns when the current stream or thread
+# may use it, with the statistics (see `cuda_ext.bucket`) of the sum where they come for nothing.
+Sum = Callable[[Tensor, Tensor], Tensor | None]
+
+
+class Pending(ABC):
+    """A sum under way."""
+
+    @abstractmethod
+    def wait(self) -> Tensor | None:
+        """As a `Sum` returns."""
+
+    @abstractmethod
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Runs ``callback`` in some thread once the sum is there. On a CPU only."""
+
+
+class Exchange(ABC):
+    """Sums the buffers of all ranks, one bucket after the other, in the same order on all of them.
+
+    Flags have to be summed on every rank, even where of the rest each gets a part.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.ranks = group.rank(), group.size()
+        self._at_close: list[Callable[[], object]] = []
+
+    @abstractmethod
+    def start(self, wire: Tensor, flags: Tensor) -> Pending:
+        """``flags``: see `Sum`."""
+
+    def run(self, buffer: Tensor) -> None:
+        """Sums as many elements of ``buffer`` as a bucket could have, to see how long it takes."""
+        size = buffer.numel() - buffer.numel() % math.lcm(self.ranks, 128)
+        self.start(buffer[:size], buffer[size:size]).wait()
+
+    def at_close(self, function: Callable[[], object]) -> None:
+        self._at_close.append(function)
+
+    def close(self) -> None:
+        """Nothing is started any more."""
+        while self._at_close:
+            self._at_close.pop()()
+
+
+class AllReduce(Exchange):
+    """One asynchronous all-reduce of the group's backend."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._group = group
+
+    def start(self, wire: Tensor, flags: Tensor) -> Pending:
+        return _Work(self._group.allreduce([wire]))
+
+
+class Beside(Exchange):
+    """A sum that waits in its midst, so that it needs a place beside the backward pass.
+
+    On a CPU that is a thread, which takes bucket after bucket, as ranks match collectives by their order. On a GPU it
+    is a stream of high priority.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, sum_up: Sum) -> None:
+        super().__init__(group)
+        self._sum_up = torch.no_grad()(sum_up)
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "cuda_ext.distributed")
+        if self._thread is not None:
+            self.at_close(functools.partial(self._thread.shutdown, wait=False))
+
+    def start(self, wire: Tensor, flags: Tensor) -> Pending:
+        if self._thread is not None:
+            return _InThread(self._thread.submit(self._sum_up, wire, flags))
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(wire.device))
+        with torch.cuda.stream(self._stream):
+            stats = self._sum_up(wire, flags)
+            return _OnStream(self._stream.record_event(), wire.device, stats)
+
+
+def hierarchical(inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Sum:
+    """Sums inside each node first, so that only 1 / (ranks of a node) of the bytes of each rank go across nodes.
+
+    inside: the ranks of this one's node; across: those of the same place in every node. Each node leaves every of its
+    ranks the sum of a part; equal parts of all nodes are summed; nodes gather the parts (as the hierarchical all-reduce
+    of Horovod).
+    """
+
+    def sum_up(wire: Tensor, flags: Tensor) -> None:
+        part = wire.chunk(inside.size())[inside.rank()]
+        dist.reduce_scatter_tensor(part, wire, group=inside)
+        dist.all_reduce(part, group=across)
+        dist.all_gather_into_tensor(wire, part, group=inside)
+
+    return sum_up
+
+
+def reduce_scatter(group: dist.ProcessGroup, adds_in_float32: bool) -> Sum:
+    """Leaves every rank the sum of its own part of the buffer alone."""
+
+    def sum_up(wire: Tensor, flags: Tensor) -> None:
+        dist.all_reduce(flags, group=group)  # before the part of the last rank is summed, which holds them
+        part = wire.chunk(group.size())[group.rank()]
+        if adds_in_float32:
+            for work in fp32_reduce_scatter(wire, part, group):
+                work.wait()
+        else:
+            dist.reduce_scatter_tensor(part, wire, group=group)
+
+    return sum_up
+
+
+def on_current_stream(group: dist.ProcessGroup) -> Sum:
+    """One all-reduce of NCCL, which runs what is not asynchronous on the current stream: here one of high priority.
+
+    On NCCL's own stream, of the usual priority, the blocks of the sum wait for those of backward.
+    """
+
+    def sum_up(wire: Tensor, flags: Tensor) -> None:
+        dist.all_reduce(wire, group=group)
+
+    return sum_up
+
+
+def in_float32(group: dist.ProcessGroup) -> Sum:
+    """Adds in float32 (float64 in float64), in the order of the ranks, and rounds once."""
+
+    def sum_up(wire: Tensor, flags: Tensor) -> None:
+        for work in fp32_all_reduce(wire, group):
+            work.wait()
+
+    return sum_up
+
+
+def in_shared_memory(arena: SymmetricArena) -> Sum:
+    """Loads and stores, where every rank addresses the buckets of all; adds in float32."""
+
+    def sum_up(wire: Tensor, flags: Tensor) -> Tensor:
+        return arena.all_reduce(wire)
+
+    return sum_up
+
+
+def choose_exchange(
+    group: dist.ProcessGroup,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    buffers: Sequence[tuple[int, torch.dtype]],
+    reduction: str,
+    *,
+    narrowed: bool,
+    sharded: bool,
+) -> tuple[Exchange, list[Tensor]]:
+    """How to sum, and the memory of buckets for it: ``buffers`` are elements and dtype of each. A collective.
+
+    mesh: of two dimensions asks for `hierarchical`. reduction: see `BucketedDataParallel`. narrowed: whether values are
+    rounded to travel. sharded: whether every rank is to get its part alone.
+    """
+    # Of two values even a sum in 16 bits is rounded once. On a CPU it costs nothing, and the sum of an element does not
+    # depend on its place in a bucket, as in a ring: a run that is resumed with other buckets gives the same bits.
+    narrow = narrowed and group.size() > 2 and all(dtype.itemsize == 2 for _, dtype in buffers)
+    wants_float32 = reduction == "float32" or (reduction == "auto" and (narrow or device.type == "cpu"))
+    if not sharded and (mesh is None or mesh.ndim == 1) and _in_shared_memory(group, device, reduction):
+        starts, end = [], 0
+        for size, dtype in buffers:
+            starts.append(end)
+            end += -(-size * dtype.itemsize // 64) * 64
+        arena = SymmetricArena(end, group, device)
+        memory = [
+            arena.bytes[start : start + size * dtype.itemsize].view(dtype)
+            for start, (size, dtype) in zip(starts, buffers)
+        ]
+        return Beside(group, device, in_shared_memory(arena)), memory
+    registered = RegisteredMemory(buffers, group, device)
+    exchange: Exchange
+    if sharded:
+        exchange = Beside(group, device, reduce_scatter(group, wants_float32))
+    elif mesh is not None and mesh.ndim == 2:
+        exchange = Beside(group, device, hierarchical(inside=mesh.get_group(1), across=mesh.get_group(0)))
+    elif wants_float32 and group.size() > 1:
+        exchange = Beside(group, device, in_float32(group))
+    elif isinstance(group._get_backend(device), getattr(dist, "ProcessGroupNCCL", ())):
+        exchange = Beside(group, device, on_current_stream(group))
+    else:
+        exchange = AllReduce(group)
+    exchange.at_close(registered.close)
+    return exchange, registered.buffers
+
+
+def _in_shared_memory(group: dist.ProcessGroup, device: torch.device, reduction: str) -> bool:
+    if reduction == "symmetric":
+        reason = probe(group, device)
+        if reason is not None:
+            raise RuntimeError(f'{NAME}: expected ranks that share memory for reduction="symmetric", got {reason}')
+        return True
+    # On GPUs that wins for small buckets alone, by how much nobody has measured yet.
+    return reduction == "auto" and device.type == "cpu" and group.size() > 1 and probe(group, device) is None
+
+
+class _Work(Pending):
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        self._work.get_future().then(lambda _: callback())
+
+
+class _InThread(Pending):
+    def __init__(self, future: Future[Tensor | None]) -> None:
+        self._future = future
+
+    def wait(self) -> Tensor | None:
+        return self._future.result()
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        self._future.add_done_callback(lambda _: callback())
+
+
+class _OnStream(Pending):
+    def __init__(self, done: torch.cuda.Event, device: torch.device, stats: Tensor | None) -> None:
+        self._done, self._device, self._stats = done, device, stats
+
+    def wait(self) -> Tensor | None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+        return self._stats
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        raise NotImplementedError("a stream runs nothing of the host's; record an event after wait()")

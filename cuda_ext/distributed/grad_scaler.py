@@ -1,0 +1,78 @@
+"""Loss scaling for float16 whose check for infinities costs no pass over the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import grad_scaler
+
+from cuda_ext.distributed.data_parallel import BucketedDataParallel
+
+
+class GradScaler(grad_scaler.GradScaler):
+    """`torch.amp.GradScaler` for a `BucketedDataParallel`, whose buckets know already whether a gradient is finite.
+
+    Used as that of torch, with the same results. Gradients hold sums over the ranks, so an infinity on any rank is one
+    on all of them: all skip the step, and all lower their scale alike. An optimizer that takes the scale into its own
+    kernel (``fused=True``) gets it, and the gradients are not touched; for any other they are multiplied once.
+
+    Args:
+        model: what `backward` runs through. Of an optimizer that has not got all parameters of ``model`` with a
+            gradient, and no others, torch's own pass looks through the gradients, to find which optimizer is to skip.
+        device: ``"cuda"`` or ``"cpu"``; default that of the parameters.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: those of torch, with its defaults.
+
+    Raises what that of torch raises: ValueError for float16 gradients, which cannot be unscaled, and RuntimeError for
+    a second `unscale_` or `step` before `update`.
+    """
+
+    def __init__(
+        self,
+        model: BucketedDataParallel,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        device = device or next(model.parameters()).device.type
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._model = model
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
+        if not self._owns_all_gradients(optimizer):
+            return super()._check_inf_per_device(optimizer)
+        found = self._found_inf()
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if not self._owns_all_gradients(optimizer):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = self._found_inf()  # before the gradients change: the buckets know the answer for what they reduced
+        gradients = list(_gradients(optimizer).values())
+        if not allow_fp16 and any(grad.dtype == torch.float16 for grad in gradients):
+            raise ValueError(
+                "cuda_ext.distributed.GradScaler: expected gradients that can be unscaled without underflow, got "
+                "float16 ones; keep the parameters in float32 and compute under torch.autocast"
+            )
+        self._model.scale_gradients_(inv_scale.to(gradients[0].device))
+        return found
+
+    def _found_inf(self) -> dict[torch.device, Tensor]:
+        found = self._model.found_nonfinite().float()
+        return {found.device: found}
+
+    def _owns_all_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        wrapped = {id(p) for p in self._model.parameters() if p.grad is not None}
+        return bool(wrapped) and _gradients(optimizer).keys() == wrapped
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}

@@ -1,0 +1,223 @@
+"""All-reduce by loads and stores, in memory that every rank of a group on one host addresses: nothing is sent.
+
+On CPUs that is shared memory without a name, which vanishes with the processes, however they end; on GPUs it is
+`torch.distributed._symmetric_memory`. The algorithm is the two-shot all-reduce: each rank sums one part of the bucket,
+of all ranks, and writes the sum to all ranks (csrc/bucket/symmetric.h says how they wait for each other).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import mmap
+import os
+import secrets
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuda_ext import _toolchain
+from cuda_ext._load import ops
+
+NAME = "cuda_ext.distributed.SymmetricArena"
+MAX_RANKS = 32
+SLOTS = 8
+ALIGNMENT = 64  # bytes, of where a bucket begins
+PAD_BYTES = 128 << 10  # before the buckets; as in csrc/bucket/symmetric.h
+
+_PROCESSES = Path("/proc")
+
+
+def probe(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the ranks of ``group`` cannot share memory on ``device``, in one line; None if they can.
+
+    A collective, with the same answer on all ranks. It tries: each rank makes a small piece of memory and maps those of
+    the others.
+    """
+    if group.size() > MAX_RANKS:
+        return f"a group of {group.size()} ranks, where memory is shared by {MAX_RANKS} at most"
+    if device.type not in ("cpu", "cuda"):
+        return f"no memory is shared between devices of type {device.type}"
+    try:
+        _Segments(1, group, device)
+    except _NotShared as error:
+        return str(error)
+    return None
+
+
+class SymmetricArena:
+    """Memory of this rank, in which the buckets of all ranks of a group are summed.
+
+    Making one is a collective, with the same ``nbytes`` on all ranks. Buckets are views of ``bytes``: a rank packs its
+    own, then `all_reduce` makes it the sum over the ranks. ::
+
+        arena = SymmetricArena(nbytes, group, device)
+        bucket = arena.bytes[begin:end].view(torch.bfloat16)  # begin: a multiple of 64; the same on all ranks
+        pack(gradients, bucket, offsets, scale=1 / group.size())
+        stats = arena.all_reduce(bucket)
+
+    Args:
+        nbytes: of memory for buckets, on each rank; it is taken and cleared at once.
+        group: at most 32 ranks, all on one host.
+        device: where the buckets are; CPU or CUDA.
+        timeout: seconds that `all_reduce` waits for a rank that is late; default the group's own.
+
+    ``bytes`` is (nbytes,), uint8, zeros at first. It outlives the arena; what other ranks do to it does not.
+
+    Raises RuntimeError, on all ranks alike, if the ranks do not share memory (`probe` tells before) or have not enough,
+    and ValueError for a wrong ``nbytes`` or ``timeout``.
+    """
+
+    def __init__(
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, *, timeout: float | None = None
+    ) -> None:
+        if nbytes < 0:
+            raise ValueError(f"{NAME}: expected nbytes >= 0, got {nbytes}")
+        if timeout is None:
+            timeout = group._get_backend(device).options._timeout.total_seconds()
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"{NAME}: expected a timeout of more than 0 seconds, got {timeout}")
+        try:
+            self._segments = _Segments(nbytes, group, device)
+        except _NotShared as error:
+            raise RuntimeError(
+                f"{NAME}: expected ranks that share memory of {nbytes} bytes each, got {error}"
+            ) from None
+        self.timeout = timeout
+        self.bytes = self._segments.tensors[group.rank()][PAD_BYTES:]
+        self._rank = group.rank()
+
+    def all_reduce(self, bucket: Tensor, *, slot: int = 0) -> Tensor:
+        """Replaces ``bucket`` by its sum over the ranks, in place, with the same bits on all of them.
+
+        bucket: a view of ``bytes``, 1-d and contiguous, of float32, float16, bfloat16 or float64, that begins at a
+            multiple of 64 bytes; of the same place, size and dtype on all ranks.
+        slot: 0 to 7, default 0. The ranks run the all-reduces of one slot in the same order, one after the other; those
+            of different slots may be under way at once, in threads or on streams of their own.
+
+        Values are added in the order of the ranks, in float32 (float64 for float64), and rounded once. On the CPU it
+        returns when that is done, and other threads run meanwhile; on CUDA it is queued on the current stream.
+
+        Returns the statistics of the sum as `cuda_ext.bucket` has them: (2,), float32 (float64 if the bucket is), the
+        sum of squares, and 1.0 if a value is infinite or NaN.
+
+        Raises RuntimeError, with the ranks it is about, if one does not come in time, has ended, or reduces another
+        bucket. The arena then serves no rank any more: whoever uses it gets an error that names the first to give up.
+        """
+        segments = self._segments
+        return ops.symmetric_all_reduce(
+            bucket, segments.tensors, rank=self._rank, slot=slot, locks=segments.files, timeout=self.timeout
+        )
+
+    def abort(self) -> None:
+        """Makes `all_reduce` fail on all ranks from now on, at once where one waits; for a rank that goes astray."""
+        ops.symmetric_abort(self._segments.tensors, rank=self._rank)
+
+
+class _NotShared(Exception):
+    """The ranks do not share memory; the message says why, the same on all of them."""
+
+
+class _Segments:
+    """A segment of each rank, mapped by all: ``tensors`` in the order of ranks, each (PAD_BYTES + nbytes,), uint8.
+
+    ``files`` on CPUs are the open files behind them. A rank holds a lock on its own, by which the others see it live.
+    """
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.tensors: list[Tensor] = []
+        self.files: list[int] = []
+        weakref.finalize(self, _close, self.files)
+        if device.type == "cpu":
+            self._share_host_memory(PAD_BYTES + nbytes, group)
+        else:
+            self._share_device_memory(PAD_BYTES + nbytes, group, device)
+
+    def _share_host_memory(self, size: int, group: dist.ProcessGroup) -> None:
+        name = f"cuda_ext-{secrets.token_hex(16)}"  # no other file has it, so who opens it by name has found this one
+        own, problem = -1, ""
+        try:
+            # Asked first: where memory runs out, the kernel may rather kill a process than refuse pages.
+            if size * group.size() > _toolchain.available_memory_gib() * 2**30:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            own = os.memfd_create(name, os.MFD_CLOEXEC)
+            os.posix_fallocate(own, 0, max(size, 1))
+            fcntl.lockf(own, fcntl.LOCK_EX)
+            own_tensor = _map(own, size)
+        except (AttributeError, OSError) as error:
+            problem = f"rank {group.rank()} has no {size} bytes of shared memory ({_reason(error)})"
+        offers = _gather((os.getpid(), own, name, size, problem), group)
+        problem = next((offer[-1] for offer in offers if offer[-1]), "")
+        if not problem and len({offer[3] for offer in offers}) > 1:
+            problem = f"arenas of different sizes, of {', '.join(str(offer[3] - PAD_BYTES) for offer in offers)} bytes"
+        for rank, (process, file, its_name, _, _) in enumerate(offers):
+            if problem:
+                break
+            if rank == group.rank():
+                self.files.append(own)  # never opened twice: to close one would drop the lock
+                self.tensors.append(own_tensor)
+                continue
+            path = _PROCESSES / str(process) / "fd" / str(file)
+            try:
+                if its_name not in os.readlink(path):
+                    raise OSError(errno.ENOENT, "another file is there", str(path))
+                self.files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                self.tensors.append(_map(self.files[-1], size))
+            except OSError as error:
+                problem = f"rank {group.rank()} does not reach the memory of rank {rank} ({_reason(error)})"
+        problem = next(filter(None, _gather(problem, group)), "")
+        if problem:
+            if own >= 0 and own not in self.files:
+                os.close(own)
+            raise _NotShared(problem)
+
+    def _share_device_memory(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        problem = ""
+        try:
+            own = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+            own.zero_()
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            problem = f"rank {group.rank()} has no {size} bytes of symmetric memory ({_reason(error)})"
+        problem = next(filter(None, _gather(problem, group)), "")
+        if problem:
+            raise _NotShared(problem)
+        try:
+            self._handle = symmetric_memory.rendezvous(own, group)  # what the others' tensors look into
+            self.tensors += [
+                own if rank == group.rank() else self._handle.get_remote_tensor(rank, own.shape, own.dtype)
+                for rank in range(group.size())
+            ]
+        except RuntimeError as error:
+            problem = f"rank {group.rank()} does not reach the memory of the others ({_reason(error)})"
+        problem = next(filter(None, _gather(problem, group)), "")
+        if problem:
+            raise _NotShared(problem)
+
+
+def _gather(value: object, group: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _map(file: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED | _POPULATE), dtype=torch.uint8)
+
+
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # pages are mapped now, not at the first store to each
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

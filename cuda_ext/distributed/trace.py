@@ -1,0 +1,164 @@
+"""When each bucket was packed, sent and ready: a timeline of backward passes, as a Chrome trace and as a picture."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+
+from cuda_ext.distributed.clock import Mark, mark, seconds_between
+from cuda_ext.distributed.exchange import Pending
+
+
+@dataclass(frozen=True)
+class Span:
+    """What happened to a bucket in a backward pass, in seconds since the pass began: its first gradient.
+
+    ``kind``: "backward" (bucket -1: the whole pass), "pack" or "all-reduce".
+    """
+
+    step: int
+    bucket: int
+    kind: str
+    begin: float
+    end: float
+
+
+class Trace:
+    """The timeline of the backward passes that ran while it was recorded; see `BucketedDataParallel.trace`.
+
+    ``spans``: all of them, in order. ``labels``: of each bucket, its size and first and last parameter.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.spans: list[Span] = []
+        self.labels: dict[int, str] = {}
+        self.rank = rank
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._landing = threading.Condition()
+        self._under_way = 0  # sums whose callbacks have not run
+        self._step = -1
+        self._open: list[tuple[int, int, str, Mark, Mark]] = []  # of passes that have not been read yet
+        self._starts: list[Mark] = []
+
+    # What the reducer calls.
+
+    def backward_begins(self) -> None:
+        self._step += 1
+        self._starts.append(self._now())
+
+    @contextmanager
+    def packing(self, bucket: int, label: str) -> Iterator[None]:
+        self.labels[bucket] = f"{bucket}: {label}"
+        begin = self._now()
+        yield
+        self._open.append((self._step, bucket, "pack", begin, self._now()))
+
+    def sent(self, bucket: int, pending: Pending) -> None:
+        step, begin = self._step, self._now()
+        if self._side is not None:
+            with torch.cuda.stream(self._side):  # waits for the sum as the backward pass will, but at once
+                pending.wait()
+                self._open.append((step, bucket, "all-reduce", begin, self._now()))
+            return
+
+        def done() -> None:
+            with self._landing:
+                self._open.append((step, bucket, "all-reduce", begin, self._now()))
+                self._under_way -= 1
+                self._landing.notify()
+
+        with self._landing:
+            self._under_way += 1
+        pending.when_done(done)
+
+    def backward_ends(self) -> None:
+        """All gradients are there; what is under way now is not hidden."""
+        self._open.append((self._step, -1, "backward", self._starts[-1], self._now()))
+
+    def finished(self) -> None:
+        """Brings the marks of the passes so far to seconds; on a GPU the host waits for them."""
+        if self._side is not None:
+            torch.cuda.synchronize(self._device)
+        with self._landing:  # who waits for a sum may know of it before its callback does
+            self._landing.wait_for(lambda: self._under_way == 0, timeout=1.0)
+        for step, bucket, kind, begin, end in sorted(self._open, key=lambda span: span[:3]):
+            start = self._starts[step]
+            self.spans.append(Span(step, bucket, kind, seconds_between(start, begin), seconds_between(start, end)))
+        self._open.clear()
+
+    def _now(self) -> Mark:
+        return mark(self._device)
+
+    # What the user calls.
+
+    def exposed(self) -> list[float]:
+        """Of every pass, the seconds from its last gradient to its last all-reduce: what overlap has not hidden."""
+        result = []
+        for step in range(self._step + 1):
+            mine = [span for span in self.spans if span.step == step]
+            backward = max((span.end for span in mine if span.kind == "backward"), default=0.0)
+            result.append(max(0.0, max((span.end for span in mine), default=0.0) - backward))
+        return result
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes a Chrome trace (JSON), for chrome://tracing, Perfetto and TensorBoard; times in microseconds."""
+        offset, events = 0.0, []
+        rows = {"backward": 0, "pack": 1, "all-reduce": 2}
+        for name, row in rows.items():
+            events.append(_metadata(self.rank, row, name))
+        for step in range(self._step + 1):
+            mine = [span for span in self.spans if span.step == step]
+            for span in mine:
+                name = f"step {step}" if span.bucket < 0 else f"bucket {span.bucket}"
+                event: dict[str, Any] = {"name": name, "cat": span.kind, "ph": "X", "pid": self.rank}
+                event |= {"tid": rows[span.kind], "ts": (offset + span.begin) * 1e6}
+                event |= {"dur": (span.end - span.begin) * 1e6}
+                if span.bucket >= 0:
+                    event["args"] = {"bucket": self.labels[span.bucket]}
+                events.append(event)
+            offset += 1.1 * max((span.end for span in mine), default=0.0)
+        with open(path, "w") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+    def plot(self, path: str | PathLike[str], *, step: int = -1) -> None:
+        """Draws one pass, default the last: a line for each bucket. ImportError without matplotlib.
+
+        path: ends in .png, .svg or another format of matplotlib.
+        """
+        from matplotlib.figure import Figure
+
+        step = step if step >= 0 else self._step + 1 + step
+        mine = [span for span in self.spans if span.step == step]
+        buckets = sorted({span.bucket for span in mine})
+        figure = Figure(figsize=(8, 1.2 + 0.28 * len(buckets)), layout="constrained")
+        axes = figure.add_subplot()
+        colours = {"backward": "#868e96", "pack": "#e8590c", "all-reduce": "#1c7ed6"}
+        for span in mine:
+            axes.barh(
+                buckets.index(span.bucket),
+                (span.end - span.begin) * 1e3,
+                left=span.begin * 1e3,
+                color=colours[span.kind],
+                height=0.7,
+                label=span.kind,
+            )
+        axes.set_yticks(range(len(buckets)), ["backward" if n < 0 else self.labels[n] for n in buckets], fontsize=7)
+        axes.invert_yaxis()
+        axes.set(xlabel="ms since the first gradient", title=f"rank {self.rank}, step {step}")
+        axes.spines[["top", "right"]].set_visible(False)
+        handles, labels = axes.get_legend_handles_labels()
+        unique = dict(zip(labels, handles))
+        axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=7)
+        figure.savefig(path, dpi=150)
+
+
+def _metadata(rank: int, row: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}

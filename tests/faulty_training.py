@@ -1,0 +1,88 @@
+"""One rank of a training run in which the last rank does something wrong: what test_distributed_faults.py starts.
+
+    python faulty_training.py STORE RANK RANKS FAULT
+
+Prints what this rank gets for it, as "ERROR SECONDS MESSAGE", seconds being those since the fault, or "DONE".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cuda_ext.distributed import BucketedDataParallel
+
+TIMEOUT = 6.0
+STEPS = 3  # before the fault
+
+
+def main() -> None:
+    store, rank, ranks, fault = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+    )
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    dist.barrier()  # however long it took them to come here
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 30), nn.Linear(30, 2))
+    # In shared memory the norm comes with the sum.
+    reduction = "all_reduce" if fault == "dies before the norm" else "auto"
+    model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, reduction=reduction)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    for _ in range(STEPS):
+        step(torch.randn(4, 5))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    dist.barrier()
+    start = time.monotonic()
+    faults: dict[str, Callable[[], object]] = {
+        "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "dies in backward": lambda: layers[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL)),
+        "dies before the norm": lambda: setattr(
+            model, "clip_grad_norm_", lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        ),
+        "hangs": lambda: time.sleep(3 * TIMEOUT),
+        "hangs in backward": lambda: layers[1].weight.register_hook(lambda _: time.sleep(3 * TIMEOUT)),
+        "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    }
+    if rank == ranks - 1:
+        faults[fault]()
+    try:
+        for _ in range(3):
+            step(torch.randn(4, 5))
+    except RuntimeError as error:
+        seconds = time.monotonic() - start
+        assert all(parameter.grad is None for parameter in model.parameters())
+        # A step that some rank was not part of is applied by none.
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
+        try:
+            step(torch.randn(4, 5))
+        except RuntimeError as again:
+            assert str(error) in str(again)
+        print(f"ERROR {seconds:.1f} {error}", flush=True)
+        time.sleep(TIMEOUT)  # a real program ends here; the others are to find out by themselves
+    else:
+        print("DONE", flush=True)
+    os._exit(0)  # the group is broken, and its threads would wait
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""What the wrapper learns and follows: the order of gradients, freezing, uneven inputs; and what it records."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import pickle
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_common import NAME, SMALL, assert_gradients, assert_same_on_all_ranks, make_model
+from ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+import cuda_ext.nn
+from cuda_ext.distributed import BucketedDataParallel
+
+
+class Backwards(nn.Module):
+    """Uses its layers in the reverse order of their registration, so that gradients come in that of registration."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9, dtype=torch.float64) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return x
+
+
+def compare_steps(model: BucketedDataParallel, plain: nn.Module, steps: int, set_to_none: bool = True) -> None:
+    """Both train on the same batches, ``model`` on this rank's part; gradients have to stay alike."""
+    rank, ranks = model.process_group.rank(), model.process_group.size()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
+    for _ in range(steps):
+        batch = torch.randn(ranks, 4, 9, dtype=torch.float64)
+        for m in (plain, model):
+            m.zero_grad(set_to_none=set_to_none)
+        plain(batch).square().mean().backward()
+        model(batch[rank]).square().mean().backward()
+        assert_gradients(model.module, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_on_all_ranks(list(model.parameters()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_buckets_follow_the_order_of_arrival(set_to_none: bool) -> None:
+    model = BucketedDataParallel(Backwards(), bucket_mb=1.5e-3)  # two layers each
+    plain = copy.deepcopy(model.module)
+    before = [bucket.names for bucket in model._reducer.buckets]
+    assert before[0][0].startswith("layers.5")
+    memory = {bucket.wire.untyped_storage().data_ptr() for bucket in model._reducer.buckets}
+    compare_steps(model, plain, 3, set_to_none)
+    after = [bucket.names for bucket in model._reducer.buckets]
+    assert after[0][0].startswith("layers.0")
+    assert [name for names in after for name in names] == [
+        f"layers.{n}.{kind}" for n in range(6) for kind in ("bias", "weight")
+    ]
+    assert {bucket.wire.untyped_storage().data_ptr() for bucket in model._reducer.buckets} == memory
+
+
+@on_ranks(2)
+def test_all_ranks_take_the_order_of_the_first() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(9, 9, dtype=torch.float64) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = self.layers if dist.get_rank() == 0 else reversed(self.layers)
+            for layer in order:
+                x = layer(x).tanh()
+            return x
+
+    model = BucketedDataParallel(Either(), bucket_mb=1e-3)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(2, 9, dtype=torch.float64)).sum().backward()
+        assert_same_on_all_ranks([parameter.grad for parameter in model.parameters()])
+
+
+@on_ranks(2)
+def test_the_first_step_overlaps() -> None:
+    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    with model.trace() as trace:
+        model(torch.randn(64, 7, dtype=torch.float64)).square().mean().backward()
+    sent = {span.bucket: span.begin for span in trace.spans if span.kind == "all-reduce"}
+    (backward,) = (span for span in trace.spans if span.kind == "backward")
+    assert sorted(sent) == list(range(6))
+    assert all(sent[n] < backward.end for n in range(5)), "all but the last bucket leave while gradients are made"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reduction", ["auto", "all_reduce"])
+def test_sizes_by_measurement(reduction: str) -> None:
+    layers = [
+        cuda_ext.nn.Linear(9, 333),
+        nn.Tanh(),
+        cuda_ext.nn.Linear(333, 666),
+        nn.Linear(666, 333),
+        nn.Linear(333, 9),
+    ]
+    model = BucketedDataParallel(nn.Sequential(*layers).double(), reduction=reduction)
+    plain = copy.deepcopy(model.module)
+    said = io.StringIO()
+    assert "an all-reduce takes" in model.describe()
+    with contextlib.redirect_stderr(said):
+        compare_steps(model, plain, 6)
+    lines = said.getvalue().splitlines()
+    assert len(lines) == (dist.get_rank() == 0)
+    assert all(
+        re.match(rf"{re.escape(NAME)}: .*bucket.*; an all-reduce takes .*; backward takes ", line) for line in lines
+    )
+    plans = [None] * 4
+    dist.all_gather_object(plans, [bucket.names for bucket in model._reducer.buckets])
+    assert plans[1:] == plans[:-1]
+
+
+# frozen and freed
+
+
+@on_ranks(2)
+def test_freezing_and_unfreezing() -> None:
+    module = Backwards()
+    module.layers[2].requires_grad_(False)
+    model = BucketedDataParallel(module, bucket_mb=1e-3)
+    plain = copy.deepcopy(module)
+
+    def change(layer: int, trained: bool) -> None:
+        for m in (model.module, plain):
+            m.layers[layer].requires_grad_(trained)
+            m.zero_grad()
+
+    compare_steps(model, plain, 2)
+    size = sum(bucket.wire.numel() for bucket in model._reducer.buckets)
+    change(4, False)
+    compare_steps(model, plain, 2)
+    assert sum(bucket.wire.numel() for bucket in model._reducer.buckets) < size
+    change(2, True)
+    change(4, True)
+    compare_steps(model, plain, 2)
+    assert sum(bucket.wire.numel() for bucket in model._reducer.buckets) > size
+    # Frozen between forward and backward, or where nothing is averaged: nothing is expected of it.
+    output = model(torch.randn(3, 9, dtype=torch.float64))
+    model.module.layers[1].requires_grad_(False)
+    output.sum().backward()
+
+
+@on_ranks(2)
+def test_unfrozen_while_gradients_accumulate() -> None:
+    module = Backwards()
+    module.layers[3].requires_grad_(False)
+    model = BucketedDataParallel(module, bucket_mb=1e-3)
+    plain = copy.deepcopy(module)
+    batch = torch.randn(2, 2, 4, 9, dtype=torch.float64)
+    for m in (model.module, plain):
+        m.layers[3].requires_grad_(True)
+    with model.no_sync():
+        model(batch[0, dist.get_rank()]).square().mean().backward()
+    model(batch[1, dist.get_rank()]).square().mean().backward()
+    for part in batch:
+        plain(part).square().mean().backward()
+    assert_gradients(model.module, plain)
+
+
+@on_ranks(2)
+def test_ranks_that_freeze_different_parameters_say_so() -> None:
+    model = BucketedDataParallel(Backwards())
+    model.module.layers[dist.get_rank()].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"parameter layers\.0\.weight .* frozen; on rank 1: .* trained"):
+        model(torch.randn(2, 9, dtype=torch.float64))
+
+
+# uneven inputs
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_uneven_inputs(broadcast_buffers: bool) -> None:
+    rank = dist.get_rank()
+    module = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9, track_running_stats=True), nn.Linear(9, 2)).double()
+    module[1].eval()  # normalises by its buffers, so that the batch of another rank does not matter
+    model = BucketedDataParallel(module, bucket_mb=SMALL, broadcast_buffers=broadcast_buffers)
+    model.train()
+    module[1].eval()
+    plain = copy.deepcopy(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (plain, model)]
+    counts = [5, 2, 6, 3]
+    batches = torch.randn(6, 4, 3, 9, dtype=torch.float64)
+    with Join([model]):
+        for step in range(counts[rank]):
+            model.zero_grad()
+            model(batches[step, rank]).square().mean().backward()
+            optimizers[1].step()
+    for step in range(max(counts)):
+        plain.zero_grad()
+        losses = [plain(batches[step, r]).square().mean() for r in range(4) if step < counts[r]]
+        (torch.stack(losses).sum() / 4).backward()
+        optimizers[0].step()
+    for actual, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert_same_on_all_ranks(list(model.state_dict().values()))
+
+
+@on_ranks(2)
+def test_uneven_inputs_can_end_all() -> None:
+    model = BucketedDataParallel(make_model())
+    with pytest.raises(RuntimeError, match="exhausted"), Join([model], throw_on_early_termination=True):
+        for _ in range(2 + dist.get_rank()):
+            model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
+
+
+def test_join_divides_by_all_ranks(group: None) -> None:
+    model = BucketedDataParallel(make_model())
+    with pytest.raises(ValueError, match=f"^{re.escape(NAME)}.join_hook: expected divide_by_initial_world_size=True"):
+        Join([model], divide_by_initial_world_size=False)
+
+
+# what cannot be done
+
+
+def test_it_is_not_copied_or_pickled(group: None) -> None:
+    model = BucketedDataParallel(make_model())
+    with pytest.raises(TypeError, match=f"^{re.escape(NAME)}: cannot be copied, .* copy model.module"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=f"^{re.escape(NAME)}: cannot be pickled, .* save model.state_dict"):
+        pickle.dumps(model)
+    clone = pickle.loads(pickle.dumps(model.module))
+    assert all(torch.equal(a, b) for a, b in zip(clone.parameters(), model.parameters(), strict=True))
+
+
+def test_parameters_on_two_devices_are_refused(group: None) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    message = f"{NAME}: expected parameters on one device, got 0.weight on cpu and 1.weight on meta; wrap the part"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        BucketedDataParallel(module)
+
+
+# the timeline
+
+
+@on_ranks(2)
+def test_trace() -> None:
+    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.randn(4, 7, dtype=torch.float64)).sum().backward()
+
+    step()
+    with model.trace() as trace:
+        step()
+        step()
+    step()
+    kinds = {kind: [span for span in trace.spans if span.kind == kind] for kind in ("backward", "pack", "all-reduce")}
+    assert [span.step for span in kinds["backward"]] == [0, 1]
+    for kind in ("pack", "all-reduce"):
+        assert [(span.step, span.bucket) for span in kinds[kind]] == [(step, n) for step in range(2) for n in range(6)]
+    for packed, sent in zip(kinds["pack"], kinds["all-reduce"], strict=True):
+        assert 0 <= packed.begin <= packed.end <= sent.begin <= sent.end
+    assert len(trace.exposed()) == 2
+    assert all(0 <= seconds < 60 for seconds in trace.exposed())
+    with tempfile.TemporaryDirectory() as folder:
+        trace.save(Path(folder) / "trace.json")
+        events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
+        assert sum(event["ph"] == "X" for event in events) == len(trace.spans)
+        assert {event["pid"] for event in events} == {dist.get_rank()}
+        trace.plot(Path(folder) / "trace.png")
+        assert (Path(folder) / "trace.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,111 @@
+"""BucketedDataParallel on a CUDA GPU: alone over NCCL, also captured into a graph; two processes that share the GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch import Tensor, nn
+
+import cuda_ext.nn
+from cuda_ext.distributed import BucketedDataParallel
+from cuda_ext.distributed.symmetric import SymmetricArena, probe
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+STEPS, ROWS, WIDTH = 5, 64, 256
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    ours = cuda_ext.nn.Linear(WIDTH, WIDTH, activation="gelu")
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), ours, nn.LayerNorm(WIDTH), cuda_ext.nn.Linear(WIDTH, WIDTH)).cuda()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad()
+    model(batch).square().mean().backward()
+    optimizer.step()
+
+
+def trained(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch in batches:
+        step(model, optimizer, batch)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
+def test_alone_over_nccl(nccl: None, wire_dtype: torch.dtype | None) -> None:
+    batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(STEPS)]
+    expected = trained(make_model(), batches)
+    got = trained(BucketedDataParallel(make_model(), bucket_mb=0.3, wire_dtype=wire_dtype), batches)
+    tolerance = {} if wire_dtype is None else {"rtol": 2e-2, "atol": 2e-3}
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
+def test_a_whole_step_is_captured(nccl: None) -> None:
+    batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(3 * STEPS)]
+    expected = trained(make_model(), batches)
+    model = BucketedDataParallel(make_model(), bucket_mb=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = torch.empty(ROWS, WIDTH, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # the first steps settle the buckets and the memory
+        for batch in batches[:STEPS]:
+            step(model, optimizer, given.copy_(batch))
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        step(model, optimizer, given)
+    for batch in batches[STEPS:]:
+        given.copy_(batch)
+        graph.replay()
+    torch.testing.assert_close([parameter.detach() for parameter in model.parameters()], expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_processes_sum_in_symmetric_memory(dtype: torch.dtype) -> None:
+    device = share_the_gpu()
+    assert probe(dist.group.WORLD, device) is None
+    count = 100_003
+    arena = SymmetricArena(count * dtype.itemsize, dist.group.WORLD, device)
+    bucket = arena.bytes.view(dtype)
+    values = [torch.randn(count).to(dtype) for _ in range(2)]  # alike on both ranks
+    expected = (values[0].float() + values[1].float()).to(dtype)
+    for _ in range(20):
+        bucket.copy_(values[dist.get_rank()])
+        stats = arena.all_reduce(bucket)
+        assert torch.equal(bucket.cpu(), expected)
+        torch.testing.assert_close(stats[0].cpu(), expected.float().square().sum(), rtol=1e-5, atol=0.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", ["symmetric", "all_reduce"])
+def test_two_processes_train_as_one(reduction: str) -> None:
+    device = share_the_gpu()
+    batches = [torch.randn(ROWS, WIDTH, device=device) for _ in range(STEPS)]
+    rank = dist.get_rank()
+    model = BucketedDataParallel(make_model(), bucket_mb=0.3, reduction=reduction)
+    got = trained(model, [batch.chunk(2)[rank] for batch in batches])
+    torch.testing.assert_close(got, trained(make_model(), batches), rtol=1e-4, atol=1e-5)
+
+
+def share_the_gpu() -> torch.device:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    torch.cuda.set_device(0)
+    torch.cuda.manual_seed(0)
+    return torch.device("cuda", 0)

@@ -1,0 +1,212 @@
+"""What a host runs for `four_hosts.py measure`: all-reduce by size, and how much of it a backward pass does not hide.
+
+The second is also predicted from the first, by the simulation of `cuda_ext.distributed.cost_model`.
+
+The backward pass is one of a model on another device. All hosts share the processors of one machine, and a backward
+pass that computed on them would slow the network down, which these processors also are. So a layer computes nothing: to
+give its gradient it sleeps, as a process does that waits for its GPU, and the network has the processors to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cuda_ext.distributed import BucketedDataParallel
+from cuda_ext.distributed.cost_model import Gradient, Link, byte_size, duration, fill, fit, simulate
+from cuda_ext.distributed.exchange import REDUCTIONS, choose_exchange
+
+KIB, MIB = 2**10, 2**20
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket that is summed
+IN_A_ROW = 3
+LAYERS, LAYER_BYTES, LAYER_SECONDS = 12, MIB, 0.015  # of the model: 180 ms for the gradients, of 12 MiB
+WARM_UP = 3  # rounds that are not measured: what is allocated, connected and planned once happens in them
+
+
+class SleepingBackward(torch.autograd.Function):
+    """Hands ``x`` through; its gradient for ``weight`` is there after ``seconds``, without work of a processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.shape, ctx.seconds = weight.shape, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gradient = torch.full(ctx.shape, 1.0)
+        time.sleep(ctx.seconds)
+        return grad, gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(LAYER_BYTES // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SleepingBackward.apply(x, self.weight, LAYER_SECONDS)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(Layer() for _ in range(LAYERS)))
+
+
+def timed(action: Callable[[], None]) -> float:
+    """Seconds of ``action``, which all ranks begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def in_turns(actions: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each action in each round, of the rank that took longest: a slow moment of the machine hits all."""
+    rounds = [[timed(action) for action in actions.values()] for _ in range(WARM_UP + repeats)][WARM_UP:]
+    seconds = torch.tensor(rounds, dtype=torch.float64)  # (repeats, actions)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return dict(zip(actions, seconds.T.tolist(), strict=True))
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    quarters = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {"seconds": quarters[1], "lower_quartile": quarters[0], "upper_quartile": quarters[2]}
+
+
+def bucket_sums(size: int, reduction: str) -> Callable[[], None]:
+    """Sums buckets of ``size`` bytes as a wrapper does: the next one waits already while one is summed."""
+    buffers = [(IN_A_ROW * size // 4, torch.float32)]
+    device = torch.device("cpu")
+    exchange, (buffer,) = choose_exchange(
+        dist.group.WORLD, None, device, buffers, reduction, narrowed=False, sharded=False
+    )
+
+    def sum_all() -> None:
+        for pending in [exchange.start(bucket, bucket[:0]) for bucket in buffer.chunk(IN_A_ROW)]:
+            pending.wait()
+
+    return sum_all
+
+
+def training_step(module: nn.Module) -> None:
+    module.zero_grad()
+    module(torch.zeros(1, requires_grad=True)).sum().backward()
+
+
+class Alone:
+    """A step without averaging, and when its gradients come: ``arrivals`` of each step, in seconds."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[list[float]] = []
+        self._module = model()
+        for parameter in reversed(list(self._module.parameters())):
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _: Tensor) -> None:
+        self.arrivals[-1].append(time.perf_counter() - self._begin)
+
+    def step(self) -> None:
+        self.arrivals.append([])
+        self._begin = time.perf_counter()
+        training_step(self._module)
+
+
+def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float]) -> float:
+    gradients = [Gradient(str(n), LAYER_BYTES, ready) for n, ready in enumerate(arrivals)]
+    return simulate(gradients, fill(gradients, bucket_mb * MIB), link, arrivals[-1]).exposed
+
+
+def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
+    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, reduction=reduction) for mb in bucket_mbs}
+    alone = Alone()
+    actions: dict[str, Callable[[], None]] = {"alone": alone.step}
+    actions |= {f"sum {size}": bucket_sums(size, reduction) for size in SIZES}
+    actions |= {f"step {mb}": partial(training_step, wrapper) for mb, wrapper in wrappers.items()}
+    seconds = in_turns(actions, repeats)
+    points = [{"bytes": size, **summary([each / IN_A_ROW for each in seconds[f"sum {size}"]])} for size in SIZES]
+    fitted = fit(SIZES, [point["seconds"] for point in points])
+    arrivals = [statistics.median(column) for column in zip(*alone.arrivals[WARM_UP:], strict=True)]
+    steps = []
+    for mb, wrapper in wrappers.items():
+        exposed = [step - without for step, without in zip(seconds[f"step {mb}"], seconds["alone"], strict=True)]
+        steps.append(
+            {
+                "bucket_mb": float(mb),
+                "plan": wrapper.describe(),
+                "step": summary(seconds[f"step {mb}"]),
+                "exposed": summary(exposed),
+                "predicted_exposed_seconds": predict_exposed(float(mb), fitted.link, arrivals),
+            }
+        )
+    return {
+        "sums": points,
+        "fit": {
+            "latency_seconds": fitted.link.latency,
+            "bytes_per_second": fitted.link.bandwidth,
+            "median_error": fitted.error,
+        },
+        "gradient_seconds": arrivals,
+        "alone": summary(seconds["alone"]),
+        "steps": steps,
+    }
+
+
+def report(found: Mapping[str, Any]) -> Iterator[str]:
+    yield f"sums of float32 buckets over gloo, reduction={found['reduction']!r}:"
+    for point in found["sums"]:
+        yield f"  {byte_size(point['bytes']):>8} {duration(point['seconds'])}"
+    line = found["fit"]
+    link = Link(line["latency_seconds"], line["bytes_per_second"])
+    yield f"  fit: {link}, {line['median_error']:.0%} off in the median"
+    yield (
+        f"a step of {duration(found['alone']['seconds'])} alone, with {LAYERS} gradients of {byte_size(LAYER_BYTES)}; "
+        "exposed, with its quartiles, and as predicted:"
+    )
+    for step in found["steps"]:
+        exposed, predicted = step["exposed"], step["predicted_exposed_seconds"]
+        yield (
+            f"  bucket_mb={step['bucket_mb']:g}: {duration(exposed['seconds'])} "
+            f"({duration(exposed['lower_quartile'])} to {duration(exposed['upper_quartile'])}), "
+            f"predicted {duration(predicted)}, {predicted / exposed['seconds'] - 1:+.0%}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--bucket-mb", type=float, nargs="+", required=True)
+    parser.add_argument("--reduction", choices=REDUCTIONS, required=True)
+    parser.add_argument("--rate", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = {
+        "hosts": dist.get_world_size(),
+        "rate": arguments.rate,
+        "reduction": arguments.reduction,
+        "processors": os.cpu_count(),
+        "repeats": arguments.repeats,
+        "layer_bytes": LAYER_BYTES,
+        **measure(arguments.bucket_mb, arguments.reduction, arguments.repeats),
+    }
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(*report(found), f"wrote {arguments.out}", sep="\n", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
