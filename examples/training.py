@@ -110,14 +110,16 @@ class Training:
         """Every process takes part; the first one writes and gets the path."""
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         rng = [None] * self.world_size
-        dist.all_gather_object(rng, (torch.get_rng_state(), cuda))
+        with self.model.collective(f"the checkpoint after step {self.step}"):
+            dist.all_gather_object(rng, (torch.get_rng_state(), cuda))
         path = None
         if self.rank == 0:
             model, optimizer = self.gpt.state_dict(), self.optimizer.state_dict()
             values = (self.settings, self.step, model, optimizer, rng, self.losses, self.held_out)
             path = save(self.arguments.out, self.step, dict(zip(STATE, values, strict=True)))
             write_losses(self.arguments.out / "loss.csv", self.losses, self.held_out)
-        dist.barrier()
+        with self.model.collective(f"the end of the checkpoint after step {self.step}"):
+            dist.barrier()
         return path
 
     def score_held_out(self) -> float:
@@ -126,10 +128,11 @@ class Training:
             share = bits_per_byte(
                 self.gpt, self.held_out_text, self.arguments.context, 16, self.rank, self.world_size
             ).to(self.device)
-        dist.all_reduce(share)
+        with self.model.collective(f"the score of the held-out text after step {self.step}"):
+            dist.all_reduce(share)
         return float(share[0] / share[1])
 
-    def train_step(self, model: BucketedDataParallel, stop: bool) -> bool:
+    def train_step(self, stop: bool) -> bool:
         """One step of the optimiser; whether any process was asked to stop."""
         a = self.arguments
         for group in self.optimizer.param_groups:
@@ -140,16 +143,17 @@ class Training:
             start = self.step * a.batch + (micro * self.world_size + self.rank) * share
             inputs, targets = (t.to(self.device) for t in self.windows(range(start, start + share)))
             last = micro == a.accumulate - 1
-            with contextlib.nullcontext() if last else model.no_sync():
+            with contextlib.nullcontext() if last else self.model.no_sync():
                 with self.autocast():
-                    loss = model(inputs, targets) / a.accumulate
+                    loss = self.model(inputs, targets) / a.accumulate
                 loss.backward()
             total[0] += loss.detach()
-        model.clip_grad_norm_(a.clip)
+        self.model.clip_grad_norm_(a.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         total[1] = float(stop)
-        dist.all_reduce(total)  # the stop travels with the loss, so that all processes stop after the same step
+        with self.model.collective(f"the mean of the losses of step {self.step + 1}"):
+            dist.all_reduce(total)  # the stop travels with the loss, so that all processes stop after the same step
         self.losses.append(float(total[0]) / self.world_size / math.log(2))
         self.step += 1
         return bool(total[1] > 0)
@@ -157,10 +161,10 @@ class Training:
     def run(self) -> bool:
         """Trains to the last step; False if it was stopped before."""
         a = self.arguments
-        model = BucketedDataParallel(self.gpt)
+        self.model = BucketedDataParallel(self.gpt)
         with StopRequest() as stop, Progress(self.console, self.step, a.steps, a.batch * a.context) as progress:
             while self.step < a.steps:
-                stopped = self.train_step(model, stop.seen)
+                stopped = self.train_step(stop.seen)
                 progress.update(self.losses[-1])
                 if not math.isfinite(self.losses[-1]):
                     raise UserError(

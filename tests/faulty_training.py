@@ -44,7 +44,10 @@ def main() -> None:
 
     def step(batch: torch.Tensor) -> None:
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        loss = model(batch).square().mean()
+        loss.backward()
+        with model.collective("the mean of the loss"):
+            dist.all_reduce(loss.detach(), group=group)
         model.clip_grad_norm_(1.0)
         optimizer.step()
 
@@ -58,6 +61,9 @@ def main() -> None:
         "dies in backward": lambda: layers[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL)),
         "dies before the norm": lambda: setattr(
             model, "clip_grad_norm_", lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        ),
+        "dies before the mean of the loss": lambda: setattr(
+            model, "collective", lambda _: os.kill(os.getpid(), signal.SIGKILL)
         ),
         "hangs": lambda: time.sleep(3 * TIMEOUT),
         "hangs in backward": lambda: layers[1].weight.register_hook(lambda _: time.sleep(3 * TIMEOUT)),

@@ -19,6 +19,7 @@ ENDINGS = {
     "dies": GONE,
     "dies in backward": GONE,
     "dies before the norm": GONE,
+    "dies before the mean of the loss": GONE,
     "stops": GONE,
     "hangs": rf"rank 2 is not in a backward pass; it has done {STEPS}",
     "hangs in backward": rf"rank 2 computes gradients in backward pass {STEPS + 1}; bucket 1 of 3 lacks 1\.weight",
@@ -54,6 +55,8 @@ def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
         what = rf"the sum of bucket \d, \d\.\w+ to \d\.\w+, of backward pass {STEPS + 1}"
         if "norm" in fault:
             what = f"the norm of the gradients of backward pass {STEPS + 1}"
+        if "loss" in fault:
+            what = "the mean of the loss"
         beginning = "cuda_ext.distributed.BucketedDataParallel: expected 3 ranks to take part in "
         assert re.match(rf"{re.escape(beginning)}{what}, got: .", message), message
         assert re.search(ENDINGS[fault], message), message

@@ -28,11 +28,12 @@ from cuda_ext.distributed.symmetric import ALIGNMENT, SymmetricArena, probe
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-COUNTS = (0, 1, 7, 64, 1000003)
+COUNTS = (0, 1, 7, 64, 1003, 1000003)
+BOTH = pytest.mark.parametrize("one_shot_bytes", [0, 8192], ids=["two-shot", "one-shot"])
 
 
-def make_arena(nbytes: int, timeout: float | None = None) -> SymmetricArena:
-    return SymmetricArena(nbytes, dist.group.WORLD, CPU, timeout=timeout)
+def make_arena(nbytes: int, timeout: float | None = None, **options: int) -> SymmetricArena:
+    return SymmetricArena(nbytes, dist.group.WORLD, CPU, timeout=timeout, **options)
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
@@ -61,9 +62,11 @@ def assert_stats(stats: Tensor, stored: Tensor) -> None:
 
 
 def check_sum(world_size: int, dtype: torch.dtype) -> None:
+    """Of the counts all but the last are summed one-shot."""
     rank = dist.get_rank()
     offset = 3 * ALIGNMENT
     arena = make_arena(offset + max(COUNTS) * dtype.itemsize + 100)
+    assert 1003 * dtype.itemsize <= arena.one_shot_bytes < 1000003 * dtype.itemsize
     for count in COUNTS:
         end = offset + count * dtype.itemsize
         arena.bytes.fill_(rank + 1)
@@ -99,10 +102,11 @@ def test_sum_on_4_ranks(dtype: torch.dtype) -> None:
     check_sum(4, dtype)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @on_ranks(3)
-def test_whole_numbers_are_summed_exactly(dtype: torch.dtype) -> None:
-    arena = make_arena(5000 * dtype.itemsize)
+def test_whole_numbers_are_summed_exactly(dtype: torch.dtype, one_shot_bytes: int) -> None:
+    arena = make_arena(5000 * dtype.itemsize, one_shot_bytes=5 * one_shot_bytes)
     values = torch.randint(-40, 41, (3, 5000))
     bucket = arena.bytes.view(dtype)
     bucket.copy_(values[dist.get_rank()])
@@ -177,16 +181,19 @@ def test_buckets_in_flight_on_a_thread() -> None:
 
 @on_ranks(2)
 def test_slots_are_independent() -> None:
-    """Two threads, each with its slot; the ranks start them in opposite order."""
-    arena = make_arena(1 << 20)
-    halves = arena.bytes.view(torch.float32).chunk(2)
-    values = torch.randn(40, 2, 2, halves[0].numel())  # step, thread, rank
+    """Two threads, each with its slot, one of them one-shot; the ranks start them in opposite order."""
+    arena = make_arena(1 << 20, slots=2)
+    large, small = arena.bytes.view(torch.float32).chunk(2)
+    buckets = (large, small[:300])
+    values = torch.randn(40, 2, 2, large.numel())  # step, thread, rank
 
     def run(slot: int) -> None:
+        bucket = buckets[slot]
         for step in range(40):
-            halves[slot].copy_(values[step, slot, dist.get_rank()])
-            arena.all_reduce(halves[slot], slot=slot)
-            assert torch.equal(halves[slot], sum_in_order(list(values[step, slot])))
+            ours = values[step, slot, :, : bucket.numel()]
+            bucket.copy_(ours[dist.get_rank()])
+            arena.all_reduce(bucket, slot=slot)
+            assert torch.equal(bucket, sum_in_order(list(ours)))
 
     order = (0, 1) if dist.get_rank() == 0 else (1, 0)
     with ThreadPoolExecutor(2) as threads:
@@ -194,10 +201,11 @@ def test_slots_are_independent() -> None:
             done.result()
 
 
+@BOTH
 @on_ranks(2)
-def test_a_rank_may_go_ahead() -> None:
+def test_a_rank_may_go_ahead(one_shot_bytes: int) -> None:
     """Rank 0 does nothing between all-reduces; rank 1 is always late, and what it reads must not have been replaced."""
-    arena = make_arena(256)
+    arena = make_arena(256, one_shot_bytes=one_shot_bytes)
     bucket = arena.bytes.view(torch.float32)
     for step in range(50):
         bucket.fill_(step + dist.get_rank())
@@ -247,9 +255,10 @@ def failure_of(call: Callable[[], object]) -> str:
     return str(raised.value).splitlines()[0]
 
 
+@BOTH
 @on_ranks(4)
-def test_ranks_that_do_not_come_are_named() -> None:
-    arena = make_arena(64, timeout=0.5)
+def test_ranks_that_do_not_come_are_named(one_shot_bytes: int) -> None:
+    arena = make_arena(64, timeout=0.5, one_shot_bytes=one_shot_bytes)
     bucket = arena.bytes.view(torch.float32)
     late = dist.get_rank() in (1, 3)
     if late:
@@ -281,16 +290,24 @@ def test_abort_wakes_those_who_wait() -> None:
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.parametrize("one_shot_bytes", [0, 1000, 8192], ids=["two-shot", "both", "one-shot"])
 @on_ranks(3)
-def test_ranks_that_reduce_different_buckets_are_named() -> None:
-    arena = make_arena(6400)
+def test_ranks_that_reduce_different_buckets_are_named(one_shot_bytes: int) -> None:
+    arena = make_arena(6400, one_shot_bytes=one_shot_bytes)
     count = 200 if dist.get_rank() == 2 else 300
     bucket = arena.bytes[640:].view(torch.float32)[:count]
     bucket.fill_(7)
-    failure = failure_of(lambda: arena.all_reduce(bucket))
-    assert "200 elements of float32 at byte 640" in failure
-    assert "300 elements of float32 at byte 640" in failure
-    assert "rank 2" in failure
+    everyone: list[str] = [""] * 3
+    dist.all_gather_object(everyone, failure_of(lambda: arena.all_reduce(bucket)))
+    named = [
+        text
+        for text in everyone
+        if "200 elements of float32 at byte 640" in text
+        and "300 elements of float32 at byte 640" in text
+        and "rank 2" in text
+    ]
+    # Who goes the other way waits for an arrival that never comes, and is told by those who see why.
+    assert named and all(text in named or "memory that all ranks still use" in text for text in everyone), everyone
     assert bool((bucket == 7).all())
 
 
@@ -303,21 +320,27 @@ def test_refusals() -> None:
         (floats[::2], 0, "expected bucket of shape (N,) and contiguous"),
         (floats[1:], 0, "expected bucket to begin at a multiple of 64 bytes, got byte 4"),
         (torch.zeros(16), 0, "expected bucket to be a view of segments[0] behind its first 131072 bytes"),
-        (floats, 8, "expected slot from 0 to 7, got 8"),
     ):
         assert message in failure_of(lambda bucket=bucket, slot=slot: arena.all_reduce(bucket, slot=slot))
-    with pytest.raises(ValueError, match="expected nbytes >= 0, got -1"):
-        make_arena(-1)
-    with pytest.raises(ValueError, match="expected a timeout of more than 0 seconds, got 0"):
-        make_arena(1, timeout=0)
+    with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; ask for slots="):
+        arena.all_reduce(floats, slot=1)
+    for nbytes, options, message in (
+        (-1, {}, "expected nbytes >= 0, got -1"),
+        (1, {"timeout": 0}, "expected a timeout of more than 0 seconds, got 0"),
+        (1, {"slots": 9}, "expected slots from 1 to 8, got 9"),
+        (1, {"one_shot_bytes": -1}, "expected one_shot_bytes >= 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_arena(nbytes, **options)
     assert_stats(arena.all_reduce(floats), floats)  # none of it has broken anything
 
 
 @on_ranks(2)
 def test_memory_that_there_is_not() -> None:
+    layouts = "(nbytes, slots, one_shot_bytes): (100, 1, 65536), (101, 1, 65536)"
     for nbytes, message in (
-        (1 << 50, "rank 0 has no 1125899906973696 bytes of shared memory ([Errno 12] Cannot allocate memory)"),
-        (100 + dist.get_rank(), "arenas of different sizes, of 100, 101 bytes"),
+        (1 << 50, "bytes of shared memory ([Errno 12] Cannot allocate memory)"),
+        (100 + dist.get_rank(), f"arenas of different {layouts}"),
     ):
         assert message in failure_of(lambda nbytes=nbytes: make_arena(nbytes))
 
@@ -436,3 +459,4 @@ if __name__ == "__main__":
     _, _task, _rank, _size, _store = sys.argv
     dist.init_process_group("gloo", init_method=f"file://{_store}", rank=int(_rank), world_size=int(_size))
     globals()[_task]()
+    dist.destroy_process_group()  # else its threads may still run when the process ends, which then aborts

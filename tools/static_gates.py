@@ -42,7 +42,7 @@ RULES = (
     Rule("probe", shared_bytes=0),
     Rule("bucket_table_kernel", shared_bytes=0),
     # It waits for other devices: acquire and release of the whole system.
-    Rule("all_reduce_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", r".*STRONG\.SYS"), shared_bytes=72),
+    Rule("(one|two)_shot_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", r".*STRONG\.SYS"), shared_bytes=72),
     Rule("bucket_pack_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128"), shared_bytes=4032),
     Rule("bucket_kernel<2", (r"LDG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     Rule("bucket_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),

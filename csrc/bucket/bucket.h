@@ -49,14 +49,16 @@ CUDA_EXT_CPU_LAUNCHER(launch_bucket_unpack, BucketParams)
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_stats, BucketParams)
 
 struct BucketSumParams {
-  void* const* buckets;  // (num_buckets,), each (count,)
-  int64_t num_buckets;   // at least 1
+  void* const* sources;  // (num_sources,), each (count,)
+  int64_t num_sources;   // at least 1
+  void* const* targets;  // (num_targets,), each (count,); may be sources
+  int64_t num_targets;   // at least 1
   int64_t count;
   Dtype dtype;
   BucketStats* stats;  // (1,)
 };
 
-// Every bucket = cast(sum of all buckets), each element added in the order of the buckets and rounded once.
+// Every target = cast(sum of all sources), each element added in the order of the sources and rounded once.
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_sum, BucketSumParams)
 
 }  // namespace cuda_ext

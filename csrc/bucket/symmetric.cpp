@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 #include "binding/device.h"
@@ -23,6 +24,7 @@ using symmetric::kAlignment;
 using symmetric::kMaxRanks;
 using symmetric::kPadBytes;
 using symmetric::kSlots;
+using symmetric::Staging;
 
 constexpr const char* kAllReduce = "symmetric_all_reduce";
 constexpr const char* kAbort = "symmetric_abort";
@@ -33,11 +35,15 @@ struct Pad {
   struct Call {
     int64_t begin, count;  // bytes from the beginning of the segment, elements
     Dtype dtype;
+
+    bool operator==(const Call& other) const {
+      return begin == other.begin && count == other.count && dtype == other.dtype;
+    }
   };
   struct Slot {
     uint32_t epoch;  // of the all-reduce begun last
     std::atomic<uint32_t> arrived[kMaxRanks];
-    Call calls[kMaxRanks];         // before the first arrival
+    Call calls[2][kMaxRanks];      // of even and odd epochs, before the first arrival
     BucketStats stats[kMaxRanks];  // of each rank's chunk, before the second
   };
 
@@ -166,50 +172,99 @@ class Peers {
   int rank_;
 };
 
-bool operator==(const Pad::Call& a, const Pad::Call& b) {
-  return a.begin == b.begin && a.count == b.count && a.dtype == b.dtype;
-}
 std::string describe(const Pad::Call& call) {
   static constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float64"};
   return std::to_string(call.count) + " elements of " + kNames[int(call.dtype)] + " at byte " +
          std::to_string(call.begin - kPadBytes);
 }
 
-BucketStats all_reduce_cpu(const Peers& peers, at::TensorList segments, const Pad::Call& call, int64_t rank,
-                           int64_t slot, double timeout) {
-  peers.check_whole();
-  Pad::Slot& own = peers.own().slots[slot];
-  const uint32_t epoch = ++own.epoch;
-  for (const Tensor& segment : segments) static_cast<Pad*>(segment.data_ptr())->slots[slot].calls[rank] = call;
-  peers.arrive(slot, 2 * epoch - 1);
-  peers.wait(slot, 2 * epoch - 1, timeout, "pack this bucket");
-  for (int peer = 0; peer < peers.count(); ++peer) {
-    if (own.calls[peer] == call) continue;
-    peers.give_up(0);
-    CUDA_EXT_CHECK(false, kAllReduce, "expected the same bucket on all ranks, got ", describe(call), " on rank ", rank,
-                   " and ", describe(own.calls[peer]), " on rank ", peer,
-                   "; do the ranks build the same model, and run the same buckets in the same order?");
+// The protocol of symmetric.h, from the side of one rank.
+class AllReduce {
+ public:
+  AllReduce(const Peers& peers, at::TensorList segments, int64_t rank, int64_t slot, double timeout)
+      : peers_(peers), rank_(rank), slot_(slot), timeout_(timeout), own_(peers.own().slots[slot]) {
+    for (int peer = 0; peer < peers.count(); ++peer) segments_[peer] = static_cast<char*>(segments[peer].data_ptr());
   }
 
-  const int64_t element_size = size_of(call.dtype);
-  const int64_t chunk = chunk_elements(call.count, peers.count(), element_size);
-  const int64_t first = std::min(rank * chunk, call.count);
-  std::array<void*, kMaxRanks> buckets;
-  for (int peer = 0; peer < peers.count(); ++peer)
-    buckets[peer] = static_cast<char*>(segments[peer].data_ptr()) + call.begin + first * element_size;
-  BucketStats stats;
-  launch_bucket_sum({buckets.data(), peers.count(), std::min(chunk, call.count - first), call.dtype, &stats});
-  for (const Tensor& segment : segments) static_cast<Pad*>(segment.data_ptr())->slots[slot].stats[rank] = stats;
-  peers.arrive(slot, 2 * epoch);
-  peers.wait(slot, 2 * epoch, timeout, "sum its chunk of this bucket");
-
-  BucketStats total;
-  for (int peer = 0; peer < peers.count(); ++peer) {
-    total.squares += own.stats[peer].squares;
-    total.nonfinite |= own.stats[peer].nonfinite;
+  BucketStats run(const Pad::Call& call, const Staging& staging) {
+    peers_.check_whole();
+    epoch_ = ++own_.epoch;
+    return staging.takes(call.count * size_of(call.dtype)) ? one_shot(call, staging) : two_shot(call);
   }
-  return total;
-}
+
+ private:
+  BucketStats one_shot(const Pad::Call& call, const Staging& staging) {
+    char* const bucket = segments_[rank_] + call.begin;
+    std::array<void*, kMaxRanks> sources;
+    for (int peer = 0; peer < peers_.count(); ++peer) {
+      if (peer != rank_)
+        std::memcpy(segments_[peer] + staging.row(epoch_, rank_, peers_.count()), bucket,
+                    size_t(call.count * size_of(call.dtype)));
+      sources[peer] = segments_[rank_] + staging.row(epoch_, peer, peers_.count());
+    }
+    sources[rank_] = bucket;
+    announce(call);
+    meet(2 * epoch_, "pack this bucket");
+    check_same(call);
+    BucketStats stats;
+    void* const target = bucket;
+    launch_bucket_sum({sources.data(), peers_.count(), &target, 1, call.count, call.dtype, &stats});
+    return stats;
+  }
+
+  BucketStats two_shot(const Pad::Call& call) {
+    announce(call);
+    meet(2 * epoch_ - 1, "pack this bucket");
+    check_same(call);
+    const int64_t element_size = size_of(call.dtype);
+    const int64_t chunk = chunk_elements(call.count, peers_.count(), element_size);
+    const int64_t first = std::min(rank_ * chunk, call.count);
+    std::array<void*, kMaxRanks> chunks;
+    for (int peer = 0; peer < peers_.count(); ++peer)
+      chunks[peer] = segments_[peer] + call.begin + first * element_size;
+    BucketStats stats;
+    launch_bucket_sum({chunks.data(), peers_.count(), chunks.data(), peers_.count(),
+                       std::min(chunk, call.count - first), call.dtype, &stats});
+    for (int peer = 0; peer < peers_.count(); ++peer) slot_of(peer).stats[rank_] = stats;
+    meet(2 * epoch_, "sum its chunk of this bucket");
+
+    BucketStats total;
+    for (int peer = 0; peer < peers_.count(); ++peer) {
+      total.squares += own_.stats[peer].squares;
+      total.nonfinite |= own_.stats[peer].nonfinite;
+    }
+    return total;
+  }
+
+  Pad::Slot& slot_of(int peer) const { return reinterpret_cast<Pad*>(segments_[peer])->slots[slot_]; }
+
+  void announce(const Pad::Call& call) const {
+    for (int peer = 0; peer < peers_.count(); ++peer) slot_of(peer).calls[epoch_ & 1][rank_] = call;
+  }
+
+  void meet(uint32_t mark, const char* deed) const {
+    peers_.arrive(slot_, mark);
+    peers_.wait(slot_, mark, timeout_, deed);
+  }
+
+  void check_same(const Pad::Call& call) const {
+    for (int peer = 0; peer < peers_.count(); ++peer) {
+      const Pad::Call& other = own_.calls[epoch_ & 1][peer];
+      if (other == call) continue;
+      peers_.give_up(0);
+      CUDA_EXT_CHECK(false, kAllReduce, "expected the same bucket on all ranks, got ", describe(call), " on rank ",
+                     rank_, " and ", describe(other), " on rank ", peer,
+                     "; do the ranks build the same model, and run the same buckets in the same order?");
+    }
+  }
+
+  const Peers& peers_;
+  const int64_t rank_, slot_;
+  const double timeout_;
+  Pad::Slot& own_;
+  std::array<char*, kMaxRanks> segments_;
+  uint32_t epoch_ = 0;
+};
 
 void check_segments(const char* op, at::TensorList segments, int64_t rank) {
   CUDA_EXT_CHECK(!segments.empty() && segments.size() <= size_t(kMaxRanks), op,
@@ -228,8 +283,8 @@ void check_segments(const char* op, at::TensorList segments, int64_t rank) {
   }
 }
 
-Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, int64_t slot, at::IntArrayRef locks,
-                  double timeout) {
+Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, int64_t slot, int64_t one_shot_bytes,
+                  at::IntArrayRef locks, double timeout) {
   check_segments(kAllReduce, segments, rank);
   check_floating(kAllReduce, "bucket", bucket);
   CUDA_EXT_CHECK(bucket.dim() == 1 && bucket.is_contiguous(), kAllReduce,
@@ -238,12 +293,19 @@ Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, i
   const Tensor& own = segments[rank];
   const int64_t begin =
       int64_t(reinterpret_cast<uintptr_t>(bucket.data_ptr()) - reinterpret_cast<uintptr_t>(own.data_ptr()));
-  CUDA_EXT_CHECK(bucket.numel() == 0 || (begin >= kPadBytes && begin + int64_t(bucket.nbytes()) <= own.numel()),
+  CUDA_EXT_CHECK(slot >= 0 && slot < kSlots, kAllReduce, "expected slot from 0 to ", kSlots - 1, ", got ", slot);
+  CUDA_EXT_CHECK(one_shot_bytes >= 0 && one_shot_bytes <= own.numel() && one_shot_bytes % kAlignment == 0, kAllReduce,
+                 "expected one_shot_bytes to be a multiple of ", kAlignment, " that fits a segment, got ",
+                 one_shot_bytes);
+  const Staging staging = Staging::of_slot(slot, own.numel(), int64_t(segments.size()), one_shot_bytes);
+  CUDA_EXT_CHECK(staging.begin >= kPadBytes && staging.begin % kAlignment == 0, kAllReduce,
+                 "expected segments of a multiple of ", kAlignment, " bytes with room for the staging of slot ", slot,
+                 ", got ", own.numel(), " bytes");
+  CUDA_EXT_CHECK(bucket.numel() == 0 || (begin >= kPadBytes && begin + int64_t(bucket.nbytes()) <= staging.begin),
                  kAllReduce, "expected bucket to be a view of segments[", rank, "] behind its first ", kPadBytes,
-                 " bytes, got other memory");
+                 " bytes and before its staging, got other memory");
   CUDA_EXT_CHECK(bucket.numel() == 0 || begin % kAlignment == 0, kAllReduce,
                  "expected bucket to begin at a multiple of ", kAlignment, " bytes, got byte ", begin - kPadBytes);
-  CUDA_EXT_CHECK(slot >= 0 && slot < kSlots, kAllReduce, "expected slot from 0 to ", kSlots - 1, ", got ", slot);
   CUDA_EXT_CHECK(locks.empty() || locks.size() == segments.size(), kAllReduce, "expected one of locks for each of ",
                  segments.size(), " segments, or none, got ", locks.size());
   CUDA_EXT_CHECK(timeout > 0, kAllReduce, "expected a timeout of more than 0 seconds, got ", timeout);
@@ -252,13 +314,14 @@ Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, i
   const Pad::Call call{bucket.numel() == 0 ? kPadBytes : begin, bucket.numel(), to_dtype(bucket.scalar_type())};
   if (!bucket.is_cpu()) {
     const CudaKernels* const cuda = cuda_kernels(kAllReduce, bucket.device(), bucket.scalar_type());
-    SymmetricParams params{{}, int(segments.size()), int(rank), int(slot), call.begin, call.count, call.dtype, timeout};
+    SymmetricParams params{{},         int(segments.size()), int(rank), int(slot), call.begin,
+                           call.count, call.dtype,           staging,   timeout};
     for (size_t i = 0; i < segments.size(); ++i) params.segments[i] = segments[i].data_ptr();
     const LaunchScope scope(bucket.device(), 0);
     cuda->symmetric_all_reduce(params, out.mutable_data_ptr<float>(), scope.stream());
     return out;
   }
-  const BucketStats stats = all_reduce_cpu(Peers(segments, locks, rank), segments, call, rank, slot, timeout);
+  const BucketStats stats = AllReduce(Peers(segments, locks, rank), segments, rank, slot, timeout).run(call, staging);
   const auto write = [&](auto* p) {
     using T = std::remove_pointer_t<decltype(p)>;
     p[0] = T(stats.squares);
@@ -285,8 +348,8 @@ void abort(at::TensorList segments, int64_t rank) {
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
-      "symmetric_all_reduce(Tensor(a!) bucket, Tensor(b!)[] segments, *, int rank, int slot=0, int[] locks=[], "
-      "float timeout=1800.0) -> Tensor");
+      "symmetric_all_reduce(Tensor(a!) bucket, Tensor(b!)[] segments, *, int rank, int slot=0, int one_shot_bytes=0, "
+      "int[] locks=[], float timeout=1800.0) -> Tensor");
   m.def("symmetric_abort(Tensor(a!)[] segments, *, int rank) -> ()");
 }
 

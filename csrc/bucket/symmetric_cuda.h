@@ -15,10 +15,11 @@ struct SymmetricParams {
   int64_t begin;  // of the bucket, bytes from the beginning of the segment; a multiple of kAlignment
   int64_t count;  // elements
   Dtype dtype;
-  double timeout;  // seconds
+  symmetric::Staging staging;  // of the slot; whether it takes the bucket decides between one-shot and two-shot
+  double timeout;              // seconds
 };
 
-// Sums the bucket of all ranks in place, once they have all launched this with the same begin, count and dtype. `stats`,
+// Sums the bucket of all ranks in place, once they have all launched this with the same begin, count, dtype and staging. `stats`,
 // on the device, receives (2,): the sum of squares, and 1 if a value is infinite or NaN, else 0. `stream` is a
 // cudaStream_t. Does not synchronise and may be captured into a graph. A rank that waits longer than the timeout ends its
 // kernel with an error of the device. float64 has no kernel: throws std::invalid_argument.

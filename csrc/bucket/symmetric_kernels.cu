@@ -8,15 +8,22 @@ namespace cuda_ext {
 
 namespace {
 
+template <auto kernel>
+void launch(const char* name, const SymmetricParams& params, float* stats, void* stream) {
+  rt::launch<kernel>(name,
+                     {.grid = {symmetric::num_blocks(params)},
+                      .threads = symmetric::Config::kThreads,
+                      .shared_bytes = sizeof(symmetric::SharedStorage),
+                      .stream = stream},
+                     symmetric::kernel_params(params, stats));
+}
+
 template <class T>
 void launch(const SymmetricParams& params, float* stats, void* stream) {
-  const symmetric::KernelParams kernel_params = symmetric::kernel_params(params, stats);
-  rt::launch<symmetric::all_reduce_kernel<T>>("symmetric_all_reduce",
-                                              {.grid = {symmetric::num_blocks(kernel_params.chunk, params.dtype)},
-                                               .threads = symmetric::Config::kThreads,
-                                               .shared_bytes = sizeof(symmetric::SharedStorage),
-                                               .stream = stream},
-                                              kernel_params);
+  if (symmetric::is_one_shot(params))
+    launch<symmetric::one_shot_kernel<T>>("symmetric_one_shot", params, stats, stream);
+  else
+    launch<symmetric::two_shot_kernel<T>>("symmetric_two_shot", params, stats, stream);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -225,6 +225,18 @@ class BucketedDataParallel(nn.Module, Joinable):
             for n, whole in zip(parts, of_parts):
                 buckets[n].remember(whole)
         return known.sum(dim=0).to(torch.float64 if is_double else torch.float32)
+
+    def collective(self, what: str) -> AbstractContextManager[None]:
+        """For collectives of your own: if one fails in here, the error tells as much as that of the wrapper would. ::
+
+            with model.collective("the mean of the loss"):
+                dist.all_reduce(loss)
+
+        what: what they do, as "expected 4 ranks to take part in ..." goes on. A RuntimeError inside becomes one that
+        says this, and what every other rank was doing; ranks that wait for those inside are told so, too. The group is
+        of no use after it, as after any collective that fails, so the gradients are dropped.
+        """
+        return self._reducer.collective(what)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:

@@ -172,18 +172,19 @@ class Reducer:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """A failure in here is one of ``what``, a collective of the wrapper, and says so; who waits in here, too."""
+        """A failure in here is one of ``what``, a collective, and says so; who waits in here, too."""
         self._waits_for = what
         outside = not self._active  # of a pass
         if outside:
             self.watch.busy(True)
         try:
             yield
-        except Exception as error:
+        except RuntimeError as error:
             raise self._failed(what, error) from error
-        self._waits_for = ""
-        if outside:
-            self.watch.busy(False)
+        finally:
+            self._waits_for = ""
+            if outside:
+                self.watch.busy(False)
 
     def _failed(self, what: str, error: Exception) -> RuntimeError:
         """What to raise where a collective has failed. The group is of no use from here on."""

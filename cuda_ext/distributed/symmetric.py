@@ -1,8 +1,9 @@
 """All-reduce by loads and stores, in memory that every rank of a group on one host addresses: nothing is sent.
 
 On CPUs that is shared memory without a name, which vanishes with the processes, however they end; on GPUs it is
-`torch.distributed._symmetric_memory`. The algorithm is the two-shot all-reduce: each rank sums one part of the bucket,
-of all ranks, and writes the sum to all ranks (csrc/bucket/symmetric.h says how they wait for each other).
+`torch.distributed._symmetric_memory`. A large bucket is summed by the two-shot all-reduce: each rank sums one part of
+it, of all ranks, and writes the sum to all ranks. For a small one the ranks wait once instead of twice, one-shot: each
+writes its whole bucket to all others, and sums everything itself (csrc/bucket/symmetric.h says how they wait).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from cuda_ext._load import ops
 
 NAME = "cuda_ext.distributed.SymmetricArena"
 MAX_RANKS = 32
-SLOTS = 8
+MAX_SLOTS = 8
 ALIGNMENT = 64  # bytes, of where a bucket begins
 PAD_BYTES = 128 << 10  # before the buckets; as in csrc/bucket/symmetric.h
 
@@ -65,30 +66,49 @@ class SymmetricArena:
         group: at most 32 ranks, all on one host.
         device: where the buckets are; CPU or CUDA.
         timeout: seconds that `all_reduce` waits for a rank that is late; default the group's own.
+        slots: how many all-reduces may be under way at once, 1 to 8.
+        one_shot_bytes: buckets up to this size are summed one-shot, with the same bits; 0 for none. It is rounded up
+            to a multiple of 64, and costs each rank 2 x slots x ranks times as much memory beside ``nbytes``. Default:
+            `default_one_shot_bytes`.
 
     ``bytes`` is (nbytes,), uint8, zeros at first. It outlives the arena; what other ranks do to it does not.
 
     Raises RuntimeError, on all ranks alike, if the ranks do not share memory (`probe` tells before) or have not enough,
-    and ValueError for a wrong ``nbytes`` or ``timeout``.
+    and ValueError for a wrong argument.
     """
 
     def __init__(
-        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, *, timeout: float | None = None
+        self,
+        nbytes: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        timeout: float | None = None,
+        slots: int = 1,
+        one_shot_bytes: int | None = None,
     ) -> None:
         if nbytes < 0:
             raise ValueError(f"{NAME}: expected nbytes >= 0, got {nbytes}")
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"{NAME}: expected slots from 1 to {MAX_SLOTS}, got {slots}")
+        if one_shot_bytes is None:
+            one_shot_bytes = default_one_shot_bytes(group.size(), device) if group.size() > 1 else 0
+        if one_shot_bytes < 0:
+            raise ValueError(f"{NAME}: expected one_shot_bytes >= 0, got {one_shot_bytes}")
         if timeout is None:
             timeout = group._get_backend(device).options._timeout.total_seconds()
         if not 0 < timeout < math.inf:
             raise ValueError(f"{NAME}: expected a timeout of more than 0 seconds, got {timeout}")
         try:
-            self._segments = _Segments(nbytes, group, device)
+            self._segments = _Segments(nbytes, group, device, staging=(slots, _aligned(one_shot_bytes)))
         except _NotShared as error:
             raise RuntimeError(
                 f"{NAME}: expected ranks that share memory of {nbytes} bytes each, got {error}"
             ) from None
         self.timeout = timeout
-        self.bytes = self._segments.tensors[group.rank()][PAD_BYTES:]
+        self.bytes = self._segments.tensors[group.rank()][PAD_BYTES : PAD_BYTES + nbytes]
+        self.one_shot_bytes = _aligned(one_shot_bytes)
+        self._slots = slots
         self._rank = group.rank()
 
     def all_reduce(self, bucket: Tensor, *, slot: int = 0) -> Tensor:
@@ -96,8 +116,8 @@ class SymmetricArena:
 
         bucket: a view of ``bytes``, 1-d and contiguous, of float32, float16, bfloat16 or float64, that begins at a
             multiple of 64 bytes; of the same place, size and dtype on all ranks.
-        slot: 0 to 7, default 0. The ranks run the all-reduces of one slot in the same order, one after the other; those
-            of different slots may be under way at once, in threads or on streams of their own.
+        slot: 0 to ``slots`` - 1, default 0. The ranks run the all-reduces of one slot in the same order, one after the
+            other; those of different slots may be under way at once, in threads or on streams of their own.
 
         Values are added in the order of the ranks, in float32 (float64 for float64), and rounded once. On the CPU it
         returns when that is done, and other threads run meanwhile; on CUDA it is queued on the current stream.
@@ -108,9 +128,18 @@ class SymmetricArena:
         Raises RuntimeError, with the ranks it is about, if one does not come in time, has ended, or reduces another
         bucket. The arena then serves no rank any more: whoever uses it gets an error that names the first to give up.
         """
-        segments = self._segments
+        if not 0 <= slot < self._slots:
+            raise ValueError(
+                f"{NAME}.all_reduce: expected slot from 0 to {self._slots - 1}, got {slot}; ask for slots="
+            )
         return ops.symmetric_all_reduce(
-            bucket, segments.tensors, rank=self._rank, slot=slot, locks=segments.files, timeout=self.timeout
+            bucket,
+            self._segments.tensors,
+            rank=self._rank,
+            slot=slot,
+            one_shot_bytes=self.one_shot_bytes,
+            locks=self._segments.files,
+            timeout=self.timeout,
         )
 
     def abort(self) -> None:
@@ -118,24 +147,42 @@ class SymmetricArena:
         ops.symmetric_abort(self._segments.tensors, rank=self._rank)
 
 
+def default_one_shot_bytes(ranks: int, device: torch.device) -> int:
+    """The largest bucket of which it is better to write all to every rank than to wait twice.
+
+    Of a CPU that was measured (docs/ladder_bucket.md); of a GPU it is the size at which vLLM's all-reduce changes over,
+    on eight H100 with NVLink.
+    """
+    return (1 << 17 if device.type == "cpu" else 1 << 21) // ranks
+
+
 class _NotShared(Exception):
     """The ranks do not share memory; the message says why, the same on all of them."""
 
 
 class _Segments:
-    """A segment of each rank, mapped by all: ``tensors`` in the order of ranks, each (PAD_BYTES + nbytes,), uint8.
+    """A segment of each rank, mapped by all: ``tensors`` in the order of ranks, uint8, of pad, buckets and staging.
+
+    nbytes: of buckets. staging: how many slots have some, and how many bytes of each rank it takes.
 
     ``files`` on CPUs are the open files behind them. A rank holds a lock on its own, by which the others see it live.
     """
 
-    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, nbytes: int, group: dist.ProcessGroup, device: torch.device, staging: tuple[int, int] = (0, 0)
+    ) -> None:
         self.tensors: list[Tensor] = []
         self.files: list[int] = []
         weakref.finalize(self, _close, self.files)
+        slots, row = staging
+        size = PAD_BYTES + _aligned(nbytes) + slots * 2 * group.size() * row
+        layouts = _gather((nbytes, *staging), group)
+        if len(set(layouts)) > 1:
+            raise _NotShared(f"arenas of different (nbytes, slots, one_shot_bytes): {', '.join(map(str, layouts))}")
         if device.type == "cpu":
-            self._share_host_memory(PAD_BYTES + nbytes, group)
+            self._share_host_memory(size, group)
         else:
-            self._share_device_memory(PAD_BYTES + nbytes, group, device)
+            self._share_device_memory(size, group, device)
 
     def _share_host_memory(self, size: int, group: dist.ProcessGroup) -> None:
         name = f"cuda_ext-{secrets.token_hex(16)}"  # no other file has it, so who opens it by name has found this one
@@ -150,11 +197,9 @@ class _Segments:
             own_tensor = _map(own, size)
         except (AttributeError, OSError) as error:
             problem = f"rank {group.rank()} has no {size} bytes of shared memory ({_reason(error)})"
-        offers = _gather((os.getpid(), own, name, size, problem), group)
+        offers = _gather((os.getpid(), own, name, problem), group)
         problem = next((offer[-1] for offer in offers if offer[-1]), "")
-        if not problem and len({offer[3] for offer in offers}) > 1:
-            problem = f"arenas of different sizes, of {', '.join(str(offer[3] - PAD_BYTES) for offer in offers)} bytes"
-        for rank, (process, file, its_name, _, _) in enumerate(offers):
+        for rank, (process, file, its_name, _) in enumerate(offers):
             if problem:
                 break
             if rank == group.rank():
@@ -199,6 +244,10 @@ class _Segments:
         problem = next(filter(None, _gather(problem, group)), "")
         if problem:
             raise _NotShared(problem)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _gather(value: object, group: dist.ProcessGroup) -> list:  # type: ignore[type-arg]

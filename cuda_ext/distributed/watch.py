@@ -87,7 +87,7 @@ class Watch:
         self._asks_since = None
 
     def report(self, doing: str) -> str:
-        """Tells the others what this rank was ``doing``, and returns what they do: "rank 1 ...; ranks 2, 3 ..."."""
+        """Tells the others what this rank was ``doing``; returns "rank 1 does that; each of ranks 2 and 3 does it"."""
         answer: list[str] = []
 
         def ask() -> None:
@@ -124,7 +124,9 @@ class Watch:
             if rank in silent:
                 doing = f"gives no sign of life{'; the last one: ' + doing if doing else ''}"
             ranks_that.setdefault(doing, []).append(rank)
-        return "; ".join(f"{name_ranks(ranks)} {doing}" for doing, ranks in ranks_that.items())
+        return "; ".join(
+            f"{'each of ' if len(ranks) > 1 else ''}{name_ranks(ranks)} {doing}" for doing, ranks in ranks_that.items()
+        )
 
     def _line(self, rank: int) -> tuple[int, str]:
         key = f"{self._prefix}/{rank}"

@@ -8,28 +8,41 @@
 
 namespace cuda_ext::symmetric {
 
-// As all_reduce_kernel, where the index of a block tells its rank; stats (num_ranks, 2). With values (num_ranks, count),
-// and one block a rank, that packs them first, as an earlier kernel of its stream would.
+// As the kernels, where the index of a block tells its rank; stats (num_ranks, 2). With values (rounds, num_ranks, count),
+// and one block a rank, that sums one after the other, as kernels of its stream would: it packs values[i, rank], and puts
+// the sum there.
 template <class T>
 GLOBAL(Config::kThreads, Config::kMinBlocks)
-all_ranks_kernel(GRID_CONSTANT KernelParams params, const T* values) {
+all_ranks_kernel(GRID_CONSTANT KernelParams params, int is_one_shot, int rounds, T* values) {
   SHARED_STORAGE(SharedStorage, shared);
   const int blocks = arch::grid_x() / params.num_ranks;
   const int rank = arch::block_x() / blocks;
-  if (values != nullptr)
-    for (int64_t i = arch::thread_index(); i < params.count; i += Config::kThreads)
-      arch::store_global(bucket_of<T>(params, rank) + i, values[rank * params.count + i]);
-  all_reduce<T>(params, rank, arch::block_x() % blocks, blocks, params.stats + 2 * rank, shared);
+  const int block = arch::block_x() % blocks;
+  for (int round = 0; round < rounds; ++round) {
+    T* const bucket = bucket_of<T>(params, rank);
+    T* const row = values + (round * params.num_ranks + rank) * params.count;
+    const int64_t packed = values == nullptr ? 0 : params.count;
+    arch::sync_threads();
+    for (int64_t i = arch::thread_index(); i < packed; i += Config::kThreads) arch::store_global(bucket + i, row[i]);
+    arch::sync_threads();
+    if (is_one_shot)
+      one_shot<T>(params, rank, block, blocks, params.stats + 2 * rank, shared);
+    else
+      two_shot<T>(params, rank, block, blocks, params.stats + 2 * rank, shared);
+    arch::sync_threads();
+    for (int64_t i = arch::thread_index(); i < packed; i += Config::kThreads) row[i] = bucket[i];
+  }
 }
 
 template <class T>
-void launch_all_ranks(const KernelParams& params, int blocks, const void* values) {
+void launch_all_ranks(const SymmetricParams& params, int blocks, int rounds, void* values, float* stats) {
   rt::launch<all_ranks_kernel<T>>("symmetric_all_reduce",
                                   {.grid = {blocks * params.num_ranks},
                                    .threads = Config::kThreads,
                                    .shared_bytes = sizeof(SharedStorage),
                                    .waits = rt::Waits::kForAny},
-                                  params, static_cast<const T*>(values));
+                                  kernel_params(params, stats), int(is_one_shot(params)), rounds,
+                                  static_cast<T*>(values));
 }
 
 }  // namespace cuda_ext::symmetric
@@ -40,26 +53,27 @@ using namespace cuda_ext;
 
 extern "C" {
 
-EXPORT int symmetric_num_blocks(int64_t count, int num_ranks, int dtype) {
-  return symmetric::num_blocks(symmetric::chunk_elements(count, num_ranks, size_of(Dtype(dtype))), Dtype(dtype));
+EXPORT int symmetric_num_blocks(int64_t count, int num_ranks, int dtype, int64_t row_bytes) {
+  return symmetric::num_blocks(
+      {.num_ranks = num_ranks, .count = count, .dtype = Dtype(dtype), .staging = {.row_bytes = row_bytes}});
 }
 
-// All ranks at once if `rank` is -1, with `blocks` each and `values` as above; else the kernel itself, as that rank. Returns 0, or 1 with what
-// went wrong in `error`.
+// All ranks at once if `rank` is -1, with `blocks`, `rounds` and `values` as above; else the kernel itself, as that rank. Staging
+// of the slot begins at `staging`, with rows of `row_bytes`. Returns 0, or 1 with what went wrong in `error`.
 EXPORT int symmetric_run(void** segments, int num_ranks, int rank, int slot, int64_t begin, int64_t count, int dtype,
-                         int blocks, const void* values, float* stats, char* error, size_t error_size) {
+                         int64_t staging, int64_t row_bytes, int blocks, int rounds, void* values, float* stats,
+                         char* error, size_t error_size) {
   try {
-    SymmetricParams params{{}, num_ranks, rank, slot, begin, count, Dtype(dtype), 1.0};
+    SymmetricParams params{{}, num_ranks, rank, slot, begin, count, Dtype(dtype), {staging, row_bytes}, 1.0};
     for (int i = 0; i < num_ranks; ++i) params.segments[i] = segments[i];
-    const symmetric::KernelParams kernel_params = symmetric::kernel_params(params, stats);
     if (rank >= 0)
       launch_symmetric_all_reduce_cuda(params, stats, nullptr);
     else if (params.dtype == Dtype::kFloat32)
-      symmetric::launch_all_ranks<float>(kernel_params, blocks, values);
+      symmetric::launch_all_ranks<float>(params, blocks, rounds, values, stats);
     else if (params.dtype == Dtype::kFloat16)
-      symmetric::launch_all_ranks<half_t>(kernel_params, blocks, values);
+      symmetric::launch_all_ranks<half_t>(params, blocks, rounds, values, stats);
     else
-      symmetric::launch_all_ranks<bfloat16_t>(kernel_params, blocks, values);
+      symmetric::launch_all_ranks<bfloat16_t>(params, blocks, rounds, values, stats);
     return 0;
   } catch (const std::exception& e) {
     std::snprintf(error, error_size, "%s", e.what());
