@@ -141,7 +141,7 @@ def stages_of_dry_run() -> list[Stage]:
             for tool in ("memcheck", "racecheck")
         ),
         # Long enough for each suite to measure something; the limit is for a machine that is busy with other things.
-        benchmark_stage("cpu", minutes="1.5", most=240),
+        benchmark_stage("cpu", minutes="1", most=240),
     ]
 
 

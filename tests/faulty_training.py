@@ -1,8 +1,9 @@
-"""One rank of a training run in which the last rank does something wrong: what test_distributed_faults.py starts.
+"""A training run in which the last rank does something wrong: what test_distributed_faults.py starts.
 
-    python faulty_training.py STORE RANK RANKS FAULT
+    python faulty_training.py FOLDER RANKS FAULT
 
-Prints what this rank gets for it, as "ERROR SECONDS MESSAGE", seconds being those since the fault, or "DONE".
+Each rank is a process that prints what it gets for it to FOLDER/RANK, as "ERROR SECONDS MESSAGE", seconds being those
+since the fault, or "DONE". Ends with all ranks but the last.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,11 +28,31 @@ STEPS = 3  # before the fault
 
 
 def main() -> None:
-    store, rank, ranks, fault = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    folder, ranks, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    processes = []
+    for rank in range(ranks):
+        process = os.fork()  # PyTorch is loaded once for all, which is most of the work
+        if process == 0:
+            file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            try:
+                train(folder, rank, ranks, fault)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        processes.append(process)
+    for process in processes[:-1]:
+        os.waitpid(process, 0)
+    os.kill(processes[-1], signal.SIGKILL)
+
+
+def train(folder: Path, rank: int, ranks: int, fault: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=ranks,
     )
@@ -84,7 +107,9 @@ def main() -> None:
         except RuntimeError as again:
             assert str(error) in str(again)
         print(f"ERROR {seconds:.1f} {error}", flush=True)
-        time.sleep(TIMEOUT)  # a real program ends here; the others are to find out by themselves
+        # A real program ends here; the others are to find out by themselves.
+        while not all("ERROR" in (folder / str(other)).read_text() for other in range(ranks - 1)):
+            time.sleep(0.1)
     else:
         print("DONE", flush=True)
     os._exit(0)  # the group is broken, and its threads would wait
