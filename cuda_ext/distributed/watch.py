@@ -22,6 +22,7 @@ import torch.distributed as dist
 logger = logging.getLogger("cuda_ext.distributed")
 GAVE_UP = "gave up"  # how the last line of a rank begins
 PATIENCE = 2.5  # intervals after which a rank that writes nothing new, or a store that does not answer, counts as gone
+STOPPING = 2.0  # seconds that the end of a process waits for a store that does not answer
 _instances = itertools.count()  # ranks make their wrappers in the same order
 
 _Lines = dict[int, tuple[int, str]]  # of each rank: how many it has written, and the last
@@ -70,7 +71,15 @@ class Watch:
             self._thread.start()
 
     def stop(self) -> None:
+        """Ends the thread.
+
+        It must not come back from the store while the interpreter goes down: Python would end it in the midst of C++,
+        which ends the process by an abort.
+        """
         self._stopped.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(STOPPING)
 
     def look(self) -> None:
         """What the thread does at every interval."""
