@@ -77,12 +77,13 @@ def test_a_whole_step_is_captured(nccl: None) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("one_shot_bytes", [0, 1 << 20], ids=["two-shot", "one-shot"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_processes_sum_in_symmetric_memory(dtype: torch.dtype) -> None:
+def test_two_processes_sum_in_symmetric_memory(dtype: torch.dtype, one_shot_bytes: int) -> None:
     device = share_the_gpu()
     assert probe(dist.group.WORLD, device) is None
     count = 100_003
-    arena = SymmetricArena(count * dtype.itemsize, dist.group.WORLD, device)
+    arena = SymmetricArena(count * dtype.itemsize, dist.group.WORLD, device, one_shot_bytes=one_shot_bytes)
     bucket = arena.bytes.view(dtype)
     values = [torch.randn(count).to(dtype) for _ in range(2)]  # alike on both ranks
     expected = (values[0].float() + values[1].float()).to(dtype)

@@ -89,6 +89,11 @@ DEVICE T* bucket_of(const KernelParams& params, int rank) {
   return reinterpret_cast<T*>(params.segments[rank] + params.begin);
 }
 
+// The rank `step` behind `rank`, 1 to num_ranks, so that not all ranks write to the same.
+DEVICE int rank_behind(int rank, int step, int num_ranks) {
+  return rank + step < num_ranks ? rank + step : rank + step - num_ranks;
+}
+
 // How many elements one call of a body takes: `vectors` times `width`.
 template <int width_, int vectors_>
 struct Span {
@@ -179,16 +184,14 @@ template <class T>
 DEVICE void two_shot(const KernelParams& params, int rank, int block, int num_blocks, float* stats,
                      SharedStorage& shared) {
   DevicePad::Slot& own = slot_of(params, rank);
-  const int num_ranks = params.num_ranks, thread = arch::thread_index();
+  const int num_ranks = params.num_ranks;
+  const int thread = arch::thread_index();
   const uint32_t epoch = arch::load_global_streaming<uint32_t>(&own.epoch) + 1;
   meet(params, rank, block, 2 * epoch - 1);
   const int64_t begin = bucket::smaller(rank * params.chunk, params.count);
   const int64_t end = bucket::smaller(begin + params.chunk, params.count);
   const auto source = [&](int peer) { return bucket_of<T>(params, peer); };
-  const auto target = [&](int i) {
-    const int peer = rank + 1 + i;
-    return bucket_of<T>(params, peer < num_ranks ? peer : peer - num_ranks);
-  };
+  const auto target = [&](int i) { return bucket_of<T>(params, rank_behind(rank, 1 + i, num_ranks)); };
   double squares = 0.0;
   for_range<T, Config::kVectors>(
       begin, end, block, num_blocks, [&](auto span, int64_t at, int64_t stride, int64_t span_end) {
@@ -214,10 +217,8 @@ DEVICE void one_shot(const KernelParams& params, int rank, int block, int num_bl
   for_range<T, 1>(0, params.count, block, num_blocks, [&](auto span, int64_t at, int64_t, int64_t) {
     using Vector = Packed<T, decltype(span)::width>;
     const Vector packed = arch::load_global_streaming<Vector>(bucket + at);
-    for (int step = 1; step < num_ranks; ++step) {
-      const int peer = rank + step < num_ranks ? rank + step : rank + step - num_ranks;
-      arch::store_global_streaming(row(peer, rank) + at, packed);
-    }
+    for (int step = 1; step < num_ranks; ++step)
+      arch::store_global_streaming(row(rank_behind(rank, step, num_ranks), rank) + at, packed);
   });
   meet(params, rank, block, 2 * epoch);
   const auto source = [&](int peer) -> const T* { return peer == rank ? bucket : row(rank, peer); };
