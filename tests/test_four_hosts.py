@@ -115,7 +115,8 @@ def test_nothing_stays_behind(number: int, tmp_path: Path) -> None:
     """However the program that made the hosts ends."""
     mark = f"600.{random.getrandbits(32)}"  # seconds: an argument that no other process has
     code = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where a shell runs the tests behind it
 sys.path.insert(0, {str(ROOT / "tools")!r})
 from hosts import Hosts
 with Hosts(2) as hosts:
