@@ -51,9 +51,8 @@ def pack(
     """Writes ``cast(scale * tensor)`` of every tensor into ``bucket`` at its offset, and zeros everywhere else.
 
     tensors: any number, of any shape; float32, float16, bfloat16 or float64, mixed at will. One that is not contiguous
-    is
-        copied first. One may be a view of the bucket, of its dtype and at its own offset: it is then scaled where it
-        is, and only read if ``scale`` is 1.
+        is copied first. One may be a view of the bucket, of its dtype and at its own offset: it is then scaled where
+        it is, and only read if ``scale`` is 1.
     bucket: (N,), contiguous, of one of these dtypes.
     offsets: one for each tensor, in elements of the bucket, ascending, such that tensors do not overlap.
     scale: finite, default 1. Applied in float32 (float64 if either dtype is), before the cast to nearest even.

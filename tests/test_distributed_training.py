@@ -39,7 +39,7 @@ class Net(nn.Module):
         x = self.first(self.embedding(tokens))
         for layer in self.middle:
             x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)).tanh()
-        x = x + self.gated(x)
+        x = x + self.gated(x.to(next(self.gated.parameters()).dtype)).to(x.dtype)
         if sometimes:
             x = x + self.sometimes(x)
         return self.last(x) @ self.embedding.weight.t()
@@ -58,12 +58,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sharded": {"bucket_mb": 1e-3, "shard_optimizer": True},
     "hierarchical": {"bucket_mb": 2e-3},
 }
-STYLES = ("plain", "accumulate", "keep gradients", "checkpoint", "compile", "freeze")
+STYLES = ("plain", "accumulate", "keep gradients", "checkpoint", "compile", "freeze", "mixed dtypes")
 
 
 def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = Net(dtype)
+    if style == "mixed dtypes":
+        whole.gated.float()
     arguments = dict(OPTIONS[options])
     if options == "hierarchical":
         arguments["process_group"] = DeviceMesh("cpu", torch.arange(ranks).view(2, -1))
@@ -94,7 +96,7 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
             each.step()
             each.zero_grad(set_to_none=style != "keep gradients")
     for (name, actual), expected in zip(module.named_parameters(), whole.parameters(), strict=True):
-        tolerance = TOLERANCE[dtype]
+        tolerance = TOLERANCE[torch.float32 if style == "mixed dtypes" else dtype]
         torch.testing.assert_close(
             actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )

@@ -150,8 +150,8 @@ class SymmetricArena:
 def default_one_shot_bytes(ranks: int, device: torch.device) -> int:
     """The largest bucket of which it is better to write all to every rank than to wait twice.
 
-    Of a CPU that was measured (docs/ladder_bucket.md); of a GPU it is the size at which vLLM's all-reduce changes over,
-    on eight H100 with NVLink.
+    Of a CPU that was measured (docs/ladder_bucket.md). Of a GPU it is where vLLM's custom_all_reduce changes from one
+    stage to two between GPUs that NVLink joins: 512 KiB on four, 256 KiB on eight; not measured here.
     """
     return (1 << 17 if device.type == "cpu" else 1 << 21) // ranks
 
