@@ -12,6 +12,7 @@ from distributed_common import assert_same_on_all_ranks
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import cuda_ext.nn
@@ -58,7 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sharded": {"bucket_mb": 1e-3, "shard_optimizer": True},
     "hierarchical": {"bucket_mb": 2e-3},
 }
-STYLES = ("plain", "accumulate", "keep gradients", "checkpoint", "compile", "freeze", "mixed dtypes")
+STYLES = ("plain", "accumulate", "keep gradients", "checkpoint", "compile", "freeze", "mixed dtypes", "uneven")
 
 
 def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
@@ -79,22 +80,36 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     micros = 2 if style == "accumulate" else 1
-    for step in range(STEPS):
+    lasts = STEPS - 10 if style == "uneven" else STEPS  # steps for which the last rank has inputs
+    own_steps = lasts if rank == ranks - 1 else STEPS
+
+    def step_of_whole(step: int) -> Tensor:
         tokens = torch.randint(11, (micros, ranks, 2, 8))
-        if style == "freeze" and step in (10, 30):
-            for net in (whole, module):
-                for part in (net.embedding, net.middle[0], net.gated):
-                    part.requires_grad_(step == 30)
-        loss_of(whole, tokens.flatten(0, 2), step).backward()
+        given = tokens if step < lasts else tokens[:, :-1]  # the average still divides by all ranks
+        (loss_of(whole, given.flatten(0, 2), step) * (given.shape[1] / ranks)).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad(set_to_none=style != "keep gradients")
+        return tokens
+
+    def step_of_rank(step: int, tokens: Tensor) -> None:
         for micro in range(micros - 1):
             with model.no_sync():
                 (loss_of(model, tokens[micro, rank], step) / micros).backward()
         (loss_of(model, tokens[-1, rank], step) / micros).backward()
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         model.clip_grad_norm_(0.5)
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad(set_to_none=style != "keep gradients")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=style != "keep gradients")
+
+    with Join([model], enable=style == "uneven"):
+        for step in range(own_steps):
+            if style == "freeze" and step in (10, 30):
+                for net in (whole, module):
+                    for part in (net.embedding, net.middle[0], net.gated):
+                        part.requires_grad_(step == 30)
+            step_of_rank(step, step_of_whole(step))
+    for step in range(own_steps, STEPS):
+        step_of_whole(step)
     for (name, actual), expected in zip(module.named_parameters(), whole.parameters(), strict=True):
         tolerance = TOLERANCE[torch.float32 if style == "mixed dtypes" else dtype]
         torch.testing.assert_close(
@@ -112,8 +127,9 @@ def test_styles_on_two_ranks(style: str) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("options", "style"),
-    # Pieces of parameters have been dealt out to the ranks: freezing is refused, see test_sharded.py.
-    [(o, s) for o in ("default", "sharded") for s in STYLES if (o, s) != ("sharded", "freeze")],
+    # Sharded, pieces of parameters have been dealt out: freezing is refused, see test_sharded.py. Their norm and their
+    # gathering are collectives of their own, in which a rank without inputs takes no part.
+    [(o, s) for o in ("default", "sharded") for s in STYLES if o == "default" or s not in ("freeze", "uneven")],
 )
 def test_styles_on_four_ranks(options: str, style: str) -> None:
     train_and_compare(torch.float64, options, style)
