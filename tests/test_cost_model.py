@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,42 @@ def test_a_small_kind_goes_in_one_piece() -> None:
     choice = choose([*gradients, *norms], Link(1e-3, 1e9), 1.0)
     assert len(choice.buckets) > 5
     assert sum(bucket[0] >= 99 for bucket in choice.buckets) == 1
+
+
+def test_launches_by_hand() -> None:
+    """Two kinds that come at once: as one launch they are there a latency sooner, less what the second adds."""
+    gradients = [Gradient("a", 100, 1.0, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
+    for grouped, launches, exposed in ((None, (1, 1), 2.2), (0.0, (2,), 1.7), (0.2, (2,), 1.9), (0.6, (1, 1), 2.2)):
+        choice = choose(gradients, Link(0.5, 100, grouped=grouped), 1.0)
+        assert choice.launches == launches and choice.buckets == ((0,), (1,)), grouped
+        assert choice.exposed == pytest.approx(exposed)
+        assert (choice.last, choice.largest) == (20, 100)
+        assert ("in 1 launches" in choice.reason) == (launches == (2,))
+    # A launch waits for all of it. Where the network has more to do after the first, that one goes at once.
+    early = [Gradient("a", 100, 0.1, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
+    choice = choose(early, Link(0.5, 100, grouped=0.0), 1.0)
+    assert choice.launches == (1, 1)
+    assert choice.exposed == pytest.approx(1.3)
+
+
+@pytest.mark.parametrize("trial", range(10))
+def test_groups_are_taken_only_where_they_end_the_pass_sooner(trial: int) -> None:
+    gradients = random_gradients(60, 0.05, ("float32", "bfloat16", "float64")[: random.randint(2, 3)])
+    link = random_link()
+    apart = choose(gradients, link, 0.05)
+    assert apart.launches == (1,) * len(apart.buckets)
+    for part in (0.0, 0.5, 1.0, 2.0):
+        choice = choose(gradients, replace(link, grouped=part * link.latency), 0.05)
+        assert sum(choice.launches) == len(choice.buckets) == len(choice.sizes)
+        assert sorted(itertools.chain(*choice.buckets)) == list(range(60))
+        assert choice.exposed <= apart.exposed + 1e-12
+        if max(choice.launches) > 1:
+            assert choice.exposed < apart.exposed
+        begin = 0
+        for count in choice.launches:
+            kinds = [gradients[bucket[0]].kind for bucket in choice.buckets[begin : begin + count]]
+            assert len(set(kinds)) == count
+            begin += count
 
 
 def test_fill() -> None:

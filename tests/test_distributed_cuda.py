@@ -12,7 +12,8 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 import cuda_ext.nn
-from cuda_ext.distributed import BucketedDataParallel
+from cuda_ext.distributed import BucketedDataParallel, all_reduce_coalesced
+from cuda_ext.distributed.exchange import over_nccl
 from cuda_ext.distributed.symmetric import SymmetricArena, probe
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -74,6 +75,49 @@ def test_a_whole_step_is_captured(nccl: None) -> None:
         given.copy_(batch)
         graph.replay()
     torch.testing.assert_close([parameter.detach() for parameter in model.parameters()], expected)
+
+
+def test_buckets_of_two_dtypes_in_one_launch(nccl: None) -> None:
+    device = torch.device("cuda", 0)
+    exchange = over_nccl(dist.group.WORLD, device)
+    assert exchange.groups
+    wires = [torch.empty(100_003, device=device), torch.empty(513, dtype=torch.bfloat16, device=device)]
+
+    def sums(values: list[Tensor]) -> None:
+        """A mean over one rank is what it was; that it waits for what was written, and is waited for, is seen."""
+        torch._foreach_copy_(wires, values)
+        exchange.start_together(wires).wait()
+        torch._foreach_mul_(wires, 2.0)
+
+    for _ in range(20):
+        values = [torch.randn_like(wire) for wire in wires]
+        sums(values)
+        assert all(torch.equal(wire, 2 * value) for wire, value in zip(wires, values, strict=True))
+    given, graph = [torch.empty_like(wire) for wire in wires], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sums(given)
+    for _ in range(20):
+        values = [torch.randn_like(wire) for wire in wires]
+        torch._foreach_copy_(given, values)
+        graph.replay()
+        assert all(torch.equal(wire, 2 * value) for wire, value in zip(wires, values, strict=True))
+
+
+def test_a_sharded_optimizer_gathers_in_one_launch(nccl: None) -> None:
+    batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(STEPS)]
+    model = BucketedDataParallel(make_model(), bucket_mb=0.3, shard_optimizer=True)
+    assert len(model._reducer.buckets) > 1
+    optimizer = model.sharded_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for batch in batches:
+        step(model, optimizer, batch)
+    torch.testing.assert_close([p.detach() for p in model.parameters()], trained(make_model(), batches))
+
+
+def test_tensors_of_two_dtypes_in_one_launch(nccl: None) -> None:
+    tensors = [torch.randn(1000, device="cuda"), torch.randn(77, dtype=torch.bfloat16, device="cuda")]
+    expected = [tensor.clone() for tensor in tensors]
+    all_reduce_coalesced(tensors)
+    assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, expected, strict=True))
 
 
 @on_ranks(2)

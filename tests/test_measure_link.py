@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -124,6 +124,25 @@ def test_times_of_the_slowest_rank_count() -> None:
     link = measured(PretendedLink(Link(12e-3 if slow else 1e-3, 4e9), blocks=slow)).link
     assert link.latency == pytest.approx(12e-3, rel=0.25)
     assert link.hides < 0.4
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("another", [-1e-3, 4e-3])
+def test_what_a_second_bucket_adds_to_a_launch(another: float) -> None:
+    """On the slowest rank; never less than nothing."""
+    link = PretendedLink(Link(5e-3, 2e9))
+    asked = []
+
+    def together(tensors: Sequence[Tensor]) -> None:
+        asked.append([tensor.nbytes for tensor in tensors])
+        slower = another if dist.get_rank() == 1 else 0.0
+        time.sleep(link.link.seconds(sum(tensor.nbytes for tensor in tensors)) + slower)
+
+    with mock.patch.object(measure, "_multiplication", idle_computing):
+        measurement = measure_link(dist.group.WORLD, "cpu", link, 0.3, together=together)  # type: ignore[arg-type]
+    assert_same_on_all_ranks(measurement)
+    assert asked and all(sizes == [32 << 10, 32 << 10] for sizes in asked)
+    assert measurement.link.grouped == pytest.approx(max(another, 0.0), abs=1.5e-3)
 
 
 @on_ranks(4)

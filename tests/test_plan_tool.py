@@ -143,6 +143,22 @@ def test_predictions_are_those_of_the_model(capsys: Capture) -> None:
         assert row["efficiency"] == pytest.approx(0.003 / (0.003 + timeline.exposed))
 
 
+def test_dtypes_in_one_launch(capsys: Capture, tmp_path: Path) -> None:
+    """What ends together is there a latency sooner, less what another bucket adds."""
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text("norm 4096 float32\nweight 2048x4096 bfloat16\n")
+    command = [str(shapes), "--ranks", "2", "--buckets", "auto", "--backward", "1ms", *NETWORK]
+    (apart,) = rows(capsys, *command)
+    (grouped,) = rows(capsys, *command, "--grouped", "1us")
+    assert apart["bucket_bytes"] == grouped["bucket_bytes"] == [16 << 20, 16 << 10]
+    assert (apart["launches"], grouped["launches"]) == (2, 1)
+    saved = apart["exposed_seconds"] - grouped["exposed_seconds"]
+    # Apart, the weight, which comes first, may leave before the norm.
+    assert 0 < saved <= apart["latency_seconds"] - 1e-6 + 1e-12
+    (dear,) = rows(capsys, *command, "--grouped", "1ms")
+    assert dear == apart
+
+
 def test_options_move_the_prediction_as_they_should(capsys: Capture) -> None:
     base = ["llama-8b", "--layers", "4", "--ranks", "256", "--buckets", "25MiB", *COMPUTING]
 

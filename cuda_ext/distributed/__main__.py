@@ -164,6 +164,13 @@ def parser() -> Parser:
         metavar="PART",
         help="speed of backward beside a transfer, as part of its own: 1 (default) by a network, 0 on the same cores",
     )
+    ranks.add_argument(
+        "--grouped",
+        type=seconds,
+        metavar="TIME",
+        help="that another bucket adds to a launch, as a group of NCCL's (default: buckets go one by one); for models "
+        "of several dtypes",
+    )
     computing = plan.add_argument_group("computing: --backward, or both others")
     computing.add_argument("--backward", type=seconds, metavar="TIME", help="of one pass: 200ms")
     computing.add_argument("--flops", type=flop_rate, metavar="RATE", help="that a rank reaches: 400T")
@@ -203,6 +210,7 @@ class Prediction:
     algorithm: str
     link: Link
     bucket: float | None
+    sizes: Sequence[float]  # bytes of each bucket
     timeline: Timeline
 
     @property
@@ -222,7 +230,8 @@ class Prediction:
             # Of a single rank nothing is sent, and JSON has no infinity.
             "bandwidth_bytes_per_second": self.link.bandwidth if self.link.bandwidth < math.inf else None,
             "bucket": AUTO if self.bucket is None else self.bucket,
-            "bucket_bytes": [transfer.bytes for transfer in self.timeline.transfers],
+            "bucket_bytes": list(self.sizes),
+            "launches": len(self.timeline.transfers),
             "exposed_seconds": self.timeline.exposed,
             "efficiency": self.efficiency,
         }
@@ -250,7 +259,8 @@ class Planner:
         if ranks <= options.ranks_per_node:
             names = ["ring"]
         links = {name: two_level(ranks, options.ranks_per_node, inside, across, name) for name in names}
-        return {name: dataclasses.replace(link, hides=options.hides) for name, link in links.items()}
+        own = {"hides": options.hides, "grouped": options.grouped}
+        return {name: dataclasses.replace(link, **own) for name, link in links.items()}
 
     def predict(self, ranks: int, bucket: float | None) -> Prediction:
         options = self._options
@@ -259,11 +269,12 @@ class Planner:
         for algorithm, link in self.links(ranks).items():
             if bucket is None:
                 choice = choose(self.gradients, link, self.backward_seconds, largest=options.largest, slowdown=slowdown)
-                timeline = choice.timeline
+                sizes, timeline = choice.sizes, choice.timeline
             else:
                 buckets = fill(self.gradients, bucket)
                 timeline = simulate(self.gradients, buckets, link, self.backward_seconds, slowdown=slowdown)
-            found.append(Prediction(ranks, algorithm, link, bucket, timeline))
+                sizes = tuple(transfer.bytes for transfer in timeline.transfers)
+            found.append(Prediction(ranks, algorithm, link, bucket, sizes, timeline))
         return min(found, key=lambda prediction: prediction.timeline.exposed)
 
     def curves(self) -> dict[str, list[Prediction]]:
@@ -310,8 +321,8 @@ def table(predictions: Sequence[Prediction]) -> str:
             p.algorithm,
             "nothing" if p.ranks == 1 else str(p.link),
             p.bucket_name,
-            str(len(p.timeline.transfers)),
-            byte_size(p.timeline.transfers[-1].bytes),
+            str(len(p.sizes)),
+            byte_size(p.sizes[-1]),
             duration(p.timeline.exposed),
             f"{p.efficiency:.1%}",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -132,12 +132,16 @@ class BucketSet:
             return plan.first_capacity(self._link)
         assert self._exchange is not None
         buffer = max((arenas.wire.memory for arenas in self._arenas.values()), key=lambda memory: memory.nbytes)
-        measured = measure_link(self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer)
+        together = self._exchange.run_together if self._exchange.groups and len(self._arenas) > 1 else None
+        measured = measure_link(self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer, together)
         self._link = measured.link
         return plan.first_capacity(measured.link)
 
-    def _cut(self, assignment: list[list[int]]) -> None:
-        """Cuts the arenas into these buckets, and leads every gradient to its own."""
+    def _cut(self, assignment: list[list[int]], launches: Sequence[int] = ()) -> None:
+        """Cuts the arenas into these buckets, and leads every gradient to its own.
+
+        launches: how many buckets go together, in order; default each by itself.
+        """
         for bucket in self._reducer.buckets:
             bucket.release_views()
         self._held.drop_hooks()
@@ -147,7 +151,7 @@ class BucketSet:
         buckets = [self._bucket({self._names[n]: self._trained[n] for n in indices}) for indices in assignment]
         self._assignment = assignment
         self._lead_to_slots(buckets)
-        self._reducer.use(buckets)
+        self._reducer.use(buckets, launches or [1] * len(buckets))
         for number, bucket in enumerate(buckets):
             for position, parameter in enumerate(bucket.parameters):
                 self._held.add_hook(parameter, self._reducer.gradient_hook(number, position))
@@ -214,6 +218,7 @@ class BucketSet:
         backward_seconds = max(ready.values())
         self._order = [*ready, *(n for n in self._order if n not in ready)]
         assignment = plan.assign(self._sizes, self._order, self.capacity, self._max_buckets)
+        launches: Sequence[int] = ()
         if auto:
             gradients = [
                 Gradient(name, size.bytes, ready.get(n, backward_seconds), str(size.dtype))
@@ -222,12 +227,13 @@ class BucketSet:
             assert self._link is not None
             choice = choose(gradients, self._link, backward_seconds)
             if len(choice.buckets) <= self._max_buckets:
-                assignment = [list(bucket) for bucket in choice.buckets]
+                assignment, launches = [list(bucket) for bucket in choice.buckets], choice.launches
                 self.capacity = plan.Capacity(choice.last, choice.largest, choice.reason)
             if self._group.rank() == 0:
                 print(f"{plan.NAME}: {self.capacity.reason}", file=sys.stderr)
-        if [set(indices) for indices in assignment] != [set(indices) for indices in self._assignment]:
-            self._cut(assignment)
+        grouped = any(count > 1 for count in launches)
+        if grouped or [set(indices) for indices in assignment] != [set(indices) for indices in self._assignment]:
+            self._cut(assignment, launches)
 
     def release(self) -> None:
         """Gives back what belongs to the module: hooks, and that its parameters have this wrapper."""

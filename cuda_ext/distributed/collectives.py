@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext import bucket as bucket_ops
+from cuda_ext.distributed.coalescing import start_together
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -84,7 +86,6 @@ def _broadcast_flat(members: list[Tensor], group: dist.ProcessGroup, source: int
 
 @dataclass
 class _Bucket:
-    work: dist.Work
     wire: Tensor
     tensors: list[Tensor]
     offsets: list[int]
@@ -93,14 +94,15 @@ class _Bucket:
 class CoalescedWork:
     """An `all_reduce_coalesced` under way; the tensors hold the result once `wait` has returned, and nothing before."""
 
-    def __init__(self, buckets: list[_Bucket]) -> None:
-        self._buckets = buckets
+    def __init__(self, works: list[dist.Work], buckets: list[_Bucket]) -> None:
+        self._works, self._buckets = works, buckets
 
     def wait(self) -> None:
         """Waits for the ranks and writes the results; once that is done, does nothing. Raises what the group raises."""
+        for work in self._works:
+            work.wait()
         while self._buckets:
             bucket = self._buckets[0]
-            bucket.work.wait()
             bucket_ops.unpack(bucket.wire, bucket.tensors, bucket.offsets)
             del self._buckets[0]
 
@@ -114,6 +116,8 @@ def all_reduce_coalesced(
     async_op: bool = False,
 ) -> CoalescedWork | None:
     """Replaces every tensor by its mean or sum over the ranks, in place, with one all-reduce for each device and dtype.
+
+    Over NCCL those of a device are one launch.
 
     tensors: float32, float16, bfloat16 or float64, of any shape and strides; the same shapes and dtypes in the same
     order
@@ -140,13 +144,16 @@ def all_reduce_coalesced(
                 f"and {tensor.layout}"
             )
         groups.setdefault((tensor.device, wire_dtype or tensor.dtype), []).append(tensor.detach())
-    buckets = []
+    buckets: dict[torch.device, list[_Bucket]] = {}
     for (device, dtype), members in groups.items():
         offsets, size = bucket_ops.aligned_offsets([member.numel() for member in members], dtype)
         wire = torch.empty(size, dtype=dtype, device=device)
         bucket_ops.pack(members, wire, offsets, scale=1.0 / group.size() if op == "mean" else 1.0)
-        buckets.append(_Bucket(group.allreduce([wire]), wire, members, offsets))
-    work = CoalescedWork(buckets)
+        buckets.setdefault(device, []).append(_Bucket(wire, members, offsets))
+    works = []
+    for device, of_device in buckets.items():
+        works += start_together(group, device, [partial(group.allreduce, [bucket.wire]) for bucket in of_device])
+    work = CoalescedWork(works, [bucket for of_device in buckets.values() for bucket in of_device])
     if async_op:
         return work
     work.wait()

@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 MIB = 1 << 20
 
@@ -34,15 +35,19 @@ class Link:
 
     ``latency`` in seconds, ``bandwidth`` in bytes a second. ``hides``: how fast backward computes while a transfer
     runs, as part of its speed alone: 1 (or True) where a network does the work, 0 (or False) where the same cores do.
+    ``grouped``: where several buckets can be launched as one, the seconds that each but the first of them adds, in
+    place of a latency; None, the default, where they go one by one.
     """
 
     latency: float
     bandwidth: float
     hides: float = 1.0
+    grouped: float | None = None
 
-    def seconds(self, size: float) -> float:
-        """Of an all-reduce of ``size`` bytes."""
-        return self.latency + size / self.bandwidth
+    def seconds(self, size: float, buckets: int = 1) -> float:
+        """Of an all-reduce of ``size`` bytes, in so many buckets that are sent at once."""
+        another = self.latency if self.grouped is None else self.grouped
+        return self.latency + (buckets - 1) * another + size / self.bandwidth
 
     def __str__(self) -> str:
         return f"{duration(self.latency)} + size / ({byte_rate(self.bandwidth)})"
@@ -201,7 +206,7 @@ def spread(sizes: Iterable[tuple[str, float]], backward_seconds: float) -> list[
 
 @dataclass(frozen=True)
 class Transfer:
-    """Of a bucket: bytes, and seconds since backward began when it is packed, sent, and ready."""
+    """Of a launch: bytes, and seconds since backward began when it is packed, sent, and ready."""
 
     bytes: float
     packed: float
@@ -228,7 +233,7 @@ class Timeline:
 
 def simulate(
     gradients: Sequence[Gradient],
-    buckets: Iterable[Sequence[int]],
+    launches: Iterable[Sequence[int]],
     link: Link,
     backward_seconds: float,
     *,
@@ -237,13 +242,13 @@ def simulate(
 ) -> Timeline:
     """Follows one backward pass.
 
-    A bucket is packed when its last gradient has come and those before it are packed. Packing takes the time of
-    backward. Transfers go one after the other, in the order of the buckets. While one runs, backward computes at
-    ``link.hides`` of its speed.
+    A launch is one bucket, or several, of different kinds, that are sent as one. It is packed when its last gradient
+    has come and those before it are packed. Packing takes the time of backward. Transfers go one after the other, in
+    the order of the launches. While one runs, backward computes at ``link.hides`` of its speed.
 
     Args:
         gradients: in any order; ``ready`` counts seconds that backward computes, with nothing beside it.
-        buckets: indices into ``gradients``, in the order in which they are sent.
+        launches: indices into ``gradients``, in the order in which they are sent.
         link: of the all-reduces.
         backward_seconds: of backward alone; not before the last gradient.
         pack_bandwidth: bytes a second; default infinite.
@@ -252,20 +257,20 @@ def simulate(
     hides = link.hides
     packing = 0.0  # seconds so far
     latest = 0.0  # of the gradients so far
-    marks = []  # seconds of computing, packing included, after which each bucket is packed, and its bytes
-    for bucket in buckets:
-        size = sum(gradients[n].bytes for n in bucket)
+    marks = []  # seconds of computing, packing included, after which each launch is packed; its bytes; its buckets
+    for launch in launches:
+        size = sum(gradients[n].bytes for n in launch)
         packing += size / pack_bandwidth
-        latest = max(latest, *(gradients[n].ready for n in bucket))
-        marks.append((slowdown * latest + packing, size))
+        latest = max(latest, *(gradients[n].ready for n in launch))
+        marks.append((slowdown * latest + packing, size, len({gradients[n].kind for n in launch})))
     computing = slowdown * max(backward_seconds, latest) + packing
     clock = _Clock(hides)
     transfers = []
     free = 0.0  # when the link is
     free_by_computing = 0.0  # the same, in seconds of computing until then
     passing = 0.0  # seconds of all transfers so far, each of which cost (1 - hides) of computing
-    for needs, size in marks:
-        lasts = link.seconds(size)
+    for needs, size, buckets in marks:
+        lasts = link.seconds(size, buckets)
         by_computing = max(free_by_computing, needs)
         sent = max(free, by_computing + (1.0 - hides) * passing)
         packed = clock.time_of(needs)
@@ -328,9 +333,13 @@ def _sorted_by_arrival(gradients: Sequence[Gradient], buckets: list[list[int]]) 
 
 @dataclass(frozen=True)
 class Choice:
-    """``buckets``: indices into the gradients, in the order in which they are sent. ``reason``: one line for a log."""
+    """``buckets``: indices into the gradients, in the order in which they are sent; ``launches``: how many of them each
+    launch sends; ``sizes``: their bytes. ``reason``: one line for a log.
+    """
 
     buckets: tuple[tuple[int, ...], ...]
+    launches: tuple[int, ...]
+    sizes: tuple[float, ...]
     timeline: Timeline
     reason: str
 
@@ -341,11 +350,11 @@ class Choice:
     @property
     def last(self) -> float:
         """Bytes of the bucket that is sent last."""
-        return self.timeline.transfers[-1].bytes
+        return self.sizes[-1]
 
     @property
     def largest(self) -> float:
-        return max(transfer.bytes for transfer in self.timeline.transfers)
+        return max(self.sizes)
 
 
 def choose(
@@ -370,7 +379,7 @@ def choose(
     sent in how many buckets. One of fewer buckets is taken if it exposes at most 1 % and 0.0001 ``backward_seconds``
     more. The last bucket comes out small, as nothing hides it, and those before large, as each
     costs a latency. Where gradients are of several kinds a bucket is split by kind, and small kinds go in one piece if
-    that is sooner.
+    that is sooner; where the link takes buckets in groups, those that were split go as one launch if that is sooner.
     """
     if not gradients:
         raise ValueError("choose: expected at least one gradient, got none")
@@ -381,29 +390,42 @@ def choose(
     order = in_order(gradients)
     segments = _best_segments([gradients[n] for n in order], link, backward_seconds, largest, **options)
     pieces = [[order[n] for n in segment] for segment in segments]
-    plans = [_split_by_kind(gradients, pieces, frozenset())]
     kinds: dict[str, float] = {}
     for gradient in gradients:
         kinds[gradient.kind] = kinds.get(gradient.kind, 0.0) + gradient.bytes
     small = frozenset(kind for kind, size in kinds.items() if size < max(kinds.values()) and size <= largest)
-    if small:
-        plans.append(_split_by_kind(gradients, pieces, small))
-    timelines = [simulate(gradients, plan, link, backward_seconds, **options) for plan in plans]
-    best = min(range(len(plans)), key=lambda n: (timelines[n].exposed, len(plans[n])))
-    reason = _reason(timelines[best], link)
-    return Choice(tuple(tuple(bucket) for bucket in plans[best]), timelines[best], reason)
+    plans: list[list[list[list[int]]]] = []  # launches of buckets of gradients
+    for whole in dict.fromkeys((frozenset[str](), small)):
+        by_kind = _split_by_kind(gradients, pieces, whole)
+        apart = _sorted_by_arrival(gradients, [bucket for launch in by_kind for bucket in launch])
+        plans.append([[bucket] for bucket in apart])
+        if link.grouped is not None and len(by_kind) < len(apart):
+            plans.append(by_kind)
+    timelines = [
+        simulate(gradients, [list(chain(*launch)) for launch in plan], link, backward_seconds, **options)
+        for plan in plans
+    ]
+    # Of equals the one with fewest buckets, and of these the one with most launches: a group has to wait for all of it.
+    best = min(range(len(plans)), key=lambda n: (timelines[n].exposed, sum(map(len, plans[n])), -len(plans[n])))
+    buckets = tuple(tuple(bucket) for launch in plans[best] for bucket in launch)
+    sizes = tuple(sum(gradients[n].bytes for n in bucket) for bucket in buckets)
+    launches = tuple(map(len, plans[best]))
+    return Choice(buckets, launches, sizes, timelines[best], _reason(sizes, len(launches), timelines[best], link))
 
 
 def _split_by_kind(
     gradients: Sequence[Gradient], pieces: Sequence[Sequence[int]], whole: frozenset[str]
-) -> list[list[int]]:
-    """Each piece as buckets of one kind; all gradients of a kind in ``whole`` in one bucket."""
-    buckets: dict[tuple[int, str], list[int]] = {}
+) -> list[list[list[int]]]:
+    """The pieces, each as buckets of one kind; all gradients of a kind in ``whole`` in one bucket, with the last piece
+    that has any.
+    """
+    last = {gradients[n].kind: number for number, piece in enumerate(pieces) for n in piece}
+    buckets: list[dict[str, list[int]]] = [{} for _ in pieces]
     for number, piece in enumerate(pieces):
         for n in piece:
             kind = gradients[n].kind
-            buckets.setdefault((-1 if kind in whole else number, kind), []).append(n)
-    return _sorted_by_arrival(gradients, list(buckets.values()))
+            buckets[last[kind] if kind in whole else number].setdefault(kind, []).append(n)
+    return [_sorted_by_arrival(gradients, list(by_kind.values())) for by_kind in buckets if by_kind]
 
 
 def _best_segments(
@@ -506,12 +528,15 @@ def _one_more_bucket(
     return after, cut
 
 
-def _reason(timeline: Timeline, link: Link) -> str:
-    *others, last = [transfer.bytes for transfer in timeline.transfers]
+def _reason(sizes: Sequence[float], launches: int, timeline: Timeline, link: Link) -> str:
+    *others, last = sizes
     plan = f"one bucket of {byte_size(last)}"
     if others:
         low, high = byte_size(min(others)), byte_size(max(others))
         plan = f"{len(others) + 1} buckets: {low if low == high else f'{low} to {high}'}, the last {byte_size(last)}"
+    if launches < len(sizes):
+        assert link.grouped is not None
+        plan += f", in {launches} launches, where each further bucket takes {duration(link.grouped)}"
     beside = f", {link.hides:.0%} of it beside backward" if link.hides < 1 else ""
     return (
         f"{plan}; an all-reduce takes {link}{beside}; backward takes {duration(timeline.alone)}, "

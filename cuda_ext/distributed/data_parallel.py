@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cuda_ext.distributed import plan
 from cuda_ext.distributed.bucket_set import BucketSet, Options
+from cuda_ext.distributed.coalescing import start_together
 from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group, resolve_mesh
 from cuda_ext.distributed.exchange import check_reduction
 from cuda_ext.distributed.plan import NAME
@@ -274,10 +275,13 @@ class BucketedDataParallel(nn.Module, Joinable):
             yield from bucket.shards.items()
 
     def gather_parameters(self) -> None:
-        """Brings the updated pieces of all ranks to every rank: one all-gather for each bucket, in place."""
+        """Brings the updated pieces of all ranks to every rank: one all-gather for each bucket, in place.
+
+        Over NCCL all of them are one launch, as all are ready at once.
+        """
+        gathers = [bucket.gather for bucket in self._reducer.buckets if isinstance(bucket, ShardedBucket)]
         with self._reducer.collective(f"the gathering of parameters after backward pass {self._reducer.passes}"):
-            works = [bucket.gather() for bucket in self._reducer.buckets if isinstance(bucket, ShardedBucket)]
-            for work in works:
+            for work in start_together(self.process_group, self._bucket_set.device, gathers):
                 work.wait()
 
     def sharded_optimizer(
@@ -335,11 +339,13 @@ class BucketedDataParallel(nn.Module, Joinable):
             f"{count} parameters, {_mib(size)} in {len(buckets)} buckets on {self.process_group.size()} ranks",
             f"capacity {_mib(capacity.other)}, of the last bucket {_mib(capacity.last)} ({capacity.reason})",
         ]
+        launch_of = {number: launch for launch in self._reducer.launches for number in launch}
         for number, bucket in enumerate(buckets):
             dtype, wire = (str(tensor.dtype).removeprefix("torch.") for tensor in (bucket.gradients, bucket.wire))
             lines.append(
                 f"{number}: {_mib(bucket.wire.nbytes)}, {dtype if wire == dtype else f'{dtype} as {wire}'} on "
                 f"{bucket.wire.device}, {len(bucket.names)} parameters from {bucket.names[0]} to {bucket.names[-1]}"
+                + (f", in one launch with bucket {number - 1}" if number > launch_of[number][0] else "")
             )
         return "\n".join(lines)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from cuda_ext.distributed.coalescing import coalesces, start_together
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.registered import RegisteredMemory
 from cuda_ext.distributed.symmetric import SymmetricArena, probe
@@ -29,6 +30,8 @@ def check_reduction(reduction: str) -> None:
 # Replaces ``wire``, of which ``flags`` is a part, by the sum over the ranks. Returns when the current stream or thread
 # may use it, with the statistics (see `cuda_ext.bucket`) of the sum where they come for nothing.
 Sum = Callable[[Tensor, Tensor], Tensor | None]
+# Replaces several wires by their sums, as one launch.
+SumTogether = Callable[[Sequence[Tensor]], None]
 
 
 class Pending(ABC):
@@ -49,6 +52,8 @@ class Exchange(ABC):
     Flags have to be summed on every rank, even where of the rest each gets a part.
     """
 
+    groups = False  # whether it has `start_together`
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.ranks = group.rank(), group.size()
         self._at_close: list[Callable[[], object]] = []
@@ -57,10 +62,18 @@ class Exchange(ABC):
     def start(self, wire: Tensor, flags: Tensor) -> Pending:
         """``flags``: see `Sum`."""
 
+    def start_together(self, wires: Sequence[Tensor]) -> Pending:
+        """Starts the sums of several buckets as one launch, on all ranks of the same ones. They end together."""
+        raise NotImplementedError(f"{type(self).__name__} starts one bucket at a time")
+
     def run(self, buffer: Tensor) -> None:
         """Sums as many elements of ``buffer`` as a bucket could have, to see how long it takes."""
         size = buffer.numel() - buffer.numel() % math.lcm(self.ranks, 128)
         self.start(buffer[:size], buffer[size:size]).wait()
+
+    def run_together(self, buffers: Sequence[Tensor]) -> None:
+        """As `run`, of several as one launch."""
+        self.start_together(buffers).wait()
 
     def at_close(self, function: Callable[[], object]) -> None:
         self._at_close.append(function)
@@ -89,22 +102,32 @@ class Beside(Exchange):
     is a stream of high priority.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, sum_up: Sum) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, sum_up: Sum, sum_together: SumTogether | None = None
+    ) -> None:
         super().__init__(group)
-        self._sum_up = torch.no_grad()(sum_up)
+        self.groups = sum_together is not None
+        self._sum_up, self._sum_together = torch.no_grad()(sum_up), sum_together
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "cuda_ext.distributed")
         if self._thread is not None:
             self.at_close(functools.partial(self._thread.shutdown, wait=False))
 
     def start(self, wire: Tensor, flags: Tensor) -> Pending:
+        return self._start(functools.partial(self._sum_up, wire, flags))
+
+    def start_together(self, wires: Sequence[Tensor]) -> Pending:
+        assert self._sum_together is not None
+        return self._start(functools.partial(self._sum_together, wires))
+
+    def _start(self, sum_up: Callable[[], Tensor | None]) -> Pending:
         if self._thread is not None:
-            return _InThread(self._thread.submit(self._sum_up, wire, flags))
+            return _InThread(self._thread.submit(sum_up))
         assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(wire.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            stats = self._sum_up(wire, flags)
-            return _OnStream(self._stream.record_event(), wire.device, stats)
+            stats = sum_up()
+            return _OnStream(self._stream.record_event(), self._stream.device, stats)
 
 
 def hierarchical(inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Sum:
@@ -139,16 +162,23 @@ def reduce_scatter(group: dist.ProcessGroup, adds_in_float32: bool) -> Sum:
     return sum_up
 
 
-def on_current_stream(group: dist.ProcessGroup) -> Sum:
-    """One all-reduce of NCCL, which runs what is not asynchronous on the current stream: here one of high priority.
+def over_nccl(group: dist.ProcessGroup, device: torch.device) -> Exchange:
+    """NCCL's all-reduce, on a stream of high priority, as NCCL runs what is not asynchronous on the current one.
 
     On NCCL's own stream, of the usual priority, the blocks of the sum wait for those of backward.
     """
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+
+    def sum_together(wires: Sequence[Tensor]) -> None:
+        starts = [functools.partial(group.allreduce, [wire], options) for wire in wires]
+        for work in start_together(group, device, starts):
+            work.wait()
 
     def sum_up(wire: Tensor, flags: Tensor) -> None:
-        dist.all_reduce(wire, group=group)
+        sum_together([wire])
 
-    return sum_up
+    return Beside(group, device, sum_up, sum_together if coalesces(group, device) else None)
 
 
 def in_float32(group: dist.ProcessGroup) -> Sum:
@@ -209,7 +239,7 @@ def choose_exchange(
     elif wants_float32 and group.size() > 1:
         exchange = Beside(group, device, in_float32(group))
     elif isinstance(group._get_backend(device), getattr(dist, "ProcessGroupNCCL", ())):
-        exchange = Beside(group, device, on_current_stream(group))
+        exchange = over_nccl(group, device)
     else:
         exchange = AllReduce(group)
     exchange.at_close(registered.close)

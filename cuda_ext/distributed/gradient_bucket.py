@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -155,11 +155,6 @@ class GradientBucket:
         offsets.append(self._head.numel())
         bucket_ops.pack([*tensors, flags], self.wire, offsets, scale=self._scale, kept=kept, stats=False)
 
-    def send(self) -> Pending:
-        """Starts the sum over the ranks."""
-        self._pending = self._exchange.start(self.wire, self._flags)
-        return self._pending
-
     def finish(self) -> bool:
         """Waits for the sum and brings it to ``gradients``; False if some rank gave the pass up."""
         assert self._pending is not None
@@ -181,17 +176,6 @@ class GradientBucket:
         if self.unpacks:
             return bucket_ops.unpack(self._head, [self.gradients], [0])
         return stats if self.wire.dtype in FLAGS else None  # elsewhere flags would show in them
-
-    def abandon(self) -> None:
-        """Completes the sum that other ranks wait for, with NaN for what was not sent yet, and drops the gradients."""
-        if self._pending is None:
-            self.wire.fill_(math.nan)
-            self.send().wait()
-        else:
-            self._pending.wait()
-        self._pending = None
-        self.expect()
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
@@ -244,6 +228,32 @@ class GradientBucket:
             squares, nonfinite = known
             self._stats = torch.stack([squares * factor.square(), nonfinite])
             self._version = self.gradients._version
+
+
+def send(launch: Sequence[GradientBucket]) -> Pending:
+    """Starts the sum over the ranks of a bucket, or of several, as one launch."""
+    exchange = launch[0]._exchange
+    if len(launch) == 1:
+        pending = exchange.start(launch[0].wire, launch[0]._flags)
+    else:
+        pending = exchange.start_together([bucket.wire for bucket in launch])
+    for bucket in launch:
+        bucket._pending = pending
+    return pending
+
+
+def abandon(launch: Sequence[GradientBucket]) -> None:
+    """Completes the sum that other ranks wait for, with NaN for what was not sent yet, and drops the gradients."""
+    if not launch[0].launched:
+        for bucket in launch:
+            bucket.wire.fill_(math.nan)
+        send(launch)
+    for bucket in launch:
+        assert bucket._pending is not None
+        bucket._pending.wait()
+        bucket._pending = None
+        bucket.expect()
+        bucket.drop_gradients()
 
 
 def _memory_order(parameter: Tensor) -> list[int] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ PART_OF_SIZES = 0.6
 CAUTION = 2.5
 
 AllReduce = Callable[[Tensor], "dist.Work | None"]
+AllReduceTogether = Callable[[Sequence[Tensor]], object]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def measure_link(
     all_reduce: AllReduce | None = None,
     budget_seconds: float = 1.0,
     buffer: Tensor | None = None,
+    together: AllReduceTogether | None = None,
 ) -> Measurement:
     """Times all-reduces of 64 KiB to 16 MiB, and one beside which each rank computes, and fits a `Link` to them.
 
@@ -58,6 +60,9 @@ def measure_link(
             collective, such as connecting ranks, comes on top.
         buffer: what is summed, of at least 128 KiB, overwritten; of another dtype sums take a processor longer or
             shorter. Default zeros, 16 MiB of float32.
+        together: sums several tensors as one launch, and returns when they are done as ``all_reduce`` with None. If
+            given, two of 32 KiB are timed against one of 64 KiB, for ``Link.grouped``. Default None: buckets go one by
+            one.
 
     Raises ValueError for a budget that is not positive.
     """
@@ -70,7 +75,10 @@ def measure_link(
         buffer = torch.zeros(LARGEST // 4, device=device)
     meter = _Meter(group, device, all_reduce or (lambda tensor: group.allreduce([tensor])), buffer)
     with torch.no_grad():
-        return meter.measure(budget_seconds)
+        measurement = meter.measure(budget_seconds)
+        if together is None:
+            return measurement
+        return replace(measurement, link=replace(measurement.link, grouped=meter.another(together)))
 
 
 class _Meter:
@@ -121,6 +129,20 @@ class _Meter:
         hides = self._tensor([(passing + computing - together) / passing])
         dist.all_reduce(hides, dist.ReduceOp.MIN, group=self._group)
         return min(1.0, max(0.0, hides.item()))
+
+    def another(self, together: AllReduceTogether) -> float:
+        """Seconds that a second bucket adds to a launch: of two halves of the smallest size over that of it in one."""
+        count = SMALLEST // self._buffer.itemsize
+        halves = self._buffer[:count].chunk(2)
+        turns: list[list[float]] = [[], []]
+        together(halves)  # the first of all takes longer
+        calls: list[Callable[[], object]] = [partial(self._reduce, SMALLEST), partial(together, halves)]
+        for _ in range(TURNS):
+            for times, call in zip(turns, calls):
+                self._agreed(0)
+                times.append(self._timed(call))
+        alone, grouped = self._of_slowest_rank(turns)
+        return max(0.0, grouped - alone)
 
     def _reduce(self, size: int, meanwhile: Callable[[], None] | None = None) -> None:
         work = self._all_reduce(self._buffer[: size // self._buffer.itemsize])

@@ -87,7 +87,7 @@ def _timelines(axes: Axes, model: str, shown: Sequence[Prediction]) -> None:
         text = f" {duration(timeline.exposed)}"
         axes.text(timeline.total * scale, row + 0.18, text, va="center", ha="left", fontsize=7, color=colour)
     axes.axvline(shown[0].timeline.alone * scale, color=INK, linewidth=0.8, linestyle="--")
-    axes.set_yticks(range(len(shown)), [f"{p.bucket_name}\n{len(p.timeline.transfers)} buckets" for p in shown])
+    axes.set_yticks(range(len(shown)), [f"{p.bucket_name}\n{len(p.sizes)} buckets" for p in shown])
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, 1.1 * scale * max(p.timeline.total for p in shown))
     axes.set_xlabel(f"{unit} since backward began")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.autograd import Variable
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
-from cuda_ext.distributed.gradient_bucket import GradientBucket
+from cuda_ext.distributed.gradient_bucket import GradientBucket, abandon, send
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import GAVE_UP, Watch
@@ -43,14 +44,16 @@ class Arrivals:
 class Reducer:
     """Sends every bucket once in a backward pass, strictly in order, as ranks match collectives by their order.
 
-    A bucket goes when its last gradient has come and all buckets before it have gone; those that lack a gradient go at
-    the end of the pass, which is a callback of the autograd engine, so that ``backward()`` returns with the averages in
-    place. A backward call may hold several passes, as re-entrant checkpoints nest them: an average is linear and leaves
-    what is averaged already as it is, so the later passes only add what the earlier ones lacked.
+    A bucket goes, or several that are launched as one, when the last gradient has come and all buckets before have
+    gone; those that lack a gradient go at the end of the pass, which is a callback of the autograd engine, so that
+    ``backward()`` returns with the averages in place. A backward call may hold several passes, as re-entrant
+    checkpoints nest them: an average is linear and leaves what is averaged already as it is, so the later passes only
+    add what the earlier ones lacked.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.buckets: list[GradientBucket] = []
+        self.launches: list[range] = []  # the buckets that go together, in order
         self._enabled = True
         self._slots: list[tuple[bucket_ops.GradientSlots, float]] = []
         self.passes = 0  # that have ended with averages
@@ -61,7 +64,7 @@ class Reducer:
         self.watch = Watch(group, device, self._status)
         self._failure = ""
         self._lock = threading.Lock()  # the engine has a thread for each device, and each runs hooks
-        self._next = 0  # the bucket to go
+        self._next = 0  # the launch to go
         self._waits_for = ""  # the collective that has to come before anything goes on
         self._active = False  # whether a gradient has come since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task at whose end _finish() runs
@@ -88,9 +91,11 @@ class Reducer:
             slots.unlock_all()
             slots.open(scale if self._enabled else 1.0)
 
-    def use(self, buckets: Sequence[GradientBucket]) -> None:
-        """Goes on with other buckets, between two passes."""
+    def use(self, buckets: Sequence[GradientBucket], launches: Sequence[int]) -> None:
+        """Goes on with other buckets, between two passes. ``launches``: how many of them go together, in order."""
         self.buckets = list(buckets)
+        ends = list(accumulate(launches, initial=0))
+        self.launches = [range(begin, end) for begin, end in pairwise(ends)]
         self._reset()
 
     def gradient_hook(self, number: int, position: int) -> Callable[[object, object], None]:
@@ -151,24 +156,29 @@ class Reducer:
             Variable._execution_engine.queue_callback(self._finish)
 
     def _launch_complete(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+        while self._next < len(self.launches):
+            if any(self.buckets[number].missing for number in self.launches[self._next]):
+                return
             self._launch_next()
 
     def _launch_next(self) -> None:
-        number, bucket = self._next, self.buckets[self._next]
+        launch = self.launches[self._next]
         with torch.no_grad():
-            with nullcontext() if self.trace is None else self.trace.packing(number, bucket.label):
-                bucket.pack()
-            with self._summing(number):
-                pending = bucket.send()
+            for number in launch:
+                bucket = self.buckets[number]
+                with nullcontext() if self.trace is None else self.trace.packing(number, bucket.label):
+                    bucket.pack()
+            with self._summing(launch):
+                pending = send([self.buckets[number] for number in launch])
             if self.trace is not None:
-                self.trace.sent(number, pending)
+                for number in launch:
+                    self.trace.sent(number, pending)
         self._next += 1
 
-    def _summing(self, number: int) -> AbstractContextManager[None]:
-        bucket = self.buckets[number]
-        names = f"{bucket.names[0]} to {bucket.names[-1]}"
-        return self.collective(f"the sum of bucket {number}, {names}, of backward pass {self.passes + 1}")
+    def _summing(self, launch: range) -> AbstractContextManager[None]:
+        numbers = f"bucket {launch[0]}" if len(launch) == 1 else f"buckets {launch[0]} to {launch[-1]}"
+        names = f"{self.buckets[launch[0]].names[0]} to {self.buckets[launch[-1]].names[-1]}"
+        return self.collective(f"the sum of {numbers}, {names}, of backward pass {self.passes + 1}")
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
@@ -201,16 +211,17 @@ class Reducer:
 
     def _status(self) -> str:
         """What this rank is doing, for the others. Runs in the thread of the watch."""
-        number, buckets = self.passes + 1, self.buckets
         if self._waits_for:
             return f"waits for {self._waits_for}"
         if not self._active:
             return f"is not in a backward pass; it has done {self.passes}"
-        bucket = buckets[min(self._next, len(buckets) - 1)]  # the main thread goes on meanwhile
+        launch = self.launches[min(self._next, len(self.launches) - 1)]  # the main thread goes on meanwhile
+        number = next((number for number in launch if self.buckets[number].missing), launch[0])
+        bucket = self.buckets[number]
         lacking = [name for name, arrived in zip(bucket.names, bucket.arrived) if not arrived]
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         return (
-            f"computes gradients in backward pass {number}; bucket {self._next} of {len(buckets)} lacks "
+            f"computes gradients in backward pass {self.passes + 1}; bucket {number} of {len(self.buckets)} lacks "
             f"{', '.join(lacking[:3])}{more}"
         )
 
@@ -220,12 +231,12 @@ class Reducer:
             return
         if self.trace is not None:
             self.trace.backward_ends()
-        while self._next < len(self.buckets):
+        while self._next < len(self.launches):
             self._launch_next()
         complete = []
-        for number, bucket in enumerate(self.buckets):
-            with self._summing(number):
-                complete.append(bucket.finish())
+        for launch in self.launches:
+            with self._summing(launch):
+                complete += [self.buckets[number].finish() for number in launch]
         self._reset()
         if self.trace is not None:
             self.trace.finished()
@@ -245,9 +256,9 @@ class Reducer:
         if self._failure:
             raise RuntimeError(f"{self._failure}. That was in an earlier step")
         if self._active:
-            for number, bucket in enumerate(self.buckets):
-                with self._summing(number):
-                    bucket.abandon()
+            for launch in self.launches:
+                with self._summing(launch):
+                    abandon([self.buckets[number] for number in launch])
             self._reset()
 
     def shadow(self) -> None:

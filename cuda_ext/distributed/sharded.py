@@ -69,7 +69,7 @@ class ShardedBucket(GradientBucket):
         if self.unpacks:
             bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
 
-    def gather(self) -> dist.Work:
+    def gather(self) -> dist.Work | None:
         """Starts to bring every rank's part of the parameters to all."""
         return self._group._allgather_base(self._values, self._values_part)
 
