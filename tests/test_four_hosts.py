@@ -276,9 +276,9 @@ def test_wrong_numbers_of_hosts(count: int) -> None:
 
 
 def test_gradients_of_the_measured_model_take_their_time() -> None:
-    alone = host_network.Alone()
-    alone.step()
-    gaps = [later - earlier for earlier, later in zip([0.0, *alone.arrivals[0]], alone.arrivals[0])]
+    local = host_network.Local()
+    local.step()
+    gaps = [later - earlier for earlier, later in zip([0.0, *local.arrivals[0]], local.arrivals[0])]
     assert len(gaps) == host_network.LAYERS
     assert min(gaps) >= host_network.LAYER_SECONDS
 
@@ -290,6 +290,7 @@ def test_the_network_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[st
     found = json.loads((tmp_path / "network.json").read_text())
     assert [point["bytes"] for point in found["sums"]] == list(host_network.SIZES)
     assert 0 < found["fit"]["bytes_per_second"] < 125e6  # 1 Gbit/s
+    assert 0 < found["fit"]["hides"] <= 1 and found["pack_bytes_per_second"] > 1e8
     (step,) = found["steps"]
     assert step["predicted_exposed_seconds"] > 0
     assert found["alone"]["seconds"] >= host_network.LAYERS * host_network.LAYER_SECONDS

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.cost_model import Gradient, Link, byte_size, duration, fill, fit, simulate
+from cuda_ext.distributed.cost_model import Gradient, Link, byte_rate, byte_size, duration, fill, fit, simulate
 from cuda_ext.distributed.exchange import REDUCTIONS, choose_exchange
 
 KIB, MIB = 2**10, 2**20
@@ -74,9 +75,7 @@ def timed(action: Callable[[], None]) -> float:
 def in_turns(actions: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each action in each round, of the rank that took longest: a slow moment of the machine hits all."""
     rounds = [[timed(action) for action in actions.values()] for _ in range(WARM_UP + repeats)][WARM_UP:]
-    seconds = torch.tensor(rounds, dtype=torch.float64)  # (repeats, actions)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return dict(zip(actions, seconds.T.tolist(), strict=True))
+    return {name: list(column) for name, column in zip(actions, zip(*slowest(rounds), strict=True), strict=True)}
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
@@ -84,19 +83,36 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"seconds": quarters[1], "lower_quartile": quarters[0], "upper_quartile": quarters[2]}
 
 
-def bucket_sums(size: int, reduction: str) -> Callable[[], None]:
-    """Sums buckets of ``size`` bytes as a wrapper does: the next one waits already while one is summed."""
-    buffers = [(IN_A_ROW * size // 4, torch.float32)]
-    device = torch.device("cpu")
-    exchange, (buffer,) = choose_exchange(
-        dist.group.WORLD, None, device, buffers, reduction, narrowed=False, sharded=False
-    )
+class Sums:
+    """Sums ``count`` buckets of ``size`` bytes as a wrapper does: the next one waits already while one is summed."""
 
-    def sum_all() -> None:
-        for pending in [exchange.start(bucket, bucket[:0]) for bucket in buffer.chunk(IN_A_ROW)]:
+    def __init__(self, count: int, size: int, reduction: str) -> None:
+        buffers = [(count * size // 4, torch.float32)]
+        device = torch.device("cpu")
+        self._exchange, (buffer,) = choose_exchange(
+            dist.group.WORLD, None, device, buffers, reduction, narrowed=False, sharded=False
+        )
+        self._buckets = buffer.chunk(count)
+
+    def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        under_way = [self._exchange.start(bucket, bucket[:0]) for bucket in self._buckets]
+        meanwhile()
+        for pending in under_way:
             pending.wait()
 
-    return sum_all
+
+class Packing:
+    """Gathers as many gradients as the model has, each into a bucket of its own: ``seconds``, of each time."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._gradients, self._wires = ([torch.zeros(LAYER_BYTES // 4) for _ in range(LAYERS)] for _ in range(2))
+
+    def run(self) -> None:
+        begin = time.perf_counter()
+        for gradient, wire in zip(self._gradients, self._wires, strict=True):
+            bucket_ops.pack([gradient], wire, [0], scale=1.0 / dist.get_world_size(), stats=False)
+        self.seconds.append(time.perf_counter() - begin)
 
 
 def training_step(module: nn.Module) -> None:
@@ -104,7 +120,7 @@ def training_step(module: nn.Module) -> None:
     module(torch.zeros(1, requires_grad=True)).sum().backward()
 
 
-class Alone:
+class Local:
     """A step without averaging, and when its gradients come: ``arrivals`` of each step, in seconds."""
 
     def __init__(self) -> None:
@@ -121,22 +137,43 @@ class Alone:
         self._begin = time.perf_counter()
         training_step(self._module)
 
+    def median_arrivals(self) -> list[float]:
+        """When the last of the ranks has each gradient: its sum cannot begin before."""
+        return [statistics.median(column) for column in zip(*slowest(self.arrivals[WARM_UP:]), strict=True)]
 
-def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float]) -> float:
+
+def slowest(times: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Each of the times on the rank where it is longest."""
+    tensor = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pack_bandwidth: float) -> float:
     gradients = [Gradient(str(n), LAYER_BYTES, ready) for n, ready in enumerate(arrivals)]
-    return simulate(gradients, fill(gradients, bucket_mb * MIB), link, arrivals[-1]).exposed
+    buckets = fill(gradients, bucket_mb * MIB)
+    return simulate(gradients, buckets, link, arrivals[-1], pack_bandwidth=pack_bandwidth).exposed
 
 
 def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
     wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, reduction=reduction) for mb in bucket_mbs}
-    alone = Alone()
+    alone, beside, packing = Local(), Local(), Packing()
+
+    def step_beside_sums() -> None:
+        beside.step()
+        packing.run()
+
     actions: dict[str, Callable[[], None]] = {"alone": alone.step}
-    actions |= {f"sum {size}": bucket_sums(size, reduction) for size in SIZES}
+    actions["beside"] = partial(Sums(2 * LAYERS, LAYER_BYTES, reduction).run, step_beside_sums)
+    actions |= {f"sum {size}": Sums(IN_A_ROW, size, reduction).run for size in SIZES}
     actions |= {f"step {mb}": partial(training_step, wrapper) for mb, wrapper in wrappers.items()}
     seconds = in_turns(actions, repeats)
     points = [{"bytes": size, **summary([each / IN_A_ROW for each in seconds[f"sum {size}"]])} for size in SIZES]
-    fitted = fit(SIZES, [point["seconds"] for point in points])
-    arrivals = [statistics.median(column) for column in zip(*alone.arrivals[WARM_UP:], strict=True)]
+    arrivals = alone.median_arrivals()
+    hides = min(1.0, arrivals[-1] / beside.median_arrivals()[-1])
+    fitted = fit(SIZES, [point["seconds"] for point in points], hides)
+    pack_seconds = statistics.median(column[0] for column in slowest([[each] for each in packing.seconds[WARM_UP:]]))
+    pack_bandwidth = LAYERS * LAYER_BYTES / pack_seconds
     steps = []
     for mb, wrapper in wrappers.items():
         exposed = [step - without for step, without in zip(seconds[f"step {mb}"], seconds["alone"], strict=True)]
@@ -146,7 +183,7 @@ def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[s
                 "plan": wrapper.describe(),
                 "step": summary(seconds[f"step {mb}"]),
                 "exposed": summary(exposed),
-                "predicted_exposed_seconds": predict_exposed(float(mb), fitted.link, arrivals),
+                "predicted_exposed_seconds": predict_exposed(float(mb), fitted.link, arrivals, pack_bandwidth),
             }
         )
     return {
@@ -154,8 +191,10 @@ def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[s
         "fit": {
             "latency_seconds": fitted.link.latency,
             "bytes_per_second": fitted.link.bandwidth,
+            "hides": hides,
             "median_error": fitted.error,
         },
+        "pack_bytes_per_second": pack_bandwidth,
         "gradient_seconds": arrivals,
         "alone": summary(seconds["alone"]),
         "steps": steps,
@@ -169,6 +208,8 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
     line = found["fit"]
     link = Link(line["latency_seconds"], line["bytes_per_second"])
     yield f"  fit: {link}, {line['median_error']:.0%} off in the median"
+    pack = byte_rate(found["pack_bytes_per_second"])
+    yield f"  beside them backward goes at {line['hides']:.0%} of its speed alone, and gradients are packed at {pack}"
     yield (
         f"a step of {duration(found['alone']['seconds'])} alone, with {LAYERS} gradients of {byte_size(LAYER_BYTES)}; "
         "exposed, with its quartiles, and as predicted:"
