@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_common import NAME, SMALL, assert_gradients, assert_same_on_all_ranks, make_model
+from distributed_common import NAME, SMALL, assert_gradients, assert_same_on_all_ranks, count_ops, make_model
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -218,6 +218,36 @@ def test_uneven_inputs_can_end_all() -> None:
     with pytest.raises(RuntimeError, match="exhausted"), Join([model], throw_on_early_termination=True):
         for _ in range(2 + dist.get_rank()):
             model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_sharded_optimizer_needs_all_ranks() -> None:
+    """A rank that has no inputs left would not update its part."""
+    model = BucketedDataParallel(make_model(), shard_optimizer=True)
+    batch = torch.randn(2, 7, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside of Join, got True"), Join([model]):
+        model(batch)
+    with Join([model], enable=False):
+        model(batch).sum().backward()
+
+
+@on_ranks(2)
+def test_a_norm_without_the_rank_that_has_run_out() -> None:
+    """Over sockets the norm is a sum over the ranks; but not where one of them may no longer take part."""
+    model = BucketedDataParallel(make_model(), reduction="all_reduce")
+    norms = []
+    with Join([model]):
+        for _ in range(3 + 2 * dist.get_rank()):
+            model.zero_grad()
+            model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
+            norms.append(model.clip_grad_norm_(1e9))
+            own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            torch.testing.assert_close(norms[-1], own.norm())
+            assert not model.found_nonfinite()
+    with count_ops() as count:  # with all ranks each reads its part again
+        model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
+        model.clip_grad_norm_(1e9)
+    assert count["elements"] < 0.6 * own.numel()
 
 
 def test_join_divides_by_all_ranks(group: None) -> None:

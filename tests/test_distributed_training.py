@@ -118,21 +118,21 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
     assert_same_on_all_ranks(list(module.parameters()))
 
 
+# Sharded, pieces of parameters have been dealt out: freezing is refused, see test_sharded.py. Their norm and their
+# gathering are collectives of their own, in which a rank without inputs takes no part.
+EVERY_PAIR = [(o, s) for o in OPTIONS for s in STYLES if o != "sharded" or s not in ("freeze", "uneven")]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("style", STYLES)
-def test_styles_on_two_ranks(style: str) -> None:
-    train_and_compare(torch.float64, "small buckets", style)
+@pytest.mark.parametrize(("options", "style"), EVERY_PAIR)
+def test_every_option_in_every_style_on_two_ranks(options: str, style: str) -> None:
+    train_and_compare(torch.float64, options, style)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("options", "style"),
-    # Sharded, pieces of parameters have been dealt out: freezing is refused, see test_sharded.py. Their norm and their
-    # gathering are collectives of their own, in which a rank without inputs takes no part.
-    [(o, s) for o in ("default", "sharded") for s in STYLES if o == "default" or s not in ("freeze", "uneven")],
-)
-def test_styles_on_four_ranks(options: str, style: str) -> None:
-    train_and_compare(torch.float64, options, style)
+@pytest.mark.parametrize("style", STYLES)
+def test_styles_on_four_ranks(style: str) -> None:
+    train_and_compare(torch.float64, "default", style)
 
 
 @on_ranks(4)

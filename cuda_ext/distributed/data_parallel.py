@@ -95,6 +95,7 @@ class BucketedDataParallel(nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        self._joins = False  # inside of a Join
         mesh = None
         if isinstance(process_group, DeviceMesh):
             mesh, process_group = process_group, resolve_mesh(NAME, process_group)
@@ -140,6 +141,11 @@ class BucketedDataParallel(nn.Module, Joinable):
         self._wrapped.check_unchanged()
         synchronizes = self._reducer.enabled and torch.is_grad_enabled()
         if synchronizes:
+            if self._uneven and self._bucket_set.sharded:
+                raise RuntimeError(
+                    f"{NAME}: expected shard_optimizer=False inside of Join, got True, but a rank that has run out of "
+                    "inputs would no longer update its part of the parameters; give all ranks as many inputs"
+                )
             Join.notify_join_context(self)
             self._before_pass()
         output = self.module(*args, **kwargs)
@@ -175,9 +181,9 @@ class BucketedDataParallel(nn.Module, Joinable):
         As `torch.nn.utils.clip_grad_norm_`, by flat buffers. All ranks have to call it. Where ``wire_dtype`` is not the
         parameters' own, the norm has come with `unpack`, and from shared memory with the sum; else each rank reads its
         part of the averages, 1 / world size of them, and a sum of two numbers over the ranks makes the norm of the
-        whole. Gradients that somebody has written since the backward pass are read in full. To scale is one pass over
-        each buffer, left out on a CPU where nothing is to be clipped. The norm is the same on every rank: 0-d, float32
-        (float64 if a parameter is).
+        whole. Gradients that somebody has written since the backward pass are read in full, as are all inside of
+        `torch.distributed.algorithms.join.Join`. To scale is one pass over each buffer, left out on a CPU where nothing
+        is to be clipped. The norm is the same on every rank: 0-d, float32 (float64 if a parameter is).
 
         Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and ``error_if_nonfinite``; default
         False.
@@ -215,7 +221,8 @@ class BucketedDataParallel(nn.Module, Joinable):
         """Sum of squares, and number of buckets with a value that is not finite, over all buckets: (2,)."""
         buckets = self._reducer.buckets
         is_double = any(bucket.gradients.dtype == torch.float64 for bucket in buckets)
-        stats = [bucket.stats() for bucket in buckets]
+        # The norm is no business of a rank that has run out of inputs, so the others do not ask it.
+        stats = [bucket.stats(whole=self._uneven) for bucket in buckets]
         known = torch.stack([each.double() for each, _ in stats])  # (buckets, 2)
         parts = [n for n, (_, is_part) in enumerate(stats) if is_part]
         if parts:
@@ -321,7 +328,13 @@ class BucketedDataParallel(nn.Module, Joinable):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(f"{NAME}.join_hook: expected divide_by_initial_world_size=True, got False; scale the loss")
+        self._joins = True
         return _JoinHook(self)
+
+    @property
+    def _uneven(self) -> bool:
+        """Whether a rank may have run out of inputs: inside of a Join that is enabled."""
+        return self._joins and self._join_config.enable
 
     @property
     def join_device(self) -> torch.device:
@@ -395,6 +408,7 @@ class _JoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All take the parameters and buffers of a rank that has trained to the end."""
         model = self._model
+        model._joins = False
         group = model.process_group
         last = torch.tensor(group.rank() if is_last_joiner else -1, device=model.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)

@@ -195,11 +195,12 @@ class GradientBucket:
             return [self.gradients]
         return [grad for grad in grads if grad is not None]
 
-    def stats(self) -> tuple[Tensor, bool]:
+    def stats(self, whole: bool = False) -> tuple[Tensor, bool]:
         """Statistics of the gradients (see `cuda_ext.bucket`), and whether they are of this rank's part alone.
 
         While gradients are as the sum left them, and so the same on every rank, each reads an equal part of them, or
-        nothing, if the statistics came with the sum. What somebody has changed since may differ, and is read in full.
+        nothing, if the statistics came with the sum. What somebody has changed since may differ, and is read in full,
+        as is all if the ``whole`` is asked for.
         """
         tensors = self.reduced()
         if not tensors:
@@ -207,6 +208,9 @@ class GradientBucket:
         if tensors[0] is not self.gradients or self.gradients._version != self._version:
             return bucket_ops.stats(tensors), False
         if self._stats is not None:
+            return self._stats, False
+        if whole:
+            self._stats = bucket_ops.stats(tensors)
             return self._stats, False
         count = self.gradients.numel()
         size = -(-count // self._exchange.ranks)

@@ -76,7 +76,7 @@ class ShardedBucket(GradientBucket):
     def reduced(self) -> list[Tensor]:
         return [shard.grad for shard in self.shards.values() if shard.grad is not None]
 
-    def stats(self) -> tuple[Tensor, bool]:
+    def stats(self, whole: bool = False) -> tuple[Tensor, bool]:
         tensors = self.reduced()
         if not tensors:
             return torch.zeros(2, device=self.wire.device), True
