@@ -5,8 +5,9 @@
 Each wrapper trains the same layers in processes of its own. A thread asks the kernel every few milliseconds for the
 proportional set size of its process, which divides memory that processes share among them; what counts is the most of
 it, over all steps, less what the process had before it made the model, summed over the ranks. It is given in units of
-the gradients' bytes. The C library is told to give freed memory back at once: what it would keep otherwise, by rules of
-its own, is up to a third of the gradients with either wrapper.
+the gradients' bytes. Before that each process trains a small model, so that what the code needs by itself is not
+counted. The C library is told to give freed memory back at once: what it would keep otherwise, by rules of its own, is
+up to a third of the gradients with either wrapper.
 """
 
 from __future__ import annotations
@@ -73,26 +74,30 @@ class Peak:
         self._thread.join()
 
 
+def run_steps(wrapper: str, kind: str, layers: int, width: int, rows: int, steps: int) -> None:
+    model = WRAPPERS[wrapper](make_model(kind, layers, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = torch.randn(rows, width)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+
 def train(rank: int, options: argparse.Namespace, wrapper: str, kind: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
     dist.all_reduce(torch.zeros(1 << 20))  # what the backend itself needs
+    run_steps(wrapper, kind, layers=2, width=512, rows=options.rows, steps=options.steps)
     gc.collect()
     dist.barrier()
     before = proportional_set_size()
     with Peak() as peak:
-        model = WRAPPERS[wrapper](make_model(kind, options.layers, options.width))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        batch = torch.randn(options.rows, options.width)
-        for _ in range(options.steps):
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
+        run_steps(wrapper, kind, options.layers, options.width, options.rows, options.steps)
     total = torch.tensor(float(peak.bytes - before))
     dist.all_reduce(total)
     if rank == 0:
         Path(folder, "peak").write_text(str(total.item()))
-    del model, optimizer
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
