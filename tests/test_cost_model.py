@@ -275,7 +275,7 @@ def test_launches_by_hand() -> None:
         assert choice.launches == launches and choice.buckets == ((0,), (1,)), grouped
         assert choice.exposed == pytest.approx(exposed)
         assert (choice.last, choice.largest) == (20, 100)
-        assert ("in 1 launches" in choice.reason) == (launches == (2,))
+        assert ("2 buckets: 100 B, the last 20 B, in one launch, where" in choice.reason) == (launches == (2,))
     # A launch waits for all of it. Where the network has more to do after the first, that one goes at once.
     early = [Gradient("a", 100, 0.1, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
     choice = choose(early, Link(0.5, 100, grouped=0.0), 1.0)

@@ -181,7 +181,7 @@ std::string describe(const Pad::Call& call) {
 // The protocol of symmetric.h, from the side of one rank.
 class AllReduce {
  public:
-  AllReduce(const Peers& peers, at::TensorList segments, int64_t rank, int64_t slot, double timeout)
+  AllReduce(Peers peers, at::TensorList segments, int64_t rank, int64_t slot, double timeout)
       : peers_(peers), rank_(rank), slot_(slot), timeout_(timeout), own_(peers.own().slots[slot]) {
     for (int peer = 0; peer < peers.count(); ++peer) segments_[peer] = static_cast<char*>(segments[peer].data_ptr());
   }
@@ -258,7 +258,7 @@ class AllReduce {
     }
   }
 
-  const Peers& peers_;
+  Peers peers_;
   const int64_t rank_, slot_;
   const double timeout_;
   Pad::Slot& own_;

@@ -536,7 +536,8 @@ def _reason(sizes: Sequence[float], launches: int, timeline: Timeline, link: Lin
         plan = f"{len(others) + 1} buckets: {low if low == high else f'{low} to {high}'}, the last {byte_size(last)}"
     if launches < len(sizes):
         assert link.grouped is not None
-        plan += f", in {launches} launches, where each further bucket takes {duration(link.grouped)}"
+        count = "one launch" if launches == 1 else f"{launches} launches"
+        plan += f", in {count}, where each further bucket takes {duration(link.grouped)}"
     beside = f", {link.hides:.0%} of it beside backward" if link.hides < 1 else ""
     return (
         f"{plan}; an all-reduce takes {link}{beside}; backward takes {duration(timeline.alone)}, "
