@@ -548,9 +548,8 @@ def assert_op_matches_reference(
     ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` go to the reference
     only (``seed`` and ``offset`` of a dropout). ``gradient_atol`` takes the place of ``atol`` for the gradients of the
     tensors it names. Runs ``op`` as it is, then ``reference`` in the same dtypes, then ``reference`` with the
-    floating-point tensors in float64. Outputs may be a tensor or a tuple. Gradients are taken,
-    for random gradients of the outputs (drawn from torch's global generator), of every tensor that has
-    ``requires_grad``.
+    floating-point tensors in float64. Outputs may be a tensor or a tuple. Gradients are taken, for random gradients of
+    the outputs (drawn from torch's global generator), of every tensor that has ``requires_grad``.
     """
     options = dict(options or {})
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -119,14 +119,14 @@ def all_reduce_coalesced(
 
     Over NCCL those of a device are one launch.
 
-    tensors: float32, float16, bfloat16 or float64, of any shape and strides; the same shapes and dtypes in the same
-    order
-        on every rank (not checked). They may require grad; none of this is recorded.
-    op: ``"mean"``, the default, or ``"sum"``. The mean divides before it sums, so that float16 does not overflow.
-    group: default the default group. wire_dtype: in which values travel and are summed; default each tensor's own
-    dtype. If given, all tensors of a device
-        share one all-reduce.
-    async_op: whether to return at once, with a handle whose ``wait()`` finishes the job; default False, and None.
+    Args:
+        tensors: float32, float16, bfloat16 or float64, of any shape and strides; the same shapes and dtypes in the same
+            order on every rank (not checked). They may require grad; none of this is recorded.
+        op: ``"mean"``, the default, or ``"sum"``. The mean divides before it sums, so that float16 does not overflow.
+        group: default the default group.
+        wire_dtype: in which values travel and are summed; default each tensor's own dtype. If given, all tensors of a
+            device share one all-reduce.
+        async_op: whether to return at once, with a handle whose ``wait()`` finishes the job; default False, and None.
 
     Raises RuntimeError without a process group, ValueError for another ``op`` or ``wire_dtype``, TypeError for a tensor
     of another dtype or layout.

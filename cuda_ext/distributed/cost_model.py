@@ -377,9 +377,9 @@ def choose(
 
     The plan is the best of all that keep the order of arrival, by dynamic programming over how many gradients have been
     sent in how many buckets. One of fewer buckets is taken if it exposes at most 1 % and 0.0001 ``backward_seconds``
-    more. The last bucket comes out small, as nothing hides it, and those before large, as each
-    costs a latency. Where gradients are of several kinds a bucket is split by kind, and small kinds go in one piece if
-    that is sooner; where the link takes buckets in groups, those that were split go as one launch if that is sooner.
+    more. The last bucket comes out small, as nothing hides it, and those before large, as each costs a latency. Where
+    gradients are of several kinds a bucket is split by kind, and small kinds go in one piece if that is sooner; where
+    the link takes buckets in groups, those that were split go as one launch if that is sooner.
     """
     if not gradients:
         raise ValueError("choose: expected at least one gradient, got none")
