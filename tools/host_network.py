@@ -1,6 +1,7 @@
 """What a host runs for `four_hosts.py measure`: all-reduce by size, and how much of it a backward pass does not hide.
 
-The second is also predicted from the first, by the simulation of `cuda_ext.distributed.cost_model`.
+The second is also predicted, by the simulation of `cuda_ext.distributed.cost_model`, from the first, from the times at
+which gradients come, and from what sums take from backward and from packing beside them.
 
 The backward pass is one of a model on another device. All hosts share the processors of one machine, and a backward
 pass that computed on them would slow the network down, which these processors also are. So a layer computes nothing: to

@@ -101,10 +101,9 @@ class CoalescedWork:
         """Waits for the ranks and writes the results; once that is done, does nothing. Raises what the group raises."""
         for work in self._works:
             work.wait()
-        while self._buckets:
-            bucket = self._buckets[0]
+        for bucket in self._buckets:
             bucket_ops.unpack(bucket.wire, bucket.tensors, bucket.offsets)
-            del self._buckets[0]
+        self._works, self._buckets = [], []
 
 
 def all_reduce_coalesced(

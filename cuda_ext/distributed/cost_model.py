@@ -331,6 +331,9 @@ def _sorted_by_arrival(gradients: Sequence[Gradient], buckets: list[list[int]]) 
     return sorted(buckets, key=lambda bucket: (gradients[bucket[-1]].ready, bucket[-1]))
 
 
+Launch = list[list[int]]  # buckets that are sent as one, each of indices into the gradients
+
+
 @dataclass(frozen=True)
 class Choice:
     """``buckets``: indices into the gradients, in the order in which they are sent; ``launches``: how many of them each
@@ -394,7 +397,7 @@ def choose(
     for gradient in gradients:
         kinds[gradient.kind] = kinds.get(gradient.kind, 0.0) + gradient.bytes
     small = frozenset(kind for kind, size in kinds.items() if size < max(kinds.values()) and size <= largest)
-    plans: list[list[list[list[int]]]] = []  # launches of buckets of gradients
+    plans: list[list[Launch]] = []
     for whole in dict.fromkeys((frozenset[str](), small)):
         by_kind = _split_by_kind(gradients, pieces, whole)
         apart = _sorted_by_arrival(gradients, [bucket for launch in by_kind for bucket in launch])
@@ -415,7 +418,7 @@ def choose(
 
 def _split_by_kind(
     gradients: Sequence[Gradient], pieces: Sequence[Sequence[int]], whole: frozenset[str]
-) -> list[list[list[int]]]:
+) -> list[Launch]:
     """The pieces, each as buckets of one kind; all gradients of a kind in ``whole`` in one bucket, with the last piece
     that has any.
     """

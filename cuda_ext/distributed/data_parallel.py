@@ -95,7 +95,7 @@ class BucketedDataParallel(nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        self._joins = False  # inside of a Join
+        self._in_join = False
         mesh = None
         if isinstance(process_group, DeviceMesh):
             mesh, process_group = process_group, resolve_mesh(NAME, process_group)
@@ -328,13 +328,13 @@ class BucketedDataParallel(nn.Module, Joinable):
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(f"{NAME}.join_hook: expected divide_by_initial_world_size=True, got False; scale the loss")
-        self._joins = True
+        self._in_join = True
         return _JoinHook(self)
 
     @property
     def _uneven(self) -> bool:
         """Whether a rank may have run out of inputs: inside of a Join that is enabled."""
-        return self._joins and self._join_config.enable
+        return self._in_join and self._join_config.enable
 
     @property
     def join_device(self) -> torch.device:
@@ -352,13 +352,13 @@ class BucketedDataParallel(nn.Module, Joinable):
             f"{count} parameters, {_mib(size)} in {len(buckets)} buckets on {self.process_group.size()} ranks",
             f"capacity {_mib(capacity.other)}, of the last bucket {_mib(capacity.last)} ({capacity.reason})",
         ]
-        launch_of = {number: launch for launch in self._reducer.launches for number in launch}
+        firsts = {launch[0] for launch in self._reducer.launches}
         for number, bucket in enumerate(buckets):
             dtype, wire = (str(tensor.dtype).removeprefix("torch.") for tensor in (bucket.gradients, bucket.wire))
             lines.append(
                 f"{number}: {_mib(bucket.wire.nbytes)}, {dtype if wire == dtype else f'{dtype} as {wire}'} on "
                 f"{bucket.wire.device}, {len(bucket.names)} parameters from {bucket.names[0]} to {bucket.names[-1]}"
-                + (f", in one launch with bucket {number - 1}" if number > launch_of[number][0] else "")
+                + (f", in one launch with bucket {number - 1}" if number not in firsts else "")
             )
         return "\n".join(lines)
 
@@ -408,7 +408,7 @@ class _JoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """All take the parameters and buffers of a rank that has trained to the end."""
         model = self._model
-        model._joins = False
+        model._in_join = False
         group = model.process_group
         last = torch.tensor(group.rank() if is_last_joiner else -1, device=model.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
