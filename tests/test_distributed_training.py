@@ -118,8 +118,8 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
     assert_same_on_all_ranks(list(module.parameters()))
 
 
-# Sharded, pieces of parameters have been dealt out: freezing is refused, see test_sharded.py. Their norm and their
-# gathering are collectives of their own, in which a rank without inputs takes no part.
+# Sharded, pieces of parameters have been dealt out: freezing and uneven inputs are refused, see test_sharded.py and
+# test_distributed_adapts.py. Hierarchical, two ranks are two nodes of one; four and eight ranks fill nodes below.
 EVERY_PAIR = [(o, s) for o in OPTIONS for s in STYLES if o != "sharded" or s not in ("freeze", "uneven")]
 
 
