@@ -284,7 +284,7 @@ bool GradientSlots::finish(const char* method, int64_t index, bool takes, bool l
 
 void SlotWrite::find(uint32_t input, const Tensor& grad) {
   using State = GradientSlot::State;
-  const std::shared_ptr<Node> node = torch::autograd::get_current_node();
+  const auto node = torch::autograd::get_current_node();
   if (node == nullptr || c10::GradMode::is_enabled() || at::isTensorSubclassLike(grad)) return;
   const AccumulateGrad* const accumulator = find_accumulator(*node, input);
   if (accumulator == nullptr) return;
