@@ -2,14 +2,17 @@
 
 Each is a file of its own, ``checkpoint-<step>.pt``, readable by `torch.load`. It is written under another name,
 synced to the disk, and only then renamed, so that a file with a checkpoint's name is complete or damaged by something
-else. The one before it is kept, and nothing here ever writes over a file that does not load.
+else; whoever reads it notices damage. The one before it is kept, and nothing here ever writes over a file that does not
+load.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +54,30 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     return path
 
 
-def load(folder: Path, required: Iterable[str]) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint of a folder: its path and what `save` got, on the CPU. ``required`` are the keys it has
-    to have."""
+class Damaged(Exception):
+    """A checkpoint cannot be gone on from; the message says why."""
+
+
+def read(path: Path, required: Iterable[str]) -> dict[str, Any]:
+    """What `save` got, on the CPU. ``required`` are the keys it has to have. Raises Damaged."""
+    try:
+        # torch.save writes a zip archive, with a checksum of each tensor that torch.load does not look at.
+        with zipfile.ZipFile(path) as archive:
+            if record := archive.testzip():
+                raise Damaged(f"{record} does not have the checksum it was written with")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        missing = [key for key in required if key not in state]
+    except (Damaged, MemoryError):
+        raise
+    except Exception as error:  # zipfile and torch.load raise whatever the damaged bytes lead them into
+        raise Damaged(str(error).strip().split("\n")[0] or type(error).__name__) from error
+    if missing:
+        raise Damaged(f"no {', '.join(missing)} in it")
+    return state
+
+
+def newest(folder: Path, required: Iterable[str]) -> Path:
+    """The newest checkpoint of a folder, checked as `read` does."""
     found = checkpoints(folder)
     if not found:
         raise UserError(
@@ -62,21 +86,46 @@ def load(folder: Path, required: Iterable[str]) -> tuple[Path, dict[str, Any]]:
         )
     path = found[-1]
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        missing = [key for key in required if key not in state]
-    except Exception as error:  # torch.load raises whatever the damaged bytes lead it into
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-    else:
-        if not missing:
-            return path, state
-        reason = f"no {', '.join(missing)} in it"
-    others = (
-        f"resume from {found[-2].name}" if len(found) > 1 else "start from the beginning (no older checkpoint is there)"
-    )
-    raise UserError(
-        f"--resume: {path} ({path.stat().st_size} bytes) is truncated or damaged ({reason}): "
-        f"it was left as it is; restore it from a copy, or move it away and {others}"
-    )
+        read(path, required)
+    except Damaged as reason:
+        others = (
+            f"resume from {found[-2].name}"
+            if len(found) > 1
+            else "start from the beginning (no older checkpoint is there)"
+        )
+        raise UserError(
+            f"--resume: {_described(path, reason)}: "
+            f"it was left as it is; restore it from a copy, or move it away and {others}"
+        ) from reason
+    return path
+
+
+def newest_sound(folder: Path, required: Iterable[str], say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint of a folder that `read` can read, or None. Newer ones are kept under another name, so that
+    the run that goes on does not write over them; ``say`` is told of each."""
+    for path in reversed(checkpoints(folder)):
+        try:
+            read(path, required)
+            return path
+        except Damaged as reason:
+            kept = _unused(path.with_suffix(".damaged"))
+            described = _described(path, reason)
+            try:
+                path.rename(kept)
+            except OSError as error:
+                raise UserError(f"--auto-resume: {described}, and cannot be renamed ({error}): move it away") from error
+            say(f"{described}: skipped it, and kept it as {kept.name}")
+    return None
+
+
+def _described(path: Path, reason: Damaged) -> str:
+    return f"{path} ({path.lstat().st_size} bytes) is truncated or damaged ({reason})"
+
+
+def _unused(path: Path) -> Path:
+    """The path, or where that is taken, the first of path-2, path-3, ... that is not."""
+    candidates = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(p for p in itertools.chain([path], candidates) if not p.exists())
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import checkpoints, set_aside
+from checkpoint import set_aside
 from gpt import check_one_step
 from report import UserError
 from rich.console import Console
@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     running.add_argument(
         "--auto-resume",
         action="store_true",
-        help="as --resume if there is a checkpoint, else start: for jobs that something else starts again",
+        help="as --resume if there is a sound checkpoint, else start: for jobs that something else starts again",
     )
     number(running, "--timeout", 120.0, "seconds that a process waits for another before it gives up with an error")
     running.add_argument(
@@ -150,9 +150,8 @@ def run(arguments: argparse.Namespace, console: Console, kind: type[Training]) -
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot make the folder {arguments.out} ({error.strerror}): choose another") from error
-    if arguments.resume or (arguments.auto_resume and checkpoints(arguments.out)):
-        training.resume()
-    elif rank == 0 and (earlier := set_aside(arguments.out)):
+    resumed = (arguments.resume or arguments.auto_resume) and training.resume()
+    if not resumed and rank == 0 and (earlier := set_aside(arguments.out)):
         console.print(f"moved the checkpoints of an earlier run to {earlier}")
 
     parameters = sum(p.numel() for p in training.gpt.parameters())

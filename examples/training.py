@@ -12,7 +12,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from checkpoint import load, save
+from checkpoint import Damaged, newest, newest_sound, read, save
 from gpt import GPT, GPTConfig, bits_per_byte, generate
 from report import Progress, UserError, write_losses, write_plot
 from rich.console import Console
@@ -85,8 +85,28 @@ class Training:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def resume(self) -> None:
-        path, state = load(self.arguments.out, STATE)
+    def resume(self) -> bool:
+        """Goes on from the newest checkpoint; with --auto-resume from the newest sound one, or False if there is none.
+
+        The first process chooses and the others are told, as files may be renamed meanwhile.
+        """
+        a = self.arguments
+        choice: list[Path | str | None] = [None]
+        if self.rank == 0:
+            try:
+                choice = [newest_sound(a.out, STATE, self.console.print) if a.auto_resume else newest(a.out, STATE)]
+            except UserError as error:
+                choice = [str(error)]
+        dist.broadcast_object_list(choice)
+        (path,) = choice
+        if isinstance(path, str):
+            raise UserError(path)
+        if path is None:
+            return False
+        try:
+            state = read(path, STATE)
+        except Damaged as error:
+            raise UserError(f"--resume: rank {self.rank} reads {path} as truncated or damaged ({error})") from error
         for name, expected in state["settings"].items():
             if self.settings.get(name) != expected:
                 option = "--data" if name == "text" else f"--{name.replace('_', '-')}"
@@ -105,6 +125,7 @@ class Training:
             if cuda is not None and self.device.type == "cuda":
                 torch.cuda.set_rng_state(cuda)
         self.console.print(f"resumed after step {self.step} from {path}")
+        return True
 
     def save(self) -> Path | None:
         """Every process takes part; the first one writes and gets the path."""

@@ -123,6 +123,17 @@ def test_check_prints_both_errors(finished: tuple[Path, str]) -> None:
         assert 0.0 < float(relative[1]) < 1e-4
 
 
+def flip_bytes(path: Path) -> bytes:
+    """Damages 64 bytes of the weights of a checkpoint, as a bad disk or memory does; returns what is in it then."""
+    content = bytearray(path.read_bytes())
+    weight = torch.load(path, weights_only=True)["model"]["head.weight"]
+    start = content.index(weight.numpy().tobytes())
+    for offset in range(0, 64 * 16, 16):
+        content[start + offset] ^= 1 << offset // 16 % 8
+    path.write_bytes(content)
+    return bytes(content)
+
+
 def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(2, text, tmp_path, *LONG),
@@ -144,11 +155,17 @@ def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: P
     assert Path(stopped[2]) == checkpoint.checkpoints(tmp_path)[-1]
     assert process.returncode != 0
 
+    sound, newest = checkpoint.checkpoints(tmp_path)
+    flip_bytes(newest)
     resumed = subprocess.run(
-        command(2, text, tmp_path, *LONG, "--resume"), capture_output=True, text=True, env=environment(), timeout=300
+        command(2, text, tmp_path, *LONG, "--auto-resume"),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert f"resumed after step {stopped[1]}" in resumed.stdout
+    assert f"resumed after step {int(sound.stem[11:])} from {sound}" in resumed.stdout
     assert losses(tmp_path) == losses(finished[0])
     assert resumed.stdout.split("\n")[-2] == finished[1].split("\n")[-2]
 
@@ -214,6 +231,76 @@ def test_a_job_that_is_started_again_goes_on(text: Path, tmp_path: Path, monkeyp
         assert [int(path.stem[11:]) for path in checkpoint.checkpoints(parts)] == saved
     assert train(text, parts, *options, "--auto-resume") == 0
     assert losses(parts) == losses(whole)
+
+
+def test_a_job_that_is_started_again_skips_damaged_checkpoints(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--steps", "9", "--save-every", "3", "--eval-every", "100")
+    assert train(text, tmp_path, *options) == 0
+    expected = losses(tmp_path)
+    older, newest = checkpoint.checkpoints(tmp_path)
+    damaged = flip_bytes(newest)
+    capsys.readouterr()
+    assert train(text, tmp_path, *options, "--auto-resume") == 0
+    printed = capsys.readouterr().out
+    kept = newest.with_suffix(".damaged")
+    assert f"{newest} ({len(damaged)} bytes) is truncated or damaged (" in printed
+    assert f"): skipped it, and kept it as {kept.name}\n" in printed
+    assert f"resumed after step 6 from {older}" in printed
+    assert losses(tmp_path) == expected
+    assert kept.read_bytes() == damaged
+
+    # None of them is sound: from the beginning, and all are kept.
+    older.write_bytes(b"")
+    newest.write_bytes(damaged[:1000])
+    assert train(text, tmp_path, *options, "--auto-resume") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("skipped it, and kept it as") == 2 and "resumed" not in printed
+    assert losses(tmp_path) == expected
+    assert {path.name: path.stat().st_size for path in tmp_path.glob("*.damaged*")} == {
+        "checkpoint-000009.damaged": len(damaged),
+        "checkpoint-000009.damaged-2": 1000,
+        "checkpoint-000006.damaged": 0,
+    }
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    weight = torch.randn(1000)
+    whole = checkpoint.save(tmp_path, 1, {"step": 1, "weight": weight}).read_bytes()
+    start = whole.index(weight.numpy().tobytes())
+    path = tmp_path / "checkpoint-000002.pt"
+
+    def reason(content: bytes) -> str:
+        path.write_bytes(content)
+        with pytest.raises(checkpoint.Damaged) as caught:
+            checkpoint.read(path, ["step", "weight"])
+        return str(caught.value)
+
+    for bit in (0, 7):
+        for byte in (start, start + 1999, start + 3999):
+            content = bytearray(whole)
+            content[byte] ^= 1 << bit
+            assert re.fullmatch(r".*/data/\d+ does not have the checksum it was written with", reason(content))
+    for content in (
+        b"",
+        whole[:-1],
+        whole[: len(whole) // 2],
+        b"\0" * len(whole),
+        b"a text",
+        whole[:start] + whole[start + 1 :],
+    ):
+        assert reason(content)
+    torch.save({"step": 1}, path)
+    assert reason(path.read_bytes()) == "no weight in it"
+    torch.save([1], path)
+    assert reason(path.read_bytes()) == "no step, weight in it"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(checkpoint.Damaged, match="Is a directory"):
+        checkpoint.read(path, [])
+    assert checkpoint.newest_sound(tmp_path, ["step"], print) == tmp_path / "checkpoint-000001.pt"
+    assert (tmp_path / "checkpoint-000002.damaged").is_dir()
 
 
 def test_resuming_a_finished_run_only_reports(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,8 +394,8 @@ def test_deleted_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "other"])
-def test_truncated_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+@pytest.mark.parametrize("damage", ["half", "flipped", "other"])
+def test_damaged_checkpoint(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     options = ("--steps", "2", "--save-every", "1")
     assert train(text, tmp_path, *options) == 0
     expected = losses(tmp_path)
@@ -316,8 +403,10 @@ def test_truncated_checkpoint(text: Path, tmp_path: Path, capsys: pytest.Capture
     whole = newest.read_bytes()
     if damage == "other":
         torch.save({"step": 2}, newest)
+    elif damage == "flipped":
+        flip_bytes(newest)
     else:
-        newest.write_bytes(whole[: len(whole) // 2 if damage == "half" else 0])
+        newest.write_bytes(whole[: len(whole) // 2])
     left = newest.read_bytes()
     message = refused(capsys, text, tmp_path, *options, "--resume")
     assert message.startswith(f"--resume: {newest} ({len(left)} bytes) is truncated or damaged (")
@@ -368,7 +457,7 @@ def test_failure_to_write_keeps_the_older_checkpoint(tmp_path: Path, monkeypatch
     ):
         checkpoint.save(tmp_path, 2, {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001.pt"]
-    assert checkpoint.load(tmp_path, ["step"])[1] == {"step": 1}
+    assert checkpoint.read(checkpoint.newest(tmp_path, ["step"]), ["step"]) == {"step": 1}
 
 
 def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
@@ -376,7 +465,7 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, step, {"step": step})
     (tmp_path / "checkpoint-best.pt").write_bytes(b"")
     assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["checkpoint-999999.pt", "checkpoint-1000000.pt"]
-    assert checkpoint.load(tmp_path, ["step"])[1] == {"step": 1_000_000}
+    assert checkpoint.read(checkpoint.newest(tmp_path, ["step"]), ["step"]) == {"step": 1_000_000}
 
 
 def test_loss_that_explodes_saves_nothing(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
