@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
+from torch import nn
 
-from cuda_ext.distributed import model_shapes
-from cuda_ext.distributed.__main__ import main
-from cuda_ext.distributed.cost_model import Hop, choose, fill, ring, simulate, spread, two_level
-from cuda_ext.distributed.model_shapes import PRESETS, Parameter, ShapesError, Transformer
+from cuda_ext.distributed import model_shapes, units
+from cuda_ext.distributed.__main__ import EPILOG, main
+from cuda_ext.distributed.cost_model import Gradient, Hop, choose, fill, ring, simulate, two_level
+from cuda_ext.distributed.model_shapes import Parameter, ShapesError
+from cuda_ext.distributed.presets import PRESETS, Transformer
 
 Capture = pytest.CaptureFixture[str]
 NETWORK = ["--bandwidth", "100Gbit", "--latency", "10us"]
@@ -84,6 +87,8 @@ def test_every_kind_of_file_tells_the_same(tmp_path: Path) -> None:
             "weight 3x5 int8",
             "a.txt, line 1: expected a dtype of float64, float32, bfloat16, float16, got",
         ),
+        ("a.txt", "weight 3x5 float32 uses=-1", "a.txt, line 1: expected uses of 0 or more, got -1"),
+        ("a.json", '{"weight": {"shape": [3], "uses": "x"}}', "a.json, weight: expected uses of 0 or more, got x"),
         ("a.txt", "# nothing\n", "a.txt: expected parameters, got none with an element"),
         ("a.txt", b"\xff\xfe\x00\x80", "a.txt: expected text, JSON or a name that ends in .safetensors, got other"),
         ("a.json", "[1, 2]", "a.json: expected a JSON object of names, got list"),
@@ -105,9 +110,127 @@ def test_bad_files(tmp_path: Path, capsys: Capture, name: str, content: str | by
     assert complaint in refused(capsys, str(path), "--ranks", "8", *NETWORK, *COMPUTING)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False, dtype=torch.bfloat16)
+        self.output = nn.Linear(4, 7)
+        self.output.weight = self.words.weight
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    """What `save` writes tells what is looked up, by the modules."""
+    path = tmp_path / "shapes.json"
+    model_shapes.save(Tied(), path)
+    assert model_shapes.read(path) == [
+        Parameter("scale", ()),
+        Parameter("words.weight", (7, 4), uses=1.0, looked_up=True),
+        Parameter("places.weight", (5, 4), uses=0.0, looked_up=True),
+        Parameter("head.weight", (7, 4), "bfloat16"),
+        Parameter("output.bias", (7,)),
+    ]
+
+
+def test_the_example_of_the_help_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, end, _ = EPILOG.partition("<<'EOF'\n")[2].partition("\nEOF\n")
+    assert end
+    exec(code, {})
+    assert plan("shapes.json", "--ranks", "8", *NETWORK, *COMPUTING) == 0
+    count = sum(parameter.numel() for parameter in nn.Transformer().parameters())
+    assert capsys.readouterr().out.startswith(f"shapes.json: {count:,} parameters in ")
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("model.embed_tokens.weight 9x4\nh.0.up 4x4\nlm_head.weight 9x4", [(0, True), (1, False), (1, False)]),
+        ("wte.weight 9x4\nwpe.weight 5x4\nh.0.up 4x4", [(1, True), (0, True), (1, False)]),
+        ("patch_embedding.weight 4x3x2x2\nembed_out.weight 9x4", [(1, False), (1, False)]),
+        ("words 9x4 bfloat16 lookup\nembed.weight 8x4\nexperts.0 4x4 uses=.25", [(0, True), (1, False), (0.25, False)]),
+        ("words 9x4 lookup uses=1\nembed.weight 8x4", [(1, True), (1, False)]),
+    ],
+)
+def test_what_is_looked_up(tmp_path: Path, lines: str, expected: list[tuple[float, bool]]) -> None:
+    """By the file's word, or by names."""
+    path = tmp_path / "shapes.txt"
+    path.write_text(lines)
+    assert [(p.uses, p.looked_up) for p in model_shapes.read(path)] == expected
+
+
+def test_gradients_come_after_their_products() -> None:
+    looked_up = Parameter("words", (10, 4), uses=0.0, looked_up=True)
+    found = model_shapes.arrivals([looked_up, Parameter("a", (4, 4)), Parameter("b", (8, 4), "bfloat16", uses=0.5)])
+    assert [(p.name, part) for p, part in found] == [("b", 0.5), ("a", 1.0), ("words", 1.0)]
+    # The output's product, with a tied weight, comes first, and its lookup last.
+    tied = model_shapes.arrivals(
+        [Parameter("words", (8, 4), looked_up=True), Parameter("a", (4, 4)), Parameter("b", (4, 4))]
+    )
+    assert [(p.name, part) for p, part in tied] == [("b", 0.75), ("a", 1.0), ("words", 1.0)]
+    assert model_shapes.arrivals([looked_up]) == [(looked_up, 1.0)]
+
+
+# As the papers, the model cards and the parameters of the published weights have them.
+COUNTS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma2-9b": 9_241_705_984,
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+    "vit-b-16": 86_567_656,
+    "vit-l-16": 304_326_632,
+    "vit-h-14": 632_045_800,
+    "resnet-50": 25_557_032,
+    "resnet-101": 44_549_160,
+    "resnet-152": 60_192_808,
+}
+MILLIONS = {"gpt3-6.7b": 6_660, "gpt3-175b": 174_600}  # of the paper's table, in units of 10 million
+
+
 def test_presets_have_the_published_numbers_of_parameters() -> None:
     counts = {name: sum(p.numel for p in preset.parameters()) for name, preset in PRESETS.items()}
-    assert counts == {"llama-8b": 8_030_261_248, "llama-70b": 70_553_706_496}
+    rounded = {name: round(counts.pop(name), -7) // 10**6 for name in MILLIONS}
+    assert counts == COUNTS and rounded == MILLIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    [
+        ("llama-8b", 8_030_261_248 - 128256 * 4096),
+        ("gpt2", 124_439_808 - 1024 * 768),
+        # Two experts of eight: the active parameters of the paper are 12.9 thousand million, embedding included.
+        ("mixtral-8x7b", 12_879_925_248 - 32000 * 4096),
+    ],
+)
+def test_lookups_multiply_nothing(name: str, work: int) -> None:
+    assert model_shapes.work_per_token(PRESETS[name].parameters()) == work
+
+
+def test_convolutions_are_used_at_every_place() -> None:
+    weights = [p for p in PRESETS["resnet-50"].parameters() if len(p.shape) > 1]
+    assert model_shapes.work_per_token(weights) == 4_089_184_256  # of an image, as is published
 
 
 # predictions
@@ -121,7 +244,9 @@ def rows(capsys: Capture, *arguments: str) -> list[dict[str, Any]]:
 
 def test_predictions_are_those_of_the_model(capsys: Capture) -> None:
     transformer = Transformer(layers=2, hidden=64, ffn=96, vocab=100, kv=16)
-    gradients = spread([(p.name, p.numel * 4) for p in reversed(transformer.parameters())], 0.002)
+    gradients = [
+        Gradient(p.name, p.numel * 4, 0.002 * part) for p, part in model_shapes.arrivals(transformer.parameters())
+    ]
     network = ["--ranks-per-node", "4", "--node-bandwidth", "80GB/s", "--node-latency", "500ns", *NETWORK]
     found = rows(
         capsys, "llama-8b", *SMALL, "--wire", "float32", "--ranks", "2", "64", "--buckets", "auto", "20KiB",
@@ -176,7 +301,36 @@ def test_options_move_the_prediction_as_they_should(capsys: Capture) -> None:
 
 def test_backward_time_from_tokens(capsys: Capture) -> None:
     plan("llama-8b", "--ranks", "8", *NETWORK, "--flops", "400TFLOP/s", "--tokens", "8192", "--json")
-    assert json.loads(capsys.readouterr().out)["backward_seconds"] == pytest.approx(4 * 8_030_261_248 * 8192 / 400e12)
+    report = json.loads(capsys.readouterr().out)
+    assert report["looked_up"] == 128256 * 4096
+    work = report["parameters"] - report["looked_up"]
+    assert report["backward_seconds"] == pytest.approx(4 * work * 8192 / 400e12)
+    capsys.readouterr()
+
+
+def test_a_lookup_alone_takes_no_flops(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "shapes.txt"
+    path.write_text("words 100x10 lookup\n")
+    command = [str(path), "--ranks", "8", *NETWORK]
+    assert rows(capsys, *command, *COMPUTING)
+    complaint = refused(capsys, *command, "--flops", "1T", "--tokens", "8")
+    assert complaint == "expected --backward, as no parameter multiplies anything, got --flops and --tokens"
+
+
+def test_ranks_that_do_not_fill_their_nodes(capsys: Capture) -> None:
+    """The last node has fewer networks, for which all wait; a network more gains."""
+    ranks = [str(n) for n in (57, 60, 63, 64)]
+    found = rows(
+        capsys, "llama-8b", "--ranks", *ranks, "--buckets", "25MiB", "--algorithm", "ring", *NETWORK, *COMPUTING
+    )
+    far = ring(8, Hop(10e-6, 12.5e9))
+    near = ring(8, Hop(3.4e-6, 370e9))
+    for row, networks in zip(found, (1, 4, 7, 8), strict=True):
+        seconds = 1 / near.bandwidth + 1 / (networks * far.bandwidth)
+        assert row["bandwidth_bytes_per_second"] == pytest.approx(1 / seconds)
+        assert row["latency_seconds"] == pytest.approx(near.latency + far.latency)
+    exposed = [row["exposed_seconds"] for row in found]
+    assert exposed == sorted(exposed, reverse=True) and exposed[0] > exposed[-1]
 
 
 def test_a_rank_alone_sends_nothing(capsys: Capture) -> None:
@@ -189,7 +343,10 @@ def test_a_rank_alone_sends_nothing(capsys: Capture) -> None:
 def test_table(capsys: Capture) -> None:
     assert plan("llama-8b", "--ranks", "16", "4096", "--buckets", "25", "auto", *NETWORK, *COMPUTING) == 0
     first, blank, head, *body = capsys.readouterr().out.splitlines()
-    assert first == "llama-8b: 8,030,261,248 parameters in 291 tensors, 15 GiB of gradients; backward takes 200 ms"
+    assert first == (
+        "llama-8b: 8,030,261,248 parameters in 291 tensors (525,336,576 only looked up), 15 GiB of gradients; "
+        "backward takes 200 ms"
+    )
     assert blank == ""
     assert head.split() == ["ranks", "algorithm", "all-reduce", "bucket", "buckets", "last", "exposed", "efficiency"]
     assert [line.split()[0] for line in body] == ["16", "16", "4096", "4096"]
@@ -226,14 +383,17 @@ def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nope"], "nope: expected a file or a preset, llama-8b or llama-70b, got neither"),
+        (["nope"], "nope: expected a file or a preset, such as gpt2, gpt2-medium, "),
+        (["lama-8b"], "lama-8b: expected a file or a preset, such as llama-8b, "),
         (["."], ".: Is a directory"),
         (["llama-8b", "--ranks", "0"], "argument --ranks: expected a whole number above 0, got '0'; --help tells more"),
-        (["llama-8b", "--ranks", "60"], "two_level: expected ranks to fill nodes of 8, got 60; take 56"),
         (["llama-8b", "--bandwidth", "fast"], "argument --bandwidth: expected a number and a unit such as 400Gbit or"),
         (["llama-8b", "--latency", "5"], "argument --latency: expected a number and a unit such as 5us, got '5'"),
-        (["llama-8b", "--latency", "0us"], "argument --latency: expected a number and a unit such as 5us, got '0us'"),
-        (["llama-8b", "--latency", "1e999s"], "argument --latency: expected a number"),
+        (["llama-8b", "--latency", "0foo"], "argument --latency: expected a number and a unit such as 5us, got '0foo'"),
+        (["llama-8b", "--latency", "1e999s"], "argument --latency: expected a finite value, 0 or more, such as"),
+        (["llama-8b", "--bandwidth", "0Gbit"], "argument --bandwidth: expected a finite value, above 0, such as"),
+        (["llama-8b", "--bandwidth", "100G"], "argument --bandwidth: expected a number and a unit such as 400Gbit or"),
+        (["llama-8b", "--backward", "0ms"], "argument --backward: expected a finite value, above 0, such as 200ms"),
         (["llama-8b", "--latency", "1.2.3s"], "argument --latency: expected a number"),
         (["llama-8b", "--hides", "2"], "argument --hides: expected a number from 0 to 1, got '2'"),
         (["llama-8b", "--hides", "much"], "argument --hides: expected a number from 0 to 1, got 'much'"),
@@ -241,7 +401,8 @@ def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: p
         (["llama-8b", "--tokens", "8"], "expected --backward, or --flops and --tokens, got both"),
         (["llama-8b", "--plot", "plan.bmp"], "--plot: expected a file name that ends in one of .png, .svg, .pdf, got"),
         (["llama-8b", "--plot", "/no/folder/plan.png"], "--plot: expected a folder that exists, got /no/folder"),
-        (["shapes.txt", "--layers", "8"], "--layers: expected a preset to change, llama-8b or llama-70b, got shapes"),
+        (["shapes.txt", "--layers", "8"], "--layers: expected a preset to change, such as llama-8b, got shapes.txt"),
+        (["vit-b-16", "--kv", "8"], "--kv: expected a preset that has it, got vit-b-16; leave it out"),
     ],
 )
 def test_bad_arguments(capsys: Capture, arguments: list[str], complaint: str) -> None:
@@ -265,22 +426,26 @@ def test_missing_arguments(capsys: Capture) -> None:
     assert missing == "expected --backward, or both --flops and --tokens, to know what transfers can hide behind"
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_per_second"),
-    [
-        ("400Gbit", 50e9),
-        ("400 Gbit/s", 50e9),
-        ("100Gbps", 12.5e9),
-        ("1e3Mbit", 125e6),
-        ("50GB/s", 50e9),
-        ("1GiB", 2**30),
-    ],
-)
-def test_units(capsys: Capture, text: str, bytes_per_second: float) -> None:
-    arguments = ["--ranks", "1024", "--ranks-per-node", "1", "--algorithm", "tree", "--buckets", "auto"]
-    row = rows(capsys, "llama-8b", *SMALL, *arguments, "--bandwidth", text, "--latency", "2µs", *COMPUTING)[0]
-    assert row["bandwidth_bytes_per_second"] == pytest.approx(bytes_per_second / 2)
-    assert row["latency_seconds"] == pytest.approx(20 * 2e-6)
+def test_units_in_any_case() -> None:
+    rates = {
+        50e9: ("400Gbit", "400 Gbit/s", "400gbit", "400GBIT/S", "400Gb/s", "400Gbps", "400gbps", "50GB/s", "50 GBps"),
+        12.5e9: ("100Gb/s", "12.5GB/s", "12.5Gbytes/sec", "1e2gb"),
+        125e6: ("1e3Mbit", ".125GB", "125e6B"),
+        2.0**30: ("1GiB", "1gibyte/s", "8Gib", "8Gibit/s"),
+    }
+    assert {units.bandwidth(text): rate for rate, texts in rates.items() for text in texts} == {r: r for r in rates}
+    times = {0.0: ("0us", "0", "0.0 S"), 5e-6: ("5us", "5US", "5 µs", "5 μs", "5usec"), 7e-3: ("7ms", "7MS")}
+    for expected, texts in times.items():
+        assert [units.latency(text) for text in texts] == pytest.approx([expected] * len(texts))
+    assert {units.some_bytes(text) for text in ("25", "25MiB", "25mib", "25 MIB", "25600kib")} == {25.0 * 2**20}
+    assert {units.flop_rate(text) for text in ("400T", "400tflops", "0.4 PFLOP/s", "4e14")} == {400e12}
+    assert units.percent("2%") == 0.02 and units.percent("0%") == 0.0
+
+
+def test_a_latency_of_nothing(capsys: Capture) -> None:
+    command = ["LLAMA-8b", *SMALL, "--ranks", "64", "--bandwidth", "100gbit", "--latency", "0us", "--node-latency", "0"]
+    for row in rows(capsys, *command, *COMPUTING):
+        assert row["latency_seconds"] == 0
 
 
 def test_as_a_command(tmp_path: Path) -> None:

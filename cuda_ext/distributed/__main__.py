@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import itertools
 import json
 import math
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cuda_ext.distributed import model_shapes
+from cuda_ext.distributed import model_shapes, presets, units
 from cuda_ext.distributed.cost_model import (
     ALGORITHMS,
     MIB,
@@ -34,24 +35,42 @@ from cuda_ext.distributed.cost_model import (
     fill,
     simulate,
     slowest,
-    spread,
     two_level,
 )
-from cuda_ext.distributed.model_shapes import ITEMSIZE, PRESETS, Parameter, ShapesError
+from cuda_ext.distributed.model_shapes import ITEMSIZE, Parameter, ShapesError
+from cuda_ext.distributed.presets import PRESETS
 
 AUTO = "auto"
 MOST_RANKS = 4096  # of the plot's curves
 FORWARD = 0.5  # seconds for each of backward
-EPILOG = """\
+_INDENT = 16 * " "
+EPILOG = f"""\
 MODEL_SHAPES is a file of the parameters in order of registration, or a preset.
   text          one parameter a line: name 4096x4096 bfloat16    (dtype: default float32)
-  JSON          {"name": [4096, 4096]} or {"name": {"shape": [4096, 4096], "dtype": "bfloat16"}}
+  JSON          {{"name": [4096, 4096]}} or {{"name": {{"shape": [4096, 4096], "dtype": "bfloat16"}}}}
   safetensors   model.safetensors, of which the header is read, or model.safetensors.index.json beside such files
-  preset        llama-8b, llama-70b; --layers, --hidden, --ffn, --vocab and --kv change their sizes
+  preset        {textwrap.fill(", ".join(PRESETS), 118, initial_indent=_INDENT, subsequent_indent=_INDENT).lstrip()};
+                --{", --".join(presets.SIZES)} change the sizes of one that has them
 
-Gradients come in the reverse order of registration, each after a part of backward in proportion to its bytes.
+The shapes of a model of your own, into a file; paste this into a shell:
+
+python - <<'EOF'
+import torch
+from cuda_ext.distributed.model_shapes import save
+with torch.device("meta"):  # takes no memory
+    model = torch.nn.Transformer()  # yours
+save(model, "shapes.json")
+EOF
+
+Gradients come in the reverse order of registration, each after a part of backward in proportion to its products. That
+of an embedding that is looked up takes no product; one that is tied to the output is complete when the lookup's part is
+there. Presets and the file above know which these are, from other files names tell it; in a text, "lookup" behind the
+dtype does, and "uses=0.25" that a token takes part in a quarter of the products, as of 2 experts of 8. For convolutions
+give --backward, as their shapes do not tell how often they are used; presets know it, their tokens are images.
 Exposed is the time by which the all-reduces lengthen a step; efficiency is the time of forward (half of backward) and
 backward, as a part of that of a step. The model is in docs/buckets.md.
+
+Units may be in any case, but b is a bit and B a byte: 100gbit, 100Gb/s, 12.5GB/s, 0us, 25mib.
 
 example:
   python -m cuda_ext.distributed plan llama-8b --ranks 64 1024 --bandwidth 400Gbit --latency 5us \\
@@ -65,42 +84,8 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def _in(units: Mapping[str, float], example: str) -> Callable[[str], float]:
-    """A parser of positive numbers with one of ``units``."""
-
-    def parse(text: str) -> float:
-        match = re.fullmatch(r"([\d.]+(?:[eE][+-]?\d+)?) ?([^\d\s]*)", text)
-        try:
-            value = float(match[1]) * units[match[2]] if match else 0.0
-        except (KeyError, ValueError):
-            value = 0.0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"expected a number and a unit such as {example}, got {text!r}")
-        return value
-
-    return parse
-
-
-_DECIMAL = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_BYTES = {f"{prefix}B": factor for prefix, factor in _DECIMAL.items()}
-_BYTES |= {"B": 1, "KB": 1e3, "KiB": 1 << 10, "MiB": MIB, "GiB": 1 << 30}
-_RATES = {unit + per: factor for unit, factor in _BYTES.items() for per in ("", "/s")}
-_RATES |= {f"{prefix}{bit}": factor / 8 for prefix, factor in _DECIMAL.items() for bit in ("bit", "bit/s", "bps")}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_FLOPS = {"": 1.0} | {
-    f"{prefix}{flop}": factor
-    for prefix, factor in (_DECIMAL | {"P": 1e15}).items()
-    for flop in ("", "FLOP", "FLOPS", "FLOP/s", "FLOPs")
-}
-seconds = _in(_SECONDS, "5us")
-bandwidth = _in(_RATES, "400Gbit or 50GB/s")
-flop_rate = _in(_FLOPS, "400T")
-some_bytes = _in(_BYTES | {"": MIB}, "25MiB")
-percent = _in({"%": 0.01}, "2%")
-
-
 def bucket_size(text: str) -> float | None:
-    return None if text == AUTO else some_bytes(text)
+    return None if text == AUTO else units.some_bytes(text)
 
 
 def positive(text: str) -> int:
@@ -131,25 +116,25 @@ def parser() -> Parser:
     )
     plan.add_argument("shapes", metavar="MODEL_SHAPES", help="a file or a preset, see below")
     model = plan.add_argument_group("the model")
-    for name in (field.name for field in dataclasses.fields(model_shapes.Transformer)):
+    for name in presets.SIZES:
         about = "width of all keys of a token" if name == "kv" else "in place of the preset's"
         model.add_argument(f"--{name}", type=positive, metavar="N", help=about)
     model.add_argument("--wire", choices=list(ITEMSIZE), help="dtype that travels (default: each parameter's own)")
     ranks = plan.add_argument_group("ranks and network")
     ranks.add_argument("--ranks", type=positive, nargs="+", required=True, metavar="N", help="one or several numbers")
-    ranks.add_argument("--bandwidth", type=bandwidth, required=True, help="each rank's network: 400Gbit, 50GB/s")
-    ranks.add_argument("--latency", type=seconds, required=True, help="of a message across the network: 5us")
+    ranks.add_argument("--bandwidth", type=units.bandwidth, required=True, help="each rank's network: 400Gbit, 50GB/s")
+    ranks.add_argument("--latency", type=units.latency, required=True, help="of a message across the network: 5us")
     ranks.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default 8")
     ranks.add_argument(
         "--node-bandwidth",
-        type=bandwidth,
+        type=units.bandwidth,
         default=370e9,
         metavar="BANDWIDTH",
         help="of each rank inside its node (default 370GB/s, as rings of NCCL reach on 8 H100)",
     )
     ranks.add_argument(
         "--node-latency",
-        type=seconds,
+        type=units.latency,
         default=3.4e-6,
         metavar="LATENCY",
         help="of a message inside a node (default 3.4us, a step of a ring in NCCL's own model)",
@@ -166,19 +151,22 @@ def parser() -> Parser:
     )
     ranks.add_argument(
         "--grouped",
-        type=seconds,
+        type=units.latency,
         metavar="TIME",
         help="that another bucket adds to a launch, as a group of NCCL's (default: buckets go one by one); for models "
         "of several dtypes",
     )
     computing = plan.add_argument_group("computing: --backward, or both others")
-    computing.add_argument("--backward", type=seconds, metavar="TIME", help="of one pass: 200ms")
-    computing.add_argument("--flops", type=flop_rate, metavar="RATE", help="that a rank reaches: 400T")
+    computing.add_argument("--backward", type=units.seconds, metavar="TIME", help="of one pass: 200ms")
+    computing.add_argument("--flops", type=units.flop_rate, metavar="RATE", help="that a rank reaches: 400T")
     computing.add_argument(
-        "--tokens", type=positive, metavar="N", help="of a rank's batch; backward takes 4 FLOPs for each and parameter"
+        "--tokens",
+        type=positive,
+        metavar="N",
+        help="of a rank's batch; backward takes 4 FLOPs for each and each parameter that multiplies",
     )
     computing.add_argument(
-        "--jitter", type=percent, default=0.0, metavar="PART", help="standard deviation of ranks' speed: 2%%"
+        "--jitter", type=units.percent, default=0.0, metavar="PART", help="standard deviation of ranks' speed: 2%%"
     )
     computing.add_argument("--seed", type=int, default=0, help="of the jitter (default 0)")
     buckets = plan.add_argument_group("buckets")
@@ -190,7 +178,7 @@ def parser() -> Parser:
         metavar="SIZE",
         help="MiB, or with a unit, or auto (default: auto 25MiB 100MiB)",
     )
-    buckets.add_argument("--largest", type=some_bytes, metavar="SIZE", help="that auto may take")
+    buckets.add_argument("--largest", type=units.some_bytes, metavar="SIZE", help="that auto may take")
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="instead of the table")
     output.add_argument(
@@ -244,11 +232,9 @@ class Planner:
         self._options = options
         self.backward_seconds = _backward_seconds(options, parameters)
         wire = options.wire
-        sizes = [(p.name, p.bytes(wire)) for p in reversed(parameters)]
-        kinds = [wire or p.dtype for p in reversed(parameters)]
-        self.gradients: list[Gradient] = [
-            dataclasses.replace(gradient, kind=kind)
-            for gradient, kind in zip(spread(sizes, self.backward_seconds), kinds, strict=True)
+        self.gradients = [
+            Gradient(p.name, p.bytes(wire), self.backward_seconds * part, wire or p.dtype)
+            for p, part in model_shapes.arrivals(parameters)
         ]
 
     def links(self, ranks: int) -> dict[str, Link]:
@@ -297,19 +283,26 @@ def _backward_seconds(options: argparse.Namespace, parameters: Sequence[Paramete
         return float(options.backward)
     if options.flops is None or options.tokens is None:
         raise ShapesError("expected --backward, or both --flops and --tokens, to know what transfers can hide behind")
-    return 4.0 * sum(p.numel for p in parameters) * options.tokens / options.flops
+    work = model_shapes.work_per_token(parameters)
+    if not work:
+        raise ShapesError("expected --backward, as no parameter multiplies anything, got --flops and --tokens")
+    return 4.0 * work * options.tokens / options.flops
 
 
 def _parameters(options: argparse.Namespace) -> list[Parameter]:
-    sizes = {field.name: getattr(options, field.name) for field in dataclasses.fields(model_shapes.Transformer)}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    if options.shapes in PRESETS:
-        return dataclasses.replace(PRESETS[options.shapes], **given).parameters()
+    given = {name: getattr(options, name) for name in presets.SIZES if getattr(options, name) is not None}
+    preset = PRESETS.get(options.shapes.lower())
+    if preset is not None:
+        for name in given:
+            if not hasattr(preset, name):
+                raise ShapesError(f"--{name}: expected a preset that has it, got {options.shapes}; leave it out")
+        return dataclasses.replace(preset, **given).parameters()
     if given:
-        raise ShapesError(f"--{min(given)}: expected a preset to change, {' or '.join(PRESETS)}, got {options.shapes}")
+        raise ShapesError(f"--{min(given)}: expected a preset to change, such as llama-8b, got {options.shapes}")
     path = Path(options.shapes)
     if not path.exists():
-        raise ShapesError(f"{path}: expected a file or a preset, {' or '.join(PRESETS)}, got neither")
+        near = difflib.get_close_matches(options.shapes.lower(), PRESETS, n=3) or PRESETS
+        raise ShapesError(f"{path}: expected a file or a preset, such as {', '.join(near)}, got neither")
     return model_shapes.read(path)
 
 
@@ -352,9 +345,11 @@ def plan(options: argparse.Namespace) -> int:
     cases = itertools.product(dict.fromkeys(options.ranks), dict.fromkeys(options.buckets))
     predictions = [planner.predict(ranks, bucket) for ranks, bucket in cases]
     count, size = sum(p.numel for p in parameters), sum(p.bytes(options.wire) for p in parameters)
+    looked_up = sum(p.numel for p in parameters if p.looked_up and not p.uses)
     if options.json:
         report = {
             "parameters": count,
+            "looked_up": looked_up,
             "tensors": len(parameters),
             "bytes": size,
             "backward_seconds": planner.backward_seconds,
@@ -363,7 +358,8 @@ def plan(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
     else:
         print(
-            f"{options.shapes}: {count:,} parameters in {len(parameters)} tensors, {byte_size(size)} of gradients; "
+            f"{options.shapes}: {count:,} parameters in {len(parameters)} tensors"
+            f"{f' ({looked_up:,} only looked up)' if looked_up else ''}, {byte_size(size)} of gradients; "
             f"backward takes {duration(planner.backward_seconds)}\n"
         )
         print(table(predictions))

@@ -93,17 +93,14 @@ def two_level(ranks: int, ranks_per_node: int, inside: Hop, across: Hop, algorit
     """A reduce-scatter inside each node, an all-reduce across nodes by ``algorithm``, an all-gather inside each node.
 
     Inside, both are a ring's, halves of `ring` over the ranks of a node. Across, each rank of a node sums its own part
-    of the bytes, over a network of its own. ValueError if ``ranks`` do not fill their nodes.
+    of the bytes, over a network of its own. Where ``ranks`` do not fill the last node, it has fewer networks than the
+    others, and all wait for it.
     """
     if ranks <= ranks_per_node:
         return ring(ranks, inside)
-    if ranks % ranks_per_node:
-        raise ValueError(
-            f"two_level: expected ranks to fill nodes of {ranks_per_node}, got {ranks}; "
-            f"take {ranks // ranks_per_node * ranks_per_node}"
-        )
-    near, far = ring(ranks_per_node, inside), ALGORITHMS[algorithm](ranks // ranks_per_node, across)
-    bandwidth = 1.0 / (1.0 / near.bandwidth + 1.0 / (ranks_per_node * far.bandwidth))
+    near, far = ring(ranks_per_node, inside), ALGORITHMS[algorithm](math.ceil(ranks / ranks_per_node), across)
+    networks = ranks % ranks_per_node or ranks_per_node
+    bandwidth = 1.0 / (1.0 / near.bandwidth + 1.0 / (networks * far.bandwidth))
     return Link(near.latency + far.latency, bandwidth)
 
 

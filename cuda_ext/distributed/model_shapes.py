@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of a model's parameters, from files of several kinds or from the sizes of a transformer."""
+"""Names, shapes and dtypes of a model's parameters, from files of several kinds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"} | {name: name for name in ITEMSIZE}
 # No real header comes near; the first bytes of another kind of file, read as a length, do.
 _LONGEST_HEADER = 1 << 28
+# As Transformers and torchtune call them; the second are never an output, too.
+_EMBEDDING = re.compile(r"(?:^|\.)(?:wte|wpe|embed(?:_in|_tokens|_positions)?|(?:\w+_)?embeddings?)(?:\.weight)?$")
+_OF_PLACES = re.compile(r"(?:wpe|position\w*|token_type\w*|segment\w*)(?:\.weight)?$")
 
 
 class ShapesError(ValueError):
@@ -23,9 +29,18 @@ class ShapesError(ValueError):
 
 @dataclass(frozen=True)
 class Parameter:
+    """``uses``: how many products each token makes with an element of it: 1 for a layer's weight, a quarter where a
+    token takes 2 of 8 experts, the number of places for a convolution if an image counts as a token.
+
+    ``looked_up``: an embedding, whose gradient is complete only when backward ends. By itself it makes no products,
+    ``uses=0``; where the output multiplies with it, it is tied to it, ``uses=1``.
+    """
+
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
+    uses: float = 1.0
+    looked_up: bool = False
 
     @property
     def numel(self) -> int:
@@ -36,65 +51,79 @@ class Parameter:
         return self.numel * ITEMSIZE[wire_dtype or self.dtype]
 
 
-@dataclass(frozen=True)
-class Transformer:
-    """Sizes of a decoder with gated MLPs and grouped heads; ``kv``: width of all keys of a token."""
+def save(module: nn.Module, path: str | Path) -> None:
+    """Writes the parameters of ``module`` that are trained, for `read`: JSON, which tells what is looked up, too.
 
-    layers: int
-    hidden: int
-    ffn: int
-    vocab: int
-    kv: int
+    module: on any device, also the meta device, where parameters take no memory.
+    """
+    from torch import nn
 
-    def parameters(self) -> list[Parameter]:
-        """In order of registration, bfloat16; embedding and output are not tied."""
-        found: list[tuple[str, tuple[int, ...]]] = [("embedding", (self.vocab, self.hidden))]
-        for layer in range(self.layers):
-            shapes: dict[str, tuple[int, ...]] = {
-                "attention_norm": (self.hidden,),
-                "query": (self.hidden, self.hidden),
-                "key": (self.kv, self.hidden),
-                "value": (self.kv, self.hidden),
-                "out": (self.hidden, self.hidden),
-                "mlp_norm": (self.hidden,),
-                "gate": (self.ffn, self.hidden),
-                "up": (self.ffn, self.hidden),
-                "down": (self.hidden, self.ffn),
-            }
-            found += [(f"layers.{layer}.{name}", shape) for name, shape in shapes.items()]
-        found += [("norm", (self.hidden,)), ("output", (self.vocab, self.hidden))]
-        return [Parameter(name, shape, "bfloat16") for name, shape in found]
+    def parameters_of(embeddings: bool) -> set[nn.Parameter]:
+        of_kind = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) == embeddings)
+        return {p for member in of_kind for p in member.parameters(recurse=False)}
 
-
-PRESETS = {
-    "llama-8b": Transformer(layers=32, hidden=4096, ffn=14336, vocab=128256, kv=1024),
-    "llama-70b": Transformer(layers=80, hidden=8192, ffn=28672, vocab=128256, kv=1024),
-}
+    looked_up, others = parameters_of(embeddings=True), parameters_of(embeddings=False)
+    described = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            lookup = parameter in looked_up
+            uses = int(parameter in others or not lookup)
+            about = {"shape": list(parameter.shape), "dtype": str(parameter.dtype), "uses": uses, "lookup": lookup}
+            described[name] = about
+    Path(path).write_text(json.dumps(described, indent=0) + "\n")
 
 
 def read(path: Path) -> list[Parameter]:
     """Parameters in order of registration as far as the file tells it.
 
-    - text: a line ``name 4096x4096 bfloat16`` each, the dtype float32 if left out, ``#`` begins a comment;
-    - JSON: ``{"name": [4096, 4096]}`` or ``{"name": {"shape": [4096, 4096], "dtype": "BF16"}}``;
+    - text: a line ``name 4096x4096 bfloat16`` each, the dtype float32 if left out, ``#`` begins a comment; behind that,
+      if need be, ``lookup`` and ``uses=0.25``;
+    - JSON: ``{"name": [4096, 4096]}`` or ``{"name": {"shape": [4096, 4096], "dtype": "BF16"}}``, there with "lookup"
+      and "uses", if need be;
     - .safetensors, whose header alone is read, or the index JSON of several such files beside it. These have lost the
       order; that of names is taken, numbers in them by value.
+
+    For ``uses`` and ``lookup`` see `Parameter`; what is looked up has ``uses=0`` unless given. In a file that marks
+    nothing as looked up, names tell it (see `guess_lookups`).
 
     Raises ShapesError.
     """
     try:
         if path.suffix == ".safetensors":
-            return _by_name(_described(_header(path), path))
+            return guess_lookups(_by_name(_described(_header(path), path)))
         text = path.read_text()
         if path.suffix == ".json" or text.lstrip().startswith("{"):
-            return _from_json(json.loads(text), path)
+            content = json.loads(text)
+            found = _from_json(content, path)
+            return found if _marks_lookups(content) else guess_lookups(found)
     except OSError as error:
         raise ShapesError(f"{error.filename or path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ShapesError(f"{path}: expected text, JSON or a name that ends in .safetensors, got other bytes") from None
     except json.JSONDecodeError as error:
         raise ShapesError(f"{path}: expected JSON: {error}") from None
-    return _checked([_from_line(line, f"{path}, line {n}") for n, line in _lines(text)], path)
+    found = _checked([_from_line(line, f"{path}, line {n}") for n, line in _lines(text)], path)
+    return found if any(parameter.looked_up for parameter in found) else guess_lookups(found)
+
+
+def guess_lookups(parameters: list[Parameter]) -> list[Parameter]:
+    """The same, with the embeddings marked as such that have a usual name.
+
+    One of tokens is taken to be tied to the output if no other parameter has its shape.
+    """
+
+    def guess(parameter: Parameter) -> Parameter:
+        if len(parameter.shape) != 2 or not _EMBEDDING.search(parameter.name):
+            return parameter
+        alone = all(other is parameter or other.shape != parameter.shape for other in parameters)
+        tied = alone and not _OF_PLACES.search(parameter.name)
+        return replace(parameter, uses=float(tied), looked_up=True)
+
+    return [guess(parameter) for parameter in parameters]
+
+
+def _marks_lookups(content: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, dict) and "lookup" in value for value in content.values())
 
 
 def _lines(text: str) -> list[tuple[int, str]]:
@@ -104,9 +133,14 @@ def _lines(text: str) -> list[tuple[int, str]]:
 
 def _from_line(line: str, where: str) -> Parameter:
     name, *rest = line.split()
-    if len(rest) not in (1, 2) or not re.fullmatch(r"\d+(x\d+)*", rest[0]):
-        raise ShapesError(f'{where}: expected "name 4096x4096" and perhaps a dtype, got "{line}"')
-    return Parameter(name, tuple(map(int, rest[0].split("x"))), _dtype(rest[1] if rest[1:] else "float32", where))
+    match = re.fullmatch(r"(\d+(?:x\d+)*)(?: (?!lookup|uses=)(\S+))?(?: (lookup))?(?: uses=(\S+))?", " ".join(rest))
+    if match is None:
+        raise ShapesError(
+            f'{where}: expected "name 4096x4096" and perhaps a dtype, lookup and uses=0.25, in this order, got "{line}"'
+        )
+    shape, dtype, lookup, uses = match.groups()
+    shape = tuple(map(int, shape.split("x")))
+    return Parameter(name, shape, _dtype(dtype or "float32", where), *_uses(uses, lookup is not None, where))
 
 
 def _from_json(content: Any, path: Path) -> list[Parameter]:
@@ -128,7 +162,8 @@ def _described(content: Mapping[str, Any], path: Path) -> list[Parameter]:
         shape = about.get("shape")
         if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
             raise ShapesError(f"{where}: expected a shape such as [4096, 4096], got {json.dumps(value)[:80]}")
-        found.append(Parameter(name, tuple(shape), _dtype(about.get("dtype", "float32"), where)))
+        uses = _uses(about.get("uses"), about.get("lookup") is True, where)
+        found.append(Parameter(name, tuple(shape), _dtype(about.get("dtype", "float32"), where), *uses))
     return _checked(found, path)
 
 
@@ -154,6 +189,16 @@ def _dtype(name: Any, where: str) -> str:
     return known
 
 
+def _uses(given: Any, looked_up: bool, where: str) -> tuple[float, bool]:
+    try:
+        uses = float(given) if given is not None else float(not looked_up)
+    except (TypeError, ValueError):
+        uses = math.nan
+    if not 0 <= uses < math.inf:
+        raise ShapesError(f"{where}: expected uses of 0 or more, got {given}")
+    return uses, looked_up
+
+
 def _by_name(parameters: list[Parameter]) -> list[Parameter]:
     def key(parameter: Parameter) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", parameter.name)]
@@ -165,3 +210,25 @@ def _checked(parameters: list[Parameter], path: Path) -> list[Parameter]:
     if not sum(parameter.numel for parameter in parameters):
         raise ShapesError(f"{path}: expected parameters, got none with an element")
     return parameters
+
+
+def work_per_token(parameters: Iterable[Parameter]) -> float:
+    """Multiplications in products with these parameters, forward, for each token."""
+    return sum(parameter.numel * parameter.uses for parameter in parameters)
+
+
+def arrivals(parameters: Sequence[Parameter]) -> list[tuple[Parameter, float]]:
+    """Parameters in the order in which gradients come, and after which part of backward: 0 to 1.
+
+    They come in the reverse order of registration, after as much work as their products are; but a weight of the output
+    that is looked up as well takes its time at once, and comes when its lookup does. Where there are no products at
+    all, all come in the end.
+    """
+    total = work_per_token(parameters)
+    done = work_per_token(parameter for parameter in parameters if parameter.looked_up)
+    found = []
+    for parameter in reversed(parameters):
+        if not parameter.looked_up:
+            done += work_per_token([parameter])
+        found.append((parameter, done / total if total else 1.0))
+    return found
