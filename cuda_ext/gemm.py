@@ -4,9 +4,11 @@ Tensors are float32, float16, bfloat16, or float64 on the CPU; accumulation is f
 any strides, expanded ones included, are read in place on the CPU; on a GPU those with a unit stride in one of the last
 two dims, and the others are made contiguous. Results are contiguous. Dimensions of size 0 work: an empty sum is 0.
 
-On a GPU float32 products follow `torch.set_float32_matmul_precision`: with "highest", the default, each is three
-products of tf32 (Ootomo and Yokota, arXiv 2203.03341), as accurate as float32's own but for an infinity, which may
-become NaN; else one.
+On a GPU float32 products follow `torch.set_float32_matmul_precision`. With "highest", the default, a sum of up to 8
+terms is formed in float32. In a longer one each term is three products of tf32 (Ootomo and Yokota, arXiv 2203.03341),
+which err by at most 2^-21 of the term; 8 terms at a time are added to the float32 sum. Infinities, NaN and overflow are
+those of float32, operands of all normal sizes are as exact, and subnormal ones count to their last place. With other
+settings each term is one product of operands rounded to the 11 bits of tf32; none of them becomes an infinity by that.
 
 Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (Hendrycks and Gimpel, Gaussian Error
 Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).

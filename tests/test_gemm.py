@@ -206,8 +206,6 @@ def test_special_values_pass_through(backend: str) -> None:
         # torch's gelu and silu are NaN at -inf, where the limit is 0; either is taken
         limit = torch.tensor([[math.nan], [math.inf], [0.0], [0.0], [0.0]])
         same = (out == expected) | (out.isnan() & expected.isnan()) | (out == limit)
-        if backend != "cpu":  # in sums of two tf32 an infinity is inf - inf, which may become NaN
-            same |= x.isinf() & out.isnan()
         assert same.all(), (activation, out, expected)
     overflow = gemm(torch.full((1, 1), 300.0).half(), torch.full((1, 1), 300.0).half())
     assert overflow.item() == math.inf

@@ -13,9 +13,13 @@
 //           and strides allow, else 4, else 2. What lies outside the matrix arrives as zeros.
 // Split k   A small output has its k tiles divided among several blocks. Each leaves its sums in the workspace; the
 //           last to arrive adds them up in the order of k, whichever block it is, and runs the epilogue.
+// Float32   Three products of tf32 lose the last bits of a single product, and cannot tell an infinity from an overflow
+//           of their own. Where k is short, or a thread's sums are not all finite, the thread forms its sums in
+//           float32's own arithmetic instead, straight from global memory.
 #pragma once
 
 #include "gemm/epilogue_sm80.cuh"
+#include "gemm/float32_sm80.cuh"
 #include "gemm/gemm_sm80.h"
 #include "gemm/operand_sm80.cuh"
 #include "gemm/plan_sm80.h"
@@ -23,22 +27,11 @@
 
 namespace cuda_ext::sm80 {
 
-// The nearest tf32 as what mma reads, which ignores the lower 13 bits: half of the last place is added. Infinities and
-// NaN stay. (cvt.rna would do it, at a quarter of the speed of integer arithmetic.)
-DEVICE uint32_t round_to_tf32(uint32_t bits) { return bits << 1 < 0xff000000u ? bits + 0x1000 : bits; }
-
-// x = high + low, tf32 both, up to 2^-23 x. High is the nearest, which halves the largest low and takes away its sign:
-// what is dropped, low times low, then has no bias. Where rounding would make an infinity of a finite x, high is
-// truncated.
-DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
-  high = (bits << 1 < 0xfeffe000u ? bits + 0x1000 : bits) & 0xffffe000u;
-  low = round_to_tf32(arch::float_bits(arch::bits_float(bits) - arch::bits_float(high)));
-}
-
 // One instantiation of the kernel: constants, and what a warp does with its fragments.
 template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, GemmConfig config>
 struct Gemm {
   using Element = T;
+  static constexpr Arithmetic kArithmetic = arithmetic;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
   static constexpr int kStages = config.stages;
@@ -127,9 +120,9 @@ struct Gemm {
         }
     }
 
-    // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32; the small terms first. Tensor
-    // cores truncate where they add to a sum (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores,
-    // arXiv 2203.03341), so theirs begin at zero, and what rounds the long sums is float32's own addition.
+    // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32. Tensor cores truncate where
+    // they add to a sum (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores, arXiv 2203.03341),
+    // so theirs begin at zero, and what rounds the long sums is float32's own addition.
     DEVICE void multiply_three_tf32(Accumulators& sums) const {
       uint32_t a_high[kRows][4], a_low[kRows][4];
 #pragma unroll
@@ -143,16 +136,27 @@ struct Gemm {
         for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 * 2 + q], b_high[q], b_low[q]);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          float products[4] = {};
-          arch::mma_m16n8k8_tf32(products, a_low[i], b_high);
-          arch::mma_m16n8k8_tf32(products, a_high[i], b_low);
+          float products[4] = {}, small[4] = {};
+          arch::mma_m16n8k8_tf32(small, a_low[i], b_high);
+          arch::mma_m16n8k8_tf32(small, a_high[i], b_low);
           arch::mma_m16n8k8_tf32(products, a_high[i], b_high);
 #pragma unroll
-          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[q];
+          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[q] + small[q] * (1 / kLowScale);
         }
       }
     }
   };
+
+  DEVICE static bool are_finite(const Accumulators& sums) {
+    float zeros[4] = {};
+#pragma unroll
+    for (auto& row : sums)
+#pragma unroll
+      for (auto& fragment : row)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) zeros[q] += 0.0f * fragment[q];
+    return zeros[0] + zeros[1] + zeros[2] + zeros[3] == 0.0f;
+  }
 
   // What pass `pass` covers of a warp's sums, to shared memory; `pass` is known when this is compiled.
   DEVICE static void stage_result(float* result, const Accumulators& sums, int pass) {
@@ -327,7 +331,12 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   const epilogue::TilePosition at =
       find_tile(plan, arch::block_x(), Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
   typename Gemm::Accumulators sums = {};
-  multiply_tiles<Gemm>(params, plan, at, shared, sums);
+  if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
+    if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
+    if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
+  } else {
+    multiply_tiles<Gemm>(params, plan, at, shared, sums);
+  }
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
   arch::sync_threads();  // all have read the last stage

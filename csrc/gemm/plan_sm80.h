@@ -80,6 +80,7 @@ struct GemmPlan {
   int all_k_tiles = 0;    // of all reduced products
   int split_k_tiles = 0;  // of one block
   int splits = 1;
+  bool in_float32 = false;  // not in three products of tf32
   OperandWalk a;
   OperandWalk b;
   // In the workspace; null if not needed.
@@ -87,6 +88,10 @@ struct GemmPlan {
   float* partials = nullptr;     // (splits, tiles, block_m * block_n)
   float* bias_sums = nullptr;    // (row_tiles, n), gated: (row_tiles, 2n)
 };
+
+// The longest sums that are formed in float32's own arithmetic instead of three products of tf32: the kernel waits for
+// the memory that takes the result anyway.
+constexpr int64_t kMaxFloat32Sum = 8;
 
 // What a choice depends on of a device. Rates are a cycle of one multiprocessor.
 struct Rates {
@@ -214,6 +219,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
   }
   const GemmConfig& tile = kTiles[int(arithmetic)][best.shape];
   const bool a_k_major = is_k_major_a(params), b_k_major = is_k_major_b(params);
+  best.in_float32 = params.k * product_of(params.reduced_dims, params.reduced_sizes) <= kMaxFloat32Sum;
   best.a = walk_of(params, params.a, params.reduced_strides_a, a_k_major,
                    a_k_major ? params.a.row_stride : params.a.column_stride, 0, tile.block_m, tile);
   best.b = walk_of(params, params.b, params.reduced_strides_b, b_k_major,

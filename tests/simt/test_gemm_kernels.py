@@ -32,6 +32,7 @@ SHAPES = [
     (129, 520, 129),
     (200, 1032, 104),
     (250, 500, 65),
+    (67, 133, 7),
     (5, 3, 2300),
 ]
 # First element and gap between lines: addresses that are multiples of 16, of 4 and of 2 bytes (float32: 16, 4, 4).
@@ -267,6 +268,74 @@ def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> Non
     float32_error = np.abs(in_float32 - expected(call).out).max()
     assert errors[0] < 4 * float32_error
     assert 20 * float32_error < errors[1] < 2000 * float32_error
+
+
+def float32_product(library: GemmLibrary, a: np.ndarray, b: np.ndarray, tf32: bool = False) -> np.ndarray:
+    call = Gemm(place(a, "float32"), place(b, "float32"), Target((a.shape[0], b.shape[1]), "float32"), tf32=tf32)
+    library.gemm(call)
+    assert call.out is not None
+    return call.out.values()
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 9, 40])
+def test_three_tf32_products_of_a_short_sum(library: GemmLibrary, k: int) -> None:
+    """In float32's last places of the terms: up to 8 of them half a place each, beyond that 4 for splitting them."""
+    rng = np.random.default_rng()
+    a, b = rng.normal(size=(70, k)).astype(np.float32), rng.normal(size=(k, 72)).astype(np.float32)
+    out, exact = float32_product(library, a, b), a.astype(np.float64) @ b.astype(np.float64)
+    if k == 1:
+        np.testing.assert_array_equal(out, a * b)
+    bound = 0.5 * k if k <= 8 else 4.0 + 0.5 * k / 8
+    assert (np.abs(out - exact) <= bound * 2.0**-23 * (np.abs(a).astype(np.float64) @ np.abs(b))).all()
+
+
+@pytest.mark.parametrize("size", [1e-34, 1e-36, 1e-37])
+def test_three_tf32_products_of_tiny_numbers(library: GemmLibrary, size: float) -> None:
+    rng = np.random.default_rng()
+    a, b = (size * rng.uniform(1, 2, (40, 24))).astype(np.float32), rng.uniform(1, 2, (24, 40)).astype(np.float32)
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+    for out in (float32_product(library, a, b), float32_product(library, b.T, a.T).T):
+        np.testing.assert_allclose(out, exact, rtol=2.0**-21)
+
+
+SPECIAL = [0.0, 1.0, -0.5, np.inf, -np.inf, np.nan, 3.4028234e38, -3.4028234e38, 1.2345678e38, 2.0, 1e-40, 1e-45]
+
+
+@pytest.mark.parametrize("k", [1, 9, 40])
+def test_special_float32_numbers(library: GemmLibrary, k: int) -> None:
+    """Each times each, alone in its sum: what float32 says, overflow included. Subnormals count to their last place."""
+    a, b = np.zeros((len(SPECIAL), k), np.float32), np.zeros((k, len(SPECIAL)), np.float32)
+    a[:, k // 2] = b[k // 2] = SPECIAL
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        want = np.multiply.outer(a[:, k // 2], b[k // 2])
+    finite = np.isfinite(want)
+    out = float32_product(library, a, b)
+    np.testing.assert_array_equal(out[~finite], want[~finite])
+    larger = np.maximum.outer(np.abs(a[:, k // 2]), np.abs(b[k // 2])).astype(np.float64)
+    error = np.abs(out[finite].astype(np.float64) - want[finite])
+    assert (error <= 2.0**-21 * np.abs(want[finite]) + 2.0**-149 * (1 + larger[finite])).all()
+    once = float32_product(library, a, np.eye(k, dtype=np.float32), tf32=True)[:, k // 2]
+    assert np.isfinite(once[np.isfinite(a[:, k // 2])]).all(), "rounding to tf32 made an infinity of a finite number"
+
+
+@LAYOUT
+def test_three_tf32_products_beside_an_infinity(library: GemmLibrary, layout: str) -> None:
+    """Sums that are not finite are formed anew, and those of the same thread with them: in every tile, with a split of
+    k, a gate, batches and reduced dims."""
+    with np.errstate(invalid="ignore"):
+        for m, n, k in ((130, 260, 33), (70, 72, 40), (5, 3, 2300)):
+            for gated in (False, True):
+                a, b, _ = operands(m, 2 * n if gated else n, k, "three_tf32", layout, 1)
+                a[m // 2, k // 3], b[k // 2, n // 2] = np.inf, -np.inf
+                call = Gemm(a, b, Target((m, n), "float32"), n=n, gated=gated)
+                library.gemm(call)
+                assert_exact(call)
+        a = place(integers((3, 2, 5, 2, 24, 40)), "float32", (2, 0, 1, 3, 5, 4))
+        b = place(integers((3, 2, 5, 2, 40, 36)), "float32")
+        a[1, 1, 3, 0, 5, 7], b[0, 0, 2, 1, 3, 9] = np.inf, np.inf
+        call = Gemm(a, b, Target((2, 24, 36), "float32"), reduced_dims=3)
+        library.gemm(call)
+        assert_exact(call)
 
 
 def test_too_small_a_workspace_and_strides_nobody_reads_are_refused(library: GemmLibrary) -> None:

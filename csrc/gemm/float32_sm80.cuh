@@ -1,0 +1,81 @@
+// float32 operands: as one or two tf32 for mma.sync, and as they are where two do not do.
+#pragma once
+
+#include "gemm/epilogue_sm80.cuh"
+#include "gemm/plan_sm80.h"
+
+namespace cuda_ext::sm80 {
+
+// The nearest tf32 as what mma reads, which ignores the lower 13 bits: half of the last place is added, except where
+// that would make an infinity of a finite number. Infinities and NaN stay. (cvt.rna would do it, at a quarter of the
+// speed of integer arithmetic.)
+DEVICE uint32_t round_to_tf32(uint32_t bits) { return bits << 1 < 0xfeffe000u ? bits + 0x1000 : bits; }
+
+// x = high + low / kLowScale, up to 2^-23 x, as what mma reads. High is the nearest tf32, which halves the largest low
+// and takes away its sign: what is dropped, low times low, then has no bias. The scale keeps the digits of a low that
+// would be subnormal. Some x have no such parts, and make infinities or NaN of all sums that they enter: infinities and
+// NaN themselves, whose low is NaN; the largest numbers, whose high overflows; others beyond 2^126, whose low does.
+constexpr float kLowScale = 0x1p13f;
+DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
+  high = (bits + 0x1000) & 0xffffe000u;
+  low = arch::float_bits((arch::bits_float(bits) - arch::bits_float(high)) * kLowScale);
+}
+
+// The column of b that column `index` of a tile is made of, -1 if there is none.
+DEVICE int64_t column_of_b(const GemmParams& params, const epilogue::TilePosition& at, int index) {
+  const bool up = index >= at.columns;
+  const int64_t column = at.column + index - (up ? at.columns : 0);
+  return column >= params.n ? -1 : up ? column + params.n : column;
+}
+
+// A thread's sums of its block's k tiles, in float32's own arithmetic and straight from global memory.
+template <class Gemm>
+DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
+                                typename Gemm::Accumulators& sums) {
+  using epilogue::offset_of;
+  const int64_t row = at.row + Gemm::warp_row() * Gemm::kWarpM + arch::lane_index() / 4;
+  const int column = Gemm::warp_column() * Gemm::kWarpN + arch::lane_index() % 4 * 2;  // of the tile
+  const auto* const batch_a = static_cast<const float*>(params.a.data) + row * params.a.row_stride +
+                              offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides);
+  const auto* const batch_b = static_cast<const float*>(params.b.data) +
+                              offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides);
+#pragma unroll
+  for (auto& row_of_sums : sums)
+#pragma unroll
+    for (auto& fragment : row_of_sums)
+#pragma unroll
+      for (float& x : fragment) x = 0.0f;
+  const int first = arch::block_y() * plan.split_k_tiles, left = plan.all_k_tiles - first;
+  const int end = first + (left < plan.split_k_tiles ? left : plan.split_k_tiles);
+#pragma unroll 1
+  for (int tile = first; tile < end; ++tile) {
+    const int product = tile / plan.k_tiles, k_tile = tile % plan.k_tiles;
+    const int depth = k_tile + 1 == plan.k_tiles ? plan.k_tail : Gemm::kBlockK;
+    const int64_t k = int64_t(k_tile) * Gemm::kBlockK;
+    const float* from_a = batch_a + k * params.a.column_stride +
+                          offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a);
+    const float* from_b = batch_b + k * params.b.row_stride +
+                          offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b);
+#pragma unroll 1
+    for (int step = 0; step < depth; ++step) {
+      float a[2 * Gemm::kRows];
+#pragma unroll
+      for (int i = 0; i < 2 * Gemm::kRows; ++i)
+        a[i] = row + i * 8 < params.m ? arch::load_global<float>(from_a + i * 8 * params.a.row_stride) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < Gemm::kColumns; ++j)
+#pragma unroll
+        for (int q = 0; q < 2; ++q) {
+          const int64_t b_column = column_of_b(params, at, column + j * 8 + q);
+          const float b =
+              b_column >= 0 ? arch::load_global<float>(from_b + b_column * params.b.column_stride) : 0.0f;
+#pragma unroll
+          for (int i = 0; i < 2 * Gemm::kRows; ++i) sums[i / 2][j][i % 2 * 2 + q] += a[i] * b;
+        }
+      from_a += params.a.column_stride;
+      from_b += params.b.row_stride;
+    }
+  }
+}
+
+}  // namespace cuda_ext::sm80
