@@ -32,6 +32,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cuda_ext._fake import (
+    broadcasts_to,
+    check,
+    check_floating,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+    dtype_name,
+    is_floating,
+    shape_of,
+)
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 
@@ -173,15 +184,16 @@ def gated_mlp(
     return _gated_mlp(input, weight1, weight2, bias1, bias2, activation=activation)
 
 
-# Fake kernels: shapes, dtypes and strides of what the real ones return.
+_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
 
 
-def _check(condition: Any, op: str, message: Callable[[], str]) -> None:
-    torch._check(condition, lambda: f"{NAMESPACE}::{op}: {message()}")
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape)
+# Fake kernels: shapes, dtypes and strides of what the real ones return, and what these refuse.
 
 
 def _empty(like: Tensor, *size: Any, wanted: bool = True) -> Tensor:
@@ -194,19 +206,86 @@ def _needs_preact(activation: str | None, gated: bool = False, has_residual: boo
 
 
 def _gemm_size(op: str, a: Tensor, b: Tensor) -> list[Any]:
-    _check(a.dim() >= 2, op, lambda: f"expected a of shape (..., M, K), got {_shape(a)}")
-    expected = f"expected b of shape (..., {a.shape[-1]}, N) to match a {_shape(a)}, got {_shape(b)}"
-    _check(b.dim() >= 2, op, lambda: expected)
-    _check(b.shape[-2] == a.shape[-1], op, lambda: expected)
+    check_floating(op, "a", a)
+    check_same_dtype(op, "b", b, "a", a)
+    check_same_device(op, "a", a, b=b)
+    check(a.dim() >= 2, op, f"expected a of shape (..., M, K), got {shape_of(a)}")
+    expected = f"expected b of shape (..., {a.shape[-1]}, N) to match a {shape_of(a)}, got {shape_of(b)}"
+    check(b.dim() >= 2, op, expected)
+    check(b.shape[-2] == a.shape[-1], op, expected)
+    for size_a, size_b in zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False):
+        check(
+            (size_a == size_b) | (size_a == 1) | (size_b == 1),
+            op,
+            f"expected the batch dims of a and b to broadcast, got a {shape_of(a)} and b {shape_of(b)}",
+        )
     return [*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]]
 
 
-def _linear_width(op: str, input: Tensor, weight: Tensor, name: str, gated: bool) -> Any:
-    rows = "2N" if gated else "N"
-    expected = f"expected {name} of shape ({rows}, {input.shape[-1]}) to match {_shape(input)}, got {_shape(weight)}"
-    _check(weight.dim() == 2, op, lambda: expected)
-    _check(weight.shape[1] == input.shape[-1], op, lambda: expected)
-    return weight.shape[0] // 2 if gated else weight.shape[0]
+def _linear_width(
+    op: str, input: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, layer: str = ""
+) -> tuple[Any, Any]:
+    """(rows of the weight, features that are left of them)."""
+    name, rows = f"weight{layer}", "2N" if gated else "N"
+    check_floating(op, "input", input)
+    check_same_dtype(op, name, weight, "input", input)
+    check_same_device(op, "input", input, **{name: weight})
+    check(input.dim() >= 1, op, "expected input of shape (..., K), got a 0-dim tensor")
+    expected = (
+        f"expected {name} of shape ({rows}, {input.shape[-1]}) to match input {shape_of(input)}, got {shape_of(weight)}"
+    )
+    check(weight.dim() == 2, op, expected)
+    check(weight.shape[1] == input.shape[-1], op, expected)
+    width = weight.shape[0]
+    if gated:
+        check(
+            width % 2 == 0,
+            op,
+            f"expected {name} to have an even number of rows, [gate; up], got {shape_of(weight)}",
+        )
+    _check_bias(op, f"bias{layer}", bias, input, input.dtype, width)
+    return width, width // 2 if gated else width
+
+
+def _check_addend(
+    op: str, name: str, addend: Tensor | None, input: Tensor, out_dtype: torch.dtype, size: Sequence[Any]
+) -> None:
+    if addend is None:
+        return
+    check(
+        addend.dtype in (input.dtype, out_dtype),
+        op,
+        (
+            f"expected {name} of dtype {dtype_name(input.dtype)} (the inputs') or {dtype_name(out_dtype)} (the "
+            f"output's), got {dtype_name(addend.dtype)}; convert it with .to()"
+        ),
+    )
+    check_same_device(op, "the inputs", input, **{name: addend})
+    check(
+        broadcasts_to(addend.shape, size),
+        op,
+        f"expected {name} to broadcast to the output {tuple(size)}, got {shape_of(addend)}",
+    )
+
+
+def _check_bias(op: str, name: str, bias: Tensor | None, input: Tensor, out_dtype: torch.dtype, width: Any) -> None:
+    if bias is not None:
+        check_shape(op, name, bias, [width])
+        _check_addend(op, name, bias, input, out_dtype, [width])
+
+
+def _check_activation(op: str, activation: str | None) -> None:
+    check(
+        activation in _ACTIVATIONS,
+        op,
+        f"expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got '{activation}'",
+    )
+
+
+def _check_gradient(op: str, grad_out: Tensor, size: Sequence[Any], input: Tensor, **tensors: Tensor | None) -> None:
+    check_floating(op, "grad_out", grad_out)
+    check_same_device(op, "the inputs", input, grad_out=grad_out, **tensors)
+    check_shape(op, "grad_out", grad_out, size)
 
 
 def _register_fakes(op: str, fake: Callable[..., tuple[Tensor, Tensor]]) -> None:
@@ -227,7 +306,21 @@ def _fake_gemm(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     size = _gemm_size("gemm", a, b)
-    out = a.new_empty(size, dtype=out_dtype or a.dtype)
+    _check_activation("gemm", activation)
+    dtype = out_dtype or a.dtype
+    check(
+        is_floating(dtype) and (dtype == torch.float64) == (a.dtype == torch.float64),
+        "gemm",
+        (
+            "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got "
+            f"{dtype_name(dtype)} for inputs of {dtype_name(a.dtype)}"
+        ),
+    )
+    _check_addend("gemm", "c", c, a, dtype, size)
+    _check_bias("gemm", "bias", bias, a, dtype, size[-1])
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        check(value == value, "gemm", f"expected {name} to be a number, got nan")
+    out = a.new_empty(size, dtype=dtype)
     return out, _empty(out, *size, wanted=_needs_preact(activation))
 
 
@@ -239,7 +332,10 @@ def _fake_linear(
     *,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    size = [*input.shape[:-1], _linear_width("linear", input, weight, "weight", False)]
+    width, _ = _linear_width("linear", input, weight, bias, False)
+    size = [*input.shape[:-1], width]
+    _check_activation("linear", activation)
+    _check_addend("linear", "residual", residual, input, input.dtype, size)
     save = _needs_preact(activation, has_residual=residual is not None)
     return _empty(input, *size), _empty(input, *size, wanted=save)
 
@@ -247,8 +343,29 @@ def _fake_linear(
 def _fake_gated_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
 ) -> tuple[Tensor, Tensor]:
-    width = _linear_width("gated_linear", input, weight, "weight", True)
-    return _empty(input, *input.shape[:-1], width), _empty(input, *input.shape[:-1], weight.shape[0])
+    rows, width = _linear_width("gated_linear", input, weight, bias, True)
+    _check_activation("gated_linear", activation)
+    return _empty(input, *input.shape[:-1], width), _empty(input, *input.shape[:-1], rows)
+
+
+def _mlp_widths(
+    op: str,
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    gated: bool,
+) -> tuple[Any, Any]:
+    """(rows of weight1, rows of weight2)."""
+    rows, hidden = _linear_width(op, input, weight1, bias1, gated, layer="1")
+    check_same_dtype(op, "weight2", weight2, "input", input)
+    check_same_device(op, "input", input, weight2=weight2)
+    expected = f"expected weight2 of shape (N, {hidden}) to match weight1 {shape_of(weight1)}, got {shape_of(weight2)}"
+    check(weight2.dim() == 2, op, expected)
+    check(weight2.shape[1] == hidden, op, expected)
+    _check_bias(op, "bias2", bias2, input, input.dtype, weight2.shape[0])
+    return rows, weight2.shape[0]
 
 
 def _fake_mlp(op: str, gated: bool) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -261,11 +378,9 @@ def _fake_mlp(op: str, gated: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         *,
         activation: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        hidden = _linear_width(op, input, weight1, "weight1", gated)
-        lead = input.shape[:-1]
-        expected = f"expected weight2 of shape (N, {hidden}) to match weight1 {_shape(weight1)}, got {_shape(weight2)}"
-        _check(weight2.shape[1] == hidden, op, lambda: expected)
-        return _empty(input, *lead, weight2.shape[0]), _empty(input, *lead, weight1.shape[0])
+        rows, width = _mlp_widths(op, input, weight1, weight2, bias1, bias2, gated)
+        _check_activation(op, activation)
+        return _empty(input, *input.shape[:-1], width), _empty(input, *input.shape[:-1], rows)
 
     return fake
 
@@ -294,6 +409,11 @@ def _(
     beta: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
+    size = _gemm_size("gemm_backward", a, b)
+    _check_activation("gemm_backward", activation)
+    _check_gradient("gemm_backward", grad_out, size, a, bias=bias, preact=preact)
+    if activation is not None:
+        check_shape("gemm_backward", "preact", preact, size)
     return (
         _empty(a, *a.shape, wanted=output_mask[0]),
         _empty(b, *b.shape, wanted=output_mask[1]),
@@ -302,56 +422,77 @@ def _(
     )
 
 
-@torch.library.register_fake(f"{NAMESPACE}::gated_linear_backward.slot")
-@torch.library.register_fake(f"{NAMESPACE}::gated_linear_backward")
-@torch.library.register_fake(f"{NAMESPACE}::linear_backward.slot")
-@torch.library.register_fake(f"{NAMESPACE}::linear_backward")
-def _fake_linear_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    preact: Tensor,
-    *,
-    activation: str | None,
-    output_mask: Sequence[bool],
-    weight_slot: Tensor | None = None,
-    slot_alpha: float = 1.0,
-    slot_beta: float = 0.0,
-) -> tuple[Tensor, ...]:
-    return (
-        _empty(input, *input.shape, wanted=output_mask[0]),
-        _empty(weight, *weight.shape, wanted=output_mask[1] and weight_slot is None),
-        _bias_gradient(input, bias, weight.shape[0], output_mask[2]),
-    )
+def _register_backward_fakes(op: str, fake: Callable[..., tuple[Tensor, ...]]) -> None:
+    for overload in ("", ".slot"):
+        torch.library.register_fake(f"{NAMESPACE}::{op}{overload}")(fake)
 
 
-@torch.library.register_fake(f"{NAMESPACE}::gated_mlp_backward.slot")
-@torch.library.register_fake(f"{NAMESPACE}::gated_mlp_backward")
-@torch.library.register_fake(f"{NAMESPACE}::mlp_backward.slot")
-@torch.library.register_fake(f"{NAMESPACE}::mlp_backward")
-def _fake_mlp_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    weight1: Tensor,
-    weight2: Tensor,
-    bias1: Tensor | None,
-    bias2: Tensor | None,
-    preact: Tensor,
-    *,
-    activation: str | None,
-    output_mask: Sequence[bool],
-    weight1_slot: Tensor | None = None,
-    weight2_slot: Tensor | None = None,
-    **scales: float,
-) -> tuple[Tensor, ...]:
-    return (
-        _empty(input, *input.shape, wanted=output_mask[0]),
-        _empty(weight1, *weight1.shape, wanted=output_mask[1] and weight1_slot is None),
-        _empty(weight2, *weight2.shape, wanted=output_mask[2] and weight2_slot is None),
-        _bias_gradient(input, bias1, weight1.shape[0], output_mask[3]),
-        _bias_gradient(input, bias2, weight2.shape[0], output_mask[4]),
-    )
+def _fake_linear_backward(op: str, gated: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def fake(
+        grad_out: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        preact: Tensor,
+        *,
+        activation: str | None,
+        output_mask: Sequence[bool],
+        weight_slot: Tensor | None = None,
+        slot_alpha: float = 1.0,
+        slot_beta: float = 0.0,
+    ) -> tuple[Tensor, ...]:
+        rows, width = _linear_width(op, input, weight, None, gated)
+        lead = input.shape[:-1]
+        _check_activation(op, activation)
+        _check_gradient(op, grad_out, [*lead, width], input, bias=bias, preact=preact, weight_slot=weight_slot)
+        if gated or activation is not None:
+            check_shape(op, "preact", preact, [*lead, rows])
+        return (
+            _empty(input, *input.shape, wanted=output_mask[0]),
+            _empty(weight, *weight.shape, wanted=output_mask[1] and weight_slot is None),
+            _bias_gradient(input, bias, rows, output_mask[2]),
+        )
+
+    return fake
+
+
+def _fake_mlp_backward(op: str, gated: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def fake(
+        grad_out: Tensor,
+        input: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        bias1: Tensor | None,
+        bias2: Tensor | None,
+        preact: Tensor,
+        *,
+        activation: str | None,
+        output_mask: Sequence[bool],
+        weight1_slot: Tensor | None = None,
+        weight2_slot: Tensor | None = None,
+        **scales: float,
+    ) -> tuple[Tensor, ...]:
+        rows, width = _mlp_widths(op, input, weight1, weight2, bias1, bias2, gated)
+        lead = input.shape[:-1]
+        _check_activation(op, activation)
+        slots = {"weight1_slot": weight1_slot, "weight2_slot": weight2_slot}
+        _check_gradient(op, grad_out, [*lead, width], input, preact=preact, **slots)
+        check_shape(op, "preact", preact, [*lead, rows])
+        return (
+            _empty(input, *input.shape, wanted=output_mask[0]),
+            _empty(weight1, *weight1.shape, wanted=output_mask[1] and weight1_slot is None),
+            _empty(weight2, *weight2.shape, wanted=output_mask[2] and weight2_slot is None),
+            _bias_gradient(input, bias1, rows, output_mask[3]),
+            _bias_gradient(input, bias2, width, output_mask[4]),
+        )
+
+    return fake
+
+
+_register_backward_fakes("linear_backward", _fake_linear_backward("linear_backward", False))
+_register_backward_fakes("gated_linear_backward", _fake_linear_backward("gated_linear_backward", True))
+_register_backward_fakes("mlp_backward", _fake_mlp_backward("mlp_backward", False))
+_register_backward_fakes("gated_mlp_backward", _fake_mlp_backward("gated_mlp_backward", True))
 
 
 # FLOPs: 2 for each multiply-add of the products; epilogues count nothing, as is usual.
@@ -419,13 +560,6 @@ def _mlp_backward_flops(
 # vmap: the mapped dimension becomes one more leading or batch dimension, at no copy where strides allow.
 
 InDims = tuple[int | None, ...]
-_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    None: lambda x: x,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def _in_front(tensor: Tensor | None, dim: int | None, rank: int) -> Tensor | None:

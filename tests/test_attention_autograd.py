@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import cuda_ext
-
-ops = torch.ops.cuda_ext
+import cuda_ext.attention
+from cuda_ext._load import ops
 
 
 def qkv(dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -448,8 +448,22 @@ P = "cuda_ext::flash_attention: expected "
     ],
 )
 def test_bad_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
+    refused(cuda_ext.flash_attention, arguments, options, message)
+
+
+def refused(function: Callable[..., Any], arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
+    """With these words, also on the meta device unless they are of values or of a device."""
     with pytest.raises(RuntimeError) as caught:
-        cuda_ext.flash_attention(*arguments, **options)
+        function(*arguments, **options)
+    assert str(caught.value).splitlines()[0] == message
+    if any(word in message for word in ("meta", "to start", "to end", "non-decreasing", "the longest")):
+        return
+    on_meta = {
+        name: value.detach().to("meta").requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
+    with pytest.raises(RuntimeError) as caught:
+        function(*(tensor.to("meta") for tensor in arguments), **on_meta)
     assert str(caught.value).splitlines()[0] == message
 
 
@@ -491,9 +505,7 @@ PV = "cuda_ext::flash_attention_varlen: expected "
     ],
 )
 def test_bad_packed_input(arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        cuda_ext.flash_attention_varlen(*arguments, **options)
-    assert str(caught.value).splitlines()[0] == message
+    refused(cuda_ext.flash_attention_varlen, arguments, options, message)
 
 
 @pytest.mark.parametrize(
@@ -523,6 +535,25 @@ def test_bad_backward_input(changed: dict[int, Tensor], message: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         ops.flash_attention_backward(*arguments, dropout_p=0.5)
     assert str(caught.value).splitlines()[0] == "cuda_ext::flash_attention_backward: expected " + message
+
+
+def test_one_argument_on_meta_is_refused() -> None:
+    dropped = {"dropout_p": 0.5}
+    *dense, cu_q, cu_k = packed(requires_grad=False)
+    sinks = torch.rand(dense[0].shape[-2])
+    for op, tensors, options in (
+        (ops.flash_attention, (Q, K, V, torch.rand(4), torch.rand(4), torch.rand(5, 7)), {}),
+        (ops.flash_attention_varlen, (*dense, cu_q, cu_k, sinks, sinks), {}),
+        (ops.flash_attention_forward, (*dense, cu_q, cu_k, sinks, sinks), {}),
+        (ops.flash_attention_backward, tuple(backward_arguments(dropout_p=0.5)), dropped),
+    ):
+        for n, tensor in enumerate(tensors):
+            if isinstance(tensor, Tensor):
+                mixed = (*tensors[:n], tensor.detach().to("meta"), *tensors[n + 1 :])
+                with pytest.raises(
+                    RuntimeError, match=r"cuda_ext::flash_attention\w*: expected .*on device meta|got meta"
+                ):
+                    op(*mixed, **options)
 
 
 def test_a_bias_refused_by_the_ops_beneath() -> None:

@@ -474,6 +474,19 @@ def test_bad_input(case: str) -> None:
         call()
 
 
+def test_one_argument_on_meta_is_refused_in_inference_mode_too() -> None:
+    real, meta = torch.zeros(4), torch.zeros(4, device="meta")
+    with torch.inference_mode():
+        for call in (
+            lambda: bucket_ops.pack([meta], real, [0]),
+            lambda: bucket_ops.pack([real], meta, [0]),
+            lambda: bucket_ops.unpack(real, [meta], [0]),
+            lambda: bucket_ops.stats([real, meta]),
+        ):
+            with pytest.raises(RuntimeError, match=r"expected tensors\[[01]\] on device (cpu|meta), got (meta|cpu)"):
+                call()
+
+
 def test_refused_calls_write_nothing() -> None:
     bucket = torch.arange(10.0)
     with pytest.raises(RuntimeError):

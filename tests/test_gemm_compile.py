@@ -211,6 +211,20 @@ def test_meta_tensors(op: str) -> None:
     assert out.device.type == "meta" and out.shape == REFERENCES[op](**tensors).shape
 
 
+@pytest.mark.parametrize("call", calls())
+def test_one_argument_on_meta_is_refused(call: str) -> None:
+    op, args, kwargs = calls()[call]
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor):
+            with pytest.raises(
+                RuntimeError, match=rf"{NAMESPACE}::\w+: expected \w+ on device .*got (meta|cpu)"
+            ) as caught:
+                op(**{**given, name: tensor.detach().to("meta")})
+            assert f"expected {name} on device" in str(caught.value) or "on device meta to match" in str(caught.value)
+
+
 @pytest.mark.parametrize("call", [call for call in calls() if call not in ("gemm empty", "gemm transposed")])
 def test_float64_has_no_cuda_kernel(call: str) -> None:
     op, args, kwargs = calls()[call]

@@ -158,9 +158,13 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
-def test_refusal(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match="^" + re.escape(f"{NAMESPACE}::{message}") + r"(\n|$)"):
+def test_refusal(call: Callable[[], Any], message: str, device: str) -> None:
+    with (
+        torch.device(device),
+        pytest.raises(RuntimeError, match="^" + re.escape(f"{NAMESPACE}::{message}") + r"(\n|$)"),
+    ):
         call()
 
 

@@ -1,0 +1,107 @@
+"""What fake kernels refuse: what the real ones do, in the same words.
+
+A mistake then shows while a compiler traces and on the meta device. And PyTorch calls the fake kernel as soon as one
+argument is on the meta device: its result would be memory that nobody wrote, so the devices have to agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext._toolchain import NAMESPACE
+
+_DTYPE_NAMES = {
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float64: "Double",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.bool: "Bool",
+}
+
+
+def check(condition: Any, op: str, message: str) -> None:
+    torch._check(condition, lambda: f"{NAMESPACE}::{op}: {message}")
+
+
+def shape_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def is_floating(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_floating(op: str, name: str, tensor: Tensor) -> None:
+    check(
+        is_floating(tensor.dtype),
+        op,
+        (
+            f"expected {name} of dtype float32, float16, bfloat16 or float64, got {dtype_name(tensor.dtype)}; "
+            "convert it with .to()"
+        ),
+    )
+
+
+def check_same_dtype(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    check(
+        tensor.dtype == other.dtype,
+        op,
+        (
+            f"expected {name} of dtype {dtype_name(other.dtype)} to match {other_name}, got "
+            f"{dtype_name(tensor.dtype)}; convert one of them with .to()"
+        ),
+    )
+
+
+def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != other.device:
+            raise RuntimeError(
+                f"{NAMESPACE}::{op}: expected {name} on device {other.device} to match {other_name}, got "
+                f"{tensor.device}; move one of them with .to()"
+            )
+
+
+# The answers to the next two are symbolic where a size is, so that `check` can put them off until it is known.
+
+
+def has_shape(tensor: Tensor, expected: Sequence[Any]) -> Any:
+    fits: Any = tensor.dim() == len(expected)
+    for size, wanted in zip(tensor.shape, expected, strict=False):
+        fits = fits & (size == wanted)
+    return fits
+
+
+def broadcasts_to(shape: Sequence[Any], target: Sequence[Any]) -> Any:
+    fits: Any = len(shape) <= len(target)
+    for size, wanted in zip(reversed(shape), reversed(target), strict=False):
+        fits = fits & ((size == 1) | (size == wanted))
+    return fits
+
+
+def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[Any], suffix: str = "") -> None:
+    check(
+        has_shape(tensor, expected),
+        op,
+        f"expected {name} of shape {tuple(expected)}{suffix}, got {shape_of(tensor)}",
+    )
+
+
+def is_finite(number: Any) -> bool:
+    """A symbolic number counts as finite: what it will be is not known yet."""
+    return not isinstance(number, float) or math.isfinite(number)
+
+
+def number_text(number: Any) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
