@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of a hook with the types.
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,13 @@ def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     if world is not None and mesh.size() == world.size():
         return world
     return mesh._flatten().get_group()
+
+
+def agreed_name(group: dist.ProcessGroup) -> str:
+    """A name that no other call gives, the same on all ranks, for keys in the store of ``group``. A collective."""
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    return name[0]
 
 
 def check_wire_dtype(caller: str, wire_dtype: torch.dtype | None) -> None:

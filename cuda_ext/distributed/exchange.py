@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext.distributed.coalescing import coalesces, start_together
+from cuda_ext.distributed.own_group import is_on_gloo, own_group
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.registered import RegisteredMemory
 from cuda_ext.distributed.symmetric import SymmetricArena, probe
@@ -95,11 +96,22 @@ class AllReduce(Exchange):
         return _Work(self._group.allreduce([wire]))
 
 
+class AtOnce(Exchange):
+    """A sum that backward waits for, on a CPU whose backend has no `own_group` for a thread."""
+
+    def __init__(self, group: dist.ProcessGroup, sum_up: Sum) -> None:
+        super().__init__(group)
+        self._sum_up = torch.no_grad()(sum_up)
+
+    def start(self, wire: Tensor, flags: Tensor) -> Pending:
+        return _Done(self._sum_up(wire, flags))
+
+
 class Beside(Exchange):
     """A sum that waits in its midst, so that it needs a place beside the backward pass.
 
-    On a CPU that is a thread, which takes bucket after bucket, as ranks match collectives by their order. On a GPU it
-    is a stream of high priority.
+    On a CPU that is a thread, which takes bucket after bucket, as ranks match collectives by their order; no other
+    thread may make collectives of the same groups. On a GPU it is a stream of high priority.
     """
 
     def __init__(
@@ -231,19 +243,28 @@ def choose_exchange(
         ]
         return Beside(group, device, in_shared_memory(arena)), memory
     registered = RegisteredMemory(buffers, group, device)
-    exchange: Exchange
-    if sharded:
-        exchange = Beside(group, device, reduce_scatter(group, wants_float32))
-    elif mesh is not None and mesh.ndim == 2:
-        exchange = Beside(group, device, hierarchical(inside=mesh.get_group(1), across=mesh.get_group(0)))
-    elif wants_float32 and group.size() > 1:
-        exchange = Beside(group, device, in_float32(group))
-    elif isinstance(group._get_backend(device), getattr(dist, "ProcessGroupNCCL", ())):
-        exchange = over_nccl(group, device)
-    else:
-        exchange = AllReduce(group)
+    exchange = _by_collectives(group, mesh, device, wants_float32, sharded)
     exchange.at_close(registered.close)
     return exchange, registered.buffers
+
+
+def _by_collectives(
+    group: dist.ProcessGroup, mesh: DeviceMesh | None, device: torch.device, wants_float32: bool, sharded: bool
+) -> Exchange:
+    if sharded:
+        sum_up = reduce_scatter(own_group(group, device), wants_float32)
+    elif mesh is not None and mesh.ndim == 2:
+        across, inside = (own_group(each, device) for each in mesh.get_all_groups())
+        sum_up = hierarchical(inside, across)
+    elif wants_float32 and group.size() > 1:
+        sum_up = in_float32(own_group(group, device))
+    elif isinstance(group._get_backend(device), getattr(dist, "ProcessGroupNCCL", ())):
+        return over_nccl(group, device)
+    else:
+        return AllReduce(own_group(group, device))
+    if device.type == "cpu" and not is_on_gloo(group, device):
+        return AtOnce(group, sum_up)
+    return Beside(group, device, sum_up)
 
 
 def _in_shared_memory(group: dist.ProcessGroup, device: torch.device, reduction: str) -> bool:
@@ -265,6 +286,17 @@ class _Work(Pending):
 
     def when_done(self, callback: Callable[[], object]) -> None:
         self._work.get_future().then(lambda _: callback())
+
+
+class _Done(Pending):
+    def __init__(self, stats: Tensor | None) -> None:
+        self._stats = stats
+
+    def wait(self) -> Tensor | None:
+        return self._stats
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        callback()
 
 
 class _InThread(Pending):

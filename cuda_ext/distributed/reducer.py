@@ -219,6 +219,8 @@ class Reducer:
         number = next((number for number in launch if self.buckets[number].missing), launch[0])
         bucket = self.buckets[number]
         lacking = [name for name, arrived in zip(bucket.names, bucket.arrived) if not arrived]
+        if not lacking:
+            return f"has all gradients of backward pass {self.passes + 1}"
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         return (
             f"computes gradients in backward pass {self.passes + 1}; bucket {number} of {len(self.buckets)} lacks "

@@ -7,7 +7,6 @@ reads the lines of the others into its error. While steps follow each other noth
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import threading
@@ -19,17 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cuda_ext.distributed.collectives import agreed_name
+
 logger = logging.getLogger("cuda_ext.distributed")
 GAVE_UP = "gave up"  # how the last line of a rank begins
 PATIENCE = 2.5  # intervals after which a rank that writes nothing new, or a store that does not answer, counts as gone
 STOPPING = 2.0  # seconds that the end of a process waits for a store that does not answer
-_instances = itertools.count()  # ranks make their wrappers in the same order
 
 _Lines = dict[int, tuple[int, str]]  # of each rank: how many it has written, and the last
 
 
 class Watch:
-    """Of one rank. ``status()`` says in a few words what it is doing; it runs in another thread.
+    """Of one rank; making one is a collective. ``status()`` says in a few words what it is doing, in another thread.
 
     interval: seconds between two looks; who has begun or ended no backward pass since the last writes its line.
     warn_after: seconds after which a pass that does not end is logged as a warning, with what the others do: before the
@@ -51,7 +51,7 @@ class Watch:
         self.interval = interval or max(min(1.0, timeout / 10), self.ranks / 256)
         self.warn_after = warn_after or timeout / 2
         self._status = status
-        self._prefix = f"cuda_ext/watch/{group.group_name}/{next(_instances)}"
+        self._prefix = f"cuda_ext/watch/{agreed_name(group)}"
         store: Any = group.get_group_store()
         self._store = store.clone()  # a client of its own: that of the group may be waiting for something
         self._since = time.monotonic()
