@@ -9,6 +9,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# Before PyTorch is loaded: by default its threads spin while they wait, which costs processes that share the cores more
+# time than the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +93,14 @@ def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
             yield name
     else:
         yield name
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: a process that has ended may still wait for its parent to ask."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 @pytest.fixture
