@@ -8,6 +8,8 @@ from pathlib import Path
 
 try:
     from setuptools import Extension, setup
+    from setuptools.command.bdist_wheel import bdist_wheel
+    from setuptools.command.egg_info import egg_info
 except ImportError:
     sys.exit(f"cuda_ext: setuptools is missing; install it with\n  {sys.executable} -m pip install 'setuptools>=77'")
 
@@ -50,6 +52,8 @@ class BuildLibrary(torch_helpers.BuildExtension):
             library.libraries = plan.libraries
             super().run()
             _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, plan.stamp())
+            _build.write_compile_commands(folder, ROOT / "build")
+        print(f"cuda_ext: built {plan.summary}", flush=True)
 
     def copy_extensions_to_source(self) -> None:
         (_stamp.PACKAGE / _stamp.STAMP_FILE).unlink(missing_ok=True)
@@ -60,4 +64,26 @@ class BuildLibrary(torch_helpers.BuildExtension):
         return fullname.replace(".", os.sep) + ".so"
 
 
-setup(ext_modules=[Extension("cuda_ext._C", sources=[], language="c++")], cmdclass={"build_ext": BuildLibrary})
+class Metadata(egg_info):
+    """Adds a local version: "0.1.0+cpu.torch2.11.0" is what pip says in its last line, and the name of the wheel."""
+
+    def finalize_options(self) -> None:
+        if "sdist" not in self.distribution.commands:
+            try:
+                self.tag_build = f"+{_build.local_version()}"
+            except _build.BuildError as error:
+                sys.exit(str(error))
+        super().finalize_options()
+
+
+class Wheel(bdist_wheel):
+    """For every Python 3, but for one torch."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("cuda_ext._C", sources=[], language="c++")],
+    cmdclass={"build_ext": BuildLibrary, "egg_info": Metadata, "bdist_wheel": Wheel},
+)

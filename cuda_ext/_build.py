@@ -47,13 +47,17 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one build compiles and for what; `toolkit` is None for a CPU build, and `archs` is then empty."""
+    """What one build compiles and for what.
+
+    For a CPU build `toolkit` is None, `archs` is empty, and `without_cuda` tells why.
+    """
 
     torch: str
     compiler: str
     toolkit: toolchain.Toolkit | None
     archs: tuple[str, ...]
     jobs: int
+    without_cuda: str = ""
 
     @property
     def cuda(self) -> bool:
@@ -124,6 +128,12 @@ class Plan:
     def arch_names(self) -> str:
         return ", ".join(dict.fromkeys(toolchain.sm_name(arch) for arch in self.archs))
 
+    @property
+    def summary(self) -> str:
+        if self.toolkit:
+            return f"the CPU and CUDA kernels ({self.arch_names}; CUDA {self.toolkit.version})"
+        return f"the CPU kernels only ({self.without_cuda})"
+
     def stamp(self) -> dict[str, Any]:
         """What `_stamp` compares before the library is loaded, and what a bug report should say about it."""
         return {
@@ -131,6 +141,7 @@ class Plan:
             "compiler": self.compiler,
             "cuda": self.toolkit.version if self.toolkit else None,
             "archs": list(self.archs),
+            "without_cuda": self.without_cuda,
             "cxx_flags": list(CXX_FLAGS),
             "nvcc_flags": self.nvcc_flags if self.cuda else [],
             "revision": git_revision(),
@@ -152,43 +163,70 @@ def make_plan() -> Plan:
     if not compiler:
         command = os.environ.get("CXX", "c++")
         raise BuildError(f"cuda_ext: the C++ compiler {command!r} does not run; install g++, or set CXX to another one")
-    toolkit = _choose_toolkit(str(torch.__version__), torch.version.cuda)
+    choice = choose_toolkit()
+    print(choice.report, end="", flush=True)
+    toolkit = choice.toolkit
     cores, memory = toolchain.available_cores(), toolchain.available_memory_gib()
     try:
         archs = toolchain.choose_archs(_capabilities()) if toolkit else ()
         jobs = toolchain.choose_jobs(cores, memory)
     except ValueError as error:
         raise BuildError(f"cuda_ext: {error}") from error
-    plan = Plan(str(torch.__version__), compiler, toolkit, archs, jobs)
-    what = f"the CPU and CUDA kernels ({plan.arch_names}; CUDA {toolkit.version})" if toolkit else "the CPU kernels"
-    print(f"cuda_ext: building {what} with {compiler}, {jobs} jobs ({cores} cores, {memory:.0f} GiB free)", flush=True)
+    plan = Plan(str(torch.__version__), compiler, toolkit, archs, jobs, choice.without_cuda)
+    resources = f"{jobs} jobs ({cores} cores, {memory:.0f} GiB free)"
+    print(f"cuda_ext: building {plan.summary} with {compiler}: {len(plan.sources)} files, {resources}", flush=True)
     return plan
 
 
-def _choose_toolkit(torch_version: str, torch_cuda: str | None) -> toolchain.Toolkit | None:
+@dataclass(frozen=True)
+class ToolkitChoice:
+    """The CUDA toolkit of a build, or why it has none; `report` is what the build prints about it."""
+
+    toolkit: toolchain.Toolkit | None
+    without_cuda: str
+    report: str
+
+
+def choose_toolkit() -> ToolkitChoice:
+    """Looks for a CUDA toolkit that fits torch, as CUDA_EXT_CUDA has it.
+
+    Raises BuildError when there is none though CUDA_EXT_CUDA=1 asks for it.
+    """
+    import torch
+
     mode = os.environ.get("CUDA_EXT_CUDA", "auto")
     if mode not in ("auto", "0", "1"):
         raise BuildError(f"cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got {mode!r}")
     if mode == "0":
-        print("cuda_ext: CUDA_EXT_CUDA=0, so this is a CPU build")
-        return None
-    if torch_cuda is None:
-        reason = f"torch {torch_version} is a CPU-only build"
+        return ToolkitChoice(None, "CUDA_EXT_CUDA=0", "")
+    report = ""
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is a CPU-only build"
         remedy = "install a torch with CUDA"
     else:
-        toolkits = toolchain.find_toolkits(torch_cuda)
-        print(f"cuda_ext: CUDA toolkits for torch {torch_version}:")
-        for toolkit in toolkits:
-            print(f"  {toolkit.describe()}")
+        toolkits = toolchain.find_toolkits(torch.version.cuda)
+        report = f"cuda_ext: CUDA toolkits for torch {torch.__version__}:\n"
+        report += "".join(f"  {toolkit.describe()}\n" for toolkit in toolkits)
         for toolkit in toolkits:
             if toolkit.usable:
-                return toolkit
-        reason = f"no CUDA {torch_cuda.split('.')[0]} toolkit was found"
+                return ToolkitChoice(toolkit, "", report)
+        reason = f"no CUDA {torch.version.cuda.split('.')[0]} toolkit was found"
         remedy = f"set CUDA_HOME, or run\n  {sys.executable} -m pip install {_toolkit_requirement()}"
     if mode == "1":
         raise BuildError(f"cuda_ext: {reason}, but CUDA_EXT_CUDA=1 asks for the CUDA kernels; {remedy}")
-    print(f"cuda_ext: {reason}, so this is a CPU build")
-    return None
+    return ToolkitChoice(None, reason, f"{report}cuda_ext: {reason}; for the CUDA kernels {remedy}\n")
+
+
+def local_version() -> str:
+    """What tells one build from another in the version of a wheel, such as "cpu.torch2.11.0" or "cu130.torch2.11.0".
+
+    Raises BuildError where `choose_toolkit` does.
+    """
+    import torch
+
+    toolkit = choose_toolkit().toolkit
+    kernels = f"cu{toolkit.version.replace('.', '')}" if toolkit else "cpu"
+    return f"{kernels}.torch{str(torch.__version__).partition('+')[0]}"
 
 
 def _toolkit_requirement() -> str:
@@ -260,6 +298,13 @@ def sources_digest() -> str | None:
     for path in sorted(path for path in CSRC.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(CSRC)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def write_compile_commands(build_folder: Path, target: Path) -> None:
+    """Writes compile_commands.json into `target`, for editors, after torch's helpers have built in `build_folder`."""
+    command = ["ninja", "-t", "compdb", "compile", "cuda_compile"]
+    done = subprocess.run(command, cwd=build_folder, capture_output=True, text=True, check=True)
+    (target / "compile_commands.json").write_text(done.stdout)
 
 
 def _write_if_changed(path: Path, text: str) -> None:

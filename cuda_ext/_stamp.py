@@ -25,7 +25,6 @@ COMPARED = {
     "version": "cuda_ext",
     "torch": "torch",
     "torch_cuda": "torch with CUDA",
-    "python": "Python",
     "machine": "processor",
 }
 
@@ -40,7 +39,6 @@ def running() -> dict[str, str | None]:
         "version": __version__,
         "torch": str(torch.__version__),
         "torch_cuda": torch.version.cuda,
-        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "machine": platform.machine(),
     }
 
@@ -54,11 +52,24 @@ def write(folder: Path, stamp: dict[str, Any]) -> None:
 def read() -> dict[str, Any]:
     """The stamp of the installed library; raises ImportError when none was built."""
     file = PACKAGE / STAMP_FILE
-    if not file.exists() or not LIBRARY.exists():
-        raise ImportError(f"cuda_ext: the compiled library has not been built; build it with\n  {build_command()}")
+    if not is_built(PACKAGE):
+        problem = "the compiled library has not been built;"
+        if hidden := hidden_installation():
+            problem = f"{PACKAGE} has not been built, and hides the installed {hidden}; start Python elsewhere, or"
+        raise ImportError(f"cuda_ext: {problem} build it with\n  {build_command()}")
     # By its path: an import could find the stamp of another installation, or a stale cache of this one.
     stamp: dict[str, Any] = runpy.run_path(str(file))["STAMP"]
     return stamp
+
+
+def is_built(package: Path) -> bool:
+    return (package / LIBRARY.name).exists() and (package / STAMP_FILE).exists()
+
+
+def hidden_installation() -> Path | None:
+    """A built package further behind on sys.path: what was installed from a checkout, for Python started in it."""
+    packages = [Path(entry, PACKAGE.name).resolve() for entry in sys.path]
+    return next((package for package in packages if package != PACKAGE and is_built(package)), None)
 
 
 def mismatches(stamp: dict[str, Any], process: dict[str, str | None]) -> list[str]:

@@ -140,12 +140,17 @@ def toolkit_requirement() -> str:
     """The pip requirement of the CUDA compiler that matches the installed torch: the version that torch itself pins.
 
     All parts are named because the wheels do not pin each other: an unnamed one would come in its newest release.
+    Raises LookupError when torch names none, or is not installed.
     """
-    for requirement in importlib.metadata.requires("torch") or []:
+    try:
+        requirements = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise LookupError(f"cuda_ext: torch is not installed for {sys.executable}; install it first") from None
+    for requirement in requirements:
         if match := re.match(r"cuda-toolkit\[.*?\]\s*==\s*([\w.]+)", requirement):
             return f"cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]=={match[1]}"
     version = importlib.metadata.version("torch")
-    raise LookupError(f"torch {version} names no CUDA toolkit in its requirements: is it a CPU-only build?")
+    raise LookupError(f"cuda_ext: torch {version} names no CUDA toolkit in its requirements: is it a CPU-only build?")
 
 
 def arch_list(text: str) -> tuple[str, ...]:

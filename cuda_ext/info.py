@@ -1,6 +1,9 @@
 """`python -m cuda_ext.info`: what a bug report about this installation needs, also when it does not work.
 
-Each probe stands alone, and one that fails is reported with its error in the place of its answer.
+The first line is the verdict, and the exit status is 1 when the package cannot be imported. Each probe stands alone,
+and one that fails is reported with its error in the place of its answer.
+
+Started in a source checkout that has not been built, it reports on the installed package that the checkout hides.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,9 +50,11 @@ INSTRUCTION_SETS = (
 
 def report() -> dict[str, Any]:
     """The report as one dictionary with an entry per section; what `python -m cuda_ext.info --json` prints."""
+    error = _import_error()
     sections: dict[str, Callable[[], Any]] = {
+        "verdict": lambda: _verdict(error),
         "package": _package,
-        "import": _import,
+        "import": lambda: "".join(traceback.format_exception(error)).strip() if error else "works",
         "build": _build_stamp,
         "versions": _versions,
         "machine": _machine,
@@ -75,14 +82,26 @@ def _package() -> dict[str, Any]:
     }
 
 
-def _import() -> str:
-    """Loads every public name. What goes wrong is shown whole, for it is what the reader came for."""
+def _import_error() -> Exception | None:
+    """What goes wrong when every public name is loaded."""
     try:
         for name in cuda_ext.__all__:
             getattr(cuda_ext, name)
-    except Exception:
-        return traceback.format_exc().strip()
-    return "works"
+    except Exception as error:
+        return error
+    return None
+
+
+def _verdict(error: Exception | None) -> str:
+    if error is not None:
+        return f"cuda_ext {cuda_ext.__version__} does not work: {error}"
+    stamp = _stamp.read()
+    if stamp["cuda"]:
+        archs = ", ".join(_toolchain.sm_name(arch) for arch in stamp["archs"])
+        kernels = f"CPU and CUDA kernels ({archs}; CUDA {stamp['cuda']})"
+    else:
+        kernels = f"CPU kernels only ({stamp['without_cuda']})"
+    return f"cuda_ext {cuda_ext.__version__} works, with {kernels}, for torch {stamp['torch']}, in {_stamp.PACKAGE}"
 
 
 def _build_stamp() -> dict[str, Any]:
@@ -101,10 +120,17 @@ def _build_stamp() -> dict[str, Any]:
 def _versions() -> dict[str, str]:
     versions = {"python": f"{platform.python_version()} ({sys.executable})", "torch": _guarded(_torch_version)}
     for name in PACKAGES:
-        versions[name] = _guarded(lambda name=name: importlib.metadata.version(name))  # type: ignore[misc]
+        versions[name] = _installed_version(name)
     versions["compiler"] = _toolchain.compiler_version() or "none"
     versions["driver"] = _guarded(_driver_version)
     return versions
+
+
+def _installed_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _torch_version() -> str:
@@ -168,9 +194,11 @@ def _environment() -> dict[str, str]:
 
 
 def render(sections: dict[str, Any]) -> str:
-    """The report as text: one heading per section, its entries indented below."""
-    lines = []
+    """The report as text: the verdict, then one heading per section, its entries indented below."""
+    lines = [sections["verdict"]]
     for title, content in sections.items():
+        if title == "verdict":
+            continue
         lines.append(title)
         if isinstance(content, dict):
             content = [f"{key}: {value}" for key, value in content.items()]
@@ -179,14 +207,33 @@ def render(sections: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cuda_ext.info", description="Describes this installation of cuda_ext."
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    options = parser.parse_args()
+    # torch complains when it is imported without NumPy, which nothing here needs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     sections = report()
-    print(json.dumps(sections, indent=2) if parser.parse_args().json else render(sections))
+    try:
+        print(json.dumps(sections, indent=2) if options.json else render(sections), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if sections["import"] == "works" else 1
+
+
+def _report_on_hidden_installation(package: Path) -> None:
+    """Runs this module as it is in `package`, with the package that this one belongs to taken off sys.path."""
+    print(f"{_stamp.PACKAGE} has not been built; this is about the installed {package}", file=sys.stderr)
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _stamp.PACKAGE.parent]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda_ext"]:
+        del sys.modules[name]
+    runpy.run_module("cuda_ext.info", run_name="__main__")
 
 
 if __name__ == "__main__":
-    main()
+    if not _stamp.is_built(_stamp.PACKAGE) and (package := _stamp.hidden_installation()):
+        _report_on_hidden_installation(package)
+    else:
+        sys.exit(main())

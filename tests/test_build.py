@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,12 @@ def test_toolkit_requirement_takes_the_version_torch_pins(monkeypatch: pytest.Mo
         _toolchain.toolkit_requirement()
 
 
+def test_toolkit_requirement_without_torch_is_one_line(run_python: RunPython) -> None:
+    done = run_python("-S", "-m", "cuda_ext._toolchain")
+    assert done.returncode == 1
+    assert done.stdout == f"cuda_ext: torch is not installed for {sys.executable}; install it first\n"
+
+
 @pytest.mark.parametrize(
     ("text", "archs"),
     [
@@ -263,8 +270,10 @@ class TestMakePlan:
         assert (plan.cuda, plan.archs) == (False, ())
         assert all(path.suffix == ".cpp" for path in plan.sources)
         printed = capsys.readouterr().out
-        assert "cuda_ext: no CUDA 13 toolkit was found, so this is a CPU build\n" in printed
-        assert "cuda_ext: building the CPU kernels with g++" in printed
+        assert "cuda_ext: no CUDA 13 toolkit was found; for the CUDA kernels set CUDA_HOME, or run\n  " in printed
+        assert "cuda_ext: building the CPU kernels only (no CUDA 13 toolkit was found) with g++" in printed
+        assert plan.stamp()["without_cuda"] == "no CUDA 13 toolkit was found"
+        assert _build.local_version() == f"cpu.torch{torch.__version__.partition('+')[0]}"
 
     def test_with_a_toolkit_it_is_a_cuda_build(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -279,11 +288,13 @@ class TestMakePlan:
         printed = capsys.readouterr().out
         assert f"{tmp_path}/bad [CUDA_HOME]: is CUDA 12.1, but torch was built with CUDA 13.0\n" in printed
         assert "building the CPU and CUDA kernels (sm_86; CUDA 13.0)" in printed
+        assert plan.stamp()["without_cuda"] == ""
+        assert _build.local_version() == f"cu130.torch{torch.__version__.partition('+')[0]}"
 
     def test_cuda_can_be_declined(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "cuda")))
         monkeypatch.setenv("CUDA_EXT_CUDA", "0")
-        assert not _build.make_plan().cuda
+        assert _build.make_plan().summary == "the CPU kernels only (CUDA_EXT_CUDA=0)"
 
     def test_cuda_can_be_required(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_EXT_CUDA", "1")
@@ -303,7 +314,7 @@ class TestMakePlan:
         monkeypatch.setattr(torch.version, "cuda", None)
         assert not _build.make_plan().cuda
         reason = f"torch {torch.__version__} is a CPU-only build"
-        assert f"cuda_ext: {reason}, so this is a CPU build\n" in capsys.readouterr().out
+        assert f"cuda_ext: {reason}; for the CUDA kernels install a torch with CUDA\n" in capsys.readouterr().out
         monkeypatch.setenv("CUDA_EXT_CUDA", "1")
         with pytest.raises(
             _build.BuildError, match="but CUDA_EXT_CUDA=1 asks for the CUDA kernels; install a torch with"
@@ -473,10 +484,10 @@ class TestStamp:
         )
 
     def test_all_that_differs_is_named(self) -> None:
-        stamp = {**_stamp.running(), "torch": "1.0", "python": "2.7"}
+        stamp = {**_stamp.running(), "torch": "1.0", "machine": "vax"}
         assert [sentence.split(",")[0] for sentence in _stamp.mismatches(stamp, _stamp.running())] == [
             "it was built for torch 1.0",
-            "it was built for Python 2.7",
+            "it was built for processor vax",
         ]
 
     def test_build_command_depends_on_where_the_package_lies(
@@ -507,6 +518,17 @@ class TestStamp:
         assert (
             f"ImportError: cuda_ext: the compiled library has not been built; build it with\n  {command}" in done.stdout
         )
+
+    def test_checkout_that_hides_an_installed_library(
+        self, tmp_path: Path, package_copy: Path, run_python: RunPython
+    ) -> None:
+        checkout = tmp_path / "cuda_ext"
+        shutil.copytree(ROOT / "cuda_ext", checkout, ignore=shutil.ignore_patterns("*.so", "_build_info.py"))
+        done = run_python("-c", "import cuda_ext; cuda_ext.flash_attention", path=package_copy)
+        expected = (
+            f"ImportError: cuda_ext: {checkout} has not been built, and hides the installed {package_copy}/cuda_ext;"
+        )
+        assert f"{expected} start Python elsewhere, or build it with" in done.stdout
 
     def test_library_that_does_not_load(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library = tmp_path / "_C.so"
@@ -554,34 +576,44 @@ class TestSetup:
         assert done.stdout == "cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got '2'\n"
 
     def test_builds_compile_what_changed_and_nothing_else(self, tmp_path: Path, run_python: RunPython) -> None:
-        """On a small library: csrc/binding/library.cpp, csrc/cuda, and a source that knows nothing of CUDA."""
+        """On a small library: csrc/binding/library.cpp, csrc/cuda, and a source that knows nothing of CUDA. The last
+        build is a wheel, which must work where it is unpacked."""
         source = copy_sources(tmp_path)
         (source / "csrc/plain.cpp").write_text("int plain() { return 0; }\n")
 
-        def build(cuda: str) -> set[str]:
-            done = run_python(str(source / "setup.py"), "build_ext", "--inplace", CUDA_EXT_CUDA=cuda)
+        def build(cuda: str, *command: str) -> set[str]:
+            command = command or ("build_ext", "--inplace")
+            done = run_python(str(source / "setup.py"), *command, CUDA_EXT_CUDA=cuda)
             assert done.returncode == 0, done.stdout
             return {name for name in ("library.cpp", "device_probe.cu", "plain.cpp") if f"/{name} -o " in done.stdout}
 
-        def load() -> tuple[dict[str, Any], bool]:
+        def load(path: Path) -> tuple[dict[str, Any], bool]:
             code = "import json; from cuda_ext import _load, _stamp;"
             code += "print(json.dumps([_stamp.read(), hasattr(_load.ops, 'has_kernel_image')]))"
-            stamp, has_cuda = json.loads(run_python("-c", code, path=source).stdout)
+            stamp, has_cuda = json.loads(run_python("-c", code, path=path).stdout)
             return stamp, has_cuda
 
         assert build("0") == {"library.cpp", "plain.cpp"}
-        stamp, has_cuda = load()
+        stamp, has_cuda = load(source)
         assert (stamp["cuda"], stamp["archs"], has_cuda) == (None, [], False)
 
         assert build("1") == {"library.cpp", "device_probe.cu"}
-        stamp, has_cuda = load()
+        stamp, has_cuda = load(source)
         assert has_cuda
         assert stamp["archs"] == list(_toolchain.choose_archs(_build._capabilities()))
 
         (source / "csrc/cuda/device_probe.h").touch()
         assert build("1") == {"library.cpp", "device_probe.cu"}
-        assert build("0") == {"library.cpp"}
-        assert load()[1] is False
+        commands = json.loads((source / "build/compile_commands.json").read_text())
+        files = {str(Path(command["file"]).relative_to(source)) for command in commands}
+        assert files == {"csrc/binding/library.cpp", "csrc/cuda/device_probe.cu", "csrc/plain.cpp"}
+
+        assert build("0", "bdist_wheel") == {"library.cpp"}
+        (wheel,) = (source / "dist").iterdir()
+        version = f"{cuda_ext.__version__}+cpu.torch{torch.__version__.partition('+')[0]}"
+        assert wheel.name == f"cuda_ext-{version}-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl"
+        shutil.unpack_archive(wheel, tmp_path / "installed", "zip")
+        assert load(tmp_path / "installed")[1] is False
 
 
 def copy_sources(tmp_path: Path) -> Path:

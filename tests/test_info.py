@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,12 @@ def report() -> dict[str, Any]:
 
 def test_report_of_a_working_installation(report: dict[str, Any]) -> None:
     assert report["import"] == "works"
+    stamp = _stamp.read()
+    kernels = f"CPU and CUDA kernels (sm_80, sm_90a; CUDA {stamp['cuda']})"
+    if not stamp["cuda"]:
+        kernels = f"CPU kernels only ({stamp['without_cuda']})"
+    expected = f"cuda_ext {cuda_ext.__version__} works, with {kernels}, for torch {torch.__version__}, in "
+    assert report["verdict"] == f"{expected}{_stamp.PACKAGE}"
     assert report["build"] == {**_stamp.read(), "sources": report["build"]["sources"]}
     assert report["versions"]["torch"].startswith(f"{torch.__version__} (CUDA {torch.version.cuda}, ")
     assert any(path.endswith("cuda_ext/_C.so") for path in report["libraries"])
@@ -39,8 +48,9 @@ def test_text_and_json_hold_the_same(report: dict[str, Any], monkeypatch: pytest
     monkeypatch.setattr("sys.argv", ["info"])
     info.main()
     text = capsys.readouterr().out
+    assert text.splitlines()[0] == report["verdict"]
     for title, content in report.items():
-        assert f"{title}\n  " in text
+        assert title == "verdict" or f"{title}\n  " in text
         entries = content.values() if isinstance(content, dict) else content if isinstance(content, list) else [content]
         assert all(str(entry) in text for entry in entries)
 
@@ -71,6 +81,23 @@ def test_public_name_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert info.report()["import"].endswith("ModuleNotFoundError: No module named 'cuda_ext.no_such_name'")
 
 
+def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "PACKAGES", ("no-such-package", "setuptools"))
+    versions = info.report()["versions"]
+    assert versions["no-such-package"] == "not installed"
+    assert versions["setuptools"][0].isdigit()
+
+
+def test_reader_that_stops_reading_and_no_numpy(package_copy: Path) -> None:
+    """`python -m cuda_ext.info | head -1`: the verdict and nothing else, and the status of a report that works."""
+    (package_copy / "numpy.py").write_text("raise ModuleNotFoundError('no numpy here')\n")
+    command = f"{sys.executable} -m cuda_ext.info 2>&1 | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=package_copy, capture_output=True, text=True)
+    verdict, status = done.stdout.splitlines()
+    assert verdict.startswith(f"cuda_ext {cuda_ext.__version__} works, with ")
+    assert (status, done.stderr) == ("0", "")
+
+
 class FakeGpu:
     name, major, minor, total_memory = "Fake GPU", 8, 6, 24 * 2**30
 
@@ -98,12 +125,14 @@ def test_gpu_is_held_against_the_archs_of_the_library(
 
 
 class TestBrokenInstallations:
-    """Each must give a whole report and exit with 0."""
+    """Each must give a whole report and exit with 1."""
 
     def test_no_library(self, package_copy: Path, run_python: RunPython) -> None:
         (package_copy / "cuda_ext/_C.so").unlink()
         report = read_report(run_python, package_copy)
         assert "ImportError: cuda_ext: the compiled library has not been built" in report["import"]
+        problem = "cuda_ext: the compiled library has not been built"
+        assert report["verdict"].startswith(f"cuda_ext {cuda_ext.__version__} does not work: {problem}")
         assert report["build"].startswith("ImportError: cuda_ext: the compiled library has not been built")
 
     def test_other_torch(self, package_copy: Path, run_python: RunPython) -> None:
@@ -125,9 +154,25 @@ class TestBrokenInstallations:
         assert report["machine"]["cores"] >= 1
 
 
+def test_checkout_without_a_library_reports_on_the_installed_package(tmp_path: Path, package_copy: Path) -> None:
+    checkout = tmp_path / "checkout"
+    shutil.copytree(_stamp.PACKAGE, checkout / "cuda_ext", ignore=shutil.ignore_patterns("*.so", "_build_info.py"))
+    command = [sys.executable, "-m", "cuda_ext.info", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(package_copy)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr == f"{checkout}/cuda_ext has not been built; this is about the installed {package_copy}/cuda_ext\n"
+    )
+    report = json.loads(done.stdout)
+    assert report["package"]["folder"] == f"{package_copy}/cuda_ext"
+    assert report["import"] == "works"
+
+
 def read_report(run_python: RunPython, package: Path) -> dict[str, Any]:
+    """Of an installation that does not work."""
     done = run_python("-W", "ignore", "-m", "cuda_ext.info", "--json", path=package)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 1, done.stdout
     report: dict[str, Any] = json.loads(done.stdout)
     assert report["versions"]["compiler"]
     return report
