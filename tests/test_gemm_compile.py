@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from cuda_ext import testing
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.gemm import gemm, linear
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
@@ -182,7 +187,9 @@ def test_compile_under_autocast() -> None:
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(), call())
 
 
-def test_export_with_a_dynamic_batch() -> None:
+def test_export_with_a_dynamic_batch(tmp_path: Path, run_python: RunPython) -> None:
+    """Also saved, and loaded in a process that imports the ops and nothing else."""
+
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
             return linear(x, weight, activation="silu")
@@ -191,7 +198,16 @@ def test_export_with_a_dynamic_batch() -> None:
     program = torch.export.export(Layer(), (x, w), dynamic_shapes={"x": {0: torch.export.Dim("batch")}, "weight": None})
     assert any(node.target is ops.linear.default for node in program.graph.nodes)
     other = torch.randn(9, 5)
-    torch.testing.assert_close(program.module()(other, w), linear(other, w, activation="silu"))
+    expected = linear(other, w, activation="silu")
+    torch.testing.assert_close(program.module()(other, w), expected)
+
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((other, w), tmp_path / "inputs.pt")
+    code = "import torch, cuda_ext.ops; program = torch.export.load('program.pt2'); "
+    code += "torch.save(program.module()(*torch.load('inputs.pt')), 'output.pt')"
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stdout
+    torch.testing.assert_close(torch.load(tmp_path / "output.pt"), expected)
 
 
 @pytest.mark.parametrize("op", OPS)
