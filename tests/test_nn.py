@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuda_ext.nn import GatedMLP, Linear, RotaryEmbedding, SelfAttention, unpacked
 from cuda_ext.testing import assert_close_to_reference, reference_attention
@@ -386,8 +390,45 @@ def test_construction_errors() -> None:
         SelfAttention(32, 4, num_kv_heads=3)
     with pytest.raises(ValueError, match="expected num_heads to be a multiple of num_kv_heads 0, got 4"):
         SelfAttention(32, 4, num_kv_heads=0)
-    with pytest.raises(ValueError, match="expected an even head_dim, got 3"):
+    with pytest.raises(ValueError, match="expected num_heads above 0, got 0"):
+        SelfAttention(32, 0)
+    with pytest.raises(ValueError, match="expected head_dim above 0, got 0"):
+        SelfAttention(32, 4, head_dim=0)
+    with pytest.raises(ValueError, match="expected an even head_dim above 0, got 3"):
         RotaryEmbedding(3)
+    with pytest.raises(ValueError, match=r"expected a finite base above 0, got -1\.0"):
+        SelfAttention(32, 4, rotary_base=-1.0)
+    with pytest.raises(ValueError, match="expected max_seqlen above 0, got 0"):
+        RotaryEmbedding(4, max_seqlen=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "value", "expected"),
+    [
+        (Linear, "activation", "gelo", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'gelo'"),
+        (GatedMLP, "activation", "", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got ''"),
+        (SelfAttention, "window", 3, "None or (left, right), each a number of keys or None, got 3"),
+        (SelfAttention, "window", (-3, 0), "window left to be >= 0 or None (unbounded), got -3"),
+        (SelfAttention, "window", (3, 2), "window right to be 0 or None with causal=True"),
+        (SelfAttention, "scale", math.nan, "a finite scale, got nan"),
+        (SelfAttention, "softcap", -1.0, "a finite softcap >= 0"),
+        (SelfAttention, "dropout_p", 1.0, "dropout_p in [0, 1), got 1"),
+    ],
+)
+def test_options_are_checked_by_the_constructor(
+    make: Callable[..., nn.Module], option: str, value: Any, expected: str
+) -> None:
+    for device in ("cpu", "meta"):
+        with torch.device(device), pytest.raises(RuntimeError, match=re.escape(expected)):
+            make(8, 4, **{option: value})
+    with FakeTensorMode():
+        make(8, 4)
+
+
+def test_construction_takes_the_random_numbers_of_the_parameters_only() -> None:
+    state = torch.get_rng_state()
+    SelfAttention(8, 4, dropout_p=0.5, device="meta")
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_repr() -> None:

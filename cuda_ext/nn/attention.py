@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,12 @@ class RotaryEmbedding(nn.Module):
         self, head_dim: int, *, base: float = 10000.0, max_seqlen: int = 2048, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
-        if head_dim % 2:
-            raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected an even head_dim, got {head_dim}")
+        if head_dim < 1 or head_dim % 2:
+            raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected an even head_dim above 0, got {head_dim}")
+        if not 0 < base < math.inf:
+            raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected a finite base above 0, got {base}")
+        if max_seqlen < 1:
+            raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected max_seqlen above 0, got {max_seqlen}")
         self.head_dim, self.base = head_dim, base
         cos, sin = self._tables(max_seqlen, device)
         self.register_buffer("cos", cos, persistent=False)
@@ -87,6 +92,8 @@ class SelfAttention(nn.Module):
         rotary_base: see `RotaryEmbedding`; None = no rotary embedding. Default 10000.
         device, dtype: of the parameters.
 
+    Options that `cuda_ext.flash_attention` would refuse raise its RuntimeError when the module is made.
+
     Shape: input (B, S, E) -> (B, S, E); ``residual`` (B, S, E), if given, is added in the epilogue of the output
     projection.
 
@@ -116,6 +123,8 @@ class SelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if num_heads < 1:
+            raise ValueError(f"cuda_ext.nn.SelfAttention: expected num_heads above 0, got {num_heads}")
         if head_dim is None:
             if features % num_heads:
                 raise ValueError(
@@ -123,6 +132,8 @@ class SelfAttention(nn.Module):
                     f"got {features}"
                 )
             head_dim = features // num_heads
+        if head_dim < 1:
+            raise ValueError(f"cuda_ext.nn.SelfAttention: expected head_dim above 0, got {head_dim}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(
@@ -132,6 +143,7 @@ class SelfAttention(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.causal, self.window, self.scale, self.softcap, self.dropout_p = causal, window, scale, softcap, dropout_p
+        self._check_options()
         self.qkv_proj = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory)
         self.o_proj = Linear(num_heads * head_dim, features, bias if out_bias is None else out_bias, **factory)
         self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, base=rotary_base, device=device)
@@ -147,6 +159,16 @@ class SelfAttention(nn.Module):
         if self.rotary is not None:
             query_key = self.rotary(query_key)
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
+        return self.o_proj(self._attend(query, key, value, self.sinks).flatten(2), residual)
+
+    def _check_options(self) -> None:
+        """Calls the op on nothing, so that it refuses here what it would refuse later. Takes no random number."""
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        query_key_value = (torch.empty(0, 0, h, self.head_dim, device="cpu", dtype=torch.float32) for h in heads)
+        with torch.random.fork_rng(devices=()):
+            self._attend(*query_key_value)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         out = flash_attention(
             query,
             key,
@@ -155,11 +177,11 @@ class SelfAttention(nn.Module):
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
-            sinks=self.sinks,
+            sinks=sinks,
             dropout_p=self.dropout_p if self.training else 0.0,
         )
         assert isinstance(out, Tensor)  # not a pair, as no lse was asked for
-        return self.o_proj(out.flatten(2), residual)
+        return out
 
     def extra_repr(self) -> str:
         always = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim", "causal")}

@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuda_ext.gemm import gated_mlp, linear
+from cuda_ext.gemm import gated_linear, gated_mlp, linear
 from cuda_ext.nn.packing import pack_on_load
+
+
+def _empty() -> Tensor:
+    """With it an op does nothing but check its options: a constructor then raises what `forward` would."""
+    return torch.empty(0, 0, device="cpu", dtype=torch.float32)
 
 
 class Linear(nn.Linear):
@@ -20,7 +25,7 @@ class Linear(nn.Linear):
         out_features: N, the size of the last dimension of the output.
         bias: whether there is a ``bias`` (N,). Default True.
         device, dtype: of the parameters, as in `torch.nn.Linear`.
-        activation: None (default), "relu", "gelu" (erf), "gelu_tanh" or "silu".
+        activation: None (default), "relu", "gelu" (erf), "gelu_tanh" or "silu"; another raises RuntimeError.
 
     Shape: input (..., K), weight (N, K), residual (..., N) -> (..., N).
     """
@@ -37,6 +42,7 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
+        linear(_empty(), _empty(), activation=activation)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         return linear(input, self.weight, self.bias, activation=self.activation, residual=residual)
@@ -56,7 +62,7 @@ class GatedMLP(nn.Module):
         features: K, the size of the last dimension of input and output.
         hidden_features: F, the size of the gated hidden layer.
         bias: whether both layers have a bias. Default False.
-        activation: of the gate: "silu" (default), "relu", "gelu", "gelu_tanh" or None.
+        activation: of the gate: "silu" (default), "relu", "gelu", "gelu_tanh" or None; another raises RuntimeError.
         device, dtype: of the parameters.
 
     Shape: input (..., K) -> (..., K).
@@ -79,6 +85,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.activation = activation
+        gated_linear(_empty(), _empty(), activation=activation)
         self.gate_up_proj = Linear(features, 2 * hidden_features, **factory)
         self.down_proj = Linear(hidden_features, features, **factory)
         pack_on_load(self, "gate_up_proj", {"gate_proj": hidden_features, "up_proj": hidden_features})
