@@ -7,7 +7,6 @@ import inspect
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +25,6 @@ from cuda_ext.compat.flash_attn.bert_padding import (
     unpad_input_for_concatenated_sequences,
 )
 from cuda_ext.testing import assert_op_matches_reference, reference_attention, reference_attention_varlen
-
-README = Path(__file__).resolve().parent.parent / "README.md"
-
 
 # As in flash-attn 2.8.4 and, for the second module, its hopper/flash_attn_interface.py of 2026-08.
 
@@ -565,16 +561,3 @@ def test_unpadded_attention_is_that_of_every_row_by_itself() -> None:
 def test_wrong_mask(function: Callable[..., Any], args: tuple[Tensor, ...], words: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(words)):
         function(*args)
-
-
-# README
-
-
-def test_the_readme_section_runs_as_it_is_written() -> None:
-    section = README.read_text().split("## Coming from flash-attn\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert names["out"].shape == (2, 100, 8, 64) and names["lse"].shape == (2, 8, 100)
-    assert names["padded"].shape == (2, 100, 8, 64) and names["packed"].shape == (170, 8, 64)
-    assert names["flash_attn_func"] is flash_attn_interface.flash_attn_func
