@@ -1,0 +1,244 @@
+"""The ops and layers on DTensors, over 2 and 4 ranks, against the same computation on one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import Tensor, nn
+
+import cuda_ext
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def world_size() -> int:
+    return torch.distributed.get_world_size()
+
+
+def sharded(tensors: dict[str, Tensor], placements: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size(),))
+    return {
+        name: distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]).requires_grad_()
+        for name, tensor in tensors.items()
+    }
+
+
+def check(
+    op: Callable[..., Any],
+    shapes: dict[str, tuple[int, ...]],
+    splits: dict[str, int],
+    *,
+    out: str | None = None,
+    **options: Any,
+) -> None:
+    """`op` with arguments split at the dims of `splits`: the result, in the placement `out` if given, and all
+    gradients, are those of the whole tensors."""
+    from torch.distributed.tensor import Shard
+
+    whole = {name: torch.randn(shape, **DOUBLE, requires_grad=True) for name, shape in shapes.items()}
+    parts = sharded(
+        {name: tensor.detach() for name, tensor in whole.items()}, {name: Shard(dim) for name, dim in splits.items()}
+    )
+    with torch.no_grad():
+        first(op(**parts, **options)).full_tensor()
+    expected, actual = op(**whole, **options), op(**parts, **options)
+    label = f"{getattr(op, '__name__', op)} {splits} {options}"
+    if out is not None:
+        assert str(first(actual).placements[0]) == out, label
+    for result, wanted in zip(as_tuple(actual), as_tuple(expected), strict=True):
+        torch.testing.assert_close(result.full_tensor(), wanted, msg=lambda text: f"{label}: {text}")
+    weights = [torch.randn_like(result) for result in as_tuple(expected)]
+    spread = sharded({str(n): weight for n, weight in enumerate(weights)}, {})
+    loss = sum((result * weight).sum() for result, weight in zip(as_tuple(actual), spread.values(), strict=True))
+    wanted_loss = sum((result * weight).sum() for result, weight in zip(as_tuple(expected), weights, strict=True))
+    grads = torch.autograd.grad(loss, list(parts.values()))
+    for name, grad, wanted in zip(parts, grads, torch.autograd.grad(wanted_loss, list(whole.values())), strict=True):
+        torch.testing.assert_close(grad.full_tensor(), wanted, msg=lambda text, n=name: f"{label}, grad {n}: {text}")
+
+
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def first(results: Any) -> Any:
+    return as_tuple(results)[0]
+
+
+def every_split(shapes: dict[str, tuple[int, ...]], names: Sequence[str]) -> Iterator[dict[str, int]]:
+    """Each of the tensors `names` whole or split at any of its dims, in every combination."""
+    choices = [[None, *range(len(shapes[name]))] for name in names]
+    for dims in itertools.product(*choices):
+        yield {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_products(size: int, workers: Any) -> None:
+    workers.run(size, __name__, "products", {})
+
+
+@on_ranks(2)
+def products() -> None:
+    """The splits of tensor parallel layers keep the work split; all others are right, whatever they cost."""
+    from cuda_ext import gated_linear, gated_mlp, gemm, linear, mlp
+
+    n = world_size()
+    linear_shapes = {"input": (3, 5, 8), "weight": (12, 8), "bias": (12,), "residual": (3, 5, 12)}
+    frozen = sharded({name: torch.randn(shape) for name, shape in linear_shapes.items() if name != "residual"}, {})
+    for wanted in (["input"], ["weight"], ["input", "bias"]):  # DTensor caches what shapes the gradients have
+        leaves = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in frozen.items()}
+        linear(**leaves).sum().backward()
+        assert all(leaves[name].grad.shape == leaves[name].shape for name in wanted)
+    for activation in (None, "relu", "gelu"):
+        check(linear, linear_shapes, {"weight": 0, "bias": 0}, out="S(2)", activation=activation)
+        check(linear, linear_shapes, {"input": 1, "residual": 1}, out="S(1)", activation=activation)
+        rowwise = "P(sum)" if activation is None else None
+        check(linear, linear_shapes, {"input": 2, "weight": 1}, out=rowwise, activation=activation)
+    uneven = {"input": (n + 1, 7), "weight": (2 * n + 1, 7), "bias": (2 * n + 1,)}
+    for splits in every_split(uneven, ["input", "weight"]):
+        check(linear, uneven, splits, activation="silu")
+    gated = {"input": (5, 8), "weight": (12, 8), "bias": (12,)}
+    for splits in every_split(gated, ["input", "weight"]):
+        check(gated_linear, gated, splits, out="S(0)" if splits == {"input": 0} else None)
+    layers = {"input": (3, 4, 8), "weight1": (12, 8), "weight2": (8, 12), "bias1": (12,), "bias2": (8,)}
+    check(mlp, layers, {"weight1": 0, "weight2": 1, "bias1": 0}, out="P(sum)", activation="gelu_tanh")
+    check(mlp, layers, {"input": 1}, out="S(1)")
+    check(mlp, layers, {"weight2": 0})
+    gated_layers = {**layers, "weight2": (8, 6)}
+    check(gated_mlp, gated_layers, {"input": 1}, out="S(1)")
+    check(gated_mlp, gated_layers, {"weight1": 0, "weight2": 1, "bias1": 0})
+    terms = {"a": (4, 5, 8), "b": (8, 6), "c": (5, 1), "bias": (6,)}
+    scales = {"alpha": 0.5, "beta": 2.0}
+    for splits, out in (
+        ({"a": 0}, "S(0)"),
+        ({"a": 1, "c": 0}, "S(1)"),
+        ({"b": 1, "bias": 0}, "S(2)"),
+        ({"c": 0}, None),
+    ):
+        check(gemm, terms, splits, out=out, activation="gelu", **scales)
+    check(gemm, terms, {"a": 2, "b": 0}, out="P(sum)", **scales)
+    check(gemm, terms, {"a": 2, "b": 0}, activation="relu", **scales)  # after the sum, not before
+    batches = {"a": (4, 5, 3), "b": (2, 4, 3, 6)}
+    for splits in ({"a": 0, "b": 1}, {"b": 0}, {"a": 0}):
+        check(gemm, batches, splits)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_attention(size: int, workers: Any) -> None:
+    workers.run(size, __name__, "attention", {})
+
+
+@on_ranks(2)
+def attention() -> None:
+    from torch.distributed.tensor import DTensor
+
+    from cuda_ext import flash_attention
+
+    def call(**arguments: Any) -> Any:
+        return flash_attention(**arguments, causal=True, return_lse=True)
+
+    n = world_size()
+
+    def shapes(batch: int, heads: int, heads_kv: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        kv = (batch, 7, heads_kv, 4)
+        return {"query": (batch, 5, heads, 4), "key": kv, "value": (*kv[:3], 6), **more}
+
+    by_heads, by_batch = (dict.fromkeys(("query", "key", "value"), dim) for dim in (2, 0))
+    full = shapes(n, 4 * n, 2 * n, sinks=(4 * n,), bias=(n, 4 * n, 5, 7))
+    check(call, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
+    check(call, full, {**by_batch, "bias": 0}, out="S(0)")
+    check(call, shapes(2 * n + 1, 2, 1, bias=(5, 7)), by_batch, out="S(0)")
+    check(call, shapes(2, n + 1, n + 1, bias=(n + 1, 1, 1)), by_heads, out="S(2)")  # uneven
+    check(call, shapes(2, 2 * n, 1), {"query": 2}, out="S(2)")  # all read one head
+    check(call, shapes(1, 2 * (n + 1), n + 1), by_heads)  # groups do not come out even: gathered
+    check(call, shapes(2, 4, 2), {"query": 1, "key": 1})
+    parts = sharded({name: torch.randn(shape) for name, shape in shapes(n, 2, 2).items()}, {})
+    assert all(isinstance(part, DTensor) for part in parts.values())
+    with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p 0 for DTensors"):
+        flash_attention(**parts, dropout_p=0.5)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, **DOUBLE)
+        self.up = cuda_ext.nn.Linear(8, 16, activation="gelu", **DOUBLE)
+        self.down = cuda_ext.nn.Linear(16, 8, **DOUBLE)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(input)))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_parallelize_module(size: int, workers: Any) -> None:
+    workers.run(size, __name__, "parallel_layers", {})
+
+
+@on_ranks(2)
+def parallel_layers() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    mesh = init_device_mesh("cpu", (world_size(),))
+    torch.manual_seed(0)
+
+    def compare(module: nn.Module, split: nn.Module, **names: str) -> None:
+        """Of `split`, whose state was that of `module`, the output and the gradients."""
+        input = torch.randn(2, 4, 8, **DOUBLE)
+        expected, actual = module(input), split(input)
+        actual = actual.full_tensor() if isinstance(actual, DTensor) else actual
+        torch.testing.assert_close(actual, expected)
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        for (name, parameter), other in zip(module.named_parameters(), split.parameters(), strict=True):
+            grad = other.grad.full_tensor() if isinstance(other.grad, DTensor) else other.grad
+            torch.testing.assert_close(grad, parameter.grad, msg=lambda text, n=name: f"{n}: {text}")
+
+    def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+        module, split = make(), make()
+        split.load_state_dict(module.state_dict())
+        return module, split
+
+    module, split = pair(Block)
+    plan: dict[str, Any] = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+    compare(module, tp.parallelize_module(split, mesh, plan))
+    module, split = pair(Block)
+    sequence = {
+        "": tp.PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),)),
+        "norm": tp.SequenceParallel(),
+        "up": tp.ColwiseParallel(input_layouts=Shard(1)),
+        "down": tp.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    compare(module, tp.parallelize_module(split, mesh, sequence))
+    module, split = pair(lambda: cuda_ext.nn.GatedMLP(8, 16, bias=True, **DOUBLE))
+    gated = {
+        "": tp.PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+        "gate_up_proj": tp.ColwiseParallel(),
+        "down_proj": tp.RowwiseParallel(),
+    }
+    compare(module, tp.parallelize_module(split, mesh, gated))
+
+
+@pytest.mark.parametrize(
+    "order", ["cuda_ext.gemm, torch.distributed.tensor", "torch.distributed.tensor, cuda_ext.gemm"]
+)
+def test_rules_are_registered_in_either_order_and_only_then(order: str, run_python: Callable[..., Any]) -> None:
+    code = f"""
+import sys, cuda_ext._load
+assert "torch.distributed.tensor" not in sys.modules and "cuda_ext._dtensor" not in sys.modules
+import {order}
+from torch.distributed.tensor import DTensor
+assert torch.ops.cuda_ext.linear.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+"""
+    if order.startswith("torch"):
+        code = code.replace("import sys, cuda_ext._load", "import sys").replace(" and", " #")
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stdout
