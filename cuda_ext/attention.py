@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext._fake import (
+from cuda_ext._checks import (
     broadcasts_to,
     check,
+    check_constants,
     check_floating,
     check_same_device,
     check_same_dtype,
@@ -105,9 +106,10 @@ def flash_attention(
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
     has_tensors = alibi_slopes is not None or sinks is not None or bias is not None
-    has_numbers = scale is not None or softcap != 0.0 or dropout_p != 0.0
+    has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None:
         left, right = _window_sides("flash_attention", window)
+        check_constants("flash_attention", scale=scale, softcap=softcap, dropout_p=dropout_p)
         out, lse = _attention(
             query,
             key,
@@ -174,6 +176,7 @@ def flash_attention_varlen(
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
     left, right = _window_sides("flash_attention_varlen", window)
+    check_constants("flash_attention_varlen", scale=scale, softcap=softcap, dropout_p=dropout_p)
     out, lse = _attention_varlen(
         query,
         key,

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuda_ext._fake import check, check_floating, is_finite, number_text, shape_of
+from cuda_ext._checks import check, check_constants, check_floating, is_finite, number_text, shape_of
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 
@@ -67,6 +67,7 @@ def pack(
     bucket elsewhere, for a tensor in ``kept`` that is not in its place, and for a tensor that requires grad while
     gradients are enabled.
     """
+    check_constants("bucket_pack", scale=scale)
     return ops.bucket_pack(tensors, bucket, offsets, scale=scale, kept=kept, stats=stats)
 
 
@@ -78,6 +79,7 @@ def unpack(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *,
 
     Returns the statistics of the tensors, float64 if the bucket is.
     """
+    check_constants("bucket_unpack", scale=scale)
     return ops.bucket_unpack(bucket, tensors, offsets, scale=scale)
 
 

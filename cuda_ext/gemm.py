@@ -32,9 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuda_ext._fake import (
+from cuda_ext._checks import (
     broadcasts_to,
     check,
+    check_constants,
     check_floating,
     check_same_device,
     check_same_dtype,
@@ -80,8 +81,9 @@ def gemm(
     Returns:
         ``(..., M, N)``, rounded once from the accumulator.
     """
-    if activation is None and alpha == 1.0 and beta == 1.0 and out_dtype is None:
+    if activation is None and out_dtype is None and type(alpha) is type(beta) is float and alpha == 1.0 == beta:
         return _gemm(a, b, c, bias)  # keywords cost as much as the rest of a call on small tensors
+    check_constants("gemm", alpha=alpha, beta=beta)
     return _gemm(a, b, c, bias, activation=activation, alpha=alpha, beta=beta, out_dtype=out_dtype)
 
 
@@ -570,6 +572,10 @@ def _in_front(tensor: Tensor | None, dim: int | None, rank: int) -> Tensor | Non
     return tensor.reshape(tensor.shape[0], *[1] * (rank - tensor.dim() + 1), *tensor.shape[1:])
 
 
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def _own_rank(tensor: Tensor | None, dim: int | None) -> int:
     return 0 if tensor is None else tensor.dim() - (dim is not None)
 
@@ -590,11 +596,18 @@ def _(
     assert a_ is not None and b_ is not None
     if dim_a is None and dim_b is None:
         a_ = a_.expand(info.batch_size, *[1] * (rank - a_.dim()), *a_.shape)
-    if bias is not None and dim_bias is not None:
-        row = _in_front(bias, dim_bias, rank)
-        c_ = row if c_ is None else options.get("beta", 1.0) * c_ + row
-        bias, options = None, {**options, "beta": 1.0}
-    return _gemm(a_, b_, c_, bias, **options), 0
+    if bias is None or dim_bias is None:
+        return _gemm(a_, b_, c_, bias, **options), 0
+    row, beta = _in_front(bias, dim_bias, rank), options.pop("beta", 1.0)
+    assert row is not None
+    if c_ is None or beta == 0.0:
+        return _gemm(a_, b_, row, **options), 0
+    # The sum of both as the kernel would form it, unrounded.
+    dtype, exact = options.pop("out_dtype", None) or a.dtype, _accumulation_dtype(a)
+    _check_addend("gemm", "c", c_, a, dtype, c_.shape)
+    _check_addend("gemm", "bias", row, a, dtype, row.shape)
+    addend = torch.add(row.to(exact), c_.to(exact), alpha=beta)
+    return _gemm(a_, b_, addend, **options, out_dtype=exact).to(dtype), 0
 
 
 def _vmap_linear(
@@ -623,9 +636,10 @@ def _vmap_linear(
     rows = input_.flatten(1, -2) if rank > 1 else input_.unsqueeze(1)
     bias_ = bias if dim_bias is None else None
     c = None if dim_bias is None else _in_front(bias, dim_bias, 2)
-    out = _gemm(rows, weight_.mT, c, bias_, activation=activation)
+    out_dtype = None if residual_ is None else _accumulation_dtype(input)
+    out = _gemm(rows, weight_.mT, c, bias_, activation=activation, out_dtype=out_dtype)
     out = out.reshape(*input_.shape[:-1], out.shape[-1])
-    return (out if residual_ is None else out + residual_), 0
+    return (out if residual_ is None else (out + residual_).to(input.dtype)), 0
 
 
 def _vmap_gated_linear(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from cuda_ext import testing
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
+from cuda_ext.attention import flash_attention
+from cuda_ext.bucket import pack
 from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
 
 
@@ -188,6 +191,53 @@ def test_vmap(op: str, in_dims: tuple[int | None, ...], lead: tuple[int, ...]) -
 
     for actual, expected in zip(call(OPS[op]), call(REFERENCES[op]), strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [{}, *(dict.fromkeys(names, torch.float32) for names in (["c"], ["bias"], ["c", "bias"]))]
+)
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+def test_vmap_of_gemm_is_a_loop(beta: float, dtypes: dict[str, torch.dtype]) -> None:
+    """Whatever is mapped: with beta = 0 a NaN in c is gone, and c and bias have the dtype of a or of the output."""
+    shapes = {"a": (4, 5), "b": (5, 3), "c": (4, 3), "bias": (3,)}
+    options = {"beta": beta, "alpha": 0.5, "activation": "relu", "out_dtype": torch.float32 if dtypes else None}
+    tensors = {
+        name: rand(6, *shape, dtype=dtypes.get(name, torch.bfloat16), grad=False) for name, shape in shapes.items()
+    }
+    if beta == 0.0:
+        tensors["c"][..., 0] = torch.nan
+
+    def one(*values: Tensor) -> Tensor:
+        return gemm(**dict(zip(shapes, values, strict=True)), **options)
+
+    for mapped in itertools.product([True, False], repeat=4):
+        if not any(mapped):
+            continue
+        values = [
+            tensor if is_mapped else tensor[0] for tensor, is_mapped in zip(tensors.values(), mapped, strict=True)
+        ]
+        loop = [one(*(v[n] if m else v for v, m in zip(values, mapped, strict=True))) for n in range(6)]
+        actual = torch.vmap(one, tuple(0 if is_mapped else None for is_mapped in mapped))(*values)
+        torch.testing.assert_close(actual, torch.stack(loop), rtol=0, atol=2e-6 if dtypes else 2**-7)
+
+
+def test_numbers_that_want_a_gradient_are_refused() -> None:
+    wanting = torch.ones((), requires_grad=True)
+    x = torch.eye(3)
+    heads = torch.randn(1, 2, 1, 4)
+    calls: dict[str, Callable[[], Any]] = {
+        "alpha": lambda: gemm(x, x, alpha=wanting),
+        "beta": lambda: gemm(x, x, x, beta=wanting),
+        "scale": lambda: flash_attention(heads, heads, heads, scale=wanting),
+        "softcap": lambda: flash_attention(heads, heads, heads, softcap=wanting * 0),
+        "dropout_p": lambda: flash_attention(heads, heads, heads, dropout_p=wanting * 0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"expected {name} to be a number, which has no gradient, got a tensor"):
+            call()
+    with pytest.raises(RuntimeError, match="cuda_ext::bucket_pack: expected scale to be a number, which has no"):
+        pack([torch.ones(2)], torch.zeros(2), [0], scale=wanting)
+    assert torch.equal(gemm(x, x, alpha=wanting.detach()), x)
 
 
 def test_vmap_of_missing_optional_tensors() -> None:

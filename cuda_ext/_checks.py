@@ -1,4 +1,4 @@
-"""What fake kernels refuse: what the real ones do, in the same words.
+"""What fake kernels refuse: what the real ones do, in the same words; and numbers that hide a gradient.
 
 A mistake then shows while a compiler traces and on the meta device. And PyTorch calls the fake kernel as soon as one
 argument is on the meta device: its result would be memory that nobody wrote, so the devices have to agree.
@@ -96,6 +96,17 @@ def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[Any], suf
         op,
         f"expected {name} of shape {tuple(expected)}{suffix}, got {shape_of(tensor)}",
     )
+
+
+def check_constants(op: str, **numbers: Any) -> None:
+    """A tensor is taken for a number, but its gradient would be lost."""
+    for name, number in numbers.items():
+        check(
+            not isinstance(number, Tensor) or not number.requires_grad,
+            op,
+            f"expected {name} to be a number, which has no gradient, got a tensor with requires_grad=True; detach() "
+            "it, or multiply by it outside of the op",
+        )
 
 
 def is_finite(number: Any) -> bool:
