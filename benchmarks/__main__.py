@@ -20,6 +20,7 @@ import importlib
 import os
 import random
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -154,7 +155,7 @@ def run(plan: runner.Plan, target: object) -> list[Measurement]:
         f"{plan.threads or torch.get_num_threads()} threads; at most {plan.minutes:g} minutes, --seed {plan.seed}"
     )
     measured: list[Measurement] = []
-    with _progress(plan) as progress, contextlib.suppress(KeyboardInterrupt):
+    with _progress(plan) as progress, contextlib.suppress(KeyboardInterrupt), _interrupted_by_signals():
         for rows in runner.run(plan, progress):
             measured += rows
             for row in rows:
@@ -162,6 +163,21 @@ def run(plan: runner.Plan, target: object) -> list[Measurement]:
             target.flush()  # type: ignore[attr-defined]
     table.show(measured)
     return measured
+
+
+@contextlib.contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """What asks a process to end does as Ctrl-C does, so that the measuring process is ended and what it has measured
+    is shown. A signal that is ignored, as SIGHUP under nohup, stays so."""
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    asked = [number for number, handler in previous.items() if handler != signal.SIG_IGN]
+    for number in asked:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in asked:
+            signal.signal(number, previous[number])
 
 
 class _Lines:
@@ -177,7 +193,11 @@ class _Lines:
     def case(self, text: str) -> None:
         self._number += 1
         elapsed = time.time() - self._began
-        print(f"{elapsed:5.0f} s  {self._suite} {self._number}/{self._total}  {text}", flush=True)
+        total = f"/{self._total}" if self._total else ""
+        print(f"{elapsed:5.0f} s  {self._suite} {self._number}{total}  {text}", flush=True)
+
+    def side(self, name: str) -> None:
+        pass
 
     def done(self, rows: list[Measurement]) -> None:
         pass
@@ -196,16 +216,21 @@ def _progress(plan: runner.Plan) -> Iterator[runner.Progress]:
 
     columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[case]}")) as bar:
-        tasks = {suite: bar.add_task(suite, total=None, start=False, case="") for suite in plan.suites}
+        suites = (runner.CEILINGS, *plan.suites)
+        tasks = {suite: bar.add_task(suite, total=None, start=False, case="") for suite in suites}
 
         class Bar:
             def start(self, suite: str, total: int) -> None:
                 self.task = tasks[suite]
                 bar.start_task(self.task)
-                bar.update(self.task, total=total)
+                bar.update(self.task, total=total or None)
 
             def case(self, text: str) -> None:
+                self.text = text
                 bar.update(self.task, case=text)
+
+            def side(self, name: str) -> None:
+                bar.update(self.task, case=f"{self.text}: {name}" if name else self.text)
 
             def done(self, rows: list[Measurement]) -> None:
                 bar.update(self.task, advance=1, case="")

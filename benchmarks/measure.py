@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -152,12 +152,19 @@ class _Side:
 
 
 def measure(
-    case: Case, base: Measurement, method: Method, seconds: float, announce: Callable[[str], None], skip: set[str]
+    case: Case,
+    base: Measurement,
+    method: Method,
+    seconds: float,
+    announce: Callable[[str], None],
+    skip: Mapping[str, str],
+    patience: float = math.inf,
 ) -> list[Measurement]:
     """All sides of a case, in about `seconds`.
 
     `base` holds what all measurements share. `announce(side)` is called before a side's code first runs, so that a
-    process which does not survive it has said whose fault that was; sides in `skip` did not survive it before.
+    process which does not survive it has said whose fault that was. Sides in `skip` do not run, for the reason given
+    there; those whose call takes longer than `patience` seconds are not timed.
     """
     base = replace(
         base,
@@ -183,10 +190,11 @@ def measure(
     failed: list[Measurement] = []
     for name, maker in makers.items():
         if name in skip:
+            failed.append(replace(base, side=name, failure=skip[name]))
             continue
         announce(name)
         try:
-            ready.append(_prepare(name, maker, case, sets, method))
+            ready.append(_prepare(name, maker, case, sets, method, patience))
         except Exception as error:
             failed.append(replace(base, side=name, failure=describe_failure(error)))
             del error
@@ -227,7 +235,14 @@ def _summary(row: Measurement, times: list[float], ours: list[float] | None) -> 
     return row
 
 
-def _prepare(name: str, maker: Callable[[Any], Call], case: Case, sets: list[Any], method: Method) -> _Side:
+def too_slow(seconds: float) -> str:
+    """What the row of a side says whose call takes so long that timing it would cost the other cases their time."""
+    return f"too slow: a call takes {seconds:.1f} s; raise --minutes to time it"
+
+
+def _prepare(
+    name: str, maker: Callable[[Any], Call], case: Case, sets: list[Any], method: Method, patience: float
+) -> _Side:
     """Checks a side's result, and finds out about how long it takes."""
     calls = [maker(inputs) for inputs in sets]
     out = calls[0]()
@@ -246,8 +261,10 @@ def _prepare(name: str, maker: Callable[[Any], Call], case: Case, sets: list[Any
         next(rotation)()
         _synchronize(method.device)
         seconds = min(seconds, time.perf_counter() - start)
-        if seconds > 0.5:
+        if seconds > min(0.5, patience):
             break
+    if seconds > patience:
+        raise Failure(too_slow(seconds))
     return _Side(name, len(sets), rotation, error, seconds)
 
 
@@ -303,12 +320,13 @@ def _in_turns(sides: list[_Side], timer: str, seconds: float) -> dict[str, list[
     """Seconds of a call, by side; the n-th of all sides are of the same round."""
     times: dict[str, list[float]] = {side.name: [] for side in sides}
     once = _clock_round if timer == "clock" else _event_round
-    once(sides)  # warm-up
+    if sum(side.seconds * side.repeats for side in sides) < seconds:
+        once(sides)  # warm-up; longer calls than these are warm
     start = time.perf_counter()
     for n in range(MAX_ROUNDS):
         if n >= MIN_ROUNDS and time.perf_counter() - start > seconds:
             break
-        if n >= 2 and time.perf_counter() - start > 4 * seconds:
+        if n >= 1 and time.perf_counter() - start > 4 * seconds:
             break  # far slower than hoped
         turn = n % len(sides) if sides else 0
         for name, value in once(sides[turn:] + sides[:turn]):

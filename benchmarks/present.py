@@ -59,17 +59,28 @@ class Run:
 
 
 def runs(measurements: Iterable[Measurement]) -> list[Run]:
-    """A measurement that comes again in the same environment begins a new run; by device, then by date."""
-    parts: dict[str, list[dict[tuple[str, ...], Measurement]]] = {}
+    """By device, then by date. What was measured in the same environment is one run, in however many parts, until a
+    suite that had come to its end is measured again; of a suite that had not, the newest counts."""
+    takes: dict[tuple[str, str], list[dict[tuple[str, ...], Measurement]]] = {}
     for m in sorted(measurements, key=lambda m: m.date):
         environment = json.dumps([m.device, m.environment], sort_keys=True)
-        of_environment = parts.setdefault(environment, [{}])
+        of_suite = takes.setdefault((environment, m.suite), [{}])
         key = (*m.problem, m.group, m.side)
-        if key in of_environment[-1]:
-            of_environment.append({})
-        of_environment[-1][key] = m
-    found = [Run(list(part.values())) for of_environment in parts.values() for part in of_environment]
-    return sorted(found, key=lambda run: (run.measurements[0].device, run.device, run.date))
+        if key in of_suite[-1]:
+            if _untried(m):
+                continue
+            if not any(map(_untried, of_suite[-1].values())):
+                of_suite.append({})
+        of_suite[-1][key] = m
+    found: dict[tuple[str, int], list[Measurement]] = {}
+    for (environment, _), of_suite in takes.items():
+        for number, take in enumerate(of_suite):
+            found.setdefault((environment, number), []).extend(take.values())
+    return sorted(map(Run, found.values()), key=lambda run: (run.measurements[0].device, run.device, run.date))
+
+
+def _untried(m: Measurement) -> bool:
+    return m.seconds is None and m.failure.startswith(OUT_OF_TIME)
 
 
 def one_device(measurements: Iterable[Measurement]) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,11 +27,17 @@ SUITES = {"gemm": 0.23, "attention": 0.27, "bucket": 0.15, "train": 0.11, "overh
 
 SILENCE = 150.0  # seconds without a word after which a process is taken to hang: compilers of opponents are slow
 BUILD_SILENCE = 900.0
+CEILINGS = "ceilings"
+# Of each size of each ceiling, of the time of the run; and never more than so many seconds.
+CEILING_SHARE, LONGEST_CEILING = 0.005, 0.7
 
 
 class Progress(Protocol):
+    """Is told of each suite and its number of cases (0: unknown), of each case and side that begins, and of results."""
+
     def start(self, suite: str, total: int) -> None: ...
     def case(self, text: str) -> None: ...
+    def side(self, name: str) -> None: ...
     def done(self, rows: list[Measurement]) -> None: ...
 
 
@@ -53,7 +59,7 @@ class Plan:
 def run(plan: Plan, progress: Progress) -> Iterator[list[Measurement]]:
     """The measurements of one case after the other, as they come."""
     end = time.time() + 60 * plan.minutes
-    ceilings = _ceilings(plan)
+    ceilings = _ceilings(plan, progress)
     left = sum(SUITES[suite] for suite in plan.suites)
     for suite in plan.suites:
         now = time.time()
@@ -62,12 +68,16 @@ def run(plan: Plan, progress: Progress) -> Iterator[list[Measurement]]:
         yield from _run_suite(plan, suite, deadline, end, ceilings, progress)
 
 
-def _ceilings(plan: Plan) -> dict[str, float]:
+def _ceilings(plan: Plan, progress: Progress) -> dict[str, float]:
     """The highest of each; where this process dies, those it had measured by then."""
     found: dict[str, float] = {}
-    with _Worker(plan, {"suite": "ceilings"}) as worker:
-        for message in worker.messages(plan.silence):
-            if "ceiling" in message:
+    progress.start(CEILINGS, 0)
+    seconds = min(LONGEST_CEILING, CEILING_SHARE * 60 * plan.minutes)
+    with _Worker(plan, {"suite": CEILINGS, "seconds": seconds}) as worker:
+        for message in worker.messages(lambda: plan.silence):
+            if "begins" in message:
+                progress.case(message["begins"])
+            elif "ceiling" in message:
                 found[message["ceiling"]] = max(found.get(message["ceiling"], 0.0), message["rate"])
     return found
 
@@ -77,12 +87,16 @@ def _run_suite(
 ) -> Iterator[list[Measurement]]:
     first, total, skip = 0, 1, dict[int, dict[str, str]]()
     order: dict[str, Any] = {"suite": suite, "deadline": deadline, "ceilings": ceilings, "only": plan.only}
-    silence = BUILD_SILENCE if suite == "build" else plan.silence
+
+    def patience() -> float:
+        """For the next word: shorter when the time of the run is over, except for the case that is measured anyway."""
+        silence = BUILD_SILENCE if suite == "build" else plan.silence
+        return min(silence, max(10.0, end + 30.0 - time.time())) if case > 0 else silence
+
     while first < total:
         case, side, base = -1, "", None
-        skipped = skip.get(first, {})
-        with _Worker(plan, order | {"first": first, "skip": list(skipped)}) as worker:
-            for message in worker.messages(min(silence, max(10.0, end + 30.0 - time.time()))):
+        with _Worker(plan, order | {"first": first, "skip": skip.get(first, {})}) as worker:
+            for message in worker.messages(patience):
                 if "total" in message:
                     total = message["total"]
                     if first == 0:
@@ -92,9 +106,9 @@ def _run_suite(
                     progress.case(f"{base.op} {base.phase} {base.case} {base.dtype}")
                 elif "side" in message:
                     side = message["side"]
+                    progress.side(side)
                 elif "measurements" in message:
                     rows = [Measurement(**row) for row in message["measurements"]]
-                    rows += [replace(rows[0], **_BLANK, side=s, failure=why) for s, why in skip.get(case, {}).items()]
                     progress.done(rows)
                     yield rows
                     first, base = case + 1, None
@@ -118,19 +132,6 @@ def _run_suite(
             progress.done(rows)
             yield rows
             first = case + 1
-
-
-# What a side that did not survive has not of its case's first row.
-_BLANK: dict[str, Any] = {
-    "seconds": None,
-    "spread": None,
-    "rounds": 0,
-    "ratio": None,
-    "ratio_spread": None,
-    "error": None,
-    "timer": "",
-    "state": {},
-}
 
 
 class _Worker:
@@ -157,8 +158,9 @@ class _Worker:
         )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # that it has ended is noticed when it says nothing
-            self._process.stdin.write(json.dumps(defaults | order).encode())
-            self._process.stdin.close()
+            # It stays open: the process ends when this one does, however that ends.
+            self._process.stdin.write(json.dumps(defaults | order).encode() + b"\n")
+            self._process.stdin.flush()
         self._lines: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -168,11 +170,14 @@ class _Worker:
             self._lines.put(line)
         self._lines.put(b"")
 
-    def messages(self, silence: float) -> Iterator[dict[str, Any]]:
-        """Until the process ends, or has said nothing for `silence` seconds and is ended."""
+    def messages(self, silence: Callable[[], float]) -> Iterator[dict[str, Any]]:
+        """Until the process ends, or has said nothing for `silence()` seconds and is ended. Its first word, before
+        which it imports what it needs, may take `SILENCE` in any case."""
+        least = SILENCE
         while True:
             try:
-                line = self._lines.get(timeout=silence)
+                line = self._lines.get(timeout=max(silence(), least))
+                least = 0.0
             except queue.Empty:
                 self._hung = True
                 self._kill()

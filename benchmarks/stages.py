@@ -244,7 +244,8 @@ class Run:
         def interrupt(number: int, _: object) -> None:
             self.interrupted = signal.Signals(number).name
 
-        previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, interrupt) for number in asked}
         try:
             yield
         finally:

@@ -1,7 +1,9 @@
 """Measures the cases of one suite in a process of its own, which an opponent may crash: `python -m benchmarks.worker`.
 
-It reads one JSON object from its standard input, the order, and writes one a line to its standard output:
-  {"ceiling": "copy", "rate": 1e10}   what the device can do in a second, where that was the order
+It reads one line from its standard input, the order, a JSON object, and ends with all it has started when that input
+ends, because then nobody waits for it. It writes one JSON object a line to its standard output:
+  {"begins": "copy"}                  the ceiling that it now measures, where these were the order
+  {"ceiling": "copy", "rate": 1e10}   what the device can do in a second
   {"total": 40}                       how many cases there are
   {"case": 3, "of": {...}}            begins one; `of` is the measurement as far as it is known before
   {"side": "torch.matmul"}            the code that now runs for the first time is this side's; "": that of all
@@ -15,9 +17,12 @@ import dataclasses
 import datetime
 import importlib
 import json
+import math
 import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -29,17 +34,25 @@ from benchmarks.results import OURS, Measurement
 
 # Of a case, so that a suite's first ones do not take the time of its others where there is plenty.
 LONGEST = 6.0
+# A side is not timed where a call takes longer than so many times the case's seconds, and longer than so many seconds.
+PATIENCE, LEAST_PATIENCE = 2.0, 1.0
+COPIED = {"cuda": 1 << 28, "cpu": 1 << 25}  # elements
+# Products whose rate is a ceiling, and the seconds that a call is never expected to exceed: where PyTorch has no fast
+# kernel for a dtype, as for bfloat16 on many CPUs, its rate is a thousandth of what others reach.
+PRODUCTS = {"cuda": (4096, 8192), "cpu": (256, 512, 1024, 2048)}
+LONGEST_PRODUCT = 0.5
 
 
 def main() -> int:
-    order = json.load(sys.stdin)
+    order = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_input, daemon=True).start()
     report = _take_standard_output()
     torch.manual_seed(order["seed"])
     if order["threads"]:
         torch.set_num_threads(order["threads"])
     if order["suite"] == "ceilings":
-        for name, rate in ceilings(order["device"]):
-            _write(report, {"ceiling": name, "rate": rate})
+        for message in ceilings(order["device"], order["seconds"]):
+            _write(report, message)
         return 0
     run(order, report)
     return 0
@@ -52,6 +65,7 @@ def run(order: dict[str, Any], report: TextIO) -> None:
     cases = list(selected(order["suite"], device, order["only"]))
     _write(report, {"total": len(cases)})
     missing: set[str] = set()
+    pace = Pace()
     for number in range(order["first"], len(cases)):
         case = cases[number]
         base = Measurement(
@@ -69,17 +83,22 @@ def run(order: dict[str, Any], report: TextIO) -> None:
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
         _write(report, {"case": number, "of": dataclasses.asdict(base)})
-        left = order["deadline"] - time.time()
-        if left <= 0:
+        left = max(0.0, order["deadline"] - time.time())
+        # The first case is measured in any case: a slow machine spends the time of a short run on its imports.
+        if left == 0 and number > 0:
             rows = [dataclasses.replace(base, failure="out of time")]
         else:
-            skip = set(order["skip"]) if number == order["first"] else set()
             share = min(LONGEST, 0.8 * left / (len(cases) - number))
+            patience = max(LEAST_PATIENCE, PATIENCE * share) if number else math.inf
+            skip = pace.too_slow(case, patience)
+            if number == order["first"]:
+                skip |= order["skip"]
             announce = lambda side: _write(report, {"side": side})  # noqa: E731
-            rows = measure.measure(case, base, method, share, announce, skip)
+            rows = measure.measure(case, base, method, share, announce, skip, patience)
             # That an opponent is not installed is said once.
             rows = [row for row in rows if row.side not in missing]
             missing |= {row.side for row in rows if row.failure.startswith(measure.NOT_INSTALLED)}
+            pace.note(case, rows)
         _write(report, {"measurements": [dataclasses.asdict(row) for row in rows]})
         if device == "cuda" and not _device_works():
             # A kernel has left the device unusable for this process: the next one goes on after this case.
@@ -93,26 +112,58 @@ def selected(suite: str, device: str, only: str) -> Iterator[measure.Case]:
             yield case
 
 
-def ceilings(device: str) -> Iterator[tuple[str, float]]:
-    """What the device can do in a second: bytes of a large copy, read and written; operations of a library matmul."""
+class Pace:
+    """How fast the sides have been, so that none is begun which would take too long: work grows within a suite."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, ...], float] = {}  # for an operation, or a byte where those are not counted
+
+    def note(self, case: measure.Case, rows: list[Measurement]) -> None:
+        for row in rows:
+            if row.seconds and (work := case.flops or case.bytes):
+                key = case.op, case.phase, case.dtype, row.side
+                self._seconds[key] = min(self._seconds.get(key, math.inf), row.seconds / work)
+
+    def too_slow(self, case: measure.Case, patience: float) -> dict[str, str]:
+        """Sides, and why they are not to be run."""
+        expected = {
+            side: self._seconds.get((case.op, case.phase, case.dtype, side), 0.0) * (case.flops or case.bytes)
+            for side in case.sides
+        }
+        return {side: measure.too_slow(seconds) for side, seconds in expected.items() if seconds > patience}
+
+
+def ceilings(device: str, seconds: float) -> Iterator[dict[str, Any]]:
+    """Messages of what the device can do in a second: bytes of a large copy, read and written; operations of a library
+    matmul, of growing sizes, the largest of which is the ceiling. `seconds`: of each size."""
     method = measure.Method(device)
-    count = (1 << 28) if device == "cuda" else (1 << 25)
+    count = COPIED[device]
+    yield {"begins": "copy"}
     source, target = torch.randn(count, device=device), torch.empty(count, device=device)
-    yield "copy", 8.0 * count / _fastest(method, lambda: target.copy_(source))
+    yield {"ceiling": "copy", "rate": 8.0 * count / _median(method, seconds, lambda: target.copy_(source))}
     for dtype in ("float32", "bfloat16", "float16"):
-        # float16 on a CPU takes PyTorch a hundred times as long.
-        sizes = (8192, 4096) if device == "cuda" else (256,) if dtype == "float16" else (2048, 1024)
-        for n in sizes:
+        for n in PRODUCTS[device]:
+            yield {"begins": f"{dtype} product of {n}³"}
             a, b = (torch.empty(n, n, device=device).uniform_(-1, 1).to(getattr(torch, dtype)) for _ in range(2))
-            yield dtype, 2.0 * n**3 / _fastest(method, lambda: torch.matmul(a, b))  # noqa: B023
+            took = _median(method, seconds, lambda: torch.matmul(a, b))  # noqa: B023
+            yield {"ceiling": dtype, "rate": 2.0 * n**3 / took}
+            if 8 * took > LONGEST_PRODUCT:
+                break
 
 
-def _fastest(method: measure.Method, call: measure.Call) -> float:
-    """The median, which is what a ceiling is for: what can be kept up."""
+def _median(method: measure.Method, seconds: float, call: measure.Call) -> float:
+    """Of a call: a ceiling is what can be kept up."""
     case = measure.Case("", "", "", "", "float32", {OURS: lambda _: call})
     base = Measurement("", "", "", "", "", "float32", OURS, method.device)
-    (row,) = measure.measure(case, base, method, 0.7, lambda _: None, set())
+    (row,) = measure.measure(case, base, method, seconds, lambda _: None, {})
     return row.seconds or float("inf")
+
+
+def _end_with_input() -> None:
+    # Not sys.stdin.read: a thread that holds the lock of a file is fatal at the end of the interpreter.
+    while os.read(0, 1 << 16):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 def _device_works() -> bool:

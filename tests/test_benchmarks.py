@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import io
 import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -15,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, is_alive
 
 sys.path.insert(0, str(ROOT))
 
@@ -30,8 +34,10 @@ from benchmarks import (
     environment,
     measure,
     opponents,
+    present,
     results,
     runner,
+    worker,
 )
 from benchmarks.measure import AGAIN, Case, Failure, Method
 from benchmarks.results import OURS, Measurement
@@ -47,8 +53,8 @@ SUITES = {
 BASE = Measurement("suite", "", "", "", "", "", OURS, "cpu", peak_flops=1e9, peak_bandwidth=1e9)
 
 
-def measured(case: Case, seconds: float = 0.05, method: Method | None = None) -> dict[str, Measurement]:
-    rows = measure.measure(case, BASE, method or Method("cpu"), seconds, lambda side: None, set())
+def measured(case: Case, seconds: float = 0.05, method: Method | None = None, **options: Any) -> dict[str, Measurement]:
+    rows = measure.measure(case, BASE, method or Method("cpu"), seconds, lambda side: None, {}, **options)
     return {row.side: row for row in rows}
 
 
@@ -108,7 +114,14 @@ class TestMeasure:
         assert rows[OURS].spread > 0.1 and rows["slow"].ratio == pytest.approx(2, rel=0.02)
 
     def test_a_case_far_slower_than_its_share_is_cut_short(self, clock: Clock) -> None:
-        assert measured(clock.case(cuda_ext=4000, slow=8000), seconds=1.0)[OURS].rounds == 2
+        assert measured(clock.case(cuda_ext=4000, slow=8000), seconds=1.0)[OURS].rounds == 1
+        assert clock.now == pytest.approx(3 * 12), "to check it, to see how long it takes, and one round"
+
+    def test_a_side_that_is_too_slow_leaves_the_time_to_the_others(self, clock: Clock) -> None:
+        rows = measured(clock.case(cuda_ext=4, slow=18000, fast=2), seconds=0.5, patience=1.0)
+        assert rows["slow"].failure == "too slow: a call takes 18.0 s; raise --minutes to time it"
+        assert rows["slow"].seconds is None and rows["fast"].ratio == pytest.approx(0.5)
+        assert clock.now < 2 * 18 + 1
 
     def test_sides_take_turns_and_each_begins_equally_often(self, clock: Clock) -> None:
         order: list[str] = []
@@ -142,18 +155,16 @@ class TestMeasure:
         assert row.rotation * bytes_of_a_set > 2 * environment.cache_bytes("cpu")
         assert set(seen) == set(range(row.rotation)) == set(range(next(made)))
 
-    def test_short_calls_are_repeated_until_the_clock_sees_them(self) -> None:
-        calls = itertools.count()
-        row = measured(Case("", "", "", "", "float32", {OURS: lambda _: lambda: next(calls)}))[OURS]
-        assert row.seconds is not None and row.seconds < 1e-5
-        assert next(calls) > 100 * row.rounds
+    def test_short_calls_are_repeated_until_the_clock_sees_them(self, clock: Clock) -> None:
+        row = measured(clock.case(cuda_ext=1e-2))[OURS]
+        assert row.seconds == pytest.approx(1e-5)
+        assert clock.now > 100 * row.rounds * row.seconds
 
-    def test_ours_against_ours_differs_by_nothing(self) -> None:
-        x = torch.randn(300, 300)
-        case = Case("", "", "", "", "float32", {OURS: lambda _: lambda: x @ x, "theirs": lambda _: lambda: x})
-        rows = measured(case, seconds=1.0, method=Method("cpu", against_itself=True))
+    def test_ours_against_ours_differs_by_nothing(self, clock: Clock) -> None:
+        method = Method("cpu", against_itself=True)
+        rows = measured(clock.case(cuda_ext=4, theirs=9), seconds=1.0, method=method)
         assert set(rows) == {OURS, AGAIN}
-        assert rows[AGAIN].ratio == pytest.approx(1, rel=0.1)
+        assert rows[AGAIN].ratio == pytest.approx(1)
 
     def test_samples_are_taken_as_they_are(self) -> None:
         times = {OURS: [1.0, 2.0, 3.0], "theirs": [2.0, 6.0, 3.0]}
@@ -186,12 +197,109 @@ class TestMeasure:
         assert measure.describe_failure(ValueError("")) == "ValueError: "
 
 
+class TestWorker:
+    ORDER: dict[str, Any] = {  # noqa: RUF012
+        "suite": "planted", "device": "cpu", "timer": "", "against_itself": False, "only": "", "ceilings": {},
+        "first": 0, "skip": {}, "deadline": 0.0,
+    }  # fmt: skip
+
+    def messages(self, monkeypatch: pytest.MonkeyPatch, cases: list[Case], **order: Any) -> list[dict[str, Any]]:
+        suite: Any = types.ModuleType("benchmarks.bench_planted")
+        suite.cases = lambda device: iter(cases)
+        monkeypatch.setitem(sys.modules, suite.__name__, suite)
+        report = io.StringIO()
+        worker.run(self.ORDER | order, report)
+        return [json.loads(line) for line in report.getvalue().splitlines()]
+
+    def rows(self, messages: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+        rows = [row for message in messages for row in message.get("measurements", ())]
+        return [(row["case"], row["side"], row["failure"] or "timed") for row in rows]
+
+    @pytest.mark.parametrize("slow", ["bfloat16", "float32"])
+    def test_ceilings_take_little_time_where_a_dtype_is_slow(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, slow: str
+    ) -> None:
+        """At 1 GFLOP/s a product of 2048³ takes 17 s, at 100 GFLOP/s 0.17 s."""
+
+        def matmul(a: torch.Tensor, b: torch.Tensor) -> None:
+            clock.now += 2.0 * a.shape[0] ** 3 / (1e9 if str(a.dtype) == f"torch.{slow}" else 1e11)
+
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+            clock.now += 8.0 * source.numel() / 1e10
+
+        monkeypatch.setattr(torch, "matmul", matmul)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
+        monkeypatch.setitem(worker.COPIED, "cpu", 1 << 20)
+        messages = list(worker.ceilings("cpu", seconds=0.3))
+        begun = [message["begins"] for message in messages if "begins" in message]
+        products = ["copy", *(f"{d} product of {n}³" for d in ("float32", "bfloat16") for n in (256, 512, 1024, 2048))]
+        assert set(products) - set(begun) == {f"{slow} product of {n}³" for n in (1024, 2048)}
+        found = [(m["ceiling"], m["rate"]) for m in messages if "ceiling" in m]
+        assert len(found) == len(begun) and (slow, pytest.approx(1e9)) in found
+        assert clock.now < 10
+
+    def test_the_first_case_is_measured_and_no_time_is_said_of_the_others(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cases = [dataclasses.replace(clock.case(cuda_ext=4, slow=8), name=str(i)) for i in range(3)]
+        messages = self.messages(monkeypatch, cases)
+        assert messages[0] == {"total": 3}
+        expected = [("0", OURS, "timed"), ("0", "slow", "timed"), *((i, OURS, "out of time") for i in "12")]
+        assert self.rows(messages) == expected
+
+    def test_a_side_is_not_begun_that_would_be_too_slow(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        small, large = (
+            dataclasses.replace(clock.case(cuda_ext=n, slow=100 * n), name=str(n), flops=1e6 * n) for n in (4, 4000)
+        )
+        found = self.rows(self.messages(monkeypatch, [small, large], deadline=9e99))
+        assert found[:3] == [("4", OURS, "timed"), ("4", "slow", "timed"), ("4000", OURS, "timed")]
+        assert found[3] == ("4000", "slow", "too slow: a call takes 400.0 s; raise --minutes to time it")
+        assert clock.now < 100
+
+    def test_ends_when_nobody_waits_for_it(self) -> None:
+        """As when the process that started it was killed. A call hangs meanwhile."""
+        order = self.ORDER | {"suite": "gemm", "only": "hang", "deadline": 9e99, "seed": 0, "threads": 0}
+        process = subprocess.Popen(PLANTED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
+        assert any(json.loads(line).get("side") == "hangs" for line in process.stdout)
+        process.stdin.close()
+        assert process.wait(60) == -signal.SIGKILL
+
+
+class Recorder:
+    """Progress of a test; `begins` is called with each case's text and each side's name."""
+
+    def __init__(self, begins: Any = lambda text: None) -> None:
+        self.begins, self.total, self.cases = begins, 0, 0
+
+    def start(self, suite: str, total: int) -> None:
+        self.total = total
+
+    def case(self, text: str) -> None:
+        self.begins(text)
+
+    def side(self, name: str) -> None:
+        self.begins(name)
+
+    def done(self, rows: list[Measurement]) -> None:
+        self.cases += 1
+
+
+PLANTED = [sys.executable, str(ROOT / "tests" / "planted_suite.py")]
+
+
 @pytest.fixture(scope="module")
 def planted() -> dict[str, dict[str, Measurement]]:
     """What a run makes of the planted suite, by case and side."""
-    worker = [sys.executable, str(ROOT / "tests" / "planted_suite.py")]
-    plan = runner.Plan(["gemm"], "cpu", minutes=3, silence=30.0, command=worker)
-    progress = Recorder()
+    plan = runner.Plan(["gemm"], "cpu", minutes=60, silence=600.0, command=PLANTED)
+
+    def begins(text: str) -> None:
+        # What hangs by its nature need not be waited for.
+        plan.silence = 0.2 if text == "hangs" else 600.0
+
+    progress = Recorder(begins)
     found: dict[str, dict[str, Measurement]] = {}
     for rows in runner.run(plan, progress):
         for row in rows:
@@ -199,19 +307,6 @@ def planted() -> dict[str, dict[str, Measurement]]:
             found[row.case][row.side] = row
     assert progress.total == 8 and progress.cases == 8
     return found
-
-
-class Recorder:
-    total = cases = 0
-
-    def start(self, suite: str, total: int) -> None:
-        self.total = total
-
-    def case(self, text: str) -> None:
-        pass
-
-    def done(self, rows: list[Measurement]) -> None:
-        self.cases += 1
 
 
 class TestSidesThatFail:
@@ -248,7 +343,7 @@ class TestSidesThatFail:
         assert planted["last"][OURS].of_ceiling and planted["last"][OURS].environment["cpu"]
 
     def test_a_suite_that_cannot_be_imported(self) -> None:
-        broken = [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"]
+        broken = [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"]
         plan = runner.Plan(["gemm", "bucket"], "cpu", minutes=1, command=broken)
         rows = [row for rows in runner.run(plan, Recorder()) for row in rows]
         assert [(row.suite, row.failure) for row in rows] == [
@@ -256,10 +351,10 @@ class TestSidesThatFail:
             ("bucket", "crashed: exit status 3"),
         ]
 
-    def test_no_time_is_said_of_every_case(self) -> None:
-        plan = runner.Plan(["overhead"], "cpu", minutes=1e-6)
-        rows = [row for rows in runner.run(plan, Recorder()) for row in rows]
-        assert len(rows) == len(list(bench_overhead.cases("cpu"))) and {row.failure for row in rows} == {"out of time"}
+    def test_a_slow_import_is_no_hang(self) -> None:
+        code = "import sys, time; sys.stdin.readline(); time.sleep(0.5); print('{\"total\": 0}')"
+        plan = runner.Plan(["gemm"], "cpu", minutes=1, silence=0.05, command=[sys.executable, "-c", code])
+        assert list(runner.run(plan, Recorder())) == []
 
 
 P = bench_attention.Problem
@@ -320,13 +415,13 @@ class TestCases:
         assert all(row.seconds for row in rows.values())
         assert len({row.rounds for row in rows.values()}) == 1
 
-    def test_import_is_timed(self) -> None:
+    def test_import_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seconds, path = bench_build._seconds, {"PYTHONPATH": str(ROOT)}
+        once = functools.cache(lambda program: seconds([sys.executable, "-c", program], ROOT, path))
+        monkeypatch.setattr(bench_build, "_seconds", lambda command, *_: once(command[-1]))
         rows = measured(next(iter(bench_build.cases("cpu"))), seconds=0.0)
-        assert (
-            rows[OURS].seconds
-            and rows["torch alone"].seconds
-            and rows[OURS].seconds > 0.5 * rows["torch alone"].seconds
-        )
+        assert rows[OURS].seconds == once("import cuda_ext; cuda_ext.linear") > 0.0
+        assert rows["torch alone"].seconds == once("import torch") > 0.0 and rows[OURS].rounds == 3
 
     def test_a_build_that_fails_says_how(self) -> None:
         with pytest.raises(Failure, match="failed: ValueError: 5"):
@@ -490,31 +585,71 @@ class TestCommand:
         assert status == 0 and len(output.splitlines()) == 4 and "torch.matmul" in output
 
     def test_measures(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        arguments = ["overhead", "--device", "cpu", "--minutes", "0.4", "--only", "linear forward"]
+        # However short its time: it measures at least a case. And it adds to what is there.
+        earlier = dataclasses.replace(BASE, seconds=1.0)
+        (tmp_path / "results.jsonl").write_text(earlier.to_json() + "\n")
+        arguments = ["overhead", "--device", "cpu", "--minutes", "0.01", "--only", "linear forward small"]
         status, output = self.run(capsys, *arguments, "--out", str(tmp_path), "--no-plots", "--seed", "5")
         assert status == 0 and "--seed 5" in output and "torch.mul" in output
-        rows = results.read(tmp_path)
-        assert {row.side for row in rows} == {OURS, "PyTorch", "torch.mul"}
+        assert output.index("ceilings 1  copy") < output.index("overhead 1/1  linear forward tiny float32")
+        first, *rows = results.read(tmp_path)
+        assert first == earlier and {row.side for row in rows} == {OURS, "PyTorch", "torch.mul"}
         assert all(row.seconds and row.environment["torch"] == torch.__version__ for row in rows)
-        # a second run adds to the file
-        self.run(capsys, *arguments, "--out", str(tmp_path), "--no-plots", "--aa")
-        assert len(results.read(tmp_path)) > len(rows)
 
-    def test_what_was_measured_before_an_interrupt_is_kept(self, tmp_path: Path) -> None:
-        import subprocess
+    def test_judges_ours_against_ours_by_the_median(self, capsys: pytest.CaptureFixture[str]) -> None:
+        def rows(*ratios: float) -> list[Measurement]:
+            return [dataclasses.replace(BASE, side=AGAIN, seconds=1.0, ratio=ratio) for ratio in ratios]
 
-        arguments = ["-m", "benchmarks", "overhead", "--device", "cpu", "--minutes", "2", "--no-plots"]
-        process = subprocess.Popen(
-            [sys.executable, *arguments, "--out", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        file = tmp_path / "results.jsonl"
-        deadline = time.time() + 60
-        while time.time() < deadline and not (file.exists() and len(file.read_text().splitlines()) > 5):
-            time.sleep(0.1)
-        os.kill(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=30)
-        assert process.returncode == 0 and "torch.mul" in output
-        assert len(results.read(file)) > 5
+        assert command.judge(rows(0.99, 1.02, 1.5)) == 0
+        assert "median ratio 1.0200 of 3 cases; the farthest from 1 is 1.500" in capsys.readouterr().out
+        assert command.judge(rows(0.96)) == command.judge(rows(1.04)) == command.judge([BASE]) == 1
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_a_signal_keeps_what_was_measured_and_leaves_no_process(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        number: signal.Signals,
+    ) -> None:
+        row = dataclasses.asdict(dataclasses.replace(BASE, case="first", seconds=1.0))
+        code = f"""
+import json, subprocess, sys, time
+if json.loads(sys.stdin.readline())["suite"] == "gemm":
+    child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
+    row = {row!r}
+    for message in ({{"total": 2}}, {{"case": 0, "of": row}}, {{"measurements": [row]}}, {{"side": str(child.pid)}},
+                    {{"case": 1, "of": {{**row, "case": "second"}}}}):
+        print(json.dumps(message), flush=True)
+    time.sleep(1000)
+"""
+        children: list[int] = []
+
+        def begins(text: str) -> None:
+            if text.isdigit():
+                children.append(int(text))
+            elif "second" in text:
+                os.kill(os.getpid(), number)
+
+        def not_asked(number: int, frame: object) -> None:
+            pytest.fail("the command takes no notice of the signal")
+
+        monkeypatch.setattr(command, "_progress", lambda plan: contextlib.nullcontext(Recorder(begins)))
+        plan = runner.Plan(["gemm"], "cpu", minutes=1, command=[sys.executable, "-c", code])
+        previous = signal.signal(number, not_asked if number != signal.SIGINT else signal.default_int_handler)
+        try:
+            with (tmp_path / "results.jsonl").open("a") as target:
+                found = command.run(plan, target)
+            assert signal.getsignal(number) in (not_asked, signal.default_int_handler)
+        finally:
+            signal.signal(number, previous)
+        assert [row.case for row in found] == [row.case for row in results.read(tmp_path)] == ["first"]
+        assert capsys.readouterr().out
+        (child,) = children
+        deadline = time.monotonic() + 60
+        while is_alive(child):  # it has been sent SIGKILL
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def test_records_by_device_and_day(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(results, "ROOT", tmp_path)
@@ -560,6 +695,31 @@ class TestResults:
         theirs = dataclasses.replace(BASE, side="a rival", ratio=2.0)
         (sides,) = results.by_case([theirs, new, old]).values()
         assert sides == {OURS: new, "a rival": theirs} and list(sides) == [OURS, "a rival"]
+
+    def test_a_run_in_parts_is_one(self) -> None:
+        """A short run comes to the end of no suite; those after it measure a suite each."""
+
+        def part(hour: int, **failures: str) -> list[Measurement]:
+            return [
+                dataclasses.replace(
+                    BASE, suite=name[0], case=name, date=f"2026-01-01T{hour:02}", failure=failure,
+                    seconds=None if failure else float(hour),
+                )
+                for name, failure in failures.items()
+            ]  # fmt: skip
+
+        late = "out of time"
+        parts = [
+            part(1, a1="", a2=late, b1="", b2=late, b3=late),
+            part(2, a1="", a2=""),
+            part(3, b1="", b2="", b3=late),
+        ]
+        (run,) = present.runs(itertools.chain(*parts))
+        found = {m.case: m.seconds for m in run.measurements}
+        assert found == {"a1": 2.0, "a2": 2.0, "b1": 3.0, "b2": 3.0, "b3": None}
+        # A suite that had come to its end and is measured again is another run, a failure in it too.
+        again = present.runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
+        assert [len(run.measurements) for run in again] == [5, 2]
 
     def test_geometric_means(self) -> None:
         rows = [dataclasses.replace(BASE, case=str(r), side="a rival", ratio=r) for r in (0.5, 8.0)]
