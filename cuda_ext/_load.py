@@ -67,3 +67,4 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 _AfterImport("torch.distributed.tensor", lambda: importlib.import_module("cuda_ext._dtensor"))
+_AfterImport("torch.nested._internal.ops", lambda: importlib.import_module("cuda_ext._jagged"))

@@ -4,6 +4,8 @@ backward.
 The method is FlashAttention (Dao et al., arXiv 2205.14135) with the online softmax of Milakov and Gimelshein (arXiv
 1805.02867). The CPU kernels keep one block of logits per thread; gradients are summed in a fixed order, so a run
 repeats bit for bit.
+
+DTensors are split by batch and by heads, without dropout; other placements are gathered first.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ number of threads, except where a large float32 or float64 product (M, N and K o
 its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more for
 ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
 
+DTensors are served by sharding rules, and jagged nested tensors, in all but `gemm`, by their packed rows: ``input`` and
+``residual`` are then jagged both, over the same sequences and without holes.
+
 All of them raise RuntimeError for wrong ranks, shapes, dtypes, devices or activations, naming the argument, and
 NotImplementedError for CUDA tensors where no CUDA kernel is built. Under autocast they run in its dtype.
 """
