@@ -1,5 +1,6 @@
 // One CPU kernel source, several instruction sets. A kernel lives in X_cpu.inc and is compiled once per instruction set
 // by X_cpu_{avx512,avx2,generic}.cpp, each into its own namespace; the launcher asks best_isa() which of them to call.
+// AVX512-BF16 is avx512 and one instruction more, so there only a kernel that uses that has a fourth variant.
 #pragma once
 
 #include <cstdlib>
@@ -7,7 +8,7 @@
 
 namespace cuda_ext::cpu {
 
-enum class Isa { kGeneric, kAvx2, kAvx512 };
+enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512BFloat16 };
 
 // The widest set this processor runs. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach all variants.
 inline Isa best_isa() {
@@ -19,10 +20,12 @@ inline Isa best_isa() {
     if (widest == Isa::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
       widest = Isa::kAvx512;
+    if (widest == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16")) widest = Isa::kAvx512BFloat16;
     const char* wanted = std::getenv("CUDA_EXT_CPU_ISA");
     if (wanted != nullptr) {
       if (std::strcmp(wanted, "generic") == 0) return Isa::kGeneric;
       if (std::strcmp(wanted, "avx2") == 0 && widest > Isa::kAvx2) return Isa::kAvx2;
+      if (std::strcmp(wanted, "avx512") == 0 && widest > Isa::kAvx512) return Isa::kAvx512;
     }
     return widest;
   }();
@@ -34,29 +37,38 @@ inline Isa best_isa() {
 
 }  // namespace cuda_ext::cpu
 
-// Declares `void name(args)` in every instruction set's namespace and a `name` that calls the widest one.
+// Declares `void name(args)` in every instruction set's namespace and a `name` that calls the widest one;
+// WITH_BFLOAT16: for kernels with a variant for AVX512-BF16.
 #if defined(__x86_64__)
-#define CUDA_EXT_CPU_LAUNCHER(name, Params)                     \
-  namespace cpu::avx512 {                                       \
-  void name(const Params& params);                              \
-  }                                                             \
-  namespace cpu::avx2 {                                         \
-  void name(const Params& params);                              \
-  }                                                             \
-  namespace cpu::generic {                                      \
-  void name(const Params& params);                              \
-  }                                                             \
-  inline void name(const Params& params) {                      \
-    switch (cpu::best_isa()) {                                  \
-      case cpu::Isa::kAvx512: return cpu::avx512::name(params); \
-      case cpu::Isa::kAvx2: return cpu::avx2::name(params);     \
-      default: return cpu::generic::name(params);               \
-    }                                                           \
+#define CUDA_EXT_CPU_LAUNCHER_OF(name, Params, avx512_bfloat16)             \
+  namespace cpu::avx512 {                                                   \
+  void name(const Params& params);                                          \
+  }                                                                         \
+  namespace cpu::avx2 {                                                     \
+  void name(const Params& params);                                          \
+  }                                                                         \
+  namespace cpu::generic {                                                  \
+  void name(const Params& params);                                          \
+  }                                                                         \
+  inline void name(const Params& params) {                                  \
+    switch (cpu::best_isa()) {                                              \
+      case cpu::Isa::kAvx512BFloat16: return avx512_bfloat16::name(params); \
+      case cpu::Isa::kAvx512: return cpu::avx512::name(params);             \
+      case cpu::Isa::kAvx2: return cpu::avx2::name(params);                 \
+      default: return cpu::generic::name(params);                           \
+    }                                                                       \
   }
+#define CUDA_EXT_CPU_LAUNCHER(name, Params) CUDA_EXT_CPU_LAUNCHER_OF(name, Params, cpu::avx512)
+#define CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(name, Params) \
+  namespace cpu::avx512bf16 {                             \
+  void name(const Params& params);                        \
+  }                                                       \
+  CUDA_EXT_CPU_LAUNCHER_OF(name, Params, cpu::avx512bf16)
 #else
 #define CUDA_EXT_CPU_LAUNCHER(name, Params) \
   namespace cpu::generic {                  \
   void name(const Params& params);          \
   }                                         \
   inline void name(const Params& params) { cpu::generic::name(params); }
+#define CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(name, Params) CUDA_EXT_CPU_LAUNCHER(name, Params)
 #endif

@@ -3,7 +3,7 @@
 // loaded and the tile's elements of A are broadcast.
 #pragma once
 
-#include "cpu/simd.h"
+#include "cpu/bfloat16_pair.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
@@ -16,9 +16,10 @@ constexpr int tile_rows(int vectors) {
 // The widest tile: enough independent sums to hide the latency of a multiply-add at the fewest loads.
 constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 
-template <class T, int Rows, int Vectors, bool kAccumulate>
-CUDA_EXT_INLINE void tile_product(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, T* c,
-                                  int64_t ldc) {
+// Element: T, or BFloat16Pair where T is float; k counts them.
+template <class T, int Rows, int Vectors, bool kAccumulate, class Element>
+CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b,
+                                  int64_t ldb, T* c, int64_t ldc) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 16
@@ -28,14 +29,14 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const T* a, int64_t a_row, int64_t 
   }
 #pragma GCC unroll 1
   for (int64_t step = 0; step < k; ++step) {
-    Vec<T> b_row[Vectors];
+    decltype(load(b)) b_row[Vectors];
 #pragma GCC unroll 16
     for (int j = 0; j < Vectors; ++j) b_row[j] = load(b + j * lanes);
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
-      const Vec<T> a_element = splat(a[i * a_row]);
+      const auto a_element = splat(a[i * a_row]);
 #pragma GCC unroll 16
-      for (int j = 0; j < Vectors; ++j) sum[i][j] += a_element * b_row[j];
+      for (int j = 0; j < Vectors; ++j) sum[i][j] = multiply_add(sum[i][j], a_element, b_row[j]);
     }
     a += a_col;
     b += ldb;

@@ -58,6 +58,10 @@ template <class T>
 CUDA_EXT_INLINE Vec<T> min(Vec<T> a, Vec<T> b) {
   return a < b ? a : b;
 }
+template <class V>
+CUDA_EXT_INLINE V multiply_add(V sum, V a, V b) {
+  return sum + a * b;
+}
 template <class T>
 CUDA_EXT_INLINE T horizontal_sum(Vec<T> v) {
   T sum = 0;

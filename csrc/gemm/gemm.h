@@ -81,7 +81,7 @@ struct ActivationGradParams {
   Output bias_grad;    // (n,), gated: (2n,)
 };
 
-CUDA_EXT_CPU_LAUNCHER(launch_gemm, GemmParams)
+CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(launch_gemm, GemmParams)
 CUDA_EXT_CPU_LAUNCHER(launch_activation_grad, ActivationGradParams)
 
 }  // namespace cuda_ext

@@ -1,5 +1,8 @@
 // Packing: pieces of a and b, whatever their dtype and strides, become small float32 (float64) panels laid out for the
 // microkernel. This is the only place where a GEMM reads its operands.
+//
+// `depth` is how many numbers along k an element of a panel holds: 1, or 2 where bfloat16 stay as they are. Such a pair
+// lies in a float32 that is only moved until the microkernel takes it as a BFloat16Pair; k goes up to even with a zero.
 #pragma once
 
 #include "cpu/microkernel.h"
@@ -15,25 +18,57 @@ constexpr int kPanelRows = tile_rows(kPanelVectors);
 template <class T>
 constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
 
-// Products are formed kBlockK deep at a time: a packed panel of a (9 KB) then stays in L1, those of b in L2.
+// Products are formed kBlockK elements deep at a time: a packed panel of a (9 KB) then stays in L1, those of b in L2.
 // An element of a product depends on this number and on nothing else: not on the threads, not on where a tile starts.
 constexpr int64_t kBlockK = 256;
 
-// to (columns, lines) = from (lines, columns) transposed, lines and columns <= lanes. A whole vector of `to` is written
-// for each column, zeros after the last line.
-template <class Storage, class T = Compute<Storage>>
-CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t columns, T* to,
-                                     int64_t to_stride) {
+// Elements of a panel, from the first of `k` numbers that lie k_stride apart.
+
+template <int depth, class Storage, class T = Compute<Storage>>
+CUDA_EXT_INLINE T load_element(const Storage* p, int64_t k_stride, int64_t k) {
+  if constexpr (depth == 1) return to_compute(*p);
+  if constexpr (depth == 2) return bits_to_float(p->bits | (k > 1 ? uint32_t(p[k_stride].bits) << 16 : 0));
+}
+// Those of the next lanes at p, p + 1, ..., of which `count` exist.
+template <int depth, class Storage, class T = Compute<Storage>>
+CUDA_EXT_INLINE Vec<T> load_across_k(const Storage* p, int64_t k_stride, int64_t k, int64_t count) {
+  const Vec<T> first = load_partial(p, count);
+  if constexpr (depth == 1) return first;
+  if constexpr (depth == 2) {
+    const Vec<T> second = k > 1 ? load_partial(p + k_stride, count) : Vec<T>{};
+    return (Vec<T>)((Words)first >> 16 | (Words)second);
+  }
+}
+// `count` elements one after the other; k_stride is 1.
+template <int depth, class Storage, class T = Compute<Storage>>
+CUDA_EXT_INLINE Vec<T> load_along_k(const Storage* p, int64_t k, int64_t count) {
+  if constexpr (depth == 1) return load_partial(p, count);
+  if constexpr (depth == 2) {
+    Vec<T> elements{};
+    if (count >= kLanes<T> && k >= 2 * kLanes<T>)
+      std::memcpy(&elements, p, sizeof elements);
+    else
+      std::memcpy(&elements, p, size_t(std::min(k, 2 * count)) * sizeof(Storage));
+    return elements;
+  }
+}
+
+// to (columns, lines) = the elements of from (lines, k numbers, `columns` elements) transposed, lines and columns <=
+// lanes. A whole vector of `to` is written for each column, zeros after the last line.
+template <int depth, class Storage, class T = Compute<Storage>>
+CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t k,
+                                     int64_t columns, T* to, int64_t to_stride) {
   constexpr int lanes = kLanes<T>;
   Vec<T> rows[lanes];
-  if (lines == lanes && columns == lanes) {
+  if (lines == lanes && columns == lanes && (depth == 1 || k >= depth * lanes)) {
 #pragma GCC unroll 16
-    for (int i = 0; i < lanes; ++i) rows[i] = load(from + i * from_stride);
+    for (int i = 0; i < lanes; ++i) rows[i] = load_along_k<depth>(from + i * from_stride, depth * lanes, lanes);
     transpose<T>(rows);
 #pragma GCC unroll 16
     for (int i = 0; i < lanes; ++i) store(to + i * to_stride, rows[i]);
   } else {
-    for (int i = 0; i < lanes; ++i) rows[i] = i < lines ? load_partial(from + i * from_stride, columns) : Vec<T>{};
+    for (int i = 0; i < lanes; ++i)
+      rows[i] = i < lines ? load_along_k<depth>(from + i * from_stride, k, columns) : Vec<T>{};
     transpose<T>(rows);
     for (int i = 0; i < columns; ++i) store(to + i * to_stride, rows[i]);
   }
@@ -55,51 +90,60 @@ inline PanelOrder panel_order(int64_t row_stride, int64_t k_stride) {
 }
 
 // A block of a: panels of kPanelRows rows each. `readable_rows` >= rows of the matrix follow `a`.
-template <class Storage, class T = Compute<Storage>>
+template <int depth, class Storage, class T = Compute<Storage>>
 void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t readable_rows, int64_t k,
             T* panels) {
   if (panel_order(row_stride, k_stride) == PanelOrder::kColumnMajor) {
-    for (int64_t p = 0; p < k; ++p, a += k_stride) {
-      T* to = panels + p * kPanelRows;
+    for (int64_t p = 0; p < k; p += depth, a += depth * k_stride) {
+      T* to = panels + p / depth * kPanelRows;
       for (int64_t first = 0; first < rows; first += kPanelRows, to += kPanelSize<T>)
         for (int64_t i = 0; i < kPanelRows && first + i < rows; i += kLanes<T>)
-          store(to + i, load_partial(a + first + i, readable_rows - first - i));
+          store(to + i, load_across_k<depth>(a + first + i, k_stride, k - p, readable_rows - first - i));
     }
     return;
   }
+  const int64_t elements = (k + depth - 1) / depth;
   for (int64_t i = 0; i < rows; ++i, a += row_stride) {
     T* const to = panels + i / kPanelRows * kPanelSize<T> + i % kPanelRows * kBlockK;
     if (k_stride == 1) {
-      for_vectors<T>(k, [&](int64_t p, int64_t count) { store(to + p, load_partial(a + p, count)); });
+      for_vectors<T>(elements, [&](int64_t p, int64_t count) {
+        store(to + p, load_along_k<depth>(a + depth * p, k - depth * p, count));
+      });
     } else {
-      for (int64_t p = 0; p < k; ++p) to[p] = to_compute(a[p * k_stride]);
+      for (int64_t p = 0; p < elements; ++p)
+        to[p] = load_element<depth>(a + depth * p * k_stride, k_stride, k - depth * p);
     }
   }
 }
 
 // A block of b for a task: panels (k, kPanelColumns) of kPanelColumns columns each, `panel_stride` apart, zeros after
 // the last column up to a whole vector.
-template <class Storage, class T = Compute<Storage>>
+template <int depth, class Storage, class T = Compute<Storage>>
 void pack_b(const Storage* b, int64_t k_stride, int64_t column_stride, int64_t k, int64_t columns, int64_t panel_stride,
             T* panels) {
   constexpr int64_t width = kPanelColumns<T>;
+  const int64_t elements = (k + depth - 1) / depth;
   const auto panel = [&](int64_t column) { return panels + column / width * panel_stride + column % width; };
   if (column_stride == 1) {
-    for (int64_t p = 0; p < k; ++p)
+    for (int64_t p = 0; p < elements; ++p)
       for_vectors<T>(columns, [&](int64_t j, int64_t count) {
-        store(panel(j) + p * width, load_partial(b + p * k_stride + j, count));
+        store(panel(j) + p * width,
+              load_across_k<depth>(b + depth * p * k_stride + j, k_stride, k - depth * p, count));
       });
   } else if (k_stride == 1) {
     for_vectors<T>(columns, [&](int64_t j, int64_t lines) {
-      for_vectors<T>(k, [&](int64_t p, int64_t count) {
-        transpose_block(b + j * column_stride + p, column_stride, lines, count, panel(j) + p * width, width);
+      for_vectors<T>(elements, [&](int64_t p, int64_t count) {
+        transpose_block<depth>(b + j * column_stride + depth * p, column_stride, lines, k - depth * p, count,
+                               panel(j) + p * width, width);
       });
     });
   } else {
-    for (int64_t p = 0; p < k; ++p)
+    for (int64_t p = 0; p < elements; ++p)
       for_vectors<T>(columns, [&](int64_t j, int64_t count) {
+        const auto* const from = b + depth * p * k_stride + j * column_stride;
         for (int64_t i = 0; i < kLanes<T>; ++i)
-          panel(j)[p * width + i] = i < count ? to_compute(b[p * k_stride + (j + i) * column_stride]) : T(0);
+          panel(j)[p * width + i] =
+              i < count ? load_element<depth>(from + i * column_stride, k_stride, k - depth * p) : T(0);
       });
   }
 }

@@ -1,0 +1,105 @@
+"""The CPU GEMM where the processor multiplies pairs of bfloat16 (AVX512-BF16), with a model of that instruction: what
+such a processor runs but for the instruction itself, on every processor."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from gemm_library import Gemm, Target, encode, expected, place
+from harness import HERE
+from test_gemm_kernels import LAYOUTS, assert_exact, integers
+
+from cuda_ext import _emulator
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Any:
+    source = HERE / "gemm_bfloat16_pairs.cpp"
+    return ctypes.CDLL(str(_emulator.build_library("gemm-bfloat16-pairs", [], [(source, ("-std=c++17",))])))
+
+
+def bfloat16(values: np.ndarray, order: tuple[int, ...] | None = None, offset: int = 0, gap: int = 0) -> np.ndarray:
+    return place(values, "bfloat16", order, offset, gap)
+
+
+def run(pairs: Any, call: Gemm) -> None:
+    params = call.params()
+    pairs.pairs_gemm(ctypes.byref(params))
+
+
+# k: one element, odd and even, a vector, a block of 512 and beyond.
+SHAPES = [(1, 1, 1), (3, 7, 2), (5, 12, 9), (9, 13, 0), (73, 48, 64), (70, 67, 511), (33, 25, 513), (2, 300, 1100)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_are_exact(pairs: Any, layout: str) -> None:
+    order_a, order_b = LAYOUTS[layout]
+    for (m, n, k), gap in itertools.product(SHAPES, (0, 3)):
+        call = Gemm(
+            bfloat16(integers((m, k)), order_a, gap, gap),
+            bfloat16(integers((k, n)), order_b, gap, gap),
+            Target((m, n), "float32", gap),
+        )
+        run(pairs, call)
+        assert_exact(call)
+
+
+def test_operands_without_a_unit_stride(pairs: Any) -> None:
+    a, b = bfloat16(integers((2 * 19, 2 * 27)))[::2, ::2], bfloat16(integers((3 * 27, 2 * 30)))[::3, ::2]
+    call = Gemm(a, b, Target((19, 30), "float32"))
+    run(pairs, call)
+    assert_exact(call)
+
+
+def test_batches_reduced_dims_and_epilogues(pairs: Any) -> None:
+    a, b = bfloat16(integers((3, 2, 13, 45)), (1, 0, 3, 2)), bfloat16(integers((3, 2, 45, 20)))
+    batched = Gemm(a, b, Target((3, 2, 13, 20), "bfloat16"), alpha=0.5, activation="relu")
+    batched.bias = place(integers((20,)), "float32")
+    reduced = Gemm(a, b, Target((2, 13, 20), "float32"), reduced_dims=1)
+    gated = Gemm(a[0, 0], b[0, 0], Target((13, 10), "float32"), n=10, gated=True, activation="relu")
+    backward = Gemm(a[0, 0], b[0, 0], Target((13, 20), "float32"), activation="relu")
+    backward.preact, backward.bias_grad = bfloat16(integers((13, 20))), Target((20,), "float32")
+    for call in (batched, reduced, gated, backward):
+        run(pairs, call)
+        assert_exact(call)
+
+
+def test_sums_are_as_exact_as_float32(pairs: Any) -> None:
+    rng = np.random.default_rng()
+    a, b = bfloat16(rng.normal(size=(40, 700))), bfloat16(rng.normal(size=(700, 50)), (1, 0))
+    call = Gemm(a, b, Target((40, 50), "float32"))
+    run(pairs, call)
+    assert call.out is not None
+    np.testing.assert_allclose(call.out.values(), expected(call).out, rtol=0, atol=700**0.5 * 700**0.5 * 2.0**-24)
+
+
+# The smallest normal number, and as bfloat16 half of it, which is subnormal.
+TINY, SUBNORMAL = 2.0**-126, 2.0**-127
+CASES = [  # sum, (a0, a1), (b0, b1), what the instruction makes of it
+    (1.0, (2.0, 3.0), (5.0, 7.0), 32.0),
+    (1.0, (SUBNORMAL, 3.0), (2.0**120, 7.0), 22.0),  # subnormal operands are zeros
+    (SUBNORMAL, (0.0, 0.0), (0.0, 0.0), 0.0),  # and so is a subnormal sum,
+    (0.0, (2.0**-100, 0.0), (2.0**-27, 0.0), 0.0),  # on its way out too,
+    (0.0, (1.0, 2.0**-100), (TINY, 2.0**-27), TINY),  # and between
+    (2.0**24, (1.0, 1.0), (1.0, 1.0), 2.0**24),  # each sum is rounded, to even: 2^24 + 1 is not a float32
+    (0.0, (1.0, 2.0**24), (1.0, 1.0), 2.0**24),
+    (0.0, (2.0**24, 1.0), (1.0, 1.0), 2.0**24),
+    (0.0, (-(2.0**24), 2.0**24), (1.0, 1.0), 0.0),
+    (1.0, (-(2.0**24), 2.0**24), (1.0, 1.0), 0.0),  # the second of a pair comes first: 1 is lost
+    (0.0, (math.inf, 1.0), (1.0, 1.0), math.inf),
+    (0.0, (math.inf, -math.inf), (1.0, 1.0), math.nan),
+    (0.0, (math.inf, 1.0), (SUBNORMAL, 1.0), math.nan),  # infinity times what counts as zero
+]
+
+
+def test_the_model_of_the_instruction(pairs: Any) -> None:
+    for start, a, b, want in CASES:
+        sums = np.full(4, start, np.float32)
+        words = [np.tile(encode(np.array(pair), "bfloat16"), 4).view(np.uint32) for pair in (a, b)]
+        pairs.pairs_multiply_add(*(ctypes.c_void_p(array.ctypes.data) for array in (sums, *words)))
+        np.testing.assert_array_equal(sums, np.full(4, want, np.float32), str((start, a, b)))
