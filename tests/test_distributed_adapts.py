@@ -113,7 +113,7 @@ def test_sizes_by_measurement(reduction: str) -> None:
     model = BucketedDataParallel(nn.Sequential(*layers).double(), reduction=reduction)
     plain = copy.deepcopy(model.module)
     said = io.StringIO()
-    assert "an all-reduce takes" in model.describe()
+    assert "until the network is measured, before pass 4" in model.describe()
     with contextlib.redirect_stderr(said):
         compare_steps(model, plain, 6)
     lines = said.getvalue().splitlines()
@@ -124,6 +124,41 @@ def test_sizes_by_measurement(reduction: str) -> None:
     plans = [None] * 4
     dist.all_gather_object(plans, [bucket.names for bucket in model._reducer.buckets])
     assert plans[1:] == plans[:-1]
+    assert "an all-reduce takes" in model.describe()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", ["auto", "float32"])
+def test_measuring_spares_gradients(reduction: str) -> None:
+    """It sums in the memory of buckets, before the fourth pass; gradients that nobody has zeroed live there."""
+    model = BucketedDataParallel(nn.Linear(9, 20000, dtype=torch.float64), reduction=reduction)
+    plain = copy.deepcopy(model.module)
+    for step in range(5):
+        batch = torch.randn(2, 3, 9, dtype=torch.float64)
+        plain(batch).square().mean().backward()
+        model(batch[dist.get_rank()]).square().mean().backward()
+        assert_gradients(model.module, plain)
+        assert ("an all-reduce takes" in model.describe()) == (step >= 3)
+
+
+def proportional_set_size() -> int:
+    (line,) = (text for text in Path("/proc/self/smaps_rollup").read_text().splitlines() if text.startswith("Pss:"))
+    return int(line.split()[1]) << 10
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", ["auto", "float32", "all_reduce"])
+def test_wrapping_takes_no_pages(reduction: str) -> None:
+    """The memory of buckets is taken when gradients come."""
+    module = nn.Linear(4096, 4096)
+    BucketedDataParallel(nn.Linear(9, 9), reduction=reduction)
+    dist.barrier()
+    before = proportional_set_size()
+    model = BucketedDataParallel(module, reduction=reduction)
+    dist.barrier()
+    assert proportional_set_size() - before < 16 << 20
+    assert sum(bucket.wire.nbytes for bucket in model._reducer.buckets) > 64 << 20
+    dist.barrier()
 
 
 # frozen and freed

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import plan
@@ -21,7 +20,7 @@ from cuda_ext.distributed.arena import Arena, Room, layout
 from cuda_ext.distributed.cost_model import MOST_BUCKETS, Gradient, Link, byte_size, choose
 from cuda_ext.distributed.exchange import Exchange, choose_exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
-from cuda_ext.distributed.measure import measure_link
+from cuda_ext.distributed.measure import LARGEST, measure_link
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.reducer import Reducer
 from cuda_ext.distributed.sharded import ShardedBucket
@@ -30,7 +29,7 @@ SMALLEST_TO_DIVIDE = plan.MIB  # bytes; fewer have one bucket with bucket_mb="au
 MEASURING_SECONDS = 0.5
 PASSES_TO_LEARN = 3  # the first ones do things for the first time
 
-_wrapped_parameters = WeakTensorKeyDictionary()  # as a set
+_wrapped_parameters: set[int] = set()  # by id(); their wrapper keeps them alive until it takes them out
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,11 @@ class BucketSet:
         )
         self._arenas = {}
         for (dtype, size), wire in zip(sizes.items(), wires):
-            empty = functools.partial(torch.zeros, size, dtype=dtype, device=self.device)
+            options: Any = {"dtype": dtype, "device": self.device}
             self._arenas[dtype] = _Arenas(
                 wire=Arena(wire),
-                gradients=None if wire.dtype == dtype else Arena(empty()),
-                values=Arena(empty()) if self._options.shard_optimizer else None,
+                gradients=None if wire.dtype == dtype else Arena(torch.empty(size, **options)),
+                values=Arena(torch.zeros(size, **options)) if self._options.shard_optimizer else None,
             )
 
     def _first_capacity(self) -> plan.Capacity:
@@ -128,14 +127,23 @@ class BucketSet:
             what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(SMALLEST_TO_DIVIDE)}"
             return plan.one_bucket(f"auto: {what}")
         self._learns_at = self._reducer.passes + PASSES_TO_LEARN
-        if self._link is not None:
-            return plan.first_capacity(self._link)
-        assert self._exchange is not None
-        buffer = max((arenas.wire.memory for arenas in self._arenas.values()), key=lambda memory: memory.nbytes)
-        together = self._exchange.run_together if self._exchange.groups and len(self._arenas) > 1 else None
-        measured = measure_link(self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer, together)
-        self._link = measured.link
-        return plan.first_capacity(measured.link)
+        if self.sharded:  # its buckets stay as they are
+            return plan.first_capacity(self._measured_link())
+        return plan.capacity_before_measuring() if self._link is None else plan.first_capacity(self._link)
+
+    def _measured_link(self) -> Link:
+        """Measures in the memory of buckets, once. A collective, between two passes."""
+        if self._link is None:
+            assert self._exchange is not None
+            for bucket in self._reducer.buckets:
+                bucket.release_views()
+            memory = max((arenas.wire.memory for arenas in self._arenas.values()), key=lambda each: each.nbytes)
+            buffer = memory[: LARGEST // memory.itemsize].zero_()  # sums of anything else might grow
+            together = self._exchange.run_together if self._exchange.groups and len(self._arenas) > 1 else None
+            self._link = measure_link(
+                self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer, together
+            ).link
+        return self._link
 
     def _cut(self, assignment: list[list[int]], launches: Sequence[int] = ()) -> None:
         """Cuts the arenas into these buckets, and leads every gradient to its own.
@@ -152,9 +160,11 @@ class BucketSet:
         self._assignment = assignment
         self._lead_to_slots(buckets)
         self._reducer.use(buckets, launches or [1] * len(buckets))
-        for number, bucket in enumerate(buckets):
-            for position, parameter in enumerate(bucket.parameters):
-                self._held.add_hook(parameter, self._reducer.gradient_hook(number, position))
+        self._held.add_hooks(
+            (parameter, self._reducer.gradient_hook(number, position))
+            for number, bucket in enumerate(buckets)
+            for position, parameter in enumerate(bucket.parameters)
+        )
 
     def _lead_to_slots(self, buckets: list[GradientBucket]) -> None:
         """Tells our ops where the gradients of weights go; those of other ops are moved there."""
@@ -224,8 +234,7 @@ class BucketSet:
                 Gradient(name, size.bytes, ready.get(n, backward_seconds), str(size.dtype))
                 for n, (name, size) in enumerate(zip(self._names, self._sizes))
             ]
-            assert self._link is not None
-            choice = choose(gradients, self._link, backward_seconds)
+            choice = choose(gradients, self._measured_link(), backward_seconds)
             if len(choice.buckets) <= self._max_buckets:
                 assignment, launches = [list(bucket) for bucket in choice.buckets], choice.launches
                 self.capacity = plan.Capacity(choice.last, choice.largest, choice.reason)
@@ -268,20 +277,23 @@ class _Held:
     def hold(self, named: Mapping[str, nn.Parameter]) -> None:
         self.release()
         for name, parameter in named.items():
-            if parameter in _wrapped_parameters:
+            if id(parameter) in _wrapped_parameters:
                 raise ValueError(
                     f"{NAME}: expected a module that is not wrapped yet, got parameter {name}, whose gradient another "
                     "wrapper averages already; wrap a module once"
                 )
         self._parameters = list(named.values())
-        for parameter in self._parameters:
-            _wrapped_parameters[parameter] = None
+        _wrapped_parameters.update(map(id, self._parameters))
 
-    def add_hook(self, parameter: nn.Parameter, hook: Callable[[object, object], None]) -> None:
-        """``hook`` runs after every backward pass that reaches ``parameter``, even with an undefined gradient."""
-        node = get_gradient_edge(parameter).node
-        self._nodes.append(node)
-        self._hooks.append(node.register_hook(hook))
+    @torch.enable_grad()
+    def add_hooks(self, hooks: Iterable[tuple[nn.Parameter, Callable[[object, object], None]]]) -> None:
+        """A hook runs after every backward pass that reaches its parameter, even with an undefined gradient."""
+        for parameter, hook in hooks:
+            # As torch.autograd.graph.get_gradient_edge, which takes three times as long.
+            node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            assert node is not None
+            self._nodes.append(node)
+            self._hooks.append(node.register_hook(hook))
 
     def drop_hooks(self) -> None:
         for hook in self._hooks:
@@ -291,6 +303,5 @@ class _Held:
 
     def release(self) -> None:
         self.drop_hooks()
-        for parameter in self._parameters:
-            _wrapped_parameters.pop(parameter, None)
+        _wrapped_parameters.difference_update(map(id, self._parameters))
         self._parameters = []

@@ -69,17 +69,19 @@ def broadcast_coalesced(tensors: Iterable[Tensor], group: dist.ProcessGroup, sou
     Large ones travel as they lie; small ones of a device and dtype share broadcasts, of a copy that stays small.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     works = []
     for tensor in map(Tensor.detach, tensors):
         if tensor.nbytes >= SMALLEST_ALONE and tensor.is_contiguous():
             works.append(dist.broadcast(tensor, group=group, group_src=source, async_op=True))
             continue
-        members = small.setdefault((tensor.device, tensor.dtype), [])
-        members.append(tensor)
-        if sum(member.nbytes for member in members) >= LARGEST_SHARED:
-            _broadcast_flat(members, group, source)
-            members.clear()
-    for members in filter(None, small.values()):
+        kind = tensor.device, tensor.dtype
+        small.setdefault(kind, []).append(tensor)
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+        if sizes[kind] >= LARGEST_SHARED:
+            _broadcast_flat(small.pop(kind), group, source)
+            sizes[kind] = 0
+    for members in small.values():
         _broadcast_flat(members, group, source)
     for work in filter(None, works):
         work.wait()

@@ -45,10 +45,10 @@ class BucketedDataParallel(nn.Module, Joinable):
             A `torch.distributed.device_mesh.DeviceMesh` of one dimension stands for its group; one of two, (nodes,
             ranks of a node), sums inside each node first, and then across them, so that a rank sends only its part
             over the network.
-        bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, measures what a sum takes for half a second
-            when the module is wrapped, and when gradients come in the third pass; from that a model of the costs
-            divides them, and the first rank prints what came of it (docs/buckets.md). Modules up to 1 MiB have one
-            bucket.
+        bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, measures when gradients come in the third pass,
+            and before the fourth for half a second what a sum takes; from that a model of the costs divides them, and
+            the first rank prints what came of it (docs/buckets.md). Modules up to 1 MiB have one bucket. With
+            ``shard_optimizer`` the half second is part of wrapping.
         wire_dtype: in which gradients travel; default that of the parameters. bfloat16 halves the bytes of float32.
         broadcast_buffers: whether the buffers of the first rank go to all before each forward pass that trains (in
             training mode, with gradients enabled, outside `no_sync`); default True.
@@ -102,13 +102,14 @@ class BucketedDataParallel(nn.Module, Joinable):
         group = resolve_group(NAME, process_group)
         options = Options(bucket_mb, wire_dtype, reduction, error_feedback, shard_optimizer)
         self._agreed = f"{options}, {broadcast_buffers=}"
-        check_ranks_agree(module, self._agreed, group)
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        check_ranks_agree(parameters, buffers, self._agreed, group)
         check_wire_dtype(NAME, wire_dtype)
         plan.check_bucket_mb(bucket_mb)
         check_reduction(reduction)
         if error_feedback and wire_dtype is None:
             raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
-        trained = check_trainable(module)
+        trained = check_trainable(parameters)
         device = next(iter(trained.values())).device
 
         self.module = module
@@ -120,7 +121,7 @@ class BucketedDataParallel(nn.Module, Joinable):
         weakref.finalize(self, self._reducer.watch.stop)
         weakref.finalize(self, self._bucket_set.release).atexit = False
         self._bucket_set.build(trained)
-        broadcast_coalesced([*module.parameters(), *module.buffers()], group)
+        broadcast_coalesced([*parameters.values(), *buffers.values()], group)
 
     def _adapt(self) -> None:
         """Follows the module and what was learnt of its backward pass. All ranks come here with the same knowledge."""
@@ -130,8 +131,9 @@ class BucketedDataParallel(nn.Module, Joinable):
                     f"{NAME}: expected the same parameters to require grad as before, as shard_optimizer=True has "
                     "dealt them out, got others; wrap the module anew"
                 )
-            check_ranks_agree(self.module, self._agreed, self.process_group)
-            self._bucket_set.build(check_trainable(self.module))
+            parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
+            check_ranks_agree(parameters, buffers, self._agreed, self.process_group)
+            self._bucket_set.build(check_trainable(parameters))
         else:
             with self._reducer.collective(f"the division into buckets after backward pass {self._reducer.passes}"):
                 self._bucket_set.learn()

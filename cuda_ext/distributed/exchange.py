@@ -17,7 +17,7 @@ from cuda_ext.distributed.coalescing import coalesces, start_together
 from cuda_ext.distributed.own_group import is_on_gloo, own_group
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.registered import RegisteredMemory
-from cuda_ext.distributed.symmetric import SymmetricArena, probe
+from cuda_ext.distributed.symmetric import NotSharedError, SymmetricArena
 from cuda_ext.distributed.wire import fp32_all_reduce, fp32_reduce_scatter
 
 REDUCTIONS = ("auto", "all_reduce", "float32", "symmetric")
@@ -231,17 +231,17 @@ def choose_exchange(
     # depend on its place in a bucket, as in a ring: a run that is resumed with other buckets gives the same bits.
     narrow = narrowed and group.size() > 2 and all(dtype.itemsize == 2 for _, dtype in buffers)
     wants_float32 = reduction == "float32" or (reduction == "auto" and (narrow or device.type == "cpu"))
-    if not sharded and (mesh is None or mesh.ndim == 1) and _in_shared_memory(group, device, reduction):
-        starts, end = [], 0
-        for size, dtype in buffers:
-            starts.append(end)
-            end += -(-size * dtype.itemsize // 64) * 64
-        arena = SymmetricArena(end, group, device)
-        memory = [
-            arena.bytes[start : start + size * dtype.itemsize].view(dtype)
-            for start, (size, dtype) in zip(starts, buffers)
-        ]
-        return Beside(group, device, in_shared_memory(arena)), memory
+    # On GPUs shared memory wins for small buckets alone, by how much nobody has measured yet.
+    tries_shared = reduction == "symmetric" or (reduction == "auto" and device.type == "cpu" and group.size() > 1)
+    if tries_shared and not sharded and (mesh is None or mesh.ndim == 1):
+        try:
+            arena, memory = _shared_memory(group, device, buffers)
+            return Beside(group, device, in_shared_memory(arena)), memory
+        except NotSharedError as error:
+            if reduction == "symmetric":
+                raise RuntimeError(
+                    f'{NAME}: expected ranks that share memory for reduction="symmetric", got {error.reason}'
+                ) from None
     registered = RegisteredMemory(buffers, group, device)
     exchange = _by_collectives(group, mesh, device, wants_float32, sharded)
     exchange.at_close(registered.close)
@@ -267,14 +267,18 @@ def _by_collectives(
     return Beside(group, device, sum_up)
 
 
-def _in_shared_memory(group: dist.ProcessGroup, device: torch.device, reduction: str) -> bool:
-    if reduction == "symmetric":
-        reason = probe(group, device)
-        if reason is not None:
-            raise RuntimeError(f'{NAME}: expected ranks that share memory for reduction="symmetric", got {reason}')
-        return True
-    # On GPUs that wins for small buckets alone, by how much nobody has measured yet.
-    return reduction == "auto" and device.type == "cpu" and group.size() > 1 and probe(group, device) is None
+def _shared_memory(
+    group: dist.ProcessGroup, device: torch.device, buffers: Sequence[tuple[int, torch.dtype]]
+) -> tuple[SymmetricArena, list[Tensor]]:
+    starts, end = [], 0
+    for size, dtype in buffers:
+        starts.append(end)
+        end += -(-size * dtype.itemsize // 64) * 64
+    arena = SymmetricArena(end, group, device)
+    memory = [
+        arena.bytes[start : start + size * dtype.itemsize].view(dtype) for start, (size, dtype) in zip(starts, buffers)
+    ]
+    return arena, memory
 
 
 class _Work(Pending):

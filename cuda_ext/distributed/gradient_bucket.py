@@ -76,9 +76,9 @@ class GradientBucket:
     def _view(self, flat: Tensor, position: int) -> Tensor:
         """A parameter's place in ``flat``, in its shape and memory order, so that an optimizer walks both alike."""
         parameter, order, begin = self.parameters[position], self._orders[position], self._offsets[position]
-        place = flat[begin : begin + parameter.numel()]
+        place = flat.narrow(0, begin, parameter.numel())
         if order is None:
-            return place.view(parameter.shape)
+            return place.view(parameter.shape) if parameter.dim() != 1 else place
         inverse = sorted(range(len(order)), key=order.__getitem__)
         return place.view([parameter.size(dim) for dim in order]).permute(inverse)
 

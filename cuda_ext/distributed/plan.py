@@ -38,6 +38,11 @@ def one_bucket(reason: str) -> Capacity:
     return Capacity(last=math.inf, other=math.inf, reason=reason)
 
 
+def capacity_before_measuring() -> Capacity:
+    """For the first passes, which tell when gradients come: sizes that suit most networks, as torch's own."""
+    return Capacity(last=1.0 * MIB, other=25.0 * MIB, reason="auto: until the network is measured, before pass 4")
+
+
 def first_capacity(link: Link) -> Capacity:
     """What suits a link whatever backward takes.
 
@@ -88,9 +93,10 @@ def assign(sizes: Sequence[Size], order: Sequence[int], capacity: Capacity, max_
 
 def _ends(sizes: list[int], last: float, other: float) -> list[int]:
     """Where buckets end: filled up to ``other`` bytes, but for the last one, of up to ``last``."""
-    last_begin = len(sizes) - 1
-    while last_begin > 0 and sum(sizes[last_begin - 1 :]) <= last:
+    last_begin, size_of_last = len(sizes) - 1, sizes[-1]
+    while last_begin > 0 and size_of_last + sizes[last_begin - 1] <= last:
         last_begin -= 1
+        size_of_last += sizes[last_begin]
     ends, filled = [], 0
     for position, size in enumerate(sizes):
         if position > 0 and (position == last_begin or filled + size > other):

@@ -19,7 +19,7 @@ logger = logging.getLogger("cuda_ext.distributed")
 
 
 class RegisteredMemory:
-    """``buffers``: zeros of so many elements and such dtypes, registered with ``group`` if every rank could do so.
+    """``buffers``: of so many elements and such dtypes, registered with ``group`` if every rank could do so.
 
     A collective. Where a rank cannot, none does, buffers are ordinary ones, and ``reason``, one line, says why; None
     if they are registered. Lives as long as the buffers are used.
@@ -34,6 +34,8 @@ class RegisteredMemory:
         self._pool: Any = None
         if device.type != "cuda":
             self.reason = "only memory of GPUs is registered"
+            # Its pages are taken when gradients come: nobody reads before `pack` has written all of a bucket.
+            self.buffers = [torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes]
         else:
             self.reason = self._register(sizes, device)
             reasons: list[str | None] = [None] * group.size()
@@ -44,7 +46,7 @@ class RegisteredMemory:
                 self.reason = f"rank {first}: {reasons[first]}"
                 if group.rank() == 0:
                     logger.info("buckets are not registered with NCCL; %s", self.reason)
-        if self.reason is not None:
+        if not self.buffers:
             self.buffers = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes]
 
     def close(self) -> None:

@@ -39,15 +39,19 @@ def probe(group: dist.ProcessGroup, device: torch.device) -> str | None:
     A collective, with the same answer on all ranks. It tries: each rank makes a small piece of memory and maps those of
     the others.
     """
-    if group.size() > MAX_RANKS:
-        return f"a group of {group.size()} ranks, where memory is shared by {MAX_RANKS} at most"
-    if device.type not in ("cpu", "cuda"):
-        return f"no memory is shared between devices of type {device.type}"
     try:
         _Segments(1, group, device)
     except _NotShared as error:
         return str(error)
     return None
+
+
+class NotSharedError(RuntimeError):
+    """The ranks do not share memory, on all of them alike; ``reason`` says why, in one line."""
+
+    def __init__(self, nbytes: int, reason: str) -> None:
+        super().__init__(f"{NAME}: expected ranks that share memory of {nbytes} bytes each, got {reason}")
+        self.reason = reason
 
 
 class SymmetricArena:
@@ -62,7 +66,7 @@ class SymmetricArena:
         stats = arena.all_reduce(bucket)
 
     Args:
-        nbytes: of memory for buckets, on each rank; it is taken and cleared at once.
+        nbytes: of memory for buckets, on each rank. A CPU takes its pages as they are first written.
         group: at most 32 ranks, all on one host.
         device: where the buckets are; CPU or CUDA.
         timeout: seconds that `all_reduce` waits for a rank that is late; default the group's own.
@@ -73,8 +77,8 @@ class SymmetricArena:
 
     ``bytes`` is (nbytes,), uint8, zeros at first. It outlives the arena; what other ranks do to it does not.
 
-    Raises RuntimeError, on all ranks alike, if the ranks do not share memory (`probe` tells before) or have not enough,
-    and ValueError for a wrong argument.
+    Raises `NotSharedError`, a RuntimeError, on all ranks alike, if the ranks do not share memory (`probe` tells before)
+    or have not enough, and ValueError for a wrong argument.
     """
 
     def __init__(
@@ -102,9 +106,7 @@ class SymmetricArena:
         try:
             self._segments = _Segments(nbytes, group, device, staging=(slots, _aligned(one_shot_bytes)))
         except _NotShared as error:
-            raise RuntimeError(
-                f"{NAME}: expected ranks that share memory of {nbytes} bytes each, got {error}"
-            ) from None
+            raise NotSharedError(nbytes, str(error)) from None
         self.timeout = timeout
         self.bytes = self._segments.tensors[group.rank()][PAD_BYTES : PAD_BYTES + nbytes]
         self.one_shot_bytes = _aligned(one_shot_bytes)
@@ -176,15 +178,18 @@ class _Segments:
         weakref.finalize(self, _close, self.files)
         slots, row = staging
         size = PAD_BYTES + _aligned(nbytes) + slots * 2 * group.size() * row
-        layouts = _gather((nbytes, *staging), group)
-        if len(set(layouts)) > 1:
-            raise _NotShared(f"arenas of different (nbytes, slots, one_shot_bytes): {', '.join(map(str, layouts))}")
+        if group.size() > MAX_RANKS:
+            raise _NotShared(f"a group of {group.size()} ranks, where memory is shared by {MAX_RANKS} at most")
+        layout = (nbytes, *staging)
         if device.type == "cpu":
-            self._share_host_memory(size, group)
-        else:
+            self._share_host_memory(size, layout, group)
+        elif device.type == "cuda":
+            _check_same(_gather(layout, group))
             self._share_device_memory(size, group, device)
+        else:
+            raise _NotShared(f"no memory is shared between devices of type {device.type}")
 
-    def _share_host_memory(self, size: int, group: dist.ProcessGroup) -> None:
+    def _share_host_memory(self, size: int, layout: tuple[int, ...], group: dist.ProcessGroup) -> None:
         name = f"cuda_ext-{secrets.token_hex(16)}"  # no other file has it, so who opens it by name has found this one
         own, problem = -1, ""
         try:
@@ -192,33 +197,38 @@ class _Segments:
             if size * group.size() > _toolchain.available_memory_gib() * 2**30:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             own = os.memfd_create(name, os.MFD_CLOEXEC)
-            os.posix_fallocate(own, 0, max(size, 1))
+            os.ftruncate(own, max(size, 1))
             fcntl.lockf(own, fcntl.LOCK_EX)
             own_tensor = _map(own, size)
         except (AttributeError, OSError) as error:
             problem = f"rank {group.rank()} has no {size} bytes of shared memory ({_reason(error)})"
-        offers = _gather((os.getpid(), own, name, problem), group)
-        problem = next((offer[-1] for offer in offers if offer[-1]), "")
-        for rank, (process, file, its_name, _) in enumerate(offers):
+        try:
+            offers = _gather((layout, os.getpid(), own, name, problem), group)
+            _check_same([offer[0] for offer in offers])
+            problem = next((offer[-1] for offer in offers if offer[-1]), "")
             if problem:
-                break
-            if rank == group.rank():
-                self.files.append(own)  # never opened twice: to close one would drop the lock
-                self.tensors.append(own_tensor)
-                continue
-            path = _PROCESSES / str(process) / "fd" / str(file)
-            try:
-                if its_name not in os.readlink(path):
-                    raise OSError(errno.ENOENT, "another file is there", str(path))
-                self.files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-                self.tensors.append(_map(self.files[-1], size))
-            except OSError as error:
-                problem = f"rank {group.rank()} does not reach the memory of rank {rank} ({_reason(error)})"
-        problem = next(filter(None, _gather(problem, group)), "")
-        if problem:
+                raise _NotShared(problem)
+            for rank, (_, process, file, its_name, _) in enumerate(offers):
+                if rank == group.rank():
+                    self.files.append(own)  # never opened twice: to close one would drop the lock
+                    self.tensors.append(own_tensor)
+                    continue
+                path = _PROCESSES / str(process) / "fd" / str(file)
+                try:
+                    if its_name not in os.readlink(path):
+                        raise OSError(errno.ENOENT, "another file is there", str(path))
+                    self.files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                    self.tensors.append(_map(self.files[-1], size))
+                except OSError as error:
+                    problem = f"rank {group.rank()} does not reach the memory of rank {rank} ({_reason(error)})"
+                    break
+            problem = next(filter(None, _gather(problem, group)), "")
+            if problem:
+                raise _NotShared(problem)
+        except BaseException:
             if own >= 0 and own not in self.files:
                 os.close(own)
-            raise _NotShared(problem)
+            raise
 
     def _share_device_memory(self, size: int, group: dist.ProcessGroup, device: torch.device) -> None:
         from torch.distributed import _symmetric_memory as symmetric_memory
@@ -250,6 +260,11 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def _check_same(layouts: list[tuple[int, ...]]) -> None:
+    if len(set(layouts)) > 1:
+        raise _NotShared(f"arenas of different (nbytes, slots, one_shot_bytes): {', '.join(map(str, layouts))}")
+
+
 def _gather(value: object, group: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
@@ -257,10 +272,7 @@ def _gather(value: object, group: dist.ProcessGroup) -> list:  # type: ignore[ty
 
 
 def _map(file: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED | _POPULATE), dtype=torch.uint8)
-
-
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # pages are mapped now, not at the first store to each
+    return torch.frombuffer(mmap.mmap(file, size, mmap.MAP_SHARED), dtype=torch.uint8)
 
 
 def _reason(error: Exception) -> str:

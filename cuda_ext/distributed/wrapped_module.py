@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -15,14 +16,16 @@ from cuda_ext.distributed.collectives import DTYPES
 from cuda_ext.distributed.plan import NAME
 
 
-def check_ranks_agree(module: nn.Module, options: str, group: dist.ProcessGroup) -> None:
+def check_ranks_agree(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], options: str, group: dist.ProcessGroup
+) -> None:
     """RuntimeError on every rank, naming the first difference, unless all wrap alike; they would else wait forever."""
     lines = [options]
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters.items():
         shape = "lazy" if is_lazy(parameter) else f"{tuple(parameter.shape)} strides {parameter.stride()}"
         grad = "trained" if parameter.requires_grad else "frozen"
         lines.append(f"parameter {name} {parameter.dtype} {shape} {parameter.device.type} {grad}")
-    for name, buffer in module.named_buffers():
+    for name, buffer in buffers.items():
         lines.append(f"buffer {name} {buffer.dtype} {tuple(buffer.shape)} {buffer.device.type}")
     digests: list[Any] = [None] * group.size()
     dist.all_gather_object(digests, hashlib.sha256("\n".join(lines).encode()).digest(), group=group)
@@ -38,9 +41,8 @@ def check_ranks_agree(module: nn.Module, options: str, group: dist.ProcessGroup)
     )
 
 
-def check_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require grad, by name; ValueError or TypeError if their gradients cannot be averaged."""
-    named = dict(module.named_parameters())
+def check_trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that require grad; ValueError or TypeError if their gradients cannot be averaged."""
     for name, parameter in named.items():
         if is_lazy(parameter):
             raise ValueError(
