@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-COLLECTIVE_TIMEOUT = 20.0  # seconds after which a rank that waits for another gives up
-BODY_TIMEOUT = 100.0  # seconds after which all processes are ended
+COLLECTIVE_TIMEOUT = 60.0  # seconds after which a rank that waits for another gives up
+BODY_TIMEOUT = 300.0  # seconds after which all processes are ended
 
 
 def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

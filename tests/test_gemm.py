@@ -33,9 +33,10 @@ def test_matches_reference(op: str, dtype: torch.dtype, activation: str | None) 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_several_tasks_and_blocks_of_k(op: str) -> None:
-    """More rows, columns and k than one task or one block holds."""
-    check(op, arguments(op, (), 1153, 501, 70, f=301, grad=False), activation="silu")
+def test_several_tasks_and_blocks_of_k(op: str, backend: str) -> None:
+    """More rows, columns and k than one task or one block holds; those of the CUDA kernels are smaller."""
+    rows, columns, f = (385, 261, 133) if backend == "simt" else (1153, 501, 301)
+    check(op, arguments(op, (), rows, columns, 70, f=f, grad=False), activation="silu")
     check(op, arguments(op, (), 50, 60, 1031, f=1029), activation="gelu")
 
 
