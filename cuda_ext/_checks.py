@@ -101,12 +101,11 @@ def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[Any], suf
 def check_constants(op: str, **numbers: Any) -> None:
     """A tensor is taken for a number, but its gradient would be lost."""
     for name, number in numbers.items():
-        check(
-            not isinstance(number, Tensor) or not number.requires_grad,
-            op,
-            f"expected {name} to be a number, which has no gradient, got a tensor with requires_grad=True; detach() "
-            "it, or multiply by it outside of the op",
-        )
+        if isinstance(number, Tensor) and number.requires_grad:
+            raise RuntimeError(
+                f"{NAMESPACE}::{op}: expected {name} to be a number, which has no gradient, got a tensor with "
+                "requires_grad=True; detach() it, or multiply by it outside of the op"
+            )
 
 
 def is_finite(number: Any) -> bool:
