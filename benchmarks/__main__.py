@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     plan.log = folder / "log.txt"
     measured = run(plan, target)
+    if not measured:
+        print("benchmarks: nothing was measured", file=sys.stderr)
+        return 1
     if not options.no_plots:
         show_files(folder, measured)
     if options.record:

@@ -651,6 +651,13 @@ if json.loads(sys.stdin.readline())["suite"] == "gemm":
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
+    def test_an_interrupt_before_the_first_case_is_told(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(command, "run", lambda plan, target: [])
+        status, output = self.run(capsys, "gemm", "--device", "cpu", "--record", "--out", str(tmp_path))
+        assert (status, output) == (1, "benchmarks: nothing was measured\n")
+
     def test_records_by_device_and_day(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(results, "ROOT", tmp_path)
         old, gemm, bucket = (
