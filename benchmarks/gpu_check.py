@@ -33,6 +33,8 @@ from benchmarks.stages import Outcome, Run, Stage
 from cuda_ext import _build, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
+# Not `python -m cuda_ext.info`, whose exit status is 1 as long as the library has not been built.
+DESCRIBE = ("{python}", "-c", "from cuda_ext import info; print(info.render(info.report()))")
 INFO = r"MiB /|^  (torch|python|setuptools|ninja|compiler|driver|cores|free memory): |, sm_\d|: CUDA \d"
 BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
@@ -80,7 +82,7 @@ def stages_on_gpu() -> list[Stage]:
     return [
         Stage(
             "environment",
-            (("nvidia-smi",), ("{python}", "-m", "cuda_ext.info")),
+            (("nvidia-smi",), DESCRIBE),
             weight=25,
             always=True,
             key=INFO,
@@ -119,7 +121,7 @@ def stages_of_dry_run() -> list[Stage]:
     tests = ("tests/test_bucket.py", "tests/test_gemm.py", *selection)
     python = "{python}"
     return [
-        Stage("environment", ((python, "-m", "cuda_ext.info"),), weight=25, always=True, key=INFO),
+        Stage("environment", (DESCRIBE,), weight=25, always=True, key=INFO),
         Stage("build", ((python, "-m", "benchmarks.usable_build"),), weight=120, always=True, key=BUILD),
         Stage(
             "conformance",

@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
@@ -79,18 +80,21 @@ class Trial:
         """Runs `command` in the copy of the sources while it shows what it does; returns its last line."""
         words = [str(word) for word in command]
         environment = {**os.environ, "PYTHONPATH": str(self.source), **(variables or {})}
-        with open(self.log, "a") as log:
+        folder = self.source if self.source.exists() else self.folder
+        processor_before = processor_seconds()
+        with open(self.log, "a", buffering=1) as log:
             log.write(f"$ {shlex.join(words)}\n")
-            log.flush()
-            folder = self.source if self.source.exists() else self.folder
             process = subprocess.Popen(words, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
             try:
                 self._show_until_done(step, process)
             finally:
                 process.kill()
+        last_line = self._lines()[-1]
+        with open(self.log, "a") as log:
+            log.write(f"# {processor_seconds() - processor_before:.0f} s of processor time while {step}\n")
         if process.returncode != 0:
-            raise Failure(f"failed while {step}, exit status {process.returncode}: {self._lines()[-1]}")
-        return self._lines()[-1]
+            raise Failure(f"failed while {step}, exit status {process.returncode}: {last_line}")
+        return last_line
 
     def _show_until_done(self, step: str, process: subprocess.Popen[bytes]) -> None:
         shown = 0.0
@@ -114,6 +118,12 @@ class Trial:
 
     def clean_up(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def processor_seconds() -> float:
+    """Of all commands that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def progress(lines: Sequence[str]) -> str:
