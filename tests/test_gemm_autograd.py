@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from gemm_common import ACTIVATIONS, OPS, REFERENCES, arguments, rand
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from cuda_ext import testing
@@ -292,3 +293,36 @@ def test_gradients_flow_where_bias_is_frozen_and_residual_is_not() -> None:
     gemm(x, w.detach().t(), c, bias=bias, beta=2.0).sum().backward()
     assert torch.equal(c.grad, torch.full((3, 5), 2.0))
     assert torch.equal(bias.grad, torch.full((5,), 3.0))
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """The most that tensors and scratch take while `step` runs, beyond what was there and what it keeps."""
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        step()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+@pytest.mark.cpu_only("its allocator tells a profiler of every byte")
+@pytest.mark.parametrize("gated", [False, True])
+def test_backward_of_an_mlp_drops_the_hidden_tensor_early(gated: bool) -> None:
+    """The gradient of weight2 comes first, so that the hidden tensor does not lie beside those of the first layer."""
+    rows, n, f, k = 320, 256, 384, 288
+    width = 2 * f if gated else f
+    leaves = [rand(rows, k), rand(width, k), rand(n, f)]
+    grad = torch.ones(rows, n)
+
+    def step() -> None:
+        torch.autograd.grad((gated_mlp if gated else mlp)(*leaves, activation="relu"), leaves, grad)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # each thread keeps scratch of its own
+    try:
+        peak = peak_bytes(step)
+    finally:
+        torch.set_num_threads(threads)
+    preact, hidden, of_weight2 = rows * width, rows * f, n * f
+    of_first_layer = rows * k + width * k
+    needed = rows * n + 2 * preact + of_weight2 + max(hidden, of_first_layer)
+    assert 4 * needed <= peak <= 4 * needed + 4096, (peak / 4, needed)

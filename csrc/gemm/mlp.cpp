@@ -96,9 +96,11 @@ Gradients run_mlp_backward(const Tensor& grad, const Tensor& input, const Tensor
   Tensor grad_bias2 = activation_gradient(op, grad, Tensor(), Activation::kNone, false, wants_bias2,
                                           is_given(bias2) ? bias2->scalar_type() : type)
                           .bias;
+  Tensor grad_weight2 = wants_weight2 ? weight_gradient(op, grad, hidden, type, into2) : absent(grad, type);
+  hidden.reset();  // before the other gradients take memory
   return {wants_input ? input_gradient(op, grad_preact, weight1, type) : absent(grad, type),
-          wants_weight1 ? weight_gradient(op, grad_preact, input, type, into1) : absent(grad, type),
-          wants_weight2 ? weight_gradient(op, grad, hidden, type, into2) : absent(grad, type), grad_bias1, grad_bias2};
+          wants_weight1 ? weight_gradient(op, grad_preact, input, type, into1) : absent(grad, type), grad_weight2,
+          grad_bias1, grad_bias2};
 }
 
 template <bool gated>
