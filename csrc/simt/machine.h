@@ -214,6 +214,7 @@ class Machine {
   Fiber& current() { return *current_; }
   bool is_running() const { return current_ != nullptr; }
   const Geometry& geometry() const { return geometry_; }
+  bool ordered_sums() const { return options_.ordered_sums; }
   bool lazy() const { return options_.completion == Completion::kLazy; }
   Checker* checker() { return checker_.get(); }
   uint64_t& count(Count what) { return counters_[size_t(what)]; }

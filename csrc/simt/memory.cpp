@@ -1,5 +1,6 @@
 // Loads, stores, atomics and cp.async.
 #include <atomic>
+#include <type_traits>
 
 #include "simt/checker.h"
 
@@ -68,7 +69,9 @@ T change(T* pointer, Site site, Change&& next) {
   check_global(pointer, sizeof(T), "atomic", site);
   ++machine->count(Count::kAtomic);
   if (Checker* checker = machine->checker()) {
-    checker->access(Access::kAtomic, pointer, sizeof(T), "atomic", site);
+    // The sum of floats is rounded differently in another order.
+    const bool needs_order = std::is_floating_point_v<T> && machine->ordered_sums();
+    checker->access(needs_order ? Access::kWrite : Access::kAtomic, pointer, sizeof(T), "atomic", site);
     checker->relaxed_atomic(pointer);
   }
   T old;

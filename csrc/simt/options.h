@@ -30,6 +30,7 @@ struct Options {
   Schedule schedule = Schedule::kFifo;
   uint64_t seed = 0;
   bool check_races = false;        // happens-before, on one thread of the host
+  bool ordered_sums = false;       // atomic additions of floats are races too, unless something orders them
   int threads = 0;                 // of the host; 0: all cores
   const SyncSite* skip = nullptr;  // a mutation: every call from here does nothing
   // What launchers see of the device. So few multiprocessors that small problems have several waves, or are split.
