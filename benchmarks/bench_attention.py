@@ -93,7 +93,10 @@ def _cpu_cases() -> Iterator[Case]:
         yield attention(Problem(1, 1024, 8, 64, kv_heads=2, causal=True), "cpu", "float32", backward, group="GQA")
         yield attention(Problem(1, 4096, 8, 64, causal=True, window=255), "cpu", "float32", backward, group="window")
         yield varlen("cpu", "float32", 4096, 8, 8, 64, backward)
-    yield attention(Problem(1, 1, 8, 64, keys=4096), "cpu", "float32", False, group="decode")
+    # As when text is generated, some tokens at a time.
+    for kv_heads, queries in itertools.product((0, 2), (1, 2, 4, 8, 16)):
+        problem = Problem(1, queries, 8, 64, kv_heads=kv_heads, keys=8192)
+        yield attention(problem, "cpu", "float32", False, group="decode")
     # PyTorch takes seconds for longer ones in float16, and for a backward.
     for causal in (False, True):
         yield attention(Problem(1, 1024, 8, 64, causal=causal), "cpu", "float16", False, group="D=64")

@@ -11,6 +11,8 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
+constexpr int kSlack = 8;  // how far, in logits, the maximum that weights of a row are relative to may lag behind
+
 template <class T>
 constexpr int64_t kPanelQueries = kTileVectors * kLanes<T>;
 
@@ -101,10 +103,12 @@ struct Visibility {
   int64_t k_len;
 
   Visibility(const AttentionParams& p, const Sequence& s) : k_len(s.k_len) {
-    constexpr int64_t unbounded = int64_t(1) << 60;
+    // Lengths are less, and sums of a few of them, so that no sum below overflows.
+    constexpr int64_t kFar = int64_t(1) << 60;
+    const auto side = [](int64_t window) { return window < 0 || window > kFar ? kFar : window; };
     const int64_t diagonal = s.k_len - s.q_len;
-    low = p.window_left < 0 ? -unbounded : diagonal - p.window_left;
-    high = p.window_right < 0 ? unbounded : diagonal + p.window_right;
+    low = diagonal - side(p.window_left);
+    high = diagonal + side(p.window_right);
   }
   // Keys seen by any query of [i_begin, i_end), as [begin, end).
   int64_t key_begin(int64_t i_begin) const { return std::clamp<int64_t>(i_begin + low, 0, k_len); }
@@ -112,7 +116,6 @@ struct Visibility {
   bool all_visible(int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end) const {
     return j_begin - (i_end - 1) >= low && j_end - 1 - i_begin <= high;
   }
-  bool row_is_empty(int64_t i) const { return key_begin(i) >= key_end(i + 1); }
 };
 
 // (n, dim) rows of storage -> rows of T a row_pitch apart, zeros past dim up to a whole vector.
@@ -196,23 +199,26 @@ CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t co
   return load(values);
 }
 
-// logits (keys, width), of which the first `queries` lanes count, + the transpose of a bias (queries, keys), or hidden
-// where a boolean one is false. Rows of the bias are read a vector of keys at a time where those are dense.
+// Adds values of a bias to the logits at `at`, or hides those where a boolean one is false.
+template <class T, class Element>
+CUDA_EXT_INLINE void join_bias(const Element*, T* at, Vec<T> values) {
+  if constexpr (std::is_same_v<Element, uint8_t>) {
+    store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
+  } else {
+    store(at, load(at) + values);
+  }
+}
+
+// logits (keys, width), of which the first `queries` lanes count, with the transpose of a bias (queries, keys). Rows of
+// the bias are read a vector of keys at a time where those are dense.
 template <class T, class Element>
 void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
               int64_t width) {
   constexpr int lanes = kLanes<T>;
-  const auto add = [](T* at, Vec<T> values) {
-    if constexpr (std::is_same_v<Element, uint8_t>) {
-      store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
-    } else {
-      store(at, load(at) + values);
-    }
-  };
   if (i_stride == 0) {
     for (int64_t j = 0; j < keys; ++j) {
       const Vec<T> values = splat(load_bias<T>(bias + j * j_stride, 1, 1)[0]);
-      for (int64_t i = 0; i < width; i += lanes) add(logits + j * width + i, values);
+      for (int64_t i = 0; i < width; i += lanes) join_bias(bias, logits + j * width + i, values);
     }
     return;
   }
@@ -223,9 +229,20 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
         square[r] =
             i + r < queries ? load_bias<T>(bias + (i + r) * i_stride + j * j_stride, j_stride, count) : Vec<T>{};
       transpose<T>(square);
-      for (int64_t c = 0; c < count; ++c) add(logits + (j + c) * width + i, square[c]);
+      for (int64_t c = 0; c < count; ++c) join_bias(bias, logits + (j + c) * width + i, square[c]);
     });
   }
+}
+
+// Calls f(the bias from `offset` elements into it on), whatever it holds.
+template <class T, class F>
+CUDA_EXT_INLINE void with_bias(const AttentionParams& p, int64_t offset, F&& f) {
+  if (p.bias_kind == BiasKind::kBoolean) return f(static_cast<const uint8_t*>(p.bias) + offset);
+  if (p.bias_kind == BiasKind::kAccumulation) return f(static_cast<const T*>(p.bias) + offset);
+  dispatch(p.dtype, [&](auto storage) {
+    using Storage = decltype(storage);
+    if constexpr (std::is_same_v<Compute<Storage>, T>) f(static_cast<const Storage*>(p.bias) + offset);
+  });
 }
 
 // The bias of the head that begins `head_offset` elements into it, for keys [j_begin, j_begin + keys) against queries
@@ -234,15 +251,8 @@ template <class T>
 void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
                 int64_t keys, T* logits, int64_t width) {
   const int64_t i_stride = p.bias_strides[2], j_stride = p.bias_strides[3];
-  const int64_t first = head_offset + i_begin * i_stride + j_begin * j_stride;
-  const auto add = [&](auto element) {
-    add_bias(static_cast<const decltype(element)*>(p.bias) + first, i_stride, j_stride, i_end - i_begin, keys, logits,
-             width);
-  };
-  if (p.bias_kind == BiasKind::kBoolean) return add(uint8_t{});
-  if (p.bias_kind == BiasKind::kAccumulation) return add(T{});
-  dispatch(p.dtype, [&](auto storage) {
-    if constexpr (std::is_same_v<Compute<decltype(storage)>, T>) add(storage);
+  with_bias<T>(p, head_offset + i_begin * i_stride + j_begin * j_stride, [&](const auto* bias) {
+    add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width);
   });
 }
 
@@ -307,7 +317,7 @@ void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin,
     uint32_t words[4][width];
     for (int i = 0; i < width; ++i)
       counter[i] = uint64_t(first_row + i) * uint64_t(p.dropout_pitch / 4) + uint64_t(j_begin + j) / 4;
-    philox<width>(p.dropout_seed, p.dropout_offset, counter, words);
+    philox<width>(p.rng.seed, p.rng.offset, counter, words);
     for (int64_t r = 0; r < std::min<int64_t>(4, keys - j); ++r) {
       T* row = values + (j + r) * width;
       for (int i = 0; i < width; ++i) row[i] = words[r][i] >= threshold ? row[i] * keep_scale : T(0);

@@ -1,0 +1,309 @@
+// Attention's forward on a CPU for sequences of a few queries, as when text is generated: panels would leave most of
+// their lanes empty, and packing keys and values would cost more than the products.
+//
+// Keys lie in the lanes. A tile is up to kTileRows rows of one sequence and key head, of all query heads that share it,
+// so that keys and values are read once for all of them, and in place wherever no conversion is worth a copy.
+//   logits (rows, keys) = q k^T     dot products, a vector of them at a time
+//   weights = exp(logits - max)     along the rows
+//   out (rows, dim_v) += weights v
+// With fewer tiles than threads, a tile's keys are split among several tasks, whose sums are added in order.
+#pragma once
+
+#include "attention/attention_tiles.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+template <class T>
+constexpr int64_t kFewQueries = kLanes<T> / 2;  // of a sequence: more fill the lanes of a panel well enough
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kRowKeys = 128;         // of a step: their values stay in cache until the logits are weights
+constexpr int64_t kLeastSplitKeys = 512;  // worth a task of its own
+
+// logits (Count, keys), kRowKeys apart = q (Count, dim) k^T. dim: whole vectors, also the distance of q's rows. Writes
+// whole vectors of logits.
+template <int Count, class T, class Element>
+void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, T* logits) {
+  constexpr int lanes = kLanes<T>, kAtOnce = lanes / Count;
+  for (int64_t j = 0; j < keys; j += kAtOnce) {
+    const Element* key[kAtOnce];
+    for (int n = 0; n < kAtOnce; ++n) key[n] = k[std::min(j + n, keys - 1)];
+    Vec<T> sum[lanes] = {};  // (Count, kAtOnce)
+#pragma GCC unroll 1
+    for (int64_t d = 0; d < dim; d += lanes) {
+      Vec<T> of_query[Count];
+#pragma GCC unroll 4
+      for (int r = 0; r < Count; ++r) of_query[r] = load(q + r * dim + d);
+#pragma GCC unroll 16
+      for (int n = 0; n < kAtOnce; ++n) {
+        const Vec<T> of_key = load(key[n] + d);
+#pragma GCC unroll 4
+        for (int r = 0; r < Count; ++r) sum[r * kAtOnce + n] += of_query[r] * of_key;
+      }
+    }
+    transpose<T>(sum);
+#pragma GCC unroll 4
+    for (int width = lanes / 2; width > 0; width /= 2) {
+#pragma GCC unroll 16
+      for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
+    }
+    T products[lanes];
+    store(products, sum[0]);
+    for (int r = 0; r < Count; ++r) std::memcpy(logits + r * kRowKeys + j, products + r * kAtOnce, kAtOnce * sizeof(T));
+  }
+}
+
+// out (Count, Vectors * lanes), `pitch` apart += weights (Count, keys), kRowKeys apart @ v.
+template <int Count, int Vectors, class T, class Element>
+CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Element> v, int64_t begin, T* out,
+                                int64_t pitch) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> sum[Count][Vectors] = {};
+#pragma GCC unroll 1
+  for (int64_t j = 0; j < keys; ++j) {
+    const Element* values = v[j] + begin;
+    Vec<T> value[Vectors];
+#pragma GCC unroll 16
+    for (int x = 0; x < Vectors; ++x) value[x] = load(values + x * lanes);
+#pragma GCC unroll 4
+    for (int r = 0; r < Count; ++r) {
+      const Vec<T> weight = splat(weights[r * kRowKeys + j]);
+#pragma GCC unroll 16
+      for (int x = 0; x < Vectors; ++x) sum[r][x] += weight * value[x];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < Count; ++r) {
+#pragma GCC unroll 16
+    for (int x = 0; x < Vectors; ++x) {
+      T* const at = out + r * pitch + begin + x * lanes;
+      store(at, load(at) + sum[r][x]);
+    }
+  }
+}
+
+// The same for all of `dim` columns, whole vectors of them, as many at once as there are registers for sums.
+template <int Count, int Vectors, class T, class Element>
+void add_all_values(int64_t begin, int64_t dim, int64_t keys, const T* weights, Rows<const Element> v, T* out) {
+  for (; begin + Vectors * kLanes<T> <= dim; begin += Vectors * kLanes<T>)
+    add_values<Count, Vectors>(keys, weights, v, begin, out, dim);
+  if constexpr (Vectors > 1)
+    if (begin < dim) add_all_values<Count, Vectors / 2>(begin, dim, keys, weights, v, out);
+}
+
+// Calls f(std::integral_constant<int, Count>, first) until all rows have had their turn: by fours, twos and ones.
+template <class T, class F>
+CUDA_EXT_INLINE void for_row_groups(int64_t rows, F&& f) {
+  int64_t r = 0;
+  if constexpr (kLanes<T> >= 4)
+    for (; r + 4 <= rows; r += 4) f(std::integral_constant<int, 4>{}, r);
+  for (; r + 2 <= rows; r += 2) f(std::integral_constant<int, 2>{}, r);
+  if (r < rows) f(std::integral_constant<int, 1>{}, r);
+}
+
+// A tile's softmax on its way through the keys.
+template <class T>
+struct RowSums {
+  T max[kTileRows];
+  T sum[kTileRows];
+  T* out;  // (rows, padded dim_v)
+};
+
+// One task's rows and what their logits are made of.
+template <class T>
+struct RowTile {
+  const AttentionParams& p;
+  Sequence s;
+  Visibility visible;
+  int64_t batch, kv_head;
+  int64_t begin, end;  // of (heads of the group) x (queries)
+
+  RowTile(const AttentionParams& params, int64_t b, int64_t head, int64_t chunk, int64_t chunks)
+      : p(params), s(params, b), visible(params, s), batch(b), kv_head(head) {
+    const int64_t rows = p.heads / p.heads_kv * s.q_len;
+    begin = chunk * rows / chunks;
+    end = (chunk + 1) * rows / chunks;
+  }
+  int64_t rows() const { return end - begin; }
+  int64_t query(int64_t r) const { return (begin + r) % s.q_len; }
+  int64_t head(int64_t r) const { return kv_head * (p.heads / p.heads_kv) + (begin + r) / s.q_len; }
+  // Keys that any query sees, whether it is of this tile or another.
+  int64_t keys_begin() const { return visible.key_begin(0); }
+  int64_t keys_end() const { return visible.key_end(s.q_len); }
+
+  // From products to logits, of keys [j_begin, j_begin + keys): softcap, ALiBi, bias and, last, the mask, which hides
+  // all else, also what fills the last vector.
+  void finish_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
+    constexpr int lanes = kLanes<T>;
+    const int64_t i = query(r), h = head(r), width = padded<T>(keys);
+    if (p.softcap > 0) apply_softcap<1>(logits, width / lanes, T(p.softcap));
+    if (p.alibi_slopes != nullptr) {
+      const T slope = static_cast<const T*>(p.alibi_slopes)[batch * p.alibi_batch_stride + h];
+      for (int64_t j = 0; j < keys; ++j) logits[j] -= slope * T(std::abs(j_begin + j - i - (s.k_len - s.q_len)));
+    }
+    if (p.bias_kind != BiasKind::kNone)
+      with_bias<T>(p, batch * p.bias_strides[0] + h * p.bias_strides[1] + i * p.bias_strides[2], [&](const auto* bias) {
+        const int64_t stride = p.bias_strides[3];
+        for_vectors<T>(keys, [&](int64_t j, int64_t count) {
+          join_bias(bias, logits + j, load_bias<T>(bias + (j_begin + j) * stride, stride, count));
+        });
+      });
+    const auto inside = [&](int64_t j) { return std::clamp<int64_t>(j - j_begin, 0, keys); };
+    const T hidden = -std::numeric_limits<T>::infinity();
+    std::fill(logits, logits + inside(visible.key_begin(i)), hidden);
+    std::fill(logits + inside(visible.key_end(i + 1)), logits + width, hidden);
+  }
+};
+
+// Takes one row's logits (keys, padded with -inf) into its softmax: they become weights.
+template <class T>
+void take_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t out_width) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> most = splat(row_max);
+  for (int64_t j = 0; j < keys; j += lanes) most = max<T>(load(logits + j), most);
+  T largest = most[0];
+  for (int l = 1; l < lanes; ++l) largest = std::max(largest, most[l]);
+  // As for panels of queries: the maximum that weights are relative to may lag behind.
+  if (largest > row_max + kSlack) {
+    const T rescale = std::exp(row_max - largest);
+    row_max = largest;
+    row_sum *= rescale;
+    for (int64_t d = 0; d < out_width; d += lanes) store(out + d, load(out + d) * rescale);
+  }
+  const T shift = row_max == -std::numeric_limits<T>::infinity() ? T(0) : row_max;
+  Vec<T> sum{};
+  for (int64_t j = 0; j < keys; j += lanes) {
+    const Vec<T> weight = exp_below_88(load(logits + j) - shift);
+    sum += weight;
+    store(logits + j, weight);
+  }
+  row_sum += horizontal_sum<T>(sum);
+}
+
+// What a worker needs for its tiles.
+template <class T>
+struct RowScratch {
+  T *q, *logits;          // (kTileRows, padded dim), (kTileRows, kRowKeys)
+  T *k_block, *v_block;   // (kRowKeys, pitch or pitch_v), where rows cannot be read in place
+  T* out;                 // (kTileRows, padded dim_v)
+  Scratch scratch;
+
+  explicit RowScratch(const AttentionParams& p)
+      : scratch(place<T>({{&q, kTileRows * padded<T>(p.dim)},
+                          {&logits, kTileRows * kRowKeys},
+                          {&k_block, kRowKeys * row_pitch<T>(p.dim)},
+                          {&v_block, kRowKeys * row_pitch<T>(p.dim_v)},
+                          {&out, kTileRows * padded<T>(p.dim_v)}})) {}
+};
+
+// Calls f(rows) with `count` rows as vectors are loaded from them: where they are, if they end with whole vectors and are
+// not converted anew for many rows of a tile; else packed.
+template <class T, class Storage, class F>
+CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, int64_t dim, int64_t tile_rows,
+                                        T* packed, F&& f) {
+  constexpr int64_t kConvertedRows = 4;
+  if (dim % kLanes<T> == 0 && (std::is_same_v<T, Storage> || tile_rows <= kConvertedRows)) return f(rows);
+  pack_rows(rows, count, dim, packed);
+  f(Rows<const T>{packed, row_pitch<T>(dim)});
+}
+
+// Adds keys [j_begin, j_end) to the sums of a tile.
+template <class Storage, class T = Compute<Storage>>
+void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const RowScratch<T>& scratch,
+                 RowSums<T>& sums) {
+  const AttentionParams& p = tile.p;
+  const int64_t rows = tile.rows(), dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
+  const auto k = rows_of<const Storage>(p.key, tile.batch, tile.s.k_begin, tile.kv_head),
+             v = rows_of<const Storage>(p.value, tile.batch, tile.s.k_begin, tile.kv_head);
+  for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
+    const int64_t keys = std::min(kRowKeys, j_end - j);
+    with_whole_vectors(k.from(j), keys, p.dim, rows, scratch.k_block, [&](auto key_rows) {
+      for_row_groups<T>(rows, [&](auto count, int64_t r) {
+        dot_products<decltype(count)::value>(keys, dim, scratch.q + r * dim, key_rows, scratch.logits + r * kRowKeys);
+      });
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+      T* const logits = scratch.logits + r * kRowKeys;
+      tile.finish_logits(logits, r, j, keys);
+      take_row(logits, keys, sums.max[r], sums.sum[r], sums.out + r * dim_v, dim_v);
+    }
+    with_whole_vectors(v.from(j), keys, p.dim_v, rows, scratch.v_block, [&](auto value_rows) {
+      for_row_groups<T>(rows, [&](auto count, int64_t r) {
+        constexpr int kCount = decltype(count)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
+        add_all_values<kCount, kVectors>(0, dim_v, keys, scratch.logits + r * kRowKeys, value_rows,
+                                         sums.out + r * dim_v);
+      });
+    });
+  }
+}
+
+// Output and lse of a tile, from the sums of its splits.
+template <class Storage, class T = Compute<Storage>>
+void finish_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits) {
+  constexpr T nothing = -std::numeric_limits<T>::infinity();
+  const AttentionParams& p = tile.p;
+  for (int64_t r = 0; r < tile.rows(); ++r) {
+    T most = nothing, total = 0;
+    for (int64_t n = 0; n < splits; ++n) most = std::max(most, sums[n].max[r]);
+    const auto share = [&](const RowSums<T>& of) { return of.max[r] == most ? T(1) : std::exp(of.max[r] - most); };
+    for (int64_t n = 0; n < splits; ++n) total += share(sums[n]) * sums[n].sum[r];
+    const int64_t i = tile.query(r), h = tile.head(r);
+    static_cast<T*>(p.lse)[first_row(p, tile.s, tile.batch, h) + i] = total == 0 ? nothing : most + std::log(total);
+    Storage* const out = rows_of<Storage>(p.out, tile.batch, tile.s.q_begin, h)[i];
+    for_vectors<T>(p.dim_v, [&](int64_t d, int64_t count) {
+      Vec<T> sum{};
+      for (int64_t n = 0; n < splits; ++n) sum += share(sums[n]) * load(sums[n].out + r * padded<T>(p.dim_v) + d);
+      store_partial(out + d, total == 0 ? Vec<T>{} : sum / total, count);
+    });
+  }
+}
+
+template <class Storage>
+void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
+  using T = Compute<Storage>;
+  const int64_t dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
+  const int64_t chunks = std::max<int64_t>(1, (p.heads / p.heads_kv * longest_q + kTileRows - 1) / kTileRows);
+  const int64_t tiles = p.batch * p.heads_kv * chunks;
+  int64_t longest_k = 0;
+  for (int64_t b = 0; b < p.batch; ++b) longest_k = std::max(longest_k, Sequence(p, b).k_len);
+  const int64_t splits = std::clamp<int64_t>((num_threads() + tiles - 1) / std::max<int64_t>(1, tiles), 1,
+                                             std::max<int64_t>(1, longest_k / kLeastSplitKeys));
+  const auto tile_at = [&](int64_t n) {
+    return RowTile<T>(p, n / chunks / p.heads_kv, n / chunks % p.heads_kv, n % chunks, chunks);
+  };
+  std::unique_ptr<RowSums<T>[]> parts(splits > 1 ? new RowSums<T>[tiles * splits] : nullptr);
+  T* part_outs;
+  const Scratch part_scratch = place<T>({{&part_outs, splits > 1 ? tiles * splits * kTileRows * dim_v : 0}});
+
+  run_workers(tiles * splits, [&](TaskQueue& queue) {
+    const RowScratch<T> scratch(p);
+    for (int64_t task; queue.next(task);) {
+      const int64_t split = task % splits;
+      const RowTile<T> tile = tile_at(task / splits);
+      RowSums<T> own;
+      RowSums<T>& sums = splits > 1 ? parts[task] : own;
+      sums.out = splits > 1 ? part_outs + task * kTileRows * dim_v : scratch.out;
+      std::fill_n(sums.out, tile.rows() * dim_v, T(0));
+      for (int64_t r = 0; r < tile.rows(); ++r) {
+        // A sink is a key seen before all others, with no value.
+        const bool has_sink = p.sinks != nullptr && split == 0;
+        sums.max[r] = has_sink ? static_cast<const T*>(p.sinks)[tile.head(r)] : -std::numeric_limits<T>::infinity();
+        sums.sum[r] = T(has_sink ? 1 : 0);
+        const Storage* q = rows_of<const Storage>(p.query, tile.batch, tile.s.q_begin, tile.head(r))[tile.query(r)];
+        const T factor = T(p.softcap > 0 ? p.scale / p.softcap : p.scale);
+        for_vectors<T>(p.dim, [&](int64_t d, int64_t count) {
+          store(scratch.q + r * dim + d, load_partial(q + d, count) * factor);
+        });
+      }
+      if (tile.rows() == 0) continue;
+      const int64_t begin = tile.keys_begin(), keys = std::max<int64_t>(0, tile.keys_end() - begin);
+      attend_rows<Storage>(tile, begin + split * keys / splits, begin + (split + 1) * keys / splits, scratch, sums);
+      if (splits == 1) finish_rows<Storage>(tile, &sums, 1);
+    }
+  });
+  if (splits > 1)
+    parallel_for(tiles, 1, [&](int64_t first, int64_t last) {
+      for (int64_t n = first; n < last; ++n) finish_rows<Storage>(tile_at(n), parts.get() + n * splits, splits);
+    });
+}
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA
