@@ -10,6 +10,7 @@ DTensors are split by batch and by heads, without dropout; other placements are 
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import torch
@@ -78,15 +79,17 @@ def flash_attention(
         softcap: in units of logits; 0 for none (Gemma 2, arXiv 2408.00118).
         alibi_slopes: `(H,)` or `(B, H)`, not differentiable (Press et al., arXiv 2108.12409).
         sinks: `(H,)`, a learnable logit per head that joins every row's softmax with no value behind it; `lse` includes
-            it. Differentiable.
+            it. Differentiable. Attention in parts that `lse` merges has them in one part only.
         bias: up to four dimensions that broadcast to `(B, H, Sq, Sk)`, aligned to the right, with any strides.
             Numbers, in the dtype of `query` or float32, are added to the logits, and `-inf` hides a key; they
             are differentiable. Booleans hide the keys where they are `False`, as `attn_mask` of
             `torch.nn.functional.scaled_dot_product_attention` does. Leave a dimension 1 rather than to `expand` it: the
             gradient is as large as the tensor given. Hide with `-inf`, not with a large number: in a row of nothing but
             -1e30 the logits are lost to rounding.
-        dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed drawn from torch's default generator, so
-            `torch.manual_seed` rules, and is drawn anew in backward instead of being stored.
+        dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed and an offset from torch's default generator of the
+            device, so `torch.manual_seed` and `torch.cuda.manual_seed` rule, and each replay of a captured CUDA graph
+            draws anew. It is made again in backward instead of being stored. The same seed and offset give the same
+            mask on every device, but generators of different devices draw different ones.
         deterministic: that backward gives the same bits in every run; `None` follows
             `torch.use_deterministic_algorithms`. On the CPU every call does, for a given number of threads, as does
             forward on a CUDA device. There, blocks then take turns at adding to the gradient of `query`, and that of a
@@ -95,9 +98,9 @@ def flash_attention(
             float32 (float64 for float64). Differentiable.
 
     Returns:
-        `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row with no visible key, with
-        or without sinks, gives zeros, an `lse` of `-inf` and zero gradients; so does a row that `bias` hides entirely,
-        except that sinks stay part of it: its `lse` is then the sink.
+        `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row that sees no key, whether
+        `causal`, `window` or `bias` hides all or there is none, gives zeros and an `lse` of `-inf`, with zero
+        gradients. With sinks, which nothing hides, its `lse` is the sink.
 
     Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first.
     Dimensions of size 0 work.
@@ -163,7 +166,8 @@ def flash_attention_varlen(
         cu_seqlens_q: `(batch + 1,)` int32 on the device of `query`: 0, then the running sums of the lengths, up to
             `total_q`. On the CPU the values are checked; on a GPU that would stall the stream.
         cu_seqlens_k: the same for keys. A sequence may have length 0.
-        max_seqlen_q: at least the longest sequence; `None` takes it from `cu_seqlens_q`, for which a GPU has to wait.
+        max_seqlen_q: at least the longest sequence, below 2^31; `None` takes it from `cu_seqlens_q`, for which a GPU
+            has to wait.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
 
     The remaining arguments are those of `flash_attention`, which alone takes a `bias`; causal and window are aligned to
@@ -203,12 +207,18 @@ def flash_attention_varlen(
 def _window_sides(op: str, window: Window | None) -> Window:
     if window is None:
         return None, None
-    if not isinstance(window, tuple | list) or len(window) != 2:
+    try:
+        left, right = window
+        return _window_side(left), _window_side(right)
+    except (TypeError, ValueError):
         raise RuntimeError(
             f"{NAMESPACE}::{op}: expected window to be None or (left, right), each a number of keys or None, "
             f"got {window!r}"
-        )
-    return window[0], window[1]
+        ) from None
+
+
+def _window_side(side: Any) -> int | None:
+    return side if side is None else index(side)
 
 
 # Fake kernels: shapes, dtypes and strides of what the real ones return, and what these refuse.
@@ -235,6 +245,8 @@ def _check_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     **unchecked: Any,
 ) -> None:
     packed = cu_seqlens_q is not None
@@ -289,6 +301,10 @@ def _check_attention(
             check_same_device(op, "query", query, **{name: cu_seqlens})
         check_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, " to match cu_seqlens_q")
         batch = cu_seqlens_q.shape[0] - 1
+        most = 2**31 - 1
+        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            expected = f"expected {name} of at most {most}, all that int32 cu_seqlens can hold, got {longest}"
+            check(longest is None or longest <= most, op, expected)
 
     for name, side in (("left", window_left), ("right", window_right)):
         expected = f"expected window {name} to be >= 0 or None (unbounded), got {side}"
@@ -374,9 +390,16 @@ def _(query: Tensor, key: Tensor, value: Tensor, *more: Tensor | None, **options
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_forward")
 def _(
-    query: Tensor, key: Tensor, value: Tensor, *more: Tensor | None, dropout_p: float = 0.0, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *more: Tensor | None,
+    dropout_p: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_attention("flash_attention_forward", query, key, value, *more, dropout_p=dropout_p, **options)
+    op = "flash_attention" if cu_seqlens_q is None else "flash_attention_varlen"
+    _check_attention(op, query, key, value, cu_seqlens_q, *more, dropout_p=dropout_p, **options)
     return *_out_and_lse(query, value), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
 
 
@@ -419,17 +442,19 @@ def _(
 
 
 def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None, right: int | None) -> int:
+    def sum_to(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+
+    def pairs_before(distance: int) -> int:
+        """Those whose key is less than this far right of the diagonal: row i has i + first, but within 0 and Sk."""
+        first = seqlen_k - seqlen_q + distance
+        last = first + seqlen_q - 1
+        return sum_to(last) - sum_to(first - 1) - sum_to(last - seqlen_k) + sum_to(first - 1 - seqlen_k)
+
     if causal:
         right = 0
-    if left is None and right is None:
-        return seqlen_q * seqlen_k
-    pairs = 0
-    for i in range(seqlen_q):
-        diagonal = i + seqlen_k - seqlen_q
-        first = 0 if left is None else max(0, diagonal - left)
-        last = seqlen_k if right is None else min(seqlen_k, diagonal + right + 1)
-        pairs += max(0, last - first)
-    return pairs
+    to_the_right = seqlen_q * seqlen_k if right is None else pairs_before(right + 1)
+    return to_the_right - (0 if left is None else pairs_before(-left))
 
 
 def _products(
@@ -440,7 +465,8 @@ def _products(
     mask = options.get("causal", False), options.get("window_left"), options.get("window_right")
     if len(query_shape) == 3:
         total_q, heads, dim = query_shape
-        seqlen_q, seqlen_k = options.get("max_seqlen_q") or total_q, options.get("max_seqlen_k") or key_shape[0]
+        seqlen_q = min(options.get("max_seqlen_q") or total_q, total_q)
+        seqlen_k = min(options.get("max_seqlen_k") or key_shape[0], key_shape[0])
         pairs = heads * _visible_pairs(seqlen_q, seqlen_k, *mask) * total_q // max(1, seqlen_q)
     else:
         batch, seqlen_q, heads, dim = query_shape
@@ -476,7 +502,18 @@ def _backward_flops(
     return 2 * pairs * (3 * dim + 2 * dim_v)
 
 
-# vmap: the mapped dimension joins the batch.
+# vmap: the mapped dimension joins the batch, whose entries have masks of their own under dropout.
+
+
+def _needs_one_mask(op: str, info: Any, options: dict[str, Any]) -> bool:
+    if options.get("dropout_p", 0.0) == 0.0:
+        return False
+    if info.randomness == "error":
+        raise RuntimeError(
+            f"{NAMESPACE}::{op}: expected torch.vmap with randomness='same' or 'different' where dropout_p > 0, "
+            "got randomness='error'; give one of them, or call the op outside of vmap"
+        )
+    return bool(info.randomness == "same")
 
 
 @torch.library.register_vmap(f"{NAMESPACE}::flash_attention")
@@ -491,8 +528,10 @@ def _(
     bias: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    if bias is not None or any(dim is not None for dim in in_dims[3:]):
-        return _one_call_per_element(_attention, info, in_dims, query, key, value, alibi_slopes, sinks, bias, **options)
+    one_mask = _needs_one_mask("flash_attention", info, options)
+    if one_mask or bias is not None or any(dim is not None for dim in in_dims[3:]):
+        tensors = query, key, value, alibi_slopes, sinks, bias
+        return _one_call_per_element(_attention, info, in_dims, *tensors, one_mask=one_mask, **options)
     size = info.batch_size
     mapped = [
         tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -507,17 +546,20 @@ def _(
 
 @torch.library.register_vmap(f"{NAMESPACE}::flash_attention_varlen")
 def _(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **options: Any) -> Any:
-    return _one_call_per_element(_attention_varlen, info, in_dims, *tensors, **options)
+    one_mask = _needs_one_mask("flash_attention_varlen", info, options)
+    return _one_call_per_element(_attention_varlen, info, in_dims, *tensors, one_mask=one_mask, **options)
 
 
 def _one_call_per_element(
-    op: Any, info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, **options: Any
+    op: Any, info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | None, one_mask: bool, **options: Any
 ) -> Any:
-    calls = [
-        op(
-            *(t if t is None or dim is None else t.select(dim, n) for t, dim in zip(tensors, in_dims, strict=False)),
-            **options,
-        )
-        for n in range(info.batch_size)
-    ]
+    query = tensors[0]
+    assert query is not None
+    calls = []
+    for n in range(info.batch_size):
+        of_n = (t if t is None or dim is None else t.select(dim, n) for t, dim in zip(tensors, in_dims, strict=False))
+        # All calls begin with one state of the generator; the last leaves it as a single call would.
+        forked = one_mask and n + 1 < info.batch_size
+        with torch.random.fork_rng([query.device] if query.is_cuda else [], enabled=forked):
+            calls.append(op(*of_n, **options))
     return (torch.stack([out for out, _ in calls]), torch.stack([lse for _, lse in calls])), (0, 0)

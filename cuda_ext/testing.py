@@ -89,6 +89,7 @@ def emulated(
     seed: int = 0,
     *,
     check_races: bool = False,
+    ordered_sums: bool = False,
     threads: int = 0,
     skip: tuple[str, int, str] | None = None,
 ) -> Iterator[Emulation]:
@@ -107,6 +108,8 @@ def emulated(
         seed: of the schedule.
         check_races: hold every access to memory against those that nothing orders before it, plain loads and stores
             included; several times slower.
+        ordered_sums: with `check_races`, atomic additions of floats are races too unless something orders them: for
+            kernels that promise the same bits in every run.
         threads: of the host; 0 for all cores.
         skip: a synchronisation call (file, line, instruction) that does nothing: a test of tests.
 
@@ -134,6 +137,7 @@ def emulated(
         "pct": schedule == "pct",
         "seed": seed,
         "check_races": check_races,
+        "ordered_sums": ordered_sums,
         "threads": threads,
         "skip": skip,
     }
@@ -265,10 +269,10 @@ def reference_attention(
     The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + bias``: the
     soft cap comes before ALiBi and ``bias``, which broadcasts to (B, H, Sq, Sk); a boolean one hides the keys where it
     is False. ``causal`` and ``window`` are aligned bottom-right, so query i stands at key position i + Sk - Sq.
-    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row whose keys are all
-    outside of the window gives zeros, lse = -inf and zero gradients, with or without a sink, and so does one that the
-    bias hides entirely and that has no sink. Dropout removes probabilities by the Philox numbers of (``seed``,
-    ``offset``), see `dropout_mask`. ``deterministic`` is accepted for the sake of the signature.
+    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key, for
+    whatever reason, gives zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes
+    probabilities by the Philox numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is accepted for
+    the sake of the signature.
     """
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
@@ -359,7 +363,7 @@ def _attention(
     heads, seqlen_q, seqlen_k = query.shape[2], query.shape[1], key.shape[1]
     group = heads // key.shape[2] if key.shape[2] else 1
     key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
 
     scores = scale * (query.transpose(1, 2) @ key.permute(0, 2, 3, 1))  # (B, H, Sq, Sk)
     if softcap > 0.0:
@@ -389,7 +393,7 @@ def _attention(
             [logits[..., :-1], sinks.to(scores.dtype).view(1, heads, 1, 1).expand_as(logits[..., -1:])], dim=-1
         )
     # Empty rows are made finite, so that the softmax and its gradient hold no NaN; their result is masked below.
-    empty = (logits == -math.inf).all(dim=-1, keepdim=True) | ~visible.any(dim=-1, keepdim=True)  # (B, H, Sq, 1)
+    empty = (logits == -math.inf).all(dim=-1, keepdim=True)  # (B, H, Sq, 1)
     logits = logits.masked_fill(empty, 0.0)
     lse = torch.logsumexp(logits, dim=-1).masked_fill(empty.squeeze(-1), -math.inf)  # (B, H, Sq)
     probabilities = torch.softmax(logits, dim=-1)[..., :-1].masked_fill(~visible | empty, 0.0)

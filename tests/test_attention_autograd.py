@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -322,6 +323,39 @@ def test_vmap_over_sinks_and_packed_sequences() -> None:
     )
 
 
+@pytest.mark.parametrize("mapped", ["query", "value", "bias", "packed query"])
+def test_vmap_and_the_randomness_of_dropout(mapped: str) -> None:
+    """Values that tell keys apart show which weights there are; of equal elements only the masks may differ."""
+    packed = mapped == "packed query"
+    name = "flash_attention_varlen" if packed else "flash_attention"
+    tensors = {"query": torch.zeros(2, 5, 4, 3), "key": torch.zeros(2, 64, 2, 3), "value": torch.eye(64)[:, None]}
+    tensors["value"] = tensors["value"].expand(2, 64, 2, 64)
+    if packed:
+        tensors = {name: t.flatten(0, 1) for name, t in tensors.items()}
+        tensors |= {f"cu_seqlens_{x}": torch.tensor([0, n, 2 * n], dtype=torch.int32) for x, n in (("q", 5), ("k", 64))}
+    else:
+        tensors["bias"] = torch.zeros(5, 64)
+    which = mapped.split()[-1]
+
+    def f(x: Tensor) -> Tensor:
+        return getattr(cuda_ext, name)(**{**tensors, which: x}, dropout_p=0.5)
+
+    def run(randomness: str) -> tuple[Tensor, Tensor]:
+        """Also what the generator gives next."""
+        torch.manual_seed(5)
+        return torch.vmap(f, randomness=randomness)(tensors[which].expand(3, *tensors[which].shape)), torch.rand(())
+
+    with pytest.raises(RuntimeError, match=f"::{name}: expected torch.vmap with randomness='same' or 'different'"):
+        run("error")
+    torch.manual_seed(5)
+    alone, following = f(tensors[which]), torch.rand(())
+    same, after = run("same")
+    assert all(torch.equal(element, alone) for element in same) and after == following
+    assert 0.4 < (alone == 0).float().mean() < 0.6
+    other, _ = run("different")
+    assert not torch.equal(other[0], other[1]) and not torch.equal(other[1], other[2])
+
+
 def test_func_grad_says_what_it_cannot_do() -> None:
     with pytest.raises(RuntimeError, match=r"torch::autograd::Function"):
         torch.func.grad(lambda q: cuda_ext.flash_attention(q, *qkv()[1:]).sum())(qkv()[0])
@@ -337,9 +371,32 @@ def test_flops() -> None:
         with FlopCounterMode(display=False) as counter:
             out.sum().backward()
         assert counter.get_total_flops() == 2 * pairs[name] * (3 * 3 + 2 * 4)
-    with FlopCounterMode(display=False) as counter:
-        cuda_ext.flash_attention_varlen(*packed(), max_seqlen_q=10, max_seqlen_k=6)
-    assert counter.get_total_flops() == 2 * 4 * 10 * 6 * (3 + 4)
+    for options, pairs_of_a_head in (
+        ({"max_seqlen_q": 10, "max_seqlen_k": 6}, 10 * 6),
+        ({"max_seqlen_q": 2**31 - 1, "max_seqlen_k": 2**31 - 1, "window": (2**63 - 1, 2**63 - 1)}, 10 * 14),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            cuda_ext.flash_attention_varlen(*packed(), **options)
+        assert counter.get_total_flops() == 2 * 4 * pairs_of_a_head * (3 + 4)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 5), (6, 6), (1, 9), (9, 1), (4, 0), (0, 4)], ids=str)
+def test_flops_of_any_window(lengths: tuple[int, int]) -> None:
+    sq, sk = lengths
+    query, key, value = (torch.randn(1, n, 1, 2) for n in (sq, sk, sk))
+    distance = torch.arange(sk) - torch.arange(sq)[:, None] - (sk - sq)
+    far = 2**63 - 1
+    for left, right in itertools.product((None, 0, 1, 3, far), repeat=2):
+        pairs = ((distance >= -(far if left is None else left)) & (distance <= (far if right is None else right))).sum()
+        with FlopCounterMode(display=False) as counter:
+            cuda_ext.flash_attention(query, key, value, window=(left, right))
+        assert counter.get_total_flops() == 2 * int(pairs) * 4, (left, right)
+
+
+@pytest.mark.parametrize("window", [torch.tensor([2, 1]), (torch.tensor(2), torch.tensor([1])), [2, 1]], ids=str)
+def test_a_window_of_tensors(window: Any) -> None:
+    for op, inputs in ((cuda_ext.flash_attention, qkv()), (cuda_ext.flash_attention_varlen, packed())):
+        assert torch.equal(op(*inputs, window=window), op(*inputs, window=(2, 1)))
 
 
 def test_double_backward_is_refused() -> None:
@@ -391,6 +448,11 @@ P = "cuda_ext::flash_attention: expected "
             (Q, K, V),
             {"causal": True, "window": (0, 3)},
             P + "window right to be 0 or None with causal=True, which hides every key to the right, got 3",
+        ),
+        (
+            (Q, K, V),
+            {"window": (torch.tensor(1.5), None)},
+            P + "window to be None or (left, right), each a number of keys or None, got (tensor(1.5000), None)",
         ),
         ((Q, K, V), {"scale": float("nan")}, P + "a finite scale, got nan"),
         ((Q, K, V), {"scale": float("inf")}, P + "a finite scale, got inf"),
@@ -452,10 +514,14 @@ def test_bad_input(arguments: tuple[Tensor, ...], options: dict[str, Any], messa
 
 
 def refused(function: Callable[..., Any], arguments: tuple[Tensor, ...], options: dict[str, Any], message: str) -> None:
-    """With these words, also on the meta device unless they are of values or of a device."""
-    with pytest.raises(RuntimeError) as caught:
-        function(*arguments, **options)
-    assert str(caught.value).splitlines()[0] == message
+    """With these words, also where a gradient is wanted, and on the meta device unless they are of values or of a
+    device."""
+    query, *others = arguments
+    with_gradient = query.clone().requires_grad_(query.is_floating_point())
+    for first in (query, with_gradient):
+        with pytest.raises(RuntimeError) as caught:
+            function(first, *others, **options)
+        assert str(caught.value).splitlines()[0] == message
     if any(word in message for word in ("meta", "to start", "to end", "non-decreasing", "the longest")):
         return
     on_meta = {
@@ -496,6 +562,14 @@ PV = "cuda_ext::flash_attention_varlen: expected "
         ((QP, KP, VP, CQ, CK[:2]), {}, PV + "cu_seqlens_k to end at 7, the rows of key, got 4"),
         ((QP, KP, VP, CQ, CK[[0, 2]]), {}, PV + "cu_seqlens_k of shape (3,) to match cu_seqlens_q, got (2,)"),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_q": 2}, PV + "max_seqlen_q of at least 3, the longest sequence, got 2"),
+        *(
+            (
+                (QP, KP, VP, CQ, CK),
+                {name: 2**63 - 1},
+                PV + f"{name} of at most 2147483647, all that int32 cu_seqlens can hold, got 9223372036854775807",
+            )
+            for name in ("max_seqlen_q", "max_seqlen_k")
+        ),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_k": 1}, PV + "max_seqlen_k of at least 4, the longest sequence, got 1"),
         (
             (QP, KP, VP, CQ.to("meta"), CK),
@@ -559,7 +633,7 @@ def test_one_argument_on_meta_is_refused() -> None:
 def test_a_bias_refused_by_the_ops_beneath() -> None:
     *tensors, cu_q, cu_k = packed(requires_grad=False)
     with pytest.raises(
-        RuntimeError, match=r"flash_attention_forward: expected no bias beside cu_seqlens_q; call the op"
+        RuntimeError, match=r"flash_attention_varlen: expected no bias beside cu_seqlens_q; call the op"
     ):
         ops.flash_attention_forward(*tensors, cu_q, cu_k, bias=torch.rand(5, 7))
     for bias, name in ((None, "None"), (torch.ones(5, 7).bool(), "a boolean one")):

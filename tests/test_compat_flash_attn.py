@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -141,6 +142,8 @@ MEANINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window_size": (9, -1)}, {"window": (9, None)}),
     ({"window_size": (-1, 3)}, {"window": (None, 3)}),
     ({"window_size": (0, 0)}, {"window": (0, 0)}),
+    ({"window_size": (-1, sys.maxsize)}, {}),
+    ({"window_size": (sys.maxsize, 3)}, {"window": (None, 3)}),
     ({"window_size": [9, 3], "causal": True}, {"window": (9, 0)}),
     ({"window_size": (9, -1), "causal": True}, {"window": (9, 0)}),
     ({"window_size": (-1, 3), "causal": True}, {"causal": True}),
@@ -299,6 +302,32 @@ def test_seqused(which: str, causal: bool) -> None:
         options["seqused_k"] = torch.tensor(used_k, dtype=torch.int32)
     tensors = {"q": random(48, 4, 16), "k": random(62, 2, 16), "v": random(62, 2, 16)}
     check(flash_attn_interface.flash_attn_varlen_func, reference, tensors, {**options, "causal": causal})
+
+
+@pytest.mark.parametrize("which", ["q", "k", "qk"])
+def test_seqused_compiles_to_one_graph(which: str) -> None:
+    tensors = [random(12, 4, 16), random(14, 2, 16), random(14, 2, 16)]
+    used = {"seqused_q": torch.tensor([3, 0, 7]).int(), "seqused_k": torch.tensor([2, 5, 0]).int()}
+    options = {name: lengths for name, lengths in used.items() if name[-1] in which}
+
+    def f(q: Tensor, k: Tensor, v: Tensor, **lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return flash_attn_interface.flash_attn_varlen_func(
+            q, k, v, cumulative(4, 1, 7), cumulative(2, 6, 6), 7, 6, causal=True, return_attn_probs=True, **lengths
+        )
+
+    results = []
+    for op in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
+        out, lse = op(*tensors, **options)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum(), tensors)])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_interface], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("window", [torch.tensor([3, -1]), (torch.tensor(3), torch.tensor([-1])), [3, None]], ids=str)
+def test_a_window_of_tensors(module: Any, window: Any) -> None:
+    q, k, v = qkv(2, 17, 29, 4, 2, 16, torch.float32).values()
+    expected = cuda_ext.flash_attention(q, k, v, window=(3, None))
+    assert torch.equal(module.flash_attn_func(q, k, v, window_size=window), expected)
 
 
 def test_dropout_is_that_of_the_op() -> None:

@@ -128,7 +128,7 @@ def brute_force(query: Tensor, key: Tensor, value: Tensor, logit, visible, sink=
         out.append(
             sum((w / total * value[j] for w, j in zip(weights, columns, strict=True)), torch.zeros_like(value[0]))
         )
-        lse.append(torch.log(total) if columns else torch.tensor(-math.inf, dtype=query.dtype))
+        lse.append(torch.log(torch.as_tensor(total, dtype=query.dtype)))
     return torch.stack(out), torch.stack(lse)
 
 
@@ -199,18 +199,19 @@ def test_slopes_per_head_are_shared_by_the_batch() -> None:
 
 
 @pytest.mark.parametrize("with_sink", [False, True])
-def test_rows_without_a_key_are_zero_with_zero_gradients(with_sink: bool) -> None:
+def test_rows_without_a_key_are_zero_and_what_their_sink_is(with_sink: bool) -> None:
     q, k, v = rand(1, 5, 2, 3), rand(1, 3, 2, 3), rand(1, 3, 2, 3)
     sinks = rand(2)
     inputs = [q, k, v, sinks] if with_sink else [q, k, v]
     out, lse = reference_attention(q, k, v, causal=True, sinks=sinks if with_sink else None, return_lse=True)
     assert (out[:, :2] == 0).all()
-    assert (lse[..., :2] == -math.inf).all()
+    assert torch.equal(lse[0, :, :2], sinks[:, None].expand(2, 2) if with_sink else torch.full((2, 2), -math.inf))
     assert lse[..., 2:].isfinite().all()
     empty_rows = torch.autograd.grad(
         [out[:, :2], lse[..., :2]], inputs, [torch.ones(1, 2, 2, 3), torch.ones(1, 2, 2)], retain_graph=True
     )
-    assert all((g == 0).all() for g in empty_rows)
+    assert all((g == 0).all() for g in empty_rows[:3])
+    assert all((g == 2).all() for g in empty_rows[3:])
     every_row = torch.autograd.grad([out, lse], inputs, [torch.ones_like(out), torch.ones_like(lse)])
     assert all(g.isfinite().all() and (g != 0).any() for g in every_row)
     assert (every_row[0][:, :2] == 0).all()
@@ -218,10 +219,14 @@ def test_rows_without_a_key_are_zero_with_zero_gradients(with_sink: bool) -> Non
 
 def test_sizes_of_zero() -> None:
     q, k, v = rand(2, 3, 2, 4), rand(2, 0, 2, 4), rand(2, 0, 2, 5)
-    out, lse = reference_attention(q, k, v, sinks=rand(2), return_lse=True)
+    sinks = rand(2)
+    out, lse = reference_attention(q, k, v, sinks=sinks, return_lse=True)
     assert out.shape == (2, 3, 2, 5)
     assert (out == 0).all()
-    assert (lse == -math.inf).all()
+    assert torch.equal(lse, sinks[:, None].expand_as(lse))
+    value = rand(2, 4, 2, 5)
+    mean = value.mean(1, keepdim=True).expand(2, 3, 2, 5)
+    torch.testing.assert_close(reference_attention(q[..., :0], rand(2, 4, 2, 0), value), mean)
     assert reference_attention(q[:, :0], q, q).shape == (2, 0, 2, 4)
     assert reference_attention(q[:0], q[:0], q[:0]).shape == (0, 3, 2, 4)
     assert reference_attention(q[:, :, :0], q[:, :, :0], q[:, :, :0]).shape == (2, 3, 0, 4)

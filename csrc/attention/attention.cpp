@@ -2,7 +2,6 @@
 // forward and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include "attention/attention.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/diff.h>
@@ -10,7 +9,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <cmath>
-#include <mutex>
+#include <limits>
 #include <tuple>
 
 #include "binding/autograd.h"
@@ -63,6 +62,7 @@ struct Options {
 
 struct Shape {
   int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
+  int64_t dropout_keys;  // what the numbers of a row of weights are laid out for
 };
 
 void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens, const char* rows_name, int64_t rows,
@@ -140,6 +140,7 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
     CUDA_EXT_CHECK(o.cu_seqlens_q->size(0) == o.cu_seqlens_k->size(0), op, "expected cu_seqlens_k of shape ",
                    shape_string(*o.cu_seqlens_q), " to match cu_seqlens_q, got ", shape_string(*o.cu_seqlens_k));
     shape.batch = o.cu_seqlens_q->size(0) - 1;
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     const auto longest = [&](const char* name, const Tensor& cu_seqlens, OptionalInt given) {
       int64_t length = 0;
       if (cu_seqlens.is_cpu()) {
@@ -151,14 +152,18 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
       }
       CUDA_EXT_CHECK(!given.has_value() || *given >= length, op, "expected ", name, " of at least ", length,
                      ", the longest sequence, got ", *given);
+      CUDA_EXT_CHECK(!given.has_value() || *given <= kMost, op, "expected ", name, " of at most ", kMost,
+                     ", all that int32 cu_seqlens can hold, got ", *given);
       return given.value_or(length);
     };
-    shape.seqlen_q = longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q);
-    shape.seqlen_k = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
+    // No sequence has more rows than there are: launches need not go by more.
+    shape.seqlen_q = std::min(longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q), query.size(0));
+    shape.dropout_keys = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
+    shape.seqlen_k = std::min(shape.dropout_keys, key.size(0));
   } else {
     shape.batch = query.size(0);
     shape.seqlen_q = query.size(1);
-    shape.seqlen_k = key.size(1);
+    shape.seqlen_k = shape.dropout_keys = key.size(1);
     CUDA_EXT_CHECK(key.size(0) == shape.batch, op, "expected key of batch ", shape.batch, " to match query ",
                    shape_string(query), ", got ", shape_string(key));
   }
@@ -263,7 +268,7 @@ void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tens
     broadcast_strides(*o.bias, p.bias_strides);
   }
   p.dropout_p = o.dropout_p;
-  p.dropout_pitch = (shape.seqlen_k + 3) / 4 * 4;
+  p.dropout_pitch = (shape.dropout_keys + 3) / 4 * 4;
 }
 
 Tensor empty_lse(const Tensor& query, const Shape& shape, bool packed) {
@@ -272,9 +277,10 @@ Tensor empty_lse(const Tensor& query, const Shape& shape, bool packed) {
                 : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
 }
 
-// (seed, offset), drawn from torch's generator so that torch.manual_seed rules; empty without dropout.
-Tensor draw_rng_state(double dropout_p) {
-  if (dropout_p == 0) {
+// Draws the random numbers of a call, and returns what its backward needs to have them again: (seed, offset), on
+// `device`; empty without dropout.
+Tensor draw_rng_state(AttentionParams& p, at::Device device, bool on_cuda) {
+  if (p.dropout_p == 0) {
     // One for all calls: it has no elements that they could share.
     static const Tensor none = [] {
       const c10::InferenceMode ordinary(false);
@@ -282,21 +288,30 @@ Tensor draw_rng_state(double dropout_p) {
     }();
     return none;
   }
-  Tensor state = empty_on(at::kCPU, {2}, at::kLong);
-  auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-  const std::lock_guard<std::mutex> lock(generator->mutex_);
-  state.mutable_data_ptr<int64_t>()[0] = int64_t(generator->random64());
-  state.mutable_data_ptr<int64_t>()[1] = 0;
+  p.rng = draw_rng(device);
+  Tensor state = empty_on(device, {2}, at::kLong);
+  auto* const values = static_cast<uint64_t*>(state.mutable_data_ptr());
+  if (on_cuda) {
+    p.rng_state = values;
+  } else {
+    values[0] = p.rng.seed;
+    values[1] = p.rng.offset;
+  }
   return state;
 }
 
-void set_rng_state(AttentionParams& p, const char* op, const Tensor& rng_state) {
+void set_rng(AttentionParams& p, const char* op, const Tensor& rng_state, const Tensor& query, bool on_cuda) {
   CUDA_EXT_CHECK(rng_state.defined(), op, "expected rng_state with dropout, as the forward returned it, got None");
   CUDA_EXT_CHECK(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong, op,
                  "expected rng_state of shape (2,) and dtype int64, as the forward returned it, got ",
                  shape_string(rng_state), " and dtype ", rng_state.scalar_type());
-  p.dropout_seed = uint64_t(rng_state.const_data_ptr<int64_t>()[0]);
-  p.dropout_offset = uint64_t(rng_state.const_data_ptr<int64_t>()[1]);
+  check_same_device(op, "rng_state", rng_state, "query", query);
+  const auto* const values = static_cast<const uint64_t*>(rng_state.const_data_ptr());
+  if (on_cuda) {
+    p.rng = {values, values + 1, 0, 0};
+  } else {
+    p.rng = {nullptr, nullptr, values[0], values[1]};
+  }
 }
 
 // What the CUDA kernels can do of what the CPU's can.
@@ -304,12 +319,15 @@ void check_cuda(const char* op, const Shape& shape, const Tensor& query) {
   CUDA_EXT_CHECK(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16, op,
                  "expected float16 or bfloat16 on a CUDA device, got ", query.scalar_type(),
                  "; cast, or run it under torch.autocast");
-  const auto check_dim = [&](const char* name, int64_t dim) {
-    CUDA_EXT_CHECK(dim <= sm80::kMaxHeadDim && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
-                   sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; pad it with zeros");
+  const auto check_dim = [&](const char* name, int64_t dim, const char* if_odd, const char* if_large) {
+    const bool large = dim > sm80::kMaxHeadDim;
+    CUDA_EXT_CHECK(!large && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
+                   sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
   };
-  check_dim("head dim of query and key", shape.dim);
-  check_dim("head dim of value", shape.dim_v);
+  check_dim("head dim of query and key", shape.dim, "pad both with zeros and give the scale of the dim before that",
+            "take torch.nn.functional.scaled_dot_product_attention, or the CPU");
+  check_dim("head dim of value", shape.dim_v, "pad it with zeros and cut the output",
+            "split value along its last dimension, and concatenate the outputs of the parts");
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -324,8 +342,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   out_sizes.back() = shape.dim_v;
   Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
   Tensor lse = empty_lse(query, shape, o.packed());
-  Tensor rng_state = draw_rng_state(o.dropout_p);
-  if (o.dropout_p > 0) set_rng_state(p, op, rng_state);
+  Tensor rng_state = draw_rng_state(p, query.device(), cuda != nullptr);
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
   if (cuda != nullptr) {
@@ -341,9 +358,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& cu_seqlens_q,
     const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
     const OptionalTensor& bias, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
-  return forward(
-      "flash_attention_forward", query, key, value,
-      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
+                  bias,         max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  // The op that the caller knows.
+  return forward(o.packed() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
 }
 
 std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -394,7 +412,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   Operands operands;
   fill(p, operands, shape, query, key, value, o, cuda != nullptr);
   p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
-  if (dropout_p > 0) set_rng_state(p, op, value_or_empty(rng_state));
+  if (dropout_p > 0) set_rng(p, op, value_or_empty(rng_state), query, cuda != nullptr);
   const Tensor dense_out = with_dense_rows(out, cuda != nullptr),
                dense_grad_out = with_dense_rows(grad_out, cuda != nullptr);
   const Tensor dense_lse = lse.contiguous();

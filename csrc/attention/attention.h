@@ -23,6 +23,15 @@ enum class BiasKind : uint8_t {
   kBoolean,       // bytes: 1 where a key takes part, 0 where it is hidden
 };
 
+// Seed and offset of random numbers. A captured CUDA graph reads them anew at each replay: they are in memory, where
+// the generator of the graph, or a forward for its backward, has put them, and `offset` is added to the one there.
+struct RngSource {
+  const uint64_t* seed_at = nullptr;  // null: `seed` and `offset` are known
+  const uint64_t* offset_at = nullptr;
+  uint64_t seed = 0;
+  uint64_t offset = 0;
+};
+
 struct AttentionParams {
   Dtype dtype = Dtype::kFloat32;
   int64_t batch = 0;
@@ -59,9 +68,9 @@ struct AttentionParams {
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;
-  uint64_t dropout_seed = 0;
-  uint64_t dropout_offset = 0;
-  int64_t dropout_pitch = 0;  // the longest key sequence, rounded up to 4
+  RngSource rng;
+  uint64_t* rng_state = nullptr;  // (2,): where a CUDA forward leaves seed and offset; null in the backward
+  int64_t dropout_pitch = 0;      // the longest key sequence, rounded up to 4
 
   HeadsView query, key, value, out;
 };

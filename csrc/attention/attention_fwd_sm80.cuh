@@ -172,6 +172,10 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   constexpr int kRowTiles = Kernel::kRowTiles, kBlockN = Kernel::kBlockN;
   SHARED_STORAGE(Storage, shared);
 
+  if constexpr (Kernel::kGeneral)
+    if (p.rng_state != nullptr && arch::block_x() == 0 && arch::block_y() == 0 && arch::thread_index() == 0)
+      store_rng(p.rng_state, load_rng(plan.dropout.rng));
+
   int begin, end;  // tiles of keys
   {
     const TileIndex at = plan.schedule.find(arch::block_x());
@@ -279,7 +283,6 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   const TileRows rows = load_part(shared.task.rows);
   const ForwardTask::Place place = load_part(shared.task.place);
-  const Visibility visible = load_part(shared.task.keys).visible;
   if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
@@ -290,8 +293,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     for (int half = 0; half < 2; ++half) {
       const int row = row_at(m, half), query = rows.query(row);
       const float sum = sums.row(m, half);
-      const bool sees_any = visible.key_begin(query) < visible.key_end(query);
-      const float lse = sees_any ? softmax.log_sum_exp(m, half, sum) : -INFINITY;
+      const float lse = softmax.log_sum_exp(m, half, sum);
       const float weight = lse == -INFINITY ? 0.0f : (Kernel::kGeneral ? plan.kept_scale : 1.0f) / sum;
 #pragma unroll
       for (int n = 0; n < Kernel::kOutTiles; ++n) {

@@ -1,6 +1,7 @@
 // Which weights are dropped: the same ones as on a CPU (attention_tiles.h), and again in the backward.
 #pragma once
 
+#include "arch/memory.cuh"
 #include "arch/warp.cuh"
 #include "attention/attention.h"
 
@@ -26,8 +27,25 @@ DEVICE void philox(uint64_t seed, uint64_t offset, uint64_t counter, uint32_t (&
   }
 }
 
-struct Dropout {
+// Seed and offset.
+struct RngState {
   uint64_t seed, offset;
+};
+DEVICE RngState load_rng(const RngSource& source) {
+  RngState state{source.seed, source.offset};
+  if (source.seed_at != nullptr) {
+    state.seed = arch::load_global<uint64_t>(source.seed_at);
+    state.offset += arch::load_global<uint64_t>(source.offset_at);
+  }
+  return state;
+}
+DEVICE void store_rng(uint64_t* to, const RngState& state) {
+  arch::store_global(to, state.seed);
+  arch::store_global(to + 1, state.offset);
+}
+
+struct Dropout {
+  RngSource rng;
   int64_t row_groups;   // counters of a row: one for 4 keys
   uint32_t drop_below;  // of 2^32; 0: none is dropped
 
@@ -41,13 +59,14 @@ struct Dropout {
     const int lane = arch::thread_index_anew() % 4;
     const bool odd = lane % 2 == 1;
     const int group = first_key / 4 + lane / 2;
+    const RngState state = load_rng(rng);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
       const uint64_t counter = uint64_t(number(m, lane % 2)) * uint64_t(row_groups) + uint64_t(group);
 #pragma unroll
       for (int n = 0; n < key_tiles; ++n) {
         uint32_t words[4];
-        philox(seed, offset, counter + 2 * n, words);
+        philox(state.seed, state.offset, counter + 2 * n, words);
         const uint32_t got0 = arch::shuffle_xor(odd ? words[0] : words[2], 1);
         const uint32_t got1 = arch::shuffle_xor(odd ? words[1] : words[3], 1);
         const uint32_t mine[4] = {odd ? got0 : words[0], odd ? got1 : words[1], odd ? words[2] : got0,
@@ -67,8 +86,10 @@ struct Dropout {
   DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
     const int lane = arch::thread_index_anew() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
+    const RngState state = load_rng(rng);
     uint32_t words[4];
-    philox(seed, offset, uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
+    philox(state.seed, state.offset,
+           uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
     uint32_t pairs[4];
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
@@ -86,7 +107,7 @@ struct Dropout {
 };
 
 inline Dropout dropout_of(const AttentionParams& p) {
-  return {p.dropout_seed, p.dropout_offset, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
+  return {p.rng, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
 }
 
 }  // namespace cuda_ext::sm80

@@ -1,13 +1,16 @@
 #include "binding/device.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
 
 #include <array>
 #include <atomic>
+#include <mutex>
 
 #include "build_config.h"
 
 #if CUDA_EXT_WITH_CUDA
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "cuda/device_probe.h"
@@ -19,6 +22,17 @@ namespace {
 
 // Set while the ops of CPU tensors run on the emulator.
 std::atomic<const CudaKernels*> emulated_kernels = nullptr;
+
+// What a generator hands to kernels while a CUDA graph is captured, for kernels on the emulator.
+struct EmulatedCapture {
+  Tensor seed_and_offset;  // int64, undefined: no capture
+  uint64_t drawn = 0;      // since its begin
+};
+std::mutex capture_mutex;
+EmulatedCapture emulated_capture;
+
+// Offsets of torch's generators are multiples of it.
+constexpr uint64_t kOffsetStep = 4;
 
 #if CUDA_EXT_WITH_CUDA
 
@@ -67,6 +81,32 @@ Tensor with_unit_stride(const Tensor& tensor) {
   return tensor.contiguous();
 }
 
+RngSource draw_rng(at::Device device) {
+#if CUDA_EXT_WITH_CUDA
+  if (device.is_cuda()) {
+    // Other kernels count threads where ours have the offset: they never come so far.
+    constexpr uint64_t kApart = uint64_t(1) << 63;
+    auto* const generator =
+        at::check_generator<at::CUDAGeneratorImpl>(at::cuda::detail::getDefaultCUDAGenerator(device.index()));
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    const at::PhiloxCudaState state = generator->philox_cuda_state(kOffsetStep);
+    if (!state.captured_) return {nullptr, nullptr, state.seed_.val, state.offset_.val + kApart};
+    return {reinterpret_cast<const uint64_t*>(state.seed_.ptr), reinterpret_cast<const uint64_t*>(state.offset_.ptr), 0,
+            state.offset_intragraph_ + kApart};
+  }
+#endif
+  {
+    const std::lock_guard<std::mutex> lock(capture_mutex);
+    if (emulated_kernels.load() != nullptr && emulated_capture.seed_and_offset.defined()) {
+      const auto* const values = static_cast<const uint64_t*>(emulated_capture.seed_and_offset.const_data_ptr());
+      return {values, values + 1, 0, kOffsetStep * emulated_capture.drawn++};
+    }
+  }
+  auto* const generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+  const std::lock_guard<std::mutex> lock(generator->mutex_);
+  return {nullptr, nullptr, generator->random64(), 0};
+}
+
 LaunchScope::LaunchScope(at::Device device, size_t workspace_bytes) : guard_(device), bytes_(workspace_bytes) {
 #if CUDA_EXT_WITH_CUDA
   if (device.is_cuda()) stream_ = c10::cuda::getCurrentCUDAStream(device.index()).stream();
@@ -84,5 +124,13 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
     CUDA_EXT_CHECK(kernels == nullptr || kernels->layout == cuda_ext::CudaKernels::kLayout, "_emulate",
                    "expected kernels compiled from the sources of this library, got others; rebuild it");
     cuda_ext::emulated_kernels.store(kernels, std::memory_order_release);
+  });
+  // From now on emulated kernels find the seed and the offset of their random numbers in this int64 tensor, as in a
+  // captured CUDA graph; None ends that.
+  m.def("_emulate_capture(Tensor? seed_and_offset) -> ()", [](const cuda_ext::OptionalTensor& seed_and_offset) {
+    CUDA_EXT_CHECK(!seed_and_offset || cuda_ext::emulated_kernels.load() != nullptr, "_emulate_capture",
+                   "expected an emulation, got none; the CPU's own kernels read no captured numbers");
+    const std::lock_guard<std::mutex> lock(cuda_ext::capture_mutex);
+    cuda_ext::emulated_capture = {cuda_ext::value_or_empty(seed_and_offset)};
   });
 }

@@ -14,6 +14,10 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
 // Kernels of the CPU read any.
 Tensor with_unit_stride(const Tensor& tensor);
 
+// The random numbers of a call on `device`, from torch's default generator of the device, so that torch.manual_seed
+// rules. While a CUDA graph is captured they are pointers, so that each replay has numbers of its own.
+RngSource draw_rng(at::Device device);
+
 // Makes `device` the current one and offers its current stream and memory for the time of a launch.
 class LaunchScope {
  public:

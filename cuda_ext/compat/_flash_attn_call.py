@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from operator import index
 from typing import Any, NoReturn
 
 import torch.nn.functional as F
@@ -52,12 +53,14 @@ def attend(
 
 
 def _window(function: str, window_size: tuple[int, int], causal: bool) -> tuple[int | None, int | None] | None:
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+    try:
+        sides = [-1 if side is None else index(side) for side in window_size]
+        left, right = (side if side >= 0 else None for side in sides)
+    except (TypeError, ValueError):
         raise RuntimeError(
             f"cuda_ext.compat.{function}: expected window_size to be (left, right), each a number of keys or -1 for "
             f"unbounded, got {window_size!r}"
-        )
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+        ) from None
     if causal:
         right = None  # causal hides what is right of the diagonal, whatever this side says
     return None if left is None and right is None else (left, right)

@@ -21,11 +21,9 @@ Errors are those of `cuda_ext.compat.flash_attn.flash_attn_interface`.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
-from cuda_ext.compat.flash_attn.bert_padding import index_first_axis, index_put_first_axis
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
 
@@ -162,8 +160,8 @@ def flash_attn_varlen_func(
         max_seqlen_q: at least the longest sequence.
         max_seqlen_k: the same for keys.
         seqused_q: `(batch,)` int32: only so many rows at the start of each sequence are used. Diagonals go by the used
-            lengths. The other rows give zeros, an lse of `-inf` and zero gradients. The used rows are copied together,
-            for which a GPU has to wait.
+            lengths. The other rows give zeros, an lse of `-inf` and zero gradients. On the CPU the values are checked;
+            on a GPU that would stall the stream.
         seqused_k: the same for keys.
 
     The remaining arguments are those of `flash_attn_func`.
@@ -173,14 +171,13 @@ def flash_attn_varlen_func(
     """
     function = "flash_attn_interface.flash_attn_varlen_func"
     _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
-    total_q, rows_q = q.shape[0], None
-    if seqused_q is not None:
-        rows_q, cu_seqlens_q = _used_rows(function, "q", seqused_q, cu_seqlens_q)
-        q = index_first_axis(q, rows_q)
-    if seqused_k is not None:
-        rows_k, cu_seqlens_k = _used_rows(function, "k", seqused_k, cu_seqlens_k)
-        k, v = index_first_axis(k, rows_k), index_first_axis(v, rows_k)
-    out, lse = attend(
+    if seqused_q is not None or seqused_k is not None:
+        used_q = _end_of_used(function, "q", seqused_q, cu_seqlens_q)
+        used_k = _end_of_used(function, "k", seqused_k, cu_seqlens_k)
+        # Each sequence becomes three: what is used, the other queries without keys, the other keys without queries.
+        cu_seqlens_q = _boundaries(cu_seqlens_q, used_q, cu_seqlens_q[1:])
+        cu_seqlens_k = _boundaries(cu_seqlens_k, used_k, used_k)
+    pair = attend(
         function,
         q,
         k,
@@ -197,10 +194,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic,
     )
-    if rows_q is not None:
-        out = index_put_first_axis(out, rows_q, total_q)
-        lse = lse.new_full((lse.shape[0], total_q), -torch.inf).index_copy_(1, rows_q, lse)
-    return (out, lse) if return_attn_probs else out
+    return pair if return_attn_probs else pair[0]
 
 
 def _refuse_unsupported(
@@ -234,19 +228,25 @@ def _split_heads(function: str, qkv: Tensor, heads_q: int | None) -> tuple[Tenso
     return qkv.split([heads_q, heads_k, heads_k], dim=2)
 
 
-def _used_rows(function: str, which: str, used: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """The packed rows that are used, int64, and the cu_seqlens that they have by themselves."""
+def _end_of_used(function: str, which: str, used: Tensor | None, cu_seqlens: Tensor) -> Tensor:
+    """The packed row behind the last that is used, of each sequence."""
+    if used is None:
+        return cu_seqlens[1:]
     lengths = cu_seqlens.diff()
     if used.shape != lengths.shape or used.dtype != torch.int32 or used.device != cu_seqlens.device:
         raise RuntimeError(
             f"cuda_ext.compat.{function}: expected seqused_{which} of shape {tuple(lengths.shape)}, int32, on "
             f"{cu_seqlens.device} to match cu_seqlens_{which}, got {tuple(used.shape)}, {used.dtype}, on {used.device}"
         )
-    if bool(((used < 0) | (used > lengths)).any()):
+    # Where nobody looks here, the op finds cu_seqlens that decrease.
+    if used.is_cpu and not torch.compiler.is_compiling() and bool(((used < 0) | (used > lengths)).any()):
         raise RuntimeError(
             f"cuda_ext.compat.{function}: expected seqused_{which} between 0 and the lengths of cu_seqlens_{which}, "
             f"{lengths.tolist()}, got {used.tolist()}"
         )
-    cu_used = F.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-    first_rows = (cu_seqlens - cu_used)[:-1].repeat_interleave(used)
-    return first_rows + torch.arange(first_rows.numel(), device=used.device), cu_used
+    return cu_seqlens[:-1] + used
+
+
+def _boundaries(cu_seqlens: Tensor, first_end: Tensor, second_end: Tensor) -> Tensor:
+    """The cu_seqlens of sequences that are divided in three."""
+    return torch.cat([cu_seqlens[:1], torch.stack([first_end, second_end, cu_seqlens[1:]], dim=1).flatten()])

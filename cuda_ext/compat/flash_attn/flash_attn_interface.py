@@ -10,7 +10,7 @@ Where they differ from flash-attn 2.8:
 - `S_dmask`, which flash-attn returns for its own tests, is None.
 - The right side of a window is taken at its word. flash-attn drops one of at least `Sk`, and if there are more queries
   than keys, its first rows then see keys that the window hides.
-- Dropout numbers are those of `cuda_ext.flash_attention`: they come from torch's default CPU generator.
+- Dropout numbers are those of `cuda_ext.flash_attention`.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
 - A packed tensor is read in place, but its gradient is stacked from its parts, one copy that flash-attn saves.
 
