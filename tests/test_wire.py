@@ -159,13 +159,17 @@ def test_chunks_are_added_in_order_in_float32() -> None:
     ):
         for dtype in (torch.bfloat16, torch.float32):
             out = torch.empty(1)
-            sum_chunks(torch.tensor(received, dtype=dtype).view(-1, 1), out)
+            sum_chunks(list(torch.tensor(received, dtype=dtype).view(-1, 1)), out)
             assert out.item() == expected
+        for own in range(3):  # the sum takes the place of one of the chunks
+            chunks = list(torch.tensor(received).view(-1, 1))
+            sum_chunks(chunks, chunks[own])
+            assert chunks[own].item() == expected
     exact = torch.empty(1, dtype=torch.float64)
-    sum_chunks(torch.tensor([[2.0**24], [1.0], [1.0]]), exact)
+    sum_chunks(list(torch.tensor([[2.0**24], [1.0], [1.0]])), exact)
     assert exact.item() == 2.0**24 + 2
     halves = torch.empty(1, dtype=torch.float16)
-    sum_chunks(torch.full((3, 1), 61440.0, dtype=torch.float16), halves, scale=0.25)
+    sum_chunks(list(torch.full((3, 1), 61440.0, dtype=torch.float16)), halves, scale=0.25)
     assert halves.item() == 46080.0  # the sum is beyond float16
 
 

@@ -16,11 +16,42 @@ side stream does. Every rank has to start the same sums in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from cuda_ext.distributed.own_group import is_on_gloo
+
+_TAG = 0x5CA7  # of messages between two ranks, over gloo; unlike those of a program
+
+
+class Step(Protocol):
+    """What has been started, and is to be waited for."""
+
+    def wait(self) -> object: ...
+
+
+class _Messages:
+    """Chunks on their way from rank to rank over gloo, from where they lie to where they go.
+
+    Its own all-gather of a flat tensor writes to another one first, and copies from there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._works = group, list[dist.Work]()
+
+    def receive(self, chunk: Tensor, rank: int) -> None:
+        self._works.append(self._group.recv([chunk], rank, _TAG))
+
+    def send(self, chunk: Tensor, rank: int) -> None:
+        self._works.append(self._group.send([chunk], rank, _TAG))
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class ErrorFeedback:
@@ -55,17 +86,29 @@ class ErrorFeedback:
         self.residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def sum_chunks(received: Tensor, out: Tensor, *, scale: float = 1.0, feedback: ErrorFeedback | None = None) -> None:
-    """Writes ``scale`` times the sum of ``received`` over its first dimension to ``out``, rounded once.
+def sum_chunks(
+    chunks: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, feedback: ErrorFeedback | None = None
+) -> None:
+    """Writes ``scale`` times the sum of ``chunks`` to ``out``, rounded once.
 
-    received: (N, C), contiguous, N > 0. out: (C,). Either of float32, float16, bfloat16 or float64. Added from first to
-    last in float32 (float64 if either dtype is), so that the order does not depend on where a value lies. feedback: of
-    C elements, of the dtype in which is added; default None: what rounding loses is lost.
+    chunks: (C,) each, of one dtype, at least one; ``out`` may be one of them, the first may be overwritten. out: (C,).
+    Either of float32, float16, bfloat16 or float64. Added from first to last in float32 (float64 if either dtype is),
+    so that the order does not depend on where a value lies. feedback: of C elements, of the dtype in which is added;
+    default None: what rounding loses is lost.
     """
-    dtype = torch.float64 if torch.float64 in (received.dtype, out.dtype) else torch.float32
-    total = out if out.dtype == dtype and feedback is None else torch.empty_like(out, dtype=dtype)
-    total.copy_(received[0])
-    for chunk in received[1:]:
+    dtype = torch.float64 if torch.float64 in (chunks[0].dtype, out.dtype) else torch.float32
+    if len(chunks) > 1 and chunks[0].dtype == out.dtype == dtype and feedback is None:
+        own = next((n for n, chunk in enumerate(chunks) if chunk.data_ptr() == out.data_ptr()), 0)
+        total = chunks[0]
+        for chunk in chunks[1:own]:  # before it is added, ``out`` cannot take the sum
+            total.add_(chunk)
+        torch.add(total, chunks[max(own, 1)], out=out)
+        total, others = out, chunks[max(own, 1) + 1 :]
+    else:
+        total = out if out.dtype == dtype and feedback is None else torch.empty_like(out, dtype=dtype)
+        total.copy_(chunks[0])
+        others = chunks[1:]
+    for chunk in others:
         total.add_(chunk)
     if scale != 1.0:
         total.mul_(scale)
@@ -82,7 +125,7 @@ def fp32_reduce_scatter(
     *,
     scale: float = 1.0,
     feedback: ErrorFeedback | None = None,
-) -> Iterator[dist.Work]:
+) -> Iterator[Step]:
     """Leaves rank r with the sum over the ranks of chunk r of ``wire``: the steps of it, see above.
 
     wire: (N C,) on N ranks, contiguous, float32, float16, bfloat16 or float64; it is only read, and not any more once
@@ -98,14 +141,25 @@ def fp32_reduce_scatter(
             f"cuda_ext.distributed.fp32_reduce_scatter: expected wire to hold one chunk of the size of out for each of "
             f"{ranks} ranks, {ranks} x {out.numel()} elements, got {wire.numel()}; pad it"
         )
-    received = torch.empty_like(wire)
-    yield dist.all_to_all_single(received, wire, group=group, async_op=True)
-    sum_chunks(received.view(ranks, -1), out, scale=scale, feedback=feedback)
+    if is_on_gloo(group, wire.device):
+        chunks = list(wire.view(ranks, -1))
+        received = torch.empty(ranks - 1, out.numel(), dtype=wire.dtype, device=wire.device)
+        messages = _Messages(group)
+        for place, rank in enumerate(_others(group)):
+            messages.receive(received[place], rank)
+        for rank in _others(group):
+            messages.send(chunks[rank], rank)
+        yield messages
+        for place, rank in enumerate(_others(group)):
+            chunks[rank] = received[place]
+    else:
+        copied = torch.empty_like(wire)
+        yield dist.all_to_all_single(copied, wire, group=group, async_op=True)
+        chunks = list(copied.view(ranks, -1))
+    sum_chunks(chunks, out, scale=scale, feedback=feedback)
 
 
-def fp32_all_reduce(
-    wire: Tensor, group: dist.ProcessGroup, *, feedback: ErrorFeedback | None = None
-) -> Iterator[dist.Work]:
+def fp32_all_reduce(wire: Tensor, group: dist.ProcessGroup, *, feedback: ErrorFeedback | None = None) -> Iterator[Step]:
     """Replaces ``wire`` by its sum over the ranks, the same bits on all of them: the steps of it, see above.
 
     wire: (N C,) on N ranks, contiguous, float32, float16, bfloat16 or float64. feedback: of C elements, for the
@@ -118,6 +172,21 @@ def fp32_all_reduce(
             f"cuda_ext.distributed.fp32_all_reduce: expected wire of a multiple of {ranks} elements, one chunk for "
             f"each rank, got {wire.numel()}; pad it"
         )
-    chunk = wire.view(ranks, -1)[group.rank()]
-    yield from fp32_reduce_scatter(wire, chunk, group, feedback=feedback)
-    yield dist.all_gather_into_tensor(wire, chunk, group=group, async_op=True)
+    chunks = wire.view(ranks, -1)
+    own = chunks[group.rank()]
+    yield from fp32_reduce_scatter(wire, own, group, feedback=feedback)
+    if is_on_gloo(group, wire.device):
+        messages = _Messages(group)
+        for rank in _others(group):
+            messages.receive(chunks[rank], rank)
+        for rank in _others(group):
+            messages.send(own, rank)
+        yield messages
+    else:
+        yield dist.all_gather_into_tensor(wire, own, group=group, async_op=True)
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    """The other ranks, from the next one on: so that not all send to the same one first."""
+    ranks, rank = group.size(), group.rank()
+    return [(rank + step) % ranks for step in range(1, ranks)]
