@@ -247,6 +247,36 @@ def test_uneven_inputs(broadcast_buffers: bool) -> None:
     assert_same_on_all_ranks(list(model.state_dict().values()))
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("reduction", ["auto", "all_reduce", "float32", "sharded"])
+@pytest.mark.parametrize("trained", [True, False])
+def test_frozen_or_freed_on_some_ranks_alone(reduction: str, trained: bool) -> None:
+    """An error on every rank at once, and training can go on when the ranks agree again."""
+    module = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
+    module[0][2].weight.requires_grad_(not trained)
+    sharded = reduction == "sharded"
+    model = BucketedDataParallel(
+        module, bucket_mb=SMALL, reduction="auto" if sharded else reduction, shard_optimizer=sharded
+    )
+    batch = torch.randn(4, 7, dtype=torch.float64)
+    model(batch).square().mean().backward()
+    if odd := dist.get_rank() in (1, 2):
+        module[0][2].weight.requires_grad_(trained)
+    where = rf"got 0\.2\.weight on rank {dist.get_rank()} and not on all others$" if odd else "got a rank on which some"
+    message = rf"^{re.escape(NAME)}: expected parameters to be frozen and freed on all ranks alike, {where}"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            model(batch).square().mean().backward()
+        assert all(parameter.grad is None for parameter in module.parameters()) or odd
+    module[0][2].weight.requires_grad_(not trained)
+    model.zero_grad()
+    plain = copy.deepcopy(module)
+    for m in (model, plain):
+        m(batch).square().mean().backward()
+    if not sharded:
+        assert_gradients(module, plain)
+
+
 @on_ranks(2)
 def test_uneven_inputs_can_end_all() -> None:
     model = BucketedDataParallel(make_model())
@@ -305,8 +335,12 @@ def test_it_is_not_copied_or_pickled(group: None) -> None:
 
 
 def test_parameters_on_two_devices_are_refused(group: None) -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    message = f"{NAME}: expected parameters on one device, got 0.weight on cpu and 1.weight on meta; wrap the part"
+    class Elsewhere(nn.Parameter):
+        device = torch.device("cuda", 1)
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = Elsewhere(torch.zeros(2, 2))
+    message = f"{NAME}: expected parameters on one device, got 0.weight on cpu and 1.weight on cuda:1; wrap the part"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         BucketedDataParallel(module)
 

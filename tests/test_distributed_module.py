@@ -6,6 +6,7 @@ import copy
 import gc
 import math
 import re
+import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from distributed_common import (
     NAME,
     SMALL,
@@ -24,9 +26,12 @@ from distributed_common import (
 )
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ext.distributed import BucketedDataParallel, all_reduce_coalesced
+from cuda_ext.distributed import BucketedDataParallel, GradScaler, SymmetricArena, all_reduce_coalesced
 from cuda_ext.distributed.collectives import LARGEST_SHARED, broadcast_coalesced
 
 # state that is not gradients
@@ -411,6 +416,54 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
             TypeError,
             f"{NAME}: expected parameter weight of dtype float32, float16, bfloat16 or float64, got torch.complex64",
         ),
+        "bucket_mb infinite": (lambda: BucketedDataParallel(linear, bucket_mb=math.inf), ValueError, f"{mb}inf"),
+        "on meta": (
+            lambda: BucketedDataParallel(nn.Linear(2, 2, device="meta")),
+            ValueError,
+            f"{NAME}: expected parameters and buffers that have memory, got weight on meta; give the module memory",
+        ),
+        "buffer on meta": (
+            lambda: BucketedDataParallel(
+                nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))
+            ),
+            ValueError,
+            f"{NAME}: expected parameters and buffers that have memory, got 1.running_mean on meta; give",
+        ),
+        "in inference mode": (
+            torch.inference_mode()(lambda: BucketedDataParallel(linear)),
+            RuntimeError,
+            f"{NAME}: expected to be made outside of torch.inference_mode(), got made inside",
+        ),
+        "made in inference mode": (
+            lambda: BucketedDataParallel(torch.inference_mode()(lambda: nn.Linear(2, 2))()),
+            ValueError,
+            f"{NAME}: expected parameters and buffers made outside of torch.inference_mode(), got weight made inside",
+        ),
+        "max_norm negative": (
+            lambda: BucketedDataParallel(make_model()).clip_grad_norm_(-1.0),
+            ValueError,
+            f"{NAME}.clip_grad_norm_: expected max_norm to be 0 or more, got -1.0",
+        ),
+        "max_norm nan": (
+            lambda: BucketedDataParallel(make_model()).clip_grad_norm_(math.nan),
+            ValueError,
+            f"{NAME}.clip_grad_norm_: expected max_norm to be 0 or more, got nan",
+        ),
+        "scaler": (
+            lambda: GradScaler(linear),  # type: ignore[arg-type]
+            TypeError,
+            "cuda_ext.distributed.GradScaler: expected model to be a BucketedDataParallel, got Linear; wrap it first",
+        ),
+        "arena without a size": (
+            lambda: SymmetricArena(None, dist.group.WORLD, torch.device("cpu")),  # type: ignore[arg-type]
+            ValueError,
+            "cuda_ext.distributed.SymmetricArena: expected nbytes >= 0, got None",
+        ),
+        "arena without a group": (
+            lambda: SymmetricArena(8, None, torch.device("cpu")),  # type: ignore[arg-type]
+            TypeError,
+            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that holds this process, got No",
+        ),
         "lazy": (
             lambda: BucketedDataParallel(nn.LazyLinear(2)),
             ValueError,
@@ -478,6 +531,14 @@ def _remove_bias(module: nn.Module) -> None:
     module[0].bias = None
 
 
+def _delete_buffer(module: nn.Module) -> None:
+    del module[7].running_mean
+
+
+def _set_buffer_to_none(module: nn.Module) -> None:
+    module[7].running_var = None
+
+
 def _tail(what: str) -> str:
     return f"expected the parameters and submodules that were wrapped, got {what}; change the module before wrapping it"
 
@@ -488,8 +549,10 @@ CHANGES: dict[Callable[[nn.Module], object], str] = {
     _add: _tail("4.scale new"),
     _replace: _tail("0.weight new"),
     _move: _tail("0.weight, 0.bias new"),
-    _append: _tail("7 new"),
+    _append: _tail("8 new"),
     _swap: _tail("2 new"),
+    _delete_buffer: "expected buffer 7.running_mean, which was there when the module was wrapped and goes from",
+    _set_buffer_to_none: "expected buffer 7.running_var, which was there when the module was wrapped and goes from",
     _remove: _tail("members of the module removed"),
     _remove_bias: _tail("0.bias new"),
 }
@@ -497,10 +560,90 @@ CHANGES: dict[Callable[[nn.Module], object], str] = {
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_after_wrapping_are_noticed(group: None, change: Callable[[nn.Module], object]) -> None:
-    module = make_model(torch.float32)
+    module = make_model(torch.float32).append(nn.BatchNorm1d(3))
     module[6].bias.requires_grad_(False)
     model = BucketedDataParallel(module)
     model(torch.randn(2, 7)).sum().backward()
     change(module)
     with pytest.raises(RuntimeError, match=f"^{re.escape(f'{NAME}: {CHANGES[change]}')}"):
         model(torch.randn(2, 7))
+
+
+ASSIGNMENTS: dict[str, Callable[[BucketedDataParallel], object]] = {
+    "module": lambda model: setattr(model, "module", nn.Linear(3, 2)),
+    "head": lambda model: setattr(model, "head", nn.Linear(3, 2)),
+    "scale": lambda model: setattr(model, "scale", nn.Parameter(torch.ones(3))),
+    "added": lambda model: model.add_module("added", nn.Linear(3, 2)),
+    "registered": lambda model: model.register_module("registered", nn.Linear(3, 2)),
+    "parameter": lambda model: model.register_parameter("parameter", nn.Parameter(torch.ones(3))),
+    "buffer": lambda model: model.register_buffer("buffer", torch.ones(3)),
+}
+
+
+def test_members_of_the_wrapper_are_refused(group: None) -> None:
+    """They would not be trained, nor saved."""
+    model = BucketedDataParallel(nn.Linear(7, 3))
+    model.threshold = 3.0
+    for name, assign in ASSIGNMENTS.items():
+        with pytest.raises(
+            RuntimeError, match=rf"^{re.escape(NAME)}: expected .* before it is wrapped, got {name} for"
+        ):
+            assign(model)
+    model(torch.randn(2, 7)).sum().backward()
+
+
+def test_compiled_autograd_is_refused(group: None) -> None:
+    model = BucketedDataParallel(nn.Linear(7, 3))
+    compiled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    message = f"{NAME}: expected a backward pass that autograd runs, got compiled autograd; turn it off"
+    with compiled, pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        model(torch.randn(2, 7))
+
+
+@on_ranks(2)
+def test_a_rank_outside_of_the_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0])
+    if dist.get_rank() == 0:
+        BucketedDataParallel(nn.Linear(2, 2), process_group=mesh)
+    else:
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(NAME)}: expected a device mesh that holds this rank, got rank 1"
+        ):
+            BucketedDataParallel(nn.Linear(2, 2), process_group=mesh)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("inner", ["sequence", "layer"])
+def test_state_dicts_of_torch_distributed_checkpoint(inner: str) -> None:
+    """As for DistributedDataParallel: names are those of the module, and one's state fits the other."""
+
+    def make(wrap: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        layer = nn.Linear(7, 3, dtype=torch.float64)
+        norm = nn.BatchNorm1d(3, dtype=torch.float64)
+        norm.register_buffer("scratch", torch.zeros(3), persistent=False)
+        model = wrap(nn.Sequential(layer, norm) if inner == "sequence" else layer)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = torch.randn(5, 7, dtype=torch.float64)
+    model, optimizer = make(BucketedDataParallel)
+    step(model, optimizer)
+    saved = get_state_dict(model, optimizer)
+    assert list(saved[0]) == list(model.state_dict())
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": saved[0], "optimizer": saved[1]}, checkpoint_id=folder[0])
+    step(model, optimizer)
+    for wrap in (BucketedDataParallel, DistributedDataParallel):
+        torch.manual_seed(1)
+        other, other_optimizer = make(wrap)
+        state = dict(zip(("model", "optimizer"), get_state_dict(other, other_optimizer)))
+        dcp.load(state, checkpoint_id=folder[0])
+        set_state_dict(other, other_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        step(other, other_optimizer)
+        for (name, actual), expected in zip(other.state_dict().items(), model.state_dict().values(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)

@@ -76,9 +76,22 @@ def test_parameters_that_no_rank_uses_stay_as_they_are() -> None:
 
 def test_refusals(group: None) -> None:
     model = BucketedDataParallel(make_model(), shard_optimizer=True)
+    batch = torch.randn(2, 7, dtype=torch.float64)
+    for foreign, what in ((make_model().parameters(), "one of shape (31, 7)"), (["0.weight"], "'0.weight'")):
+        message = f"{NAME}.sharded_optimizer: expected parameters of the wrapped module, got {what} that is not one; "
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            model.sharded_optimizer(torch.optim.SGD, foreign, lr=0.1)
+    torch.optim.SGD(make_model().parameters()).step()  # of other parameters, no matter
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch).sum().backward()
+    message = f"{NAME}: expected an optimizer from model.sharded_optimizer, as with shard_optimizer=True only a rank's "
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}.*got SGD with parameter 0.weight, which it would"):
+        plain.step()
     model.module[0].bias.requires_grad_(False)
     with pytest.raises(RuntimeError, match=f"^{re.escape(NAME)}: expected the same parameters to require grad as"):
-        model(torch.randn(2, 7, dtype=torch.float64))
+        model(batch)
+    del model
+    plain.step()  # nobody is left to mind
     model = BucketedDataParallel(make_model())
     with pytest.raises(RuntimeError, match=f"^{re.escape(NAME)}.named_shards: expected shard_optimizer=True, got"):
         list(model.named_shards())

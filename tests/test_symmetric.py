@@ -343,6 +343,8 @@ def test_memory_that_there_is_not() -> None:
         (100 + dist.get_rank(), f"arenas of different {layouts}"),
     ):
         assert message in failure_of(lambda nbytes=nbytes: make_arena(nbytes))
+    with pytest.raises(ValueError, match=r"expected nbytes >= 0, got None on rank 1$"):
+        make_arena(None if dist.get_rank() == 1 else 100)
 
 
 # the probe

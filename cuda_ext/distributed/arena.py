@@ -11,10 +11,14 @@ from torch import Tensor
 
 from cuda_ext.bucket import aligned_offsets
 
+FLAGS_OF_A_RANK = 2
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in a bucket, in elements: gradients at ``offsets``, a flag for each at ``head``, then zeros.
+    """Where things are in a bucket, in elements: gradients at ``offsets``, flags at ``head``, then zeros.
+
+    There is a flag for each gradient, and `FLAGS_OF_A_RANK` more.
 
     Every gradient begins at a multiple of 64 bytes. ``size`` is a multiple of the number of ranks, so that each of them
     can own an equal part, and of 128, so that parts begin at whole vectors (as Megatron-LM pads its buckets).
@@ -28,7 +32,7 @@ class Layout:
 def layout(counts: Sequence[int], dtype: torch.dtype, ranks: int) -> Layout:
     """The layout of gradients of ``counts`` elements that travel as ``dtype``."""
     offsets, head = aligned_offsets(counts, dtype)
-    return Layout(offsets, head, _round_up(head + len(counts), math.lcm(ranks, 128)))
+    return Layout(offsets, head, _round_up(head + len(counts) + FLAGS_OF_A_RANK, math.lcm(ranks, 128)))
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Room:
     def elements(self, dtype: torch.dtype) -> int:
         head = aligned_offsets(self.counts, dtype)[1]
         padding = math.lcm(self.ranks, 128) - 1
-        return head + len(self.counts) + self.max_buckets * padding
+        return head + len(self.counts) + self.max_buckets * (FLAGS_OF_A_RANK + padding)
 
 
 class Arena:

@@ -37,7 +37,12 @@ def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessG
 
 
 def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh of one or two dimensions; ValueError for more."""
+    """The group of all ranks of a mesh of one or two dimensions; ValueError for more, or if this rank is not in it."""
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{caller}: expected a device mesh that holds this rank, got rank {dist.get_rank()} and {mesh}; leave out "
+            "the ranks that are not in it"
+        )
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.ndim != 2:

@@ -21,9 +21,9 @@ from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dty
 from cuda_ext.distributed.exchange import check_reduction
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.reducer import Reducer
-from cuda_ext.distributed.sharded import ShardedBucket
+from cuda_ext.distributed.sharded import ShardedBucket, refuse_other_optimizers
 from cuda_ext.distributed.trace import Trace
-from cuda_ext.distributed.wrapped_module import WrappedModule, check_ranks_agree, check_trainable
+from cuda_ext.distributed.wrapped_module import WrappedModule, check_compiler, check_ranks_agree, check_trainable
 
 
 class BucketedDataParallel(nn.Module, Joinable):
@@ -66,19 +66,21 @@ class BucketedDataParallel(nn.Module, Joinable):
 
     A parameter that some ranks do not use needs no flag: they contribute zeros. One that no rank uses keeps
     ``grad=None``. Gradients from before (from `no_sync`, or not zeroed) are part of the average. Parameters may be
-    frozen and freed between steps, on all ranks alike. Inputs of different numbers are for
-    `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which is also there
-    as ``.module``.
+    frozen and freed between steps, on all ranks alike; where they are not, all ranks get a RuntimeError. Inputs of
+    different numbers are for `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of
+    ``module``, which is also there as ``.module``.
 
     If a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs as soon as that rank
     calls forward again; the gradients of that step are dropped everywhere (``grad=None``) and training can go on. If a
     rank dies, hangs or is cut off, the others get a RuntimeError within the timeout of the group, which says what each
     rank was doing; gradients are dropped, and every later step raises it again.
 
-    Raises RuntimeError if no process group is initialised or the ranks disagree, and from forward if a parameter was
-    replaced, added or converted since; ValueError for a wrong argument and for a module with nothing to train, wrapped
-    already, or on several devices; TypeError for a parameter of another dtype, from backward for a sparse gradient, and
-    where the wrapper is copied or pickled.
+    Raises RuntimeError if no process group is initialised or the ranks disagree; from forward if a parameter was
+    replaced, added or converted since, if a buffer is gone, and under compiled autograd; where a module or parameter is
+    assigned to the wrapper; and from the step of an optimizer that ``shard_optimizer`` leaves without gradients.
+    ValueError for a wrong argument and for a module with nothing to train, wrapped already, on several devices, or on
+    meta. TypeError for a parameter of another dtype, from backward for a sparse gradient, and where the wrapper is
+    copied or pickled.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class BucketedDataParallel(nn.Module, Joinable):
         check_reduction(reduction)
         if error_feedback and wire_dtype is None:
             raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
-        trained = check_trainable(parameters)
+        trained = check_trainable(parameters, buffers)
         device = next(iter(trained.values())).device
 
         self.module = module
@@ -121,28 +123,37 @@ class BucketedDataParallel(nn.Module, Joinable):
         weakref.finalize(self, self._reducer.watch.stop)
         weakref.finalize(self, self._bucket_set.release).atexit = False
         self._bucket_set.build(trained)
+        if shard_optimizer:
+            weakref.finalize(self, refuse_other_optimizers(trained).remove).atexit = False
         broadcast_coalesced([*parameters.values(), *buffers.values()], group)
 
     def _adapt(self) -> None:
-        """Follows the module and what was learnt of its backward pass. All ranks come here with the same knowledge."""
-        if self._wrapped.trained_changed():
-            if self._bucket_set.sharded:
-                raise RuntimeError(
-                    f"{NAME}: expected the same parameters to require grad as before, as shard_optimizer=True has "
-                    "dealt them out, got others; wrap the module anew"
-                )
-            parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
-            check_ranks_agree(parameters, buffers, self._agreed, self.process_group)
-            self._bucket_set.build(check_trainable(parameters))
-        else:
-            with self._reducer.collective(f"the division into buckets after backward pass {self._reducer.passes}"):
-                self._bucket_set.learn()
+        """Follows which parameters are trained, if that has changed."""
+        changed = self._wrapped.trained_changed()
+        if not changed:
+            return
+        if not self._reducer.announce_change():
+            raise RuntimeError(
+                f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got {', '.join(changed[:3])} "
+                f"{f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank {self.process_group.rank()} and "
+                "not on all others"
+            )
+        if self._bucket_set.sharded:
+            raise RuntimeError(
+                f"{NAME}: expected the same parameters to require grad as before, as shard_optimizer=True has "
+                "dealt them out, got others; wrap the module anew"
+            )
+        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
+        check_ranks_agree(parameters, buffers, self._agreed, self.process_group)
+        self._bucket_set.build(check_trainable(parameters, buffers))
+        self._wrapped.accept_trained()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._reducer.recover()
         self._wrapped.check_unchanged()
         synchronizes = self._reducer.enabled and torch.is_grad_enabled()
         if synchronizes:
+            check_compiler()
             if self._uneven and self._bucket_set.sharded:
                 raise RuntimeError(
                     f"{NAME}: expected shard_optimizer=False inside of Join, got True, but a rank that has run out of "
@@ -159,10 +170,13 @@ class BucketedDataParallel(nn.Module, Joinable):
 
     def _before_pass(self) -> None:
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes the forward pass again
-            self._adapt()
+            with self._reducer.collective(f"the division into buckets after backward pass {self._reducer.passes}"):
+                self._bucket_set.learn()
             if self.training and self.broadcast_buffers:
+                buffers = self._wrapped.buffers()
                 with self._reducer.collective(f"the broadcast of buffers before pass {self._reducer.passes + 1}"):
-                    broadcast_coalesced(self._wrapped.buffers(), self.process_group)
+                    broadcast_coalesced(buffers, self.process_group)
+            self._adapt()  # last, as a rank of which no parameter was frozen or freed goes on to its sums
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,6 +194,8 @@ class BucketedDataParallel(nn.Module, Joinable):
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scales the gradients by ``min(1, max_norm / (norm + 1e-6))`` in place; returns their 2-norm before that.
 
+        max_norm: 0 or more; infinity to ask for the norm alone.
+
         As `torch.nn.utils.clip_grad_norm_`, by flat buffers. All ranks have to call it. Where ``wire_dtype`` is not the
         parameters' own, the norm has come with `unpack`, and from shared memory with the sum; else each rank reads its
         part of the averages, 1 / world size of them, and a sum of two numbers over the ranks makes the norm of the
@@ -188,9 +204,12 @@ class BucketedDataParallel(nn.Module, Joinable):
         is to be clipped. The norm is the same on every rank: 0-d, float32 (float64 if a parameter is).
 
         Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and ``error_if_nonfinite``; default
-        False.
+        False; ValueError for another ``max_norm``.
         """
         total_norm = self._stats()[0].sqrt()
+        max_norm = float(max_norm)
+        if not max_norm >= 0.0:  # after the collective, for which the other ranks wait
+            raise ValueError(f"{NAME}.clip_grad_norm_: expected max_norm to be 0 or more, got {max_norm}")
         if error_if_nonfinite and not total_norm.isfinite():
             raise RuntimeError(
                 f"{NAME}.clip_grad_norm_: expected gradients of finite norm, got {total_norm.item()}; skip this step, "
@@ -300,16 +319,27 @@ class BucketedDataParallel(nn.Module, Joinable):
 
         params: parameters of the module, or groups of them as `torch.optim.Optimizer` takes them; default all that are
         trained. optimizer: a class that treats elements alone, as SGD, Adam and AdamW do; LARS or Muon would see
-        pieces. Its state dict is of this rank's pieces.
+        pieces. Its state dict is of this rank's pieces. Raises ValueError for a parameter of another module.
         """
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         shards = dict(self.named_shards())
         chosen = list(names if params is None else params)
         groups = chosen if chosen and isinstance(chosen[0], dict) else [{"params": chosen}]
-        mine = [
-            {**group, "params": [shards[names[p]] for p in group["params"] if names[p] in shards]} for group in groups
-        ]
-        made = optimizer(mine, **defaults)
+
+        def shard_of(parameter: Any) -> nn.Parameter | None:
+            if not isinstance(parameter, Tensor) or parameter not in names:
+                what = f"one of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+                raise ValueError(
+                    f"{NAME}.sharded_optimizer: expected parameters of the wrapped module, got {what} that is not one; "
+                    "give it to an optimizer of its own"
+                )
+            return shards.get(names[parameter])
+
+        def shards_of(chosen: Any) -> list[nn.Parameter]:
+            several = [chosen] if isinstance(chosen, Tensor) else chosen
+            return [shard for shard in map(shard_of, several) if shard is not None]
+
+        made = optimizer([{**group, "params": shards_of(group["params"])} for group in groups], **defaults)
         weak_self = weakref.ref(self)
 
         def gather(*_: object) -> None:
@@ -377,6 +407,35 @@ class BucketedDataParallel(nn.Module, Joinable):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For `torch.distributed.checkpoint.state_dict`: names are found in this attribute, and do not tell it."""
+        inner = self.module
+        return dict.fromkeys([*inner._modules, *inner._parameters, *inner._buffers], "module")
+
+    # What is assigned to the wrapper would be no part of the module: neither averaged nor saved.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)) and "module" in self._modules:
+            self._refuse_member(name)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._refuse_member(name)
+
+    register_module = add_module
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._refuse_member(name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._refuse_member(name)
+
+    def _refuse_member(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{NAME}: expected parameters, buffers and submodules to be given to the module before it is wrapped, got "
+            f"{name} for the wrapper, which would neither average nor save it; assign it to model.module and wrap again"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import grad_scaler
 
 from cuda_ext.distributed.data_parallel import BucketedDataParallel
@@ -25,7 +25,7 @@ class GradScaler(grad_scaler.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: those of torch, with its defaults.
 
     Raises what that of torch raises: ValueError for float16 gradients, which cannot be unscaled, and RuntimeError for
-    a second `unscale_` or `step` before `update`.
+    a second `unscale_` or `step` before `update`; TypeError for a ``model`` that is not wrapped.
     """
 
     def __init__(
@@ -38,6 +38,13 @@ class GradScaler(grad_scaler.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        if not isinstance(model, nn.Module) or not hasattr(
+            model, "found_nonfinite"
+        ):  # one that is compiled has it, too
+            raise TypeError(
+                "cuda_ext.distributed.GradScaler: expected model to be a BucketedDataParallel, got "
+                f"{type(model).__name__}; wrap it first, or use torch.amp.GradScaler"
+            )
         device = device or next(model.parameters()).device.type
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._model = model

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed.arena import Layout
+from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
 from cuda_ext.distributed.cost_model import byte_size
 from cuda_ext.distributed.exchange import Exchange, Pending
 from cuda_ext.distributed.plan import NAME
@@ -26,7 +26,8 @@ class GradientBucket:
     """The flat buffers of some parameters of one dtype, and the state of their sum over the ranks.
 
     ``wire`` is what travels: the head, with the gradients, and behind it one flag for each parameter, which a rank sets
-    if it has a gradient for that parameter, so that the sum tells which gradients exist at all. A rank that gives a
+    if it has a gradient for that parameter, so that the sum tells which gradients exist at all. Two more tell whether
+    the rank takes part with gradients, or only to say that its parameters were frozen or freed. A rank that gives a
     backward pass up sends NaN everywhere, so that no other takes the sum for a gradient.
 
     ``gradients`` holds the averages in the dtype of the parameters: the head of ``wire`` itself if that has the same
@@ -56,9 +57,10 @@ class GradientBucket:
         self._pending: Pending | None = None
         self._unused: list[int] = []  # parameters without a gradient: on this rank; once finished, on any
 
-        self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named)]
+        self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named) + FLAGS_OF_A_RANK]
         self._offsets = layout.offsets
         self._all_used = torch.full_like(self._flags, FLAGS.get(wire.dtype, 1.0))
+        self._all_used[-1] = 0.0
         self._orders = [_memory_order(parameter) for parameter in self.parameters]
         self.views = [self._view(self.gradients, position) for position in range(len(named))]
         self._feedback = None
@@ -155,8 +157,12 @@ class GradientBucket:
         offsets.append(self._head.numel())
         bucket_ops.pack([*tensors, flags], self.wire, offsets, scale=self._scale, kept=kept, stats=False)
 
-    def finish(self) -> bool:
-        """Waits for the sum and brings it to ``gradients``; False if some rank gave the pass up."""
+    def finish(self) -> float:
+        """Waits for the sum and brings it to ``gradients``.
+
+        Returns 0.0 if there are gradients of all ranks; NaN if some rank gave the pass up, and more than 0.0 if one
+        only `announce` d a change.
+        """
         assert self._pending is not None
         self._stats = self._receive(self._pending.wait())
         self._pending = None
@@ -169,7 +175,7 @@ class GradientBucket:
             self._unused = [position for position in self._unused if used[position] == 0.0]
         self.expect()
         # On another device the host would have to wait for this; there the NaN shows in the statistics.
-        return not (self.wire.is_cpu and math.isnan(self._flags[0].item()))
+        return self._flags[-1].item() if self.wire.is_cpu else 0.0
 
     def _receive(self, stats: Tensor | None) -> Tensor | None:
         """Brings the sum to the gradients; returns their statistics, if they came with it or it was read for this."""
@@ -244,6 +250,23 @@ def send(launch: Sequence[GradientBucket]) -> Pending:
     for bucket in launch:
         bucket._pending = pending
     return pending
+
+
+def announce(launch: Sequence[GradientBucket]) -> bool:
+    """Takes part in a sum without gradients, to say that parameters of this rank were frozen or freed since the last.
+
+    Returns whether all ranks do so. Gradients that live in the buckets have to be copied before.
+    """
+    for bucket in launch:
+        bucket.wire.fill_(0.0 if bucket.wire.is_cpu else math.nan)  # see `GradientBucket.finish`
+        bucket._flags.zero_()
+        bucket._flags[-1] = 1.0
+    send(launch)
+    for bucket in launch:
+        assert bucket._pending is not None
+        bucket._pending.wait()
+        bucket._pending = None
+    return all(bucket._flags[-2].item() == 0.0 for bucket in launch)
 
 
 def abandon(launch: Sequence[GradientBucket]) -> None:

@@ -26,7 +26,7 @@ class Capacity:
 def check_bucket_mb(bucket_mb: float | str) -> None:
     """ValueError unless it is a size in MiB or ``"auto"``."""
     is_number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
-    if bucket_mb != "auto" and not (is_number and bucket_mb > 0):  # type: ignore[operator]
+    if bucket_mb != "auto" and not (is_number and 0 < bucket_mb < math.inf):  # type: ignore[operator]
         raise ValueError(f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got {bucket_mb!r}')
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ from torch.autograd import Variable
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
-from cuda_ext.distributed.gradient_bucket import GradientBucket, abandon, send
+from cuda_ext.distributed.gradient_bucket import GradientBucket, abandon, announce, send
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import GAVE_UP, Watch
@@ -235,15 +236,20 @@ class Reducer:
             self.trace.backward_ends()
         while self._next < len(self.launches):
             self._launch_next()
-        complete = []
+        marks = []
         for launch in self.launches:
             with self._summing(launch):
-                complete += [self.buckets[number].finish() for number in launch]
+                marks += [self.buckets[number].finish() for number in launch]
         self._reset()
         if self.trace is not None:
             self.trace.finished()
-        if not all(complete):
+        if any(marks):
             self._drop_gradients()
+            if not any(map(math.isnan, marks)):
+                raise RuntimeError(
+                    f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got a rank on which some "
+                    "were, and not on this one; the gradients of this step are dropped"
+                )
             raise RuntimeError(
                 f"{NAME}: expected every rank to finish the backward pass, but one gave it up, likely by an exception "
                 "of its own; the gradients of this step are dropped on all ranks, and training can go on with the next"
@@ -262,6 +268,16 @@ class Reducer:
                 with self._summing(launch):
                     abandon([self.buckets[number] for number in launch])
             self._reset()
+
+    def announce_change(self) -> bool:
+        """A pass without gradients, after parameters were frozen or freed; whether they were on all ranks."""
+        for bucket in self.buckets:
+            bucket.release_views()
+        everywhere = True
+        for launch in self.launches:
+            with self._summing(launch):
+                everywhere &= announce([self.buckets[number] for number in launch])
+        return everywhere
 
     def shadow(self) -> None:
         """A backward pass without gradients, for a rank that has no inputs left while others go on."""

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
+from cuda_ext.distributed.plan import NAME
+
+
+def refuse_other_optimizers(named: Mapping[str, nn.Parameter]) -> RemovableHandle:
+    """From now on an optimizer of one of these parameters raises when it steps: only their shards get gradients."""
+    names = {id(parameter): name for name, parameter in named.items()}
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    raise RuntimeError(
+                        f"{NAME}: expected an optimizer from model.sharded_optimizer, as with shard_optimizer=True "
+                        f"only a rank's pieces of parameters get gradients, got {type(optimizer).__name__} with "
+                        f"parameter {names[id(parameter)]}, which it would leave as it is"
+                    )
+
+    return register_optimizer_step_pre_hook(refuse)
 
 
 class ShardedBucket(GradientBucket):
@@ -54,8 +75,8 @@ class ShardedBucket(GradientBucket):
                 gradient = self._gradients_part[begin - part.start : end - part.start]
                 self._places.append((position, shard, gradient))
 
-    def finish(self) -> bool:
-        complete = super().finish()
+    def finish(self) -> float:
+        mark = super().finish()
         self.drop_gradients()
         unused = set(self._unused)
         for position, shard, gradient in self._places:
@@ -63,7 +84,7 @@ class ShardedBucket(GradientBucket):
                 shard.grad = gradient
             elif shard.grad is not None:  # whoever zeroes gradients in place wants zeros
                 shard.grad.zero_()
-        return complete
+        return mark
 
     def _receive(self, stats: Tensor | None) -> None:
         if self.unpacks:

@@ -91,18 +91,24 @@ class SymmetricArena:
         slots: int = 1,
         one_shot_bytes: int | None = None,
     ) -> None:
-        if nbytes < 0:
-            raise ValueError(f"{NAME}: expected nbytes >= 0, got {nbytes}")
-        if not 1 <= slots <= MAX_SLOTS:
-            raise ValueError(f"{NAME}: expected slots from 1 to {MAX_SLOTS}, got {slots}")
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"{NAME}: expected group to be a process group that holds this process, got {group!r}")
         if one_shot_bytes is None:
             one_shot_bytes = default_one_shot_bytes(group.size(), device) if group.size() > 1 else 0
-        if one_shot_bytes < 0:
-            raise ValueError(f"{NAME}: expected one_shot_bytes >= 0, got {one_shot_bytes}")
         if timeout is None:
             timeout = group._get_backend(device).options._timeout.total_seconds()
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"{NAME}: expected a timeout of more than 0 seconds, got {timeout}")
+        problem = ""
+        if not isinstance(nbytes, int) or nbytes < 0:
+            problem = f"expected nbytes >= 0, got {nbytes!r}"
+        elif not 1 <= slots <= MAX_SLOTS:
+            problem = f"expected slots from 1 to {MAX_SLOTS}, got {slots}"
+        elif one_shot_bytes < 0:
+            problem = f"expected one_shot_bytes >= 0, got {one_shot_bytes}"
+        elif not 0 < timeout < math.inf:
+            problem = f"expected a timeout of more than 0 seconds, got {timeout}"
+        for rank, its_problem in enumerate(_gather(problem, group)):
+            if its_problem:
+                raise ValueError(f"{NAME}: {its_problem} on rank {rank}")
         try:
             self._segments = _Segments(nbytes, group, device, staging=(slots, _aligned(one_shot_bytes)))
         except _NotShared as error:

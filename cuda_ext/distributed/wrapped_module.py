@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -20,10 +22,12 @@ def check_ranks_agree(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], options: str, group: dist.ProcessGroup
 ) -> None:
     """RuntimeError on every rank, naming the first difference, unless all wrap alike; they would else wait forever."""
-    lines = [options]
+    lines = [options, f"inference_mode={torch.is_inference_mode_enabled()}"]
     for name, parameter in parameters.items():
         shape = "lazy" if is_lazy(parameter) else f"{tuple(parameter.shape)} strides {parameter.stride()}"
         grad = "trained" if parameter.requires_grad else "frozen"
+        if not is_lazy(parameter) and parameter.is_inference():
+            grad = "made in inference mode"
         lines.append(f"parameter {name} {parameter.dtype} {shape} {parameter.device.type} {grad}")
     for name, buffer in buffers.items():
         lines.append(f"buffer {name} {buffer.dtype} {tuple(buffer.shape)} {buffer.device.type}")
@@ -41,12 +45,28 @@ def check_ranks_agree(
     )
 
 
-def check_trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those that require grad; ValueError or TypeError if their gradients cannot be averaged."""
+def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Those that require grad; ValueError or TypeError if their gradients cannot be averaged, or buffers not sent."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{NAME}: expected to be made outside of torch.inference_mode(), got made inside of it, where nothing can "
+            "be trained; use torch.no_grad() instead"
+        )
     for name, parameter in named.items():
         if is_lazy(parameter):
             raise ValueError(
                 f"{NAME}: expected parameters that have a shape, got lazy parameter {name}; run one forward pass first"
+            )
+    for name, tensor in (*named.items(), *buffers.items()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{NAME}: expected parameters and buffers that have memory, got {name} on meta; give the module memory "
+                'first: module.to_empty(device="cpu"), and then its values'
+            )
+        if tensor.is_inference():
+            raise ValueError(
+                f"{NAME}: expected parameters and buffers made outside of torch.inference_mode(), got {name} made "
+                "inside of it; clone it outside"
             )
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
@@ -68,13 +88,23 @@ def check_trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter
     return trained
 
 
+def check_compiler() -> None:
+    """RuntimeError under compiled autograd, which traces the hooks on gradients, and runs no callback of theirs."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # only where somebody uses it
+    if compiled_autograd is not None and compiled_autograd.compiled_autograd_enabled:
+        raise RuntimeError(
+            f"{NAME}: expected a backward pass that autograd runs, got compiled autograd; turn it off "
+            "(torch._dynamo.config.compiled_autograd = False); the forward pass may be compiled"
+        )
+
+
 class WrappedModule:
     """Where a module keeps parameters and buffers, and what the parameters were, to notice changes in microseconds."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tables: list[tuple[str, dict[str, Any], list[Any]]] = []
         self._parameters: list[tuple[str, nn.Parameter, tuple[object, ...], bool]] = []
-        self._buffers: list[tuple[dict[str, Any], str]] = []
+        self._buffers: list[tuple[dict[str, Any], str, str]] = []  # table, key, and name from the root
         for path, owner in module.named_modules():
             prefix = f"{path}." if path else ""
             for table in (owner._modules, owner._parameters):
@@ -83,19 +113,30 @@ class WrappedModule:
                 if parameter is not None:
                     traits = _traits(parameter)
                     self._parameters.append((prefix + name, parameter, traits, parameter.requires_grad))
-            self._buffers += [(owner._buffers, name) for name, buffer in owner._buffers.items() if buffer is not None]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    self._buffers.append((owner._buffers, name, prefix + name))
 
     def buffers(self) -> list[Tensor]:
-        return [table[name] for table, name in self._buffers]
+        """The buffers that were there when it was wrapped; RuntimeError if one is gone."""
+        buffers = [table.get(key) for table, key, _ in self._buffers]
+        for buffer, (table, key, name) in zip(buffers, self._buffers):
+            if buffer is None:
+                what = "None" if key in table else "none"
+                raise RuntimeError(
+                    f"{NAME}: expected buffer {name}, which was there when the module was wrapped and goes from the "
+                    f"first rank to all, got {what}; wrap the module anew, or pass broadcast_buffers=False"
+                )
+        return buffers  # type: ignore[return-value]
 
-    def trained_changed(self) -> bool:
-        """Whether a parameter was frozen, or freed to train, since the last call."""
-        changed = False
-        for n, (name, parameter, traits, trained) in enumerate(self._parameters):
-            if parameter.requires_grad != trained:
-                self._parameters[n] = name, parameter, traits, parameter.requires_grad
-                changed = True
-        return changed
+    def trained_changed(self) -> list[str]:
+        """Which parameters were frozen, or freed to train, since `accept_trained`."""
+        return [name for name, parameter, _, trained in self._parameters if parameter.requires_grad != trained]
+
+    def accept_trained(self) -> None:
+        self._parameters = [
+            (name, parameter, traits, parameter.requires_grad) for name, parameter, traits, _ in self._parameters
+        ]
 
     def check_unchanged(self) -> None:
         """RuntimeError, with the name, if a parameter or submodule was replaced, added, removed or given new traits."""
