@@ -14,6 +14,7 @@ import cuda_ext
 from benchmarks import opponents
 from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
+from cuda_ext._load import ops
 
 Shape = tuple[int, int, int]  # M, N, K
 
@@ -46,6 +47,15 @@ def _cpu_cases() -> Iterator[Case]:
             yield product(device="cpu", dtype=dtype, shape=(m, 4096, 1024), layout="nt", group="skinny")
     for shape in ((333, 777, 555), (1023, 1025, 1021)):
         yield product(device="cpu", dtype="float32", shape=shape, group="odd")
+    for shape in ((1, 4096, 1024), (1, 1000, 512), (4096, 1, 1024), (4, 512, 512), (33, 512, 512)):
+        for layout in ("nn", "nt"):
+            yield product(
+                device="cpu", dtype="float32", shape=shape, layout=layout, group="few rows", note=layout.upper()
+            )
+    for size in (8, 16, 32, 64):
+        yield batched(device="cpu", dtype="float32", batch=65536 // size**2, size=size)
+    for rows, columns in ((4096, 64), (256, 1024), (4096, 1024)):
+        yield bias_gradient(device="cpu", dtype="float32", rows=rows, columns=columns)
 
 
 def _cuda_cases() -> Iterator[Case]:
@@ -162,6 +172,58 @@ def product(
         bytes=float(size * (m * k + k * n + m * n)),
         input_bytes=float(size * (m * k + k * n + m * n)),
         extra={"layout": layout, "M": m, "N": n, "K": k},
+    )
+
+
+def batched(*, device: str, dtype: str, batch: int, size: int) -> Case:
+    """Products of many small squares."""
+    moved = float(3 * batch * size**2 * getattr(torch, dtype).itemsize)
+    return Case(
+        op="gemm",
+        phase="forward",
+        group="batches",
+        name=f"{batch} x {size}^3",
+        dtype=dtype,
+        sides={
+            OURS: lambda ab: functools.partial(cuda_ext.gemm, *ab),
+            "torch.bmm": lambda ab: functools.partial(torch.bmm, *ab),
+        },
+        inputs=lambda: tuple(torch.randn(2, batch, size, size, device=device).to(getattr(torch, dtype))),
+        check=lambda operands, out: relative_error(out, operands[0].double() @ operands[1].double()),
+        size=float(size),
+        size_name="M = N = K",
+        flops=2.0 * batch * size**3,
+        bytes=moved,
+        input_bytes=moved,
+    )
+
+
+def bias_gradient(*, device: str, dtype: str, rows: int, columns: int) -> Case:
+    """The gradient of a bias alone: a sum of rows."""
+
+    def ours(operands: tuple[Tensor, ...]) -> Call:
+        grad, inputs, weight = operands
+        mask = {"activation": None, "output_mask": [False, False, True]}
+        return lambda: ops.linear_backward.default(grad, inputs, weight, None, grad.new_empty(0), **mask)[2]
+
+    moved = float(rows * columns * getattr(torch, dtype).itemsize)
+    return Case(
+        op="linear's bias",
+        phase="backward",
+        group="bias gradients",
+        name=_shape_name((rows, columns, 1)),
+        dtype=dtype,
+        sides={OURS: ours, "sum": lambda operands: functools.partial(operands[0].sum, 0)},
+        inputs=lambda: tuple(
+            torch.randn(shape, device=device).to(getattr(torch, dtype))
+            for shape in ((rows, columns), (rows, 1), (columns, 1))
+        ),
+        check=lambda operands, out: relative_error(out, operands[0].double().sum(0)),
+        size=float(rows),
+        size_name="rows",
+        flops=float(rows * columns),
+        bytes=moved,
+        input_bytes=moved,
     )
 
 

@@ -188,6 +188,59 @@ def test_integers_are_exact(dtype: torch.dtype, m: int, n: int, k: int) -> None:
         assert torch.equal(bias_leaf.grad.double(), dz.sum(0))
 
 
+SMALL_SIZES = (1, 2, 3, 4, 5, 8, 13, 24, 33, 36, 37, 73)
+COLUMNS = (*SMALL_SIZES, 100, 1009)
+DEPTHS = (0, 1, 3, 4, 16, 17, 64, 65, 255, 256, 257, 511, 512, 515, 768, 1100)
+ADDENDS: tuple[Callable[[int, int], tuple[int, ...]], ...] = (
+    lambda m, n: (m, n), lambda m, n: (n,), lambda m, n: (m, 1), lambda m, n: (),
+)  # fmt: skip
+
+
+@pytest.mark.cpu_only("its kernels for these")
+@given(
+    dtype=st.sampled_from(DTYPES),
+    lead=st.sampled_from([(), (), (3,), (2, 2)]),
+    m=st.sampled_from(SMALL_SIZES),
+    n=st.sampled_from(COLUMNS),
+    k=st.sampled_from(DEPTHS),
+    layouts=st.tuples(*[st.sampled_from(["contiguous", "padded", "every other", "shifted", "transposed"])] * 2),
+    addend=st.sampled_from(ADDENDS),
+)
+@settings(max_examples=60)
+def test_few_rows_and_small_matrices_are_exact(
+    dtype: torch.dtype, lead: tuple[int, ...], m: int, n: int, k: int, layouts: tuple[str, str],
+    addend: Callable[[int, int], tuple[int, ...]],
+) -> None:  # fmt: skip
+    """Sizes around what a register tile, a vector, a block of k holds, and either operand laid out in any way."""
+    a, b = integers(*lead, m, k, dtype=dtype), integers(*lead, k, n, dtype=dtype)
+    a, b = strided_copies(a).get(layouts[0], a), strided_copies(b).get(layouts[1], b)
+    out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    product = a.double() @ b.double()
+    assert torch.equal(gemm(a, b, out_dtype=out_dtype).double(), product)
+    c, bias = integers(*addend(m, n), dtype=dtype), integers(n, dtype=dtype)
+    expected = torch.relu(2 * product - c.double() + bias.double())
+    out = gemm(a, b, c, bias=bias, activation="relu", alpha=2.0, beta=-1.0, out_dtype=out_dtype)
+    assert torch.equal(out.double(), expected)
+    x, weight, bias = a.flatten(0, -2), torch.cat([b[(0,) * len(lead)], -b[(0,) * len(lead)]], -1).mT, integers(2 * n)
+    gate, up = (x.double() @ weight.double().t() + bias.double()).chunk(2, -1)
+    out = gated_linear(x, weight, bias.to(dtype), activation="relu")
+    assert torch.equal(out, (torch.relu(gate) * up).to(dtype))
+
+
+@pytest.mark.cpu_only("its kernel for this")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 3, 8, 10, 64, 65, 200])
+def test_gradient_of_a_bias_alone_is_exact(dtype: torch.dtype, n: int) -> None:
+    for rows in (0, 1, 7, 72, 73, 600, 1201):
+        for layout in ("contiguous", "padded", "transposed", "every other"):
+            # Sums that bfloat16 holds exactly.
+            values = torch.randint(0, 2, (rows, n)).to(dtype) * (torch.arange(rows)[:, None] % 10 == 0).to(dtype)
+            grad = strided_copies(values)[layout] if layout != "contiguous" else values
+            bias = torch.zeros(n, dtype=dtype, requires_grad=True)
+            linear(torch.ones(rows, 2, dtype=dtype), torch.ones(n, 2, dtype=dtype), bias).backward(grad)
+            assert torch.equal(bias.grad.double(), values.double().sum(0)), (rows, layout)
+
+
 def test_integer_mlp_gradients_are_exact() -> None:
     x, w1, w2, b1, b2 = integers(80, 20), integers(50, 20), integers(30, 50), integers(50), integers(30)
     leaves = [t.clone().requires_grad_() for t in (x, w1, w2, b1, b2)]
@@ -344,8 +397,21 @@ def test_same_bits_again_and_on_any_number_of_threads(op: str) -> None:
 def test_a_row_does_not_depend_on_the_batch_it_comes_in() -> None:
     x, w, bias = torch.randn(200, 300), torch.randn(100, 300), torch.randn(100)
     whole = linear(x, w, bias, activation="gelu")
-    for rows in (slice(0, 1), slice(37, 38), slice(50, 63)):
+    for rows in (slice(0, 1), slice(37, 38), slice(50, 63), slice(3, 7), slice(90, 123)):
         assert torch.equal(linear(x[rows], w, bias, activation="gelu"), whole[rows])
+
+
+@pytest.mark.cpu_only("its order of sums")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("k", [70, 300, 1100])
+def test_an_element_does_not_depend_on_the_rest_of_its_product(k: int, dtype: torch.dtype) -> None:
+    """However many rows and columns there are and however they lie: the sums are formed in one order."""
+    a, b = torch.randn(50, k, dtype=dtype), torch.randn(k, 400, dtype=dtype)
+    whole = gemm(a, b)
+    for m in (1, 2, 4, 5, 33):
+        for n in (1, 7, 8, 30, 400):
+            for layout in ("padded", "transposed", "every other"):
+                assert torch.equal(gemm(a[:m], strided_copies(b[:, :n])[layout]), whole[:m, :n]), (m, n, layout)
 
 
 # instruction sets
@@ -360,8 +426,12 @@ torch.manual_seed(int(sys.argv[2]))
 for op in OPS:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         check(op, arguments(op, (2,), 37, 29, 270, f=19, dtype=dtype), activation="gelu")
-a, b = integers(70, 300), integers(300, 90)
-assert torch.equal(gemm(a, b).double(), a.double() @ b.double())
+for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for m, n, k in ((70, 90, 300), (1, 77, 1100), (1, 1, 600), (3, 100, 800), (33, 50, 70), (500, 1, 300), (200, 9, 5)):
+        a, b = integers(m, k, dtype=dtype), integers(k, n, dtype=dtype)
+        exact = (a.double() @ b.double()).to(dtype)
+        for layout in (b, b.t().contiguous().t()):
+            assert torch.equal(gemm(a, layout), exact), (dtype, m, n, k)
 print(json.dumps("ok"))
 """
 

@@ -16,22 +16,16 @@ constexpr int tile_rows(int vectors) {
 // The widest tile: enough independent sums to hide the latency of a multiply-add at the fewest loads.
 constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 
+// sum (Rows, Vectors) += a (Rows, k) @ b (k, Vectors * lanes), step by step in the order of k.
 // Element: T, or BFloat16Pair where T is float; k counts them.
-template <class T, int Rows, int Vectors, bool kAccumulate, class Element>
-CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b,
-                                  int64_t ldb, T* c, int64_t ldc) {
-  constexpr int lanes = kLanes<T>;
-  Vec<T> sum[Rows][Vectors];
-#pragma GCC unroll 16
-  for (int i = 0; i < Rows; ++i) {
-#pragma GCC unroll 16
-    for (int j = 0; j < Vectors; ++j) sum[i][j] = Vec<T>{};
-  }
+template <class T, int Rows, int Vectors, class Element>
+CUDA_EXT_INLINE void add_products(int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b,
+                                  int64_t ldb, Vec<T> (&sum)[Rows][Vectors]) {
 #pragma GCC unroll 1
   for (int64_t step = 0; step < k; ++step) {
     decltype(load(b)) b_row[Vectors];
 #pragma GCC unroll 16
-    for (int j = 0; j < Vectors; ++j) b_row[j] = load(b + j * lanes);
+    for (int j = 0; j < Vectors; ++j) b_row[j] = load(b + j * kLanes<T>);
 #pragma GCC unroll 16
     for (int i = 0; i < Rows; ++i) {
       const auto a_element = splat(a[i * a_row]);
@@ -41,12 +35,24 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, in
     a += a_col;
     b += ldb;
   }
+}
+
+template <class T, int Rows, int Vectors, bool kAccumulate, class Element>
+CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b,
+                                  int64_t ldb, T* c, int64_t ldc) {
+  Vec<T> sum[Rows][Vectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < Rows; ++i) {
+#pragma GCC unroll 16
+    for (int j = 0; j < Vectors; ++j) sum[i][j] = Vec<T>{};
+  }
+  add_products<T, Rows, Vectors>(k, a, a_row, a_col, b, ldb, sum);
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 16
     for (int j = 0; j < Vectors; ++j) {
       // Added at the end, not started from: rounding errors then grow with the blocks of k, not with all of k.
-      T* at = c + i * ldc + j * lanes;
+      T* at = c + i * ldc + j * kLanes<T>;
       store(at, kAccumulate ? load(at) + sum[i][j] : sum[i][j]);
     }
   }

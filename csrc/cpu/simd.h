@@ -274,6 +274,10 @@ CUDA_EXT_INLINE std::array<Vec<double>, 2> widen(Vec<float> v) {
 
 #if CUDA_EXT_VECTOR_BYTES == 64
 CUDA_EXT_INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1); }
+#elif CUDA_EXT_VECTOR_BYTES == 32
+CUDA_EXT_INLINE __m256i first_words(int64_t count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
 #endif
 
 template <class Storage>
@@ -286,6 +290,8 @@ CUDA_EXT_INLINE Vec<Compute<Storage>> load_partial(const Storage* p, int64_t cou
   if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm512_maskz_loadu_ps(mask, p);
   if constexpr (std::is_same_v<Storage, double>) return (Vec<double>)_mm512_maskz_loadu_pd(__mmask8(mask), p);
   if constexpr (sizeof(Storage) == 2) return from_bits<Storage>((HalfWords)_mm256_maskz_loadu_epi16(mask, p));
+#elif CUDA_EXT_VECTOR_BYTES == 32
+  if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm256_maskload_ps(p, first_words(count));
 #endif
   Storage padded[lanes] = {};
   for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
@@ -302,6 +308,24 @@ CUDA_EXT_INLINE void store_partial(Storage* p, Vec<Compute<Storage>> v, int64_t 
   if constexpr (std::is_same_v<Storage, double>) return _mm512_mask_storeu_pd(p, __mmask8(mask), (__m512d)v);
   if constexpr (sizeof(Storage) == 2) return _mm256_mask_storeu_epi16(p, mask, (__m256i)to_bits<Storage>(v));
 #endif
+#if CUDA_EXT_VECTOR_BYTES == 32
+  // In up to three pieces; masked stores are slow on some processors.
+  if constexpr (std::is_same_v<Storage, float>) {
+    __m128 rest = _mm256_castps256_ps128((__m256)v);
+    if (count & 4) {
+      _mm_storeu_ps(p, rest);
+      rest = _mm256_extractf128_ps((__m256)v, 1);
+      p += 4;
+    }
+    if (count & 2) {
+      _mm_storel_pi(reinterpret_cast<__m64*>(p), rest);
+      rest = _mm_movehl_ps(rest, rest);
+      p += 2;
+    }
+    if (count & 1) _mm_store_ss(p, rest);
+    return;
+  }
+#endif
   Storage padded[lanes];
   store(padded, v);
   for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
@@ -315,13 +339,16 @@ CUDA_EXT_INLINE void for_vectors(int64_t n, F&& f) {
   if (i < n) f(i, n - i);
 }
 
-// The low (kHigh = false) or high halves of a and b, woven together lane by lane.
-template <bool kHigh, class T>
+// Units of `unit` lanes of a and b, woven together in turn: of every `span` lanes the low (kHigh = false) or high half.
+template <bool kHigh, int unit, int span, class T>
 CUDA_EXT_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
   constexpr int lanes = kLanes<T>;
   IntVec<T> index;
 #pragma GCC unroll 16
-  for (int i = 0; i < lanes; ++i) index[i] = i / 2 + i % 2 * lanes + (kHigh ? lanes / 2 : 0);
+  for (int i = 0; i < lanes; ++i) {
+    const int turn = i % span / unit;
+    index[i] = i / span * span + (kHigh ? span / 2 : 0) + turn / 2 * unit + i % unit + turn % 2 * lanes;
+  }
 #if defined(__clang__)
   Vec<T> woven;
   for (int i = 0; i < lanes; ++i) woven[i] = index[i] < lanes ? a[index[i]] : b[index[i] - lanes];
@@ -331,21 +358,59 @@ CUDA_EXT_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// Transposes a square of lanes x lanes held in registers: log2(lanes) rounds of weaving rows i and i + lanes / 2.
-template <class T>
-CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
-  constexpr int lanes = kLanes<T>;
+// Transposes squares of (span / unit)^2 units in the rows first, first + step, ...: in log2(span / unit) rounds rows i
+// and i + half of them are woven.
+template <int unit, int span, class T>
+CUDA_EXT_INLINE void transpose_units(Vec<T> (&rows)[kLanes<T>], int first, int step) {
+  constexpr int count = span / unit;
 #pragma GCC unroll 4
-  for (int width = 1; width < lanes; width *= 2) {
-    Vec<T> woven[lanes];
+  for (int width = 1; width < count; width *= 2) {
+    Vec<T> woven[count];
 #pragma GCC unroll 16
-    for (int i = 0; i < lanes / 2; ++i) {
-      woven[2 * i] = interleave<false, T>(rows[i], rows[i + lanes / 2]);
-      woven[2 * i + 1] = interleave<true, T>(rows[i], rows[i + lanes / 2]);
+    for (int i = 0; i < count / 2; ++i) {
+      const Vec<T> low = rows[first + i * step], high = rows[first + (i + count / 2) * step];
+      woven[2 * i] = interleave<false, unit, span, T>(low, high);
+      woven[2 * i + 1] = interleave<true, unit, span, T>(low, high);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < lanes; ++i) rows[i] = woven[i];
+    for (int i = 0; i < count; ++i) rows[first + i * step] = woven[i];
   }
+}
+
+// Transposes a square of lanes x lanes held in registers: first within 16 bytes, where shuffles are cheap, then squares
+// of these.
+template <class T>
+CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int lanes = kLanes<T>, unit = 16 / int(sizeof(T));
+#pragma GCC unroll 8
+  for (int first = 0; first < lanes; first += unit) transpose_units<1, unit, T>(rows, first, 1);
+#pragma GCC unroll 8
+  for (int i = 0; i < unit; ++i) transpose_units<unit, lanes, T>(rows, i, unit);
+}
+
+// A square of 16 bytes (4 floats, 2 doubles) of each of `lanes` lines, transposed: columns[c] is element c of the lines.
+// The pieces go to their place as they are loaded, so that only shuffles within 16 bytes remain.
+template <class T>
+CUDA_EXT_INLINE void load_columns(const T* lines, int64_t stride, Vec<T> (&columns)[16 / sizeof(T)]) {
+  constexpr int unit = 16 / int(sizeof(T));
+  Vec<T> rows[kLanes<T>];
+#pragma GCC unroll 4
+  for (int i = 0; i < unit; ++i) {
+    const auto piece = [&](int lane) { return reinterpret_cast<const float*>(lines + (lane * unit + i) * stride); };
+#if CUDA_EXT_VECTOR_BYTES == 64
+    __m512 row = _mm512_castps128_ps512(_mm_loadu_ps(piece(0)));
+    row = _mm512_insertf32x4(row, _mm_loadu_ps(piece(1)), 1);
+    row = _mm512_insertf32x4(row, _mm_loadu_ps(piece(2)), 2);
+    rows[i] = (Vec<T>)_mm512_insertf32x4(row, _mm_loadu_ps(piece(3)), 3);
+#elif CUDA_EXT_VECTOR_BYTES == 32
+    rows[i] = (Vec<T>)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(piece(0))), _mm_loadu_ps(piece(1)), 1);
+#else
+    rows[i] = load(reinterpret_cast<const T*>(piece(0)));
+#endif
+  }
+  transpose_units<1, unit, T>(rows, 0, 1);
+#pragma GCC unroll 4
+  for (int i = 0; i < unit; ++i) columns[i] = rows[i];
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

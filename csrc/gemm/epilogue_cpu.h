@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gemm/activation_cpu.h"
+#include "gemm/batch_cpu.h"
 #include "gemm/pack_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
@@ -22,27 +23,6 @@ struct TilePosition {
   int64_t rows;     // <= kPanelRows
   int64_t columns;  // <= kPanelColumns
 };
-
-inline const void* offset(const void* data, Dtype dtype, int64_t elements) {
-  return static_cast<const char*>(data) + elements * size_of(dtype);
-}
-inline void* offset(void* data, Dtype dtype, int64_t elements) {
-  return static_cast<char*>(data) + elements * size_of(dtype);
-}
-
-// Calls f with a null pointer of the storage type; only types that compute in T are instantiated.
-template <class T, class F>
-CUDA_EXT_INLINE void with_storage(Dtype dtype, F&& f) {
-  if constexpr (std::is_same_v<T, double>) {
-    f(static_cast<double*>(nullptr));
-  } else {
-    switch (dtype) {
-      case Dtype::kFloat16: return f(static_cast<half_t*>(nullptr));
-      case Dtype::kBFloat16: return f(static_cast<bfloat16_t*>(nullptr));
-      default: return f(static_cast<float*>(nullptr));
-    }
-  }
-}
 
 // tile = the piece of `matrix` at `at`; what lies outside the matrix is undefined.
 template <class T>
@@ -107,17 +87,16 @@ void add_column_sums(T* sums, int64_t row_stride, const TilePosition& at, const 
   });
 }
 
-// The last step of a bias gradient: sums (num_row_blocks(rows), n) to bias_grad (n,).
+// The last step of a bias gradient (n,): the sum of the rows of sums (rows, n), in order.
 template <class T>
-void reduce_row_blocks(const T* sums, int64_t rows, int64_t n, const Output& bias_grad) {
+void sum_rows_of(const T* sums, int64_t rows, int64_t n, const Output& bias_grad) {
   parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
     alignas(64) T tile[kPanelColumns<T>];
     for (int64_t column = begin; column < end; column += kPanelColumns<T>) {
       const int64_t columns = std::min<int64_t>(kPanelColumns<T>, end - column);
       for_vectors<T>(columns, [&](int64_t j, int64_t count) {
         Vec<T> sum{};
-        for (int64_t block = 0; block < num_row_blocks(rows); ++block)
-          sum += load_partial(sums + block * n + column + j, count);
+        for (int64_t row = 0; row < rows; ++row) sum += load_partial(sums + row * n + column + j, count);
         store(tile + j, sum);
       });
       store_tile<T>(bias_grad, n, {0, column, 1, columns}, tile);

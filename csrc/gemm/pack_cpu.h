@@ -59,14 +59,15 @@ template <int depth, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t k,
                                      int64_t columns, T* to, int64_t to_stride) {
   constexpr int lanes = kLanes<T>;
-  Vec<T> rows[lanes];
   if (lines == lanes && columns == lanes && (depth == 1 || k >= depth * lanes)) {
+    Vec<T> rows[lanes];
 #pragma GCC unroll 16
     for (int i = 0; i < lanes; ++i) rows[i] = load_along_k<depth>(from + i * from_stride, depth * lanes, lanes);
     transpose<T>(rows);
 #pragma GCC unroll 16
     for (int i = 0; i < lanes; ++i) store(to + i * to_stride, rows[i]);
   } else {
+    Vec<T> rows[lanes];
     for (int i = 0; i < lanes; ++i)
       rows[i] = i < lines ? load_along_k<depth>(from + i * from_stride, k, columns) : Vec<T>{};
     transpose<T>(rows);
@@ -127,8 +128,7 @@ void pack_b(const Storage* b, int64_t k_stride, int64_t column_stride, int64_t k
   if (column_stride == 1) {
     for (int64_t p = 0; p < elements; ++p)
       for_vectors<T>(columns, [&](int64_t j, int64_t count) {
-        store(panel(j) + p * width,
-              load_across_k<depth>(b + depth * p * k_stride + j, k_stride, k - depth * p, count));
+        store(panel(j) + p * width, load_across_k<depth>(b + depth * p * k_stride + j, k_stride, k - depth * p, count));
       });
   } else if (k_stride == 1) {
     for_vectors<T>(columns, [&](int64_t j, int64_t lines) {
