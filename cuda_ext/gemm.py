@@ -13,10 +13,12 @@ settings each term is one product of operands rounded to the 11 bits of tf32; no
 Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (Hendrycks and Gimpel, Gaussian Error
 Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
 
-Every op is differentiable once (a second derivative raises) and deterministic. Results have the same bits whatever the
-number of threads, except where a large float32 or float64 product (M, N and K of 256 and more) goes to the BLAS. Beside
-its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more for
-``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
+Every op is deterministic, and differentiable to any order and in both modes: by `backward`, also with
+``create_graph=True``, by forward mode, and under the transforms of `torch.func`. The first derivative by `backward` is
+fused; the others are composed of our products and PyTorch's elementwise ops, and compute the pre-activation again.
+Results have the same bits whatever the number of threads, except where a large float32 or float64 product (M, N and K of
+256 and more) goes to the BLAS. Beside its arguments an op saves for backward the pre-activation in the dtype of the
+output; nothing more for ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
 
 DTensors are served by sharding rules, and jagged nested tensors, in all but `gemm`, by their packed rows: ``input`` and
 ``residual`` are then jagged both, over the same sequences and without holes.

@@ -356,11 +356,6 @@ def test_vmap_and_the_randomness_of_dropout(mapped: str) -> None:
     assert not torch.equal(other[0], other[1]) and not torch.equal(other[1], other[2])
 
 
-def test_func_grad_says_what_it_cannot_do() -> None:
-    with pytest.raises(RuntimeError, match=r"torch::autograd::Function"):
-        torch.func.grad(lambda q: cuda_ext.flash_attention(q, *qkv()[1:]).sum())(qkv()[0])
-
-
 def test_flops() -> None:
     query, key, value = qkv()
     pairs = {"full": 2 * 4 * 5 * 7, "causal": 2 * 4 * (3 + 4 + 5 + 6 + 7), "window": 2 * 4 * (4 + 4 + 4 + 4 + 3)}
@@ -397,13 +392,6 @@ def test_flops_of_any_window(lengths: tuple[int, int]) -> None:
 def test_a_window_of_tensors(window: Any) -> None:
     for op, inputs in ((cuda_ext.flash_attention, qkv()), (cuda_ext.flash_attention_varlen, packed())):
         assert torch.equal(op(*inputs, window=window), op(*inputs, window=(2, 1)))
-
-
-def test_double_backward_is_refused() -> None:
-    query, key, value = qkv()
-    (grad,) = torch.autograd.grad(cuda_ext.flash_attention(query, key, value).sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="derivative for cuda_ext::flash_attention_backward is not implemented"):
-        grad.sum().backward()
 
 
 def test_saves_nothing_quadratic() -> None:

@@ -103,20 +103,6 @@ def test_writing_over_a_saved_output_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_double_backward_is_refused(op: str) -> None:
-    tensors = arguments(op, (), 2, 3, 4, f=5)
-    first = next(iter(tensors.values()))
-    (grad,) = torch.autograd.grad(OPS[op](**tensors, activation="gelu").sum(), [first], create_graph=True)
-    with pytest.raises(RuntimeError, match=f"derivative for {NAMESPACE}::{op}_backward is not implemented"):
-        grad.sum().backward()
-
-
-def test_functorch_gradients_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda x: linear(x, torch.ones(3, 2)).sum())(torch.ones(2))
-
-
-@pytest.mark.parametrize("op", OPS)
 def test_no_graph_without_need(op: str) -> None:
     tensors = arguments(op, (), 2, 3, 4)
     with torch.no_grad():

@@ -1,12 +1,12 @@
 // flash_attention and flash_attention_varlen: schema, checks, autograd, autocast, dispatch. Two public ops share one
 // forward and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include "attention/attention.h"
+#include "attention/attention_composed.h"
 
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/diff.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <cmath>
 #include <limits>
@@ -19,16 +19,6 @@ namespace cuda_ext {
 namespace {
 
 using at::IntArrayRef;
-using OptionalInt = std::optional<int64_t>;
-using OptionalDouble = std::optional<double>;
-using OptionalBool = std::optional<bool>;
-
-// The scalar options that end every schema, in order.
-#define ATTENTION_SCALARS                                                                               \
-  bool causal, OptionalInt window_left, OptionalInt window_right, OptionalDouble scale, double softcap, \
-      double dropout_p, OptionalBool deterministic
-#define ATTENTION_SCALAR_NAMES causal, window_left, window_right, scale, softcap, dropout_p, deterministic
-
 // vmap rules ask that tensors be positional.
 #define ATTENTION_OPTION_SCHEMA(tensors, more)                                                               \
   "Tensor? alibi_slopes=None, Tensor? sinks=None, " tensors "*, " more                                       \
@@ -38,27 +28,7 @@ using OptionalBool = std::optional<bool>;
 #define ATTENTION_LENGTHS_SCHEMA "int? max_seqlen_q=None, int? max_seqlen_k=None, "
 #define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
 
-// Everything a call is given beside query, key and value.
-struct Options {
-  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
-  OptionalTensor alibi_slopes, sinks;
-  OptionalTensor bias;  // in the dense form
-  OptionalInt max_seqlen_q, max_seqlen_k;
-  bool causal;
-  OptionalInt window_left, window_right;
-  OptionalDouble scale;
-  double softcap, dropout_p;
-  OptionalBool deterministic;
-
-  bool packed() const { return is_given(cu_seqlens_q); }
-
-  // Calls an op whose schema ends in all of these, after the leading arguments.
-  template <class Op, class... Leading>
-  auto call(const Op& op, const Leading&... leading) const {
-    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, max_seqlen_q, max_seqlen_k,
-                   ATTENTION_SCALAR_NAMES);
-  }
-};
+using Options = AttentionOptions;
 
 struct Shape {
   int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
@@ -451,22 +421,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
           std::move(grad_bias)};
 }
 
-class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
- public:
-  // Sinks and bias stand beside the options that hold them because a gradient goes to direct tensor arguments only.
-  static variable_list forward(AutogradContext* ctx, const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& sinks, const OptionalTensor& bias, const Options& o) {
-    static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, lse, rng_state] = o.call(op, query, key, value);
-    // Without optional tensors none are saved: on small inputs each costs as much as a small op.
-    const bool has_more =
-        o.dropout_p > 0 || o.packed() || is_given(o.alibi_slopes) || is_given(o.sinks) || is_given(o.bias);
-    ctx->save_for_backward(has_more
-                               ? variable_list{query, key, value, out, lse, rng_state, value_or_empty(o.cu_seqlens_q),
-                                               value_or_empty(o.cu_seqlens_k), value_or_empty(o.alibi_slopes),
-                                               value_or_empty(o.sinks), value_or_empty(o.bias)}
-                               : variable_list{query, key, value, out, lse});
+}  // namespace
+
+// The autograd node, outside of the anonymous namespace because its name shows in profiles and as grad_fn. Its edges
+// lead to query, key, value, sinks and bias.
+struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward> {
+  static constexpr const char* kNodeName = CUDA_EXT_OP("FlashAttentionBackward");
+
+  static void save_options(AutogradContext* ctx, const Options& o) {
     save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
     save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
     save_option(ctx, "causal", o.causal);
@@ -476,15 +438,33 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
     save_option(ctx, "softcap", o.softcap);
     save_option(ctx, "dropout_p", o.dropout_p);
     save_option(ctx, "deterministic", o.deterministic);
-    ctx->set_materialize_grads(false);
-    return {out, lse};
+  }
+
+  // out, lse and rng_state are undefined where backward has to be composed. Without optional tensors none are saved: on
+  // small inputs each costs as much as a small op.
+  static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+                             const Tensor& lse, const Tensor& rng_state, const Options& o) {
+    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias))
+      return {query, key, value, out, lse};
+    return {query,
+            key,
+            value,
+            out,
+            lse,
+            rng_state,
+            value_or_empty(o.cu_seqlens_q),
+            value_or_empty(o.cu_seqlens_k),
+            value_or_empty(o.alibi_slopes),
+            value_or_empty(o.sinks),
+            value_or_empty(o.bias)};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(6);
+    const Tensor &grad_given = grads[0], &grad_lse = grads[1];
+    if (!grad_given.defined() && !grad_lse.defined()) return variable_list(5);
     auto saved = ctx->get_saved_variables();
     saved.resize(11);
+    const Tensor &query = saved[0], &key = saved[1], &value = saved[2], &out = saved[3], &lse = saved[4];
     const Options o{optional(saved[6]),
                     optional(saved[7]),
                     optional(saved[8]),
@@ -499,42 +479,78 @@ class AttentionFunction : public torch::autograd::Function<AttentionFunction> {
                     saved_option<double>(ctx, "softcap"),
                     saved_option<double>(ctx, "dropout_p"),
                     saved_option<OptionalBool>(ctx, "deterministic")};
-    const Tensor& out = saved[3];
-    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(out);
-    EdgeCounter edges(ctx);
-    for (int n = 0; n < 3; ++n) edges.needs_gradient(true);  // query, key, value
-    edges.needs_gradient(is_given(o.sinks));
-    const bool needs_grad_bias = edges.needs_gradient(is_given(o.bias));
+    const Tensor grad_out = grad_given.defined() ? grad_given : zeros_like_out(query, value);
+    const bool wants_sinks = is_given(o.sinks) && ctx->needs_input_grad(3);
+    const bool wants_bias = is_given(o.bias) && ctx->needs_input_grad(4);
+    if (!out.defined() || needs_composed_backward(grad_out) || (grad_lse.defined() && tangent_of(grad_lse).defined())) {
+      AttentionGradients g = composed_attention_backward(grad_out, grad_lse, query, key, value, saved[5], o);
+      return {g.query, g.key, g.value, wants_sinks ? g.sinks : Tensor(), wants_bias ? g.bias : Tensor()};
+    }
+    static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
     auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
-        o.call(op, grad_out, optional(grads[1]), saved[0], saved[1], saved[2], out, saved[4], optional(saved[5]),
-               needs_grad_bias);
-    return {grad_query,
-            grad_key,
-            grad_value,
-            is_given(o.sinks) ? grad_sinks : Tensor(),
-            needs_grad_bias ? grad_bias : Tensor(),
-            Tensor()};
+        o.call(op, grad_out, optional(grad_lse), query, key, value, out, lse, optional(saved[5]), wants_bias);
+    return {grad_query, grad_key, grad_value, wants_sinks ? grad_sinks : Tensor(), wants_bias ? grad_bias : Tensor()};
+  }
+
+ private:
+  static Tensor zeros_like_out(const Tensor& query, const Tensor& value) {
+    auto sizes = query.sym_sizes().vec();
+    sizes.back() = value.sym_size(-1);
+    return at::zeros_symint(sizes, query.options());
   }
 };
 
-std::tuple<Tensor, Tensor> with_gradient(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                                         const Options& o) {
-  CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes), op,
+namespace {
+
+// What the two public ops do at the Autograd key; `call_public` calls the op itself.
+template <class CallPublic>
+std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const Options& o, const CallPublic& call_public) {
+  const Derivatives wanted = derivatives_of(query, key, value, o.alibi_slopes, o.sinks, o.bias);
+  if (!wanted.reverse && !wanted.forward) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_public();
+  }
+  CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes) && !any_has_tangent(o.alibi_slopes), op,
                  "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
-  auto results = AttentionFunction::apply(query, key, value, o.sinks, o.bias, o);
-  return {results[0], results[1]};
+  // Numbers that lie below the transform cannot be drawn again by a composed derivative.
+  if ((wanted.composed || wanted.forward) && o.dropout_p > 0) return composed_attention(query, key, value, o);
+
+  Tensor out, lse, rng_state;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (wanted.reverse && !wanted.composed) {
+      static const auto forward_op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
+      std::tie(out, lse, rng_state) = o.call(forward_op, query, key, value);
+    } else {
+      std::tie(out, lse) = call_public();
+    }
+  }
+  if (wanted.reverse) {
+    const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
+    FlashAttentionBackward::save_options(&node->ctx_, o);
+    const Tensor none;
+    const bool fused = !wanted.composed;
+    torch::autograd::set_history(out, node);
+    torch::autograd::set_history(lse, node);
+    save_variables(
+        node, FlashAttentionBackward::saved(query, key, value, fused ? out : none, fused ? lse : none, rng_state, o));
+  }
+  if (wanted.forward) {
+    const auto [composed_out, composed_lse] = composed_attention(query, key, value, o);
+    set_tangent(out, tangent_of(composed_out));
+    set_tangent(lse, tangent_of(composed_lse));
+  }
+  return {out, lse};
 }
 
-// The public ops at the Autograd key: below it when nothing needs a gradient, else through AttentionFunction.
 std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                                     const OptionalTensor& bias, ATTENTION_SCALARS) {
-  if (any_requires_grad(query, key, value, alibi_slopes, sinks, bias))
-    return with_gradient("flash_attention", query, key, value,
-                         {{}, {}, alibi_slopes, sinks, bias, {}, {}, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(query, key, value, alibi_slopes, sinks, bias, ATTENTION_SCALAR_NAMES);
+  return with_derivatives(
+      "flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, bias, {}, {}, ATTENTION_SCALAR_NAMES},
+      [&] { return op.call(query, key, value, alibi_slopes, sinks, bias, ATTENTION_SCALAR_NAMES); });
 }
 
 std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -542,14 +558,13 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
                                                            const OptionalTensor& alibi_slopes,
                                                            const OptionalTensor& sinks, OptionalInt max_seqlen_q,
                                                            OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
-  if (any_requires_grad(query, key, value, alibi_slopes, sinks))
-    return with_gradient(
-        "flash_attention_varlen", query, key, value,
-        {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, {}, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
-                 ATTENTION_SCALAR_NAMES);
+  return with_derivatives(
+      "flash_attention_varlen", query, key, value,
+      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, {}, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES}, [&] {
+        return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
+                       ATTENTION_SCALAR_NAMES);
+      });
 }
 
 template <c10::DeviceType device>

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "attention/attention.h"
+#include "base/philox.h"
 #include "cpu/math.h"
 #include "cpu/microkernel.h"
 
@@ -278,30 +279,6 @@ __attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T
       const Vec<T> least = splat(T(std::clamp<int64_t>(distance - visible.high, -1, lanes)));
       store(logits, lane_index <= most ? (lane_index >= least ? x : hidden) : hidden);
     }
-  }
-}
-
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for `Width` counters at once.
-template <int Width>
-void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width], uint32_t (&words)[4][Width]) {
-  uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-  for (int i = 0; i < Width; ++i) {
-    words[0][i] = uint32_t(counter[i]);
-    words[1][i] = uint32_t(counter[i] >> 32);
-    words[2][i] = uint32_t(offset);
-    words[3][i] = uint32_t(offset >> 32);
-  }
-  for (int round = 0; round < 10; ++round) {
-    for (int i = 0; i < Width; ++i) {
-      const uint64_t product0 = uint64_t(0xD2511F53) * words[0][i];
-      const uint64_t product1 = uint64_t(0xCD9E8D57) * words[2][i];
-      words[0][i] = uint32_t(product1 >> 32) ^ words[1][i] ^ key0;
-      words[1][i] = uint32_t(product1);
-      words[2][i] = uint32_t(product0 >> 32) ^ words[3][i] ^ key1;
-      words[3][i] = uint32_t(product0);
-    }
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
   }
 }
 

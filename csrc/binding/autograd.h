@@ -1,8 +1,18 @@
-// What the bindings share of autograd: scalars and optional tensors saved for backward at no cost when not given.
+// What the ops share of autograd: which derivatives a call needs, and nodes that work under torch.func.
+//
+// torch::autograd::Function<T>::apply refuses the transforms of torch.func. Our ops therefore tie their results to nodes
+// themselves, the way PyTorch's own ops do, and dispatch to an op below autograd, where the next transform finds it.
+//
+// There are two ways to differentiate an op. The fused one runs X_forward, which saves what the fused X_backward needs.
+// The composed one saves only the inputs and forms the gradients from differentiable ops, so it can be differentiated
+// again, in either mode, and be mapped. It serves the transforms of torch.func, forward mode, and a backward pass with
+// create_graph=True.
 #pragma once
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include "binding/op.h"
@@ -28,15 +38,102 @@ inline OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-// Which arguments of apply need a gradient, asked in order: absent ones have no edge, so those behind them move up.
-class EdgeCounter {
- public:
-  explicit EdgeCounter(AutogradContext* ctx) : ctx_(ctx) {}
-  bool needs_gradient(bool is_given) { return is_given && ctx_->needs_input_grad(next_++); }
+// Whether a transform of torch.func, or vmap over a backward pass, is active.
+inline bool under_transform() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
 
- private:
-  AutogradContext* ctx_;
-  size_t next_ = 0;
+// The derivative of a tensor that forward mode carries; undefined if there is none.
+inline Tensor tangent_of(const Tensor& tensor) { return tensor.defined() ? tensor._fw_grad(/*level=*/0) : Tensor(); }
+inline Tensor tangent_of(const OptionalTensor& tensor) { return tangent_of(value_or_empty(tensor)); }
+
+template <class... Tensors>
+bool any_has_tangent(const Tensors&... tensors) {
+  return (tangent_of(tensors).defined() || ...);
+}
+
+// The derivatives that a call with these inputs needs.
+struct Derivatives {
+  bool reverse;   // a node for backward
+  bool forward;   // a tangent of the output
+  bool composed;  // backward has to be composed of differentiable ops
 };
+template <class... Tensors>
+Derivatives derivatives_of(const Tensors&... inputs) {
+  const bool reverse = any_requires_grad(inputs...), forward = any_has_tangent(inputs...);
+  return {reverse, forward, reverse && (forward || under_transform())};
+}
+
+// Whether this backward pass has to be composed although forward saved what the fused one needs.
+inline bool needs_composed_backward(const Tensor& grad) {
+  return c10::GradMode::is_enabled() || under_transform() || tangent_of(grad).defined();
+}
+
+// For ops that have no derivative: refuses forward mode in words instead of dropping the tangent.
+template <class... Tensors>
+void refuse_forward_mode(const char* op, const Tensors&... inputs) {
+  CUDA_EXT_CHECK(!any_has_tangent(inputs...), op,
+                 "expected inputs without forward-mode tangents, as it has no derivative; detach() them");
+}
+
+// The autograd node of an op. T derives from torch::autograd::Function<T> and has `kNodeName`, shown by profilers and as grad_fn, and
+// `static variable_list backward(AutogradContext*, const variable_list& grads)`, which returns a gradient for each input
+// given to `make_node`, and may find gradients of outputs undefined.
+template <class T>
+struct OpNode final : torch::autograd::CppNode<T> {
+  std::string name() const override { return T::kNodeName; }
+};
+
+// A new node, in the pointer that this torch holds nodes by: shared_ptr until 2.14, intrusive_ptr since.
+template <class Node>
+void delete_node(Node* node) {
+  deleteNode(node);
+}
+template <class T, class Pointer = decltype(torch::autograd::Edge::function)>
+auto new_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>)
+    return std::shared_ptr<OpNode<T>>(new OpNode<T>(), &delete_node<torch::autograd::Node>);
+  else
+    return c10::make_intrusive<OpNode<T>>();
+}
+
+// A node whose edges lead to `inputs`, tensors and optional tensors; `finish_node` ties it to the outputs.
+template <class T, class... Inputs>
+auto make_node(const Inputs&... inputs) {
+  auto node = new_node<T>();
+  node->set_ctx_grad_fn(node);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
+  node->is_variable_input_.assign(sizeof...(inputs), true);
+  node->ctx_.set_materialize_grads(false);
+  return node;
+}
+
+// Ties an output to a node; what it saves comes after its outputs, which may be among them.
+template <class Node>
+void save_variables(const Node& node, const variable_list& saved) {
+  node->ctx_.save_for_backward(saved);
+  node->save_variables_to_ctx();
+}
+template <class Node>
+void finish_node(const Node& node, const variable_list& saved, const Tensor& out) {
+  torch::autograd::set_history(out, node);
+  save_variables(node, saved);
+}
+
+// Calls X below autograd, or X_forward where the fused backward needs what that saves: the pre-activation, else undefined.
+template <class Op, class ForwardOp, class... Arguments>
+std::tuple<Tensor, Tensor> call_below_autograd(const Derivatives& wanted, const Op& op, const ForwardOp& forward_op,
+                                               const Arguments&... arguments) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (wanted.reverse && !wanted.composed) return forward_op.call(arguments...);
+  return {op.call(arguments...), Tensor()};
+}
+
+// Makes `tangent` the derivative that forward mode finds in `out`.
+inline void set_tangent(const Tensor& out, const Tensor& tangent) {
+  if (tangent.defined())
+    out._set_fw_grad(tangent.to(out.scalar_type()).expand_symint(out.sym_sizes()), /*level=*/0,
+                     /*is_inplace_op=*/false);
+}
 
 }  // namespace cuda_ext

@@ -10,11 +10,10 @@
 #include <cmath>
 
 #include "gemm/autograd.h"
+#include "gemm/gemm_composed.h"
 
 namespace cuda_ext {
 namespace {
-
-using OptionalType = std::optional<at::ScalarType>;
 
 // gemm
 
@@ -229,130 +228,135 @@ LinearGradients linear_backward_slot(const Tensor& grad, const Tensor& input, co
   return run_linear_backward<gated>(grad, input, weight, bias, preact, activation, output_mask, &into);
 }
 
-class GemmFunction : public torch::autograd::Function<GemmFunction> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, const OptionalTensor& c,
-                        const OptionalTensor& bias, ActivationName activation, double alpha, double beta,
-                        OptionalType out_dtype) {
-    static const auto op = find_op<decltype(gemm_forward)>(CUDA_EXT_OP("gemm_forward"));
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, preact] = op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
-    ctx->save_for_backward({a, b, value_or_empty(bias), activation == "relu" ? out : preact});
-    save_activation(ctx, activation);
-    save_option(ctx, "alpha", alpha, 1.0);
-    save_option(ctx, "beta", beta, 1.0);
-    save_option(ctx, "has_c", is_given(c));
-    return out;
-  }
+}  // namespace
+
+// The autograd nodes. Their names show in profiles and as grad_fn, so they are outside of the anonymous namespace.
+
+struct GemmBackward : torch::autograd::Function<GemmBackward> {
+  static constexpr const char* kNodeName = CUDA_EXT_OP("GemmBackward");
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    static const auto op = find_op<decltype(gemm_backward)>(CUDA_EXT_OP("gemm_backward"));
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(4);
+    std::array<bool, 4> wanted{};
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
     const auto saved = ctx->get_saved_variables();
-    EdgeCounter edges(ctx);
-    std::array<bool, 4> mask{};
-    mask[0] = edges.needs_gradient(true);
-    mask[1] = edges.needs_gradient(true);
-    mask[2] = edges.needs_gradient(saved_option<bool>(ctx, "has_c"));
-    mask[3] = edges.needs_gradient(saved[2].defined());
-    auto [grad_a, grad_b, grad_c, grad_bias] =
-        op.call(grads[0], saved[0], saved[1], optional(saved[2]), saved[3], saved_activation(ctx),
-                saved_option(ctx, "alpha", 1.0), saved_option(ctx, "beta", 1.0), mask);
-    return {mask[0] ? grad_a : Tensor(),
-            mask[1] ? grad_b : Tensor(),
-            mask[2] ? grad_c : Tensor(),
-            mask[3] ? grad_bias : Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor(),
-            Tensor()};
+    const Tensor &a = saved[0], &b = saved[1], &preact = saved[2];
+    const OptionalTensor bias = optional(saved[3]);
+    const ActivationName activation = saved_activation(ctx);
+    const double alpha = saved_option(ctx, "alpha", 1.0), beta = saved_option(ctx, "beta", 1.0);
+    if (!preact.defined() || needs_composed_backward(grad)) {
+      auto [grad_a, grad_b, grad_c, grad_bias] = gemm_composed_backward(
+          grad, a, b, optional(saved[4]), bias, parse_activation("gemm_backward", activation), alpha, beta, wanted);
+      return {grad_a, grad_b, grad_c, grad_bias};
+    }
+    static const auto op = find_op<decltype(gemm_backward)>(CUDA_EXT_OP("gemm_backward"));
+    auto [grad_a, grad_b, grad_c, grad_bias] = op.call(grad, a, b, bias, preact, activation, alpha, beta, wanted);
+    return {wanted[0] ? grad_a : Tensor(), wanted[1] ? grad_b : Tensor(), wanted[2] ? grad_c : Tensor(),
+            wanted[3] ? grad_bias : Tensor()};
   }
 };
+
+// Of linear, and of gated_linear, which has no residual.
+template <bool gated>
+struct LinearBackward : torch::autograd::Function<LinearBackward<gated>> {
+  static constexpr const char* kNodeName = gated ? CUDA_EXT_OP("GatedLinearBackward") : CUDA_EXT_OP("LinearBackward");
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(gated ? 3 : 4);
+    std::array<bool, 3> wanted{};
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1], &preact = saved[2];
+    const OptionalTensor bias = optional(saved[3]);
+    const ActivationName activation = saved_activation(ctx);
+    variable_list result;
+    if (!preact.defined() || needs_composed_backward(grad)) {
+      auto [grad_input, grad_weight, grad_bias] = linear_composed_backward(
+          grad, input, weight, bias, parse_activation("linear_backward", activation), gated, wanted);
+      result = {grad_input, grad_weight, grad_bias};
+    } else {
+      result = fused(grad, input, weight, bias, preact, activation, wanted);
+    }
+    if constexpr (!gated) result.push_back(ctx->needs_input_grad(3) ? grad : Tensor());
+    return result;
+  }
+
+ private:
+  // A gradient of the weight that a slot takes is not returned.
+  static variable_list fused(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                             const Tensor& preact, const ActivationName& activation,
+                             const std::array<bool, 3>& wanted) {
+    constexpr const char* name = gated ? CUDA_EXT_OP("gated_linear_backward") : CUDA_EXT_OP("linear_backward");
+    static const auto op = find_op<decltype(linear_backward<gated>)>(name);
+    static const auto slot_op = find_op<decltype(linear_backward_slot<gated>)>(name, "slot");
+    SlotWrite slot(wanted[1], /*input=*/1, grad);
+    auto [grad_input, grad_weight, grad_bias] = slot.found()
+                                                    ? slot_op.call(grad, input, weight, bias, preact, activation,
+                                                                   wanted, slot.view(), slot.alpha(), slot.beta())
+                                                    : op.call(grad, input, weight, bias, preact, activation, wanted);
+    slot.done();
+    return {wanted[0] ? grad_input : Tensor(), wanted[1] && !slot.found() ? grad_weight : Tensor(),
+            wanted[2] ? grad_bias : Tensor()};
+  }
+};
+
+namespace {
 
 Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                      ActivationName activation, double alpha, double beta, OptionalType out_dtype) {
-  if (any_requires_grad(a, b, c, bias)) return GemmFunction::apply(a, b, c, bias, activation, alpha, beta, out_dtype);
   static const auto op = find_op<decltype(gemm)>(CUDA_EXT_OP("gemm"));
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(a, b, c, bias, activation, alpha, beta, out_dtype);
-}
-
-// The gradients of input, weight and bias that are wanted here, that of the weight unless a slot takes it.
-template <bool gated>
-std::array<Tensor, 3> linear_gradients(AutogradContext* ctx, const Tensor& grad) {
-  constexpr const char* name = gated ? CUDA_EXT_OP("gated_linear_backward") : CUDA_EXT_OP("linear_backward");
-  static const auto op = find_op<decltype(linear_backward<gated>)>(name);
-  static const auto slot_op = find_op<decltype(linear_backward_slot<gated>)>(name, "slot");
-  const auto saved = ctx->get_saved_variables();
-  EdgeCounter edges(ctx);
-  std::array<bool, 3> mask{};
-  mask[0] = edges.needs_gradient(true);
-  mask[1] = edges.needs_gradient(true);
-  mask[2] = edges.needs_gradient(saved[2].defined());
-  const ActivationName activation = saved_activation(ctx);
-  SlotWrite slot(mask[1], 1, grad);
-  auto [grad_input, grad_weight, grad_bias] =
-      slot.found() ? slot_op.call(grad, saved[0], saved[1], optional(saved[2]), saved[3], activation, mask, slot.view(),
-                                  slot.alpha(), slot.beta())
-                   : op.call(grad, saved[0], saved[1], optional(saved[2]), saved[3], activation, mask);
-  slot.done();
-  return {mask[0] ? grad_input : Tensor(), mask[1] && !slot.found() ? grad_weight : Tensor(),
-          mask[2] ? grad_bias : Tensor()};
-}
-
-class LinearFunction : public torch::autograd::Function<LinearFunction> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        const OptionalTensor& residual, ActivationName activation) {
-    static const auto op = find_op<decltype(linear_forward)>(CUDA_EXT_OP("linear_forward"));
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, preact] = op.call(input, weight, bias, residual, activation);
-    const bool output_serves = activation == "relu" && !is_given(residual);
-    ctx->save_for_backward({input, weight, value_or_empty(bias), output_serves ? out : preact});
-    save_activation(ctx, activation);
-    save_option(ctx, "has_residual", is_given(residual));
-    return out;
+  static const auto forward_op = find_op<decltype(gemm_forward)>(CUDA_EXT_OP("gemm_forward"));
+  const Derivatives wanted = derivatives_of(a, b, c, bias);
+  auto [out, preact] = call_below_autograd(wanted, op, forward_op, a, b, c, bias, activation, alpha, beta, out_dtype);
+  if (wanted.reverse) {
+    const auto node = make_node<GemmBackward>(a, b, c, bias);
+    save_activation(&node->ctx_, activation);
+    save_option(&node->ctx_, "alpha", alpha, 1.0);
+    save_option(&node->ctx_, "beta", beta, 1.0);
+    // A second derivative needs c to form the pre-activation again.
+    finish_node(node,
+                {a, b, activation == "relu" && preact.defined() ? out : preact, value_or_empty(bias),
+                 activation.has_value() ? value_or_empty(c) : Tensor()},
+                out);
   }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto [grad_input, grad_weight, grad_bias] = linear_gradients<false>(ctx, grads[0]);
-    return {grad_input, grad_weight, grad_bias, saved_option<bool>(ctx, "has_residual") ? grads[0] : Tensor(),
-            Tensor()};
-  }
-};
+  if (wanted.forward)
+    set_tangent(out, gemm_tangent(a, b, c, bias, parse_activation("gemm", activation), alpha, beta, out.scalar_type()));
+  return out;
+}
 
 Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                        const OptionalTensor& residual, ActivationName activation) {
-  if (any_requires_grad(input, weight, bias, residual))
-    return LinearFunction::apply(input, weight, bias, residual, activation);
   static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, weight, bias, residual, activation);
+  static const auto forward_op = find_op<decltype(linear_forward)>(CUDA_EXT_OP("linear_forward"));
+  const Derivatives wanted = derivatives_of(input, weight, bias, residual);
+  auto [out, preact] = call_below_autograd(wanted, op, forward_op, input, weight, bias, residual, activation);
+  if (wanted.reverse) {
+    const auto node = make_node<LinearBackward<false>>(input, weight, bias, residual);
+    save_activation(&node->ctx_, activation);
+    const bool output_serves = activation == "relu" && !is_given(residual) && preact.defined();
+    finish_node(node, {input, weight, output_serves ? out : preact, value_or_empty(bias)}, out);
+  }
+  if (wanted.forward)
+    set_tangent(out, linear_tangent(input, weight, bias, residual, parse_activation("linear", activation), false));
+  return out;
 }
-
-class GatedLinearFunction : public torch::autograd::Function<GatedLinearFunction> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                        ActivationName activation) {
-    static const auto op = find_op<decltype(gated_linear_forward)>(CUDA_EXT_OP("gated_linear_forward"));
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, preact] = op.call(input, weight, bias, activation);
-    ctx->save_for_backward({input, weight, value_or_empty(bias), preact});
-    save_activation(ctx, activation);
-    return out;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    auto [grad_input, grad_weight, grad_bias] = linear_gradients<true>(ctx, grads[0]);
-    return {grad_input, grad_weight, grad_bias, Tensor()};
-  }
-};
 
 Tensor gated_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                              ActivationName activation) {
-  if (any_requires_grad(input, weight, bias)) return GatedLinearFunction::apply(input, weight, bias, activation);
   static const auto op = find_op<decltype(gated_linear)>(CUDA_EXT_OP("gated_linear"));
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return op.call(input, weight, bias, activation);
+  static const auto forward_op = find_op<decltype(gated_linear_forward)>(CUDA_EXT_OP("gated_linear_forward"));
+  const Derivatives wanted = derivatives_of(input, weight, bias);
+  auto [out, preact] = call_below_autograd(wanted, op, forward_op, input, weight, bias, activation);
+  if (wanted.reverse) {
+    const auto node = make_node<LinearBackward<true>>(input, weight, bias);
+    save_activation(&node->ctx_, activation);
+    finish_node(node, {input, weight, preact, value_or_empty(bias)}, out);
+  }
+  if (wanted.forward)
+    set_tangent(out, linear_tangent(input, weight, bias, {}, parse_activation("gated_linear", activation), true));
+  return out;
 }
 
 // Autocast

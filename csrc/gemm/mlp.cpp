@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "gemm/autograd.h"
+#include "gemm/gemm_composed.h"
 
 namespace cuda_ext {
 namespace {
@@ -122,47 +123,45 @@ Gradients mlp_backward_slot(const Tensor& grad, const Tensor& input, const Tenso
                                  &into2);
 }
 
+}  // namespace
+
+// The autograd node, outside of the anonymous namespace because its name shows in profiles and as grad_fn.
 template <bool gated>
-class MlpFunction : public torch::autograd::Function<MlpFunction<gated>> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
-                        const OptionalTensor& bias1, const OptionalTensor& bias2, ActivationName activation) {
-    static const auto op =
-        find_op<decltype(mlp_forward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_forward") : CUDA_EXT_OP("mlp_forward"));
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, preact] = op.call(input, weight1, weight2, bias1, bias2, activation);
-    ctx->save_for_backward({input, weight1, weight2, value_or_empty(bias1), value_or_empty(bias2), preact});
-    save_activation(ctx, activation);
-    return out;
-  }
+struct MlpBackward : torch::autograd::Function<MlpBackward<gated>> {
+  static constexpr const char* kNodeName = gated ? CUDA_EXT_OP("GatedMlpBackward") : CUDA_EXT_OP("MlpBackward");
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor& grad = grads[0];
+    if (!grad.defined()) return variable_list(5);
+    OutputMask wanted{};
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight1 = saved[1], &weight2 = saved[2], &preact = saved[3];
+    const OptionalTensor bias1 = optional(saved[4]), bias2 = optional(saved[5]);
+    const ActivationName activation = saved_activation(ctx);
+    if (!preact.defined() || needs_composed_backward(grad)) {
+      auto gradients = mlp_composed_backward(grad, input, weight1, weight2, bias1,
+                                             parse_activation("mlp_backward", activation), gated, wanted);
+      return {gradients.begin(), gradients.end()};
+    }
     constexpr const char* name = gated ? CUDA_EXT_OP("gated_mlp_backward") : CUDA_EXT_OP("mlp_backward");
     static const auto op = find_op<decltype(mlp_backward<gated>)>(name);
     static const auto slot_op = find_op<decltype(mlp_backward_slot<gated>)>(name, "slot");
-    const auto saved = ctx->get_saved_variables();
-    EdgeCounter edges(ctx);
-    OutputMask mask{};
-    for (size_t i = 0; i < mask.size(); ++i) mask[i] = edges.needs_gradient(saved[i].defined());
-    const ActivationName activation = saved_activation(ctx);
-    SlotWrite slot1(mask[1], 1, grads[0]), slot2(mask[2], 2, grads[0]);
+    SlotWrite slot1(wanted[1], /*input=*/1, grad), slot2(wanted[2], /*input=*/2, grad);
     auto [grad_input, grad_weight1, grad_weight2, grad_bias1, grad_bias2] =
         slot1.found() || slot2.found()
-            ? slot_op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
-                           activation, mask, slot1.view(), slot2.view(), slot1.alpha(), slot1.beta(), slot2.alpha(),
-                           slot2.beta())
-            : op.call(grads[0], saved[0], saved[1], saved[2], optional(saved[3]), optional(saved[4]), saved[5],
-                      activation, mask);
+            ? slot_op.call(grad, input, weight1, weight2, bias1, bias2, preact, activation, wanted, slot1.view(),
+                           slot2.view(), slot1.alpha(), slot1.beta(), slot2.alpha(), slot2.beta())
+            : op.call(grad, input, weight1, weight2, bias1, bias2, preact, activation, wanted);
     slot1.done();
     slot2.done();
-    return {mask[0] ? grad_input : Tensor(),
-            mask[1] && !slot1.found() ? grad_weight1 : Tensor(),
-            mask[2] && !slot2.found() ? grad_weight2 : Tensor(),
-            mask[3] ? grad_bias1 : Tensor(),
-            mask[4] ? grad_bias2 : Tensor(),
-            Tensor()};
+    return {wanted[0] ? grad_input : Tensor(), wanted[1] && !slot1.found() ? grad_weight1 : Tensor(),
+            wanted[2] && !slot2.found() ? grad_weight2 : Tensor(), wanted[3] ? grad_bias1 : Tensor(),
+            wanted[4] ? grad_bias2 : Tensor()};
   }
 };
+
+namespace {
 
 template <bool gated>
 const auto& public_op() {
@@ -173,10 +172,21 @@ const auto& public_op() {
 template <bool gated>
 Tensor mlp_autograd(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
                     const OptionalTensor& bias2, ActivationName activation) {
-  if (any_requires_grad(input, weight1, weight2, bias1, bias2))
-    return MlpFunction<gated>::apply(input, weight1, weight2, bias1, bias2, activation);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return public_op<gated>().call(input, weight1, weight2, bias1, bias2, activation);
+  static const auto forward_op =
+      find_op<decltype(mlp_forward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_forward") : CUDA_EXT_OP("mlp_forward"));
+  const Derivatives wanted = derivatives_of(input, weight1, weight2, bias1, bias2);
+  auto [out, preact] =
+      call_below_autograd(wanted, public_op<gated>(), forward_op, input, weight1, weight2, bias1, bias2, activation);
+  if (wanted.reverse) {
+    const auto node = make_node<MlpBackward<gated>>(input, weight1, weight2, bias1, bias2);
+    save_activation(&node->ctx_, activation);
+    finish_node(node, {input, weight1, weight2, preact, value_or_empty(bias1), value_or_empty(bias2)}, out);
+  }
+  if (wanted.forward) {
+    const Activation parsed = parse_activation(op_name<gated>, activation);
+    set_tangent(out, mlp_tangent(input, weight1, weight2, bias1, bias2, parsed, gated));
+  }
+  return out;
 }
 
 template <bool gated, c10::DeviceType device>

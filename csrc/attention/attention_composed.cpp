@@ -1,0 +1,250 @@
+#include "attention/attention_composed.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/dropout.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isneginf.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <limits>
+
+#include "base/philox.h"
+#include "gemm/gemm_composed.h"
+
+namespace cuda_ext {
+namespace {
+
+constexpr double kHidden = -std::numeric_limits<double>::infinity();
+
+// One batch of sequences of equal length, in the accumulation type. G = H / Hk query heads share a key head.
+struct Dense {
+  Tensor query;   // (B, H, Sq, D)
+  Tensor key;     // (B, H, Sk, D)
+  Tensor value;   // (B, H, Sk, Dv)
+  Tensor slopes;  // (H, 1, 1) or (B, H, 1, 1), or undefined
+  Tensor sinks;   // (1, H, 1, 1), or undefined
+  Tensor bias;    // broadcasts to (B, H, Sq, Sk), or undefined
+  Tensor keep;    // (B, H, Sq, Sk): 0 for dropped weights, 1 / (1 - p) for others; undefined without dropout
+  double scale;
+};
+
+// The steps of softmax(logits) that backward needs again.
+struct Weights {
+  Tensor capped;  // scores after the soft cap, before biases   (B, H, Sq, Sk)
+  Tensor p;       // weights of the keys, before dropout        (B, H, Sq, Sk)
+  Tensor p_sink;  // weight of the sink, or 0                   (B, H, Sq, 1)
+  Tensor lse;     //                                            (B, H, Sq)
+};
+
+Tensor product(const Tensor& a, const Tensor& b, double alpha = 1.0) {
+  return call_gemm(a, b, {}, {}, {}, alpha, 1.0, {});
+}
+
+// (B, S, Hk, D) as (B, H, S, D)
+Tensor heads_first(const Tensor& tensor, int64_t heads, at::ScalarType type) {
+  const Tensor t = tensor.to(type).transpose(1, 2);
+  const int64_t heads_kv = t.size(1);
+  if (heads_kv == heads) return t;
+  return t.unsqueeze(2)
+      .expand({t.size(0), heads_kv, heads / heads_kv, t.size(2), t.size(3)})
+      .reshape({t.size(0), heads, t.size(2), t.size(3)});
+}
+
+// (B, H, S, D) as (B, S, Hk, D), summed over the query heads that share a key head.
+Tensor heads_back(const Tensor& tensor, int64_t heads_kv, at::ScalarType type) {
+  const int64_t heads = tensor.size(1);
+  Tensor t = tensor;
+  if (heads_kv != heads) t = t.reshape({t.size(0), heads_kv, heads / heads_kv, t.size(2), t.size(3)}).sum(2);
+  return t.transpose(1, 2).to(type);
+}
+
+// query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv); alibi_slopes (H,) or (B, H).
+Dense prepare(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& alibi_slopes,
+              const Tensor& keep, const AttentionOptions& o) {
+  const auto type = accumulation_type(query.scalar_type());
+  const int64_t heads = query.size(2);
+  Dense d;
+  d.query = heads_first(query, heads, type);
+  d.key = heads_first(key, heads, type);
+  d.value = heads_first(value, heads, type);
+  if (is_given(alibi_slopes)) d.slopes = alibi_slopes->to(type).unsqueeze(-1).unsqueeze(-1);
+  if (is_given(o.sinks)) d.sinks = o.sinks->to(type).view({1, heads, 1, 1});
+  d.bias = value_or_empty(o.bias);
+  d.keep = keep;
+  d.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, query.size(3)))));
+  return d;
+}
+
+Weights weights_of(const Dense& d, const AttentionOptions& o) {
+  const int64_t batch = d.query.size(0), heads = d.query.size(1), rows = d.query.size(2), keys = d.key.size(2);
+  const auto options = d.query.options();
+  Weights w;
+  w.capped = product(d.query, d.key.mT(), d.scale);
+  if (o.softcap > 0) w.capped = (w.capped / o.softcap).tanh() * o.softcap;
+
+  Tensor logits = w.capped;
+  const auto index_options = options.dtype(at::kLong);
+  // How far key j lies left of the diagonal of row i.
+  const Tensor distance =
+      at::arange(rows, index_options).unsqueeze(1) + (keys - rows) - at::arange(keys, index_options);
+  if (d.slopes.defined()) logits = logits - d.slopes * distance.abs().to(logits.scalar_type());
+  if (d.bias.defined())
+    logits = d.bias.scalar_type() == at::kBool ? logits.masked_fill(d.bias.logical_not(), kHidden)
+                                               : logits + d.bias.to(logits.scalar_type());
+  if (o.window_left.has_value()) logits = logits.masked_fill(distance > *o.window_left, kHidden);
+  if (o.causal)
+    logits = logits.masked_fill(distance < 0, kHidden);
+  else if (o.window_right.has_value())
+    logits = logits.masked_fill(distance < -*o.window_right, kHidden);
+
+  // The last column is the sink.
+  const Tensor sink = d.sinks.defined() ? d.sinks : at::full({1, 1, 1, 1}, kHidden, options);
+  logits = at::cat({logits, sink.expand({batch, heads, rows, 1})}, -1);
+  // Rows without any logit are kept finite, so that no NaN arises in them or in their derivatives.
+  const Tensor maximum = logits.detach().amax(-1, /*keepdim=*/true);
+  const Tensor shift = maximum.masked_fill(at::isneginf(maximum), 0);
+  const Tensor exponentials = (logits - shift).exp();
+  const Tensor sum = exponentials.sum(-1, /*keepdim=*/true);
+  const Tensor is_empty = at::isneginf(maximum);
+  const Tensor divisor = sum.masked_fill(is_empty, 1);
+  const Tensor p = exponentials / divisor;
+  w.p = p.narrow(-1, 0, keys);
+  w.p_sink = p.narrow(-1, keys, 1);
+  w.lse = (shift + divisor.log()).masked_fill(is_empty, kHidden).squeeze(-1);
+  return w;
+}
+
+std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions& o, at::ScalarType type) {
+  const Weights w = weights_of(d, o);
+  const Tensor p = o.dropout_p > 0 ? at::dropout(w.p, o.dropout_p, /*train=*/true) : w.p;
+  return {product(p, d.value).transpose(1, 2).to(type), w.lse};
+}
+
+// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse joined to that of the softmax. grad_lse (B, H, Sq)
+// may be undefined.
+AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse, const Dense& d, int64_t heads_kv,
+                                  const AttentionOptions& o) {
+  const auto type = grad_out.scalar_type();
+  const Weights w = weights_of(d, o);
+  const Tensor grad = grad_out.to(d.query.scalar_type()).transpose(1, 2);  // (B, H, Sq, Dv)
+  const Tensor dropped = d.keep.defined() ? w.p * d.keep : w.p;
+  AttentionGradients g;
+  g.value = heads_back(product(dropped.mT(), grad), heads_kv, type);
+  Tensor grad_p = product(grad, d.value.mT());
+  if (d.keep.defined()) grad_p = grad_p * d.keep;
+  Tensor row = -(w.p * grad_p).sum(-1, /*keepdim=*/true);  // (B, H, Sq, 1)
+  if (grad_lse.defined()) row = row + grad_lse.unsqueeze(-1);
+  const Tensor grad_logits = w.p * (grad_p + row);
+  if (d.sinks.defined()) g.sinks = (w.p_sink * row).sum({0, 2, 3}).to(o.sinks->scalar_type());
+  if (d.bias.defined() && d.bias.is_floating_point())
+    g.bias = grad_logits.sum_to_size(d.bias.sizes()).to(d.bias.scalar_type());
+  const Tensor grad_scores = o.softcap > 0 ? grad_logits * (1 - (w.capped / o.softcap).square()) : grad_logits;
+  g.query = product(grad_scores, d.key, d.scale).transpose(1, 2).to(type);
+  g.key = heads_back(product(grad_scores.mT(), d.query, d.scale), heads_kv, type);
+  return g;
+}
+
+// One sequence of a packed batch.
+struct Segment {
+  int64_t index, first_q, rows, first_k, keys;
+};
+std::vector<Segment> segments_of(const AttentionOptions& o) {
+  const Tensor starts_q = o.cu_seqlens_q->cpu(), starts_k = o.cu_seqlens_k->cpu();
+  const auto q = starts_q.accessor<int, 1>(), k = starts_k.accessor<int, 1>();
+  std::vector<Segment> segments;
+  for (int64_t n = 0; n + 1 < starts_q.size(0); ++n)
+    segments.push_back({n, q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
+  return segments;
+}
+Tensor rows_of(const Tensor& packed, int64_t first, int64_t count) {
+  return packed.narrow(0, first, count).unsqueeze(0);
+}
+OptionalTensor slopes_of(const AttentionOptions& o, int64_t sequence) {
+  return is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2 ? o.alibi_slopes->select(0, sequence) : o.alibi_slopes;
+}
+Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& keep,
+              const AttentionOptions& o) {
+  return prepare(rows_of(query, s.first_q, s.rows), rows_of(key, s.first_k, s.keys), rows_of(value, s.first_k, s.keys),
+                 slopes_of(o, s.index), keep, o);
+}
+
+// The numbers of dropout that the kernels draw: 0 or 1 / (1 - p) for each of `rows` rows of `batch * heads` matrices, of
+// which the first row of matrix n has the number first_row + n * row_pitch.
+Tensor keep_mask(const Tensor& rng_state, const AttentionOptions& o, int64_t batch, int64_t heads, int64_t rows,
+                 int64_t keys, int64_t first_row, int64_t row_pitch, int64_t longest_k, const Tensor& query) {
+  if (o.dropout_p == 0) return {};
+  const Tensor state = rng_state.cpu();
+  const uint64_t seed = uint64_t(state.const_data_ptr<int64_t>()[0]);
+  const uint64_t offset = uint64_t(state.const_data_ptr<int64_t>()[1]);
+  const uint32_t threshold = uint32_t(o.dropout_p * 4294967296.0);
+  const int64_t groups = (longest_k + 3) / 4;
+  Tensor mask = at::zeros({batch, heads, rows, keys}, at::kDouble);
+  double* at = mask.mutable_data_ptr<double>();
+  for (int64_t n = 0; n < batch * heads; ++n) {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < keys; ++j) {
+        const uint64_t counter[1] = {uint64_t(first_row + n * row_pitch + i) * uint64_t(groups) + uint64_t(j / 4)};
+        uint32_t words[4][1];
+        philox<1>(seed, offset, counter, words);
+        *at++ = words[j % 4][0] >= threshold ? 1 / (1 - o.dropout_p) : 0.0;
+      }
+    }
+  }
+  return mask.to(query.options().dtype(accumulation_type(query.scalar_type())));
+}
+
+Tensor concatenate(const std::vector<Tensor>& parts, const Tensor& if_none, int64_t dim) {
+  return parts.empty() ? at::zeros(if_none.sizes(), if_none.options()) : at::cat(parts, dim);
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                              const AttentionOptions& o) {
+  const auto type = query.scalar_type();
+  if (!o.packed()) return dense_forward(prepare(query, key, value, o.alibi_slopes, {}, o), o, type);
+  const int64_t heads = query.size(1);
+  std::vector<Tensor> outs{at::zeros({0, heads, value.size(2)}, query.options())};
+  std::vector<Tensor> lses{at::zeros({heads, 0}, query.options().dtype(accumulation_type(type)))};
+  for (const Segment& s : segments_of(o)) {
+    const auto [out, lse] = dense_forward(prepare(s, query, key, value, {}, o), o, type);
+    outs.push_back(out.squeeze(0));
+    lses.push_back(lse.squeeze(0));
+  }
+  return {at::cat(outs, 0), at::cat(lses, 1)};
+}
+
+AttentionGradients composed_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Tensor& query,
+                                               const Tensor& key, const Tensor& value, const Tensor& rng_state,
+                                               const AttentionOptions& o) {
+  if (!o.packed()) {
+    const int64_t batch = query.size(0), rows = query.size(1), heads = query.size(2), keys = key.size(1);
+    const Tensor keep = keep_mask(rng_state, o, batch, heads, rows, keys, 0, rows, keys, query);
+    return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, keep, o), key.size(2), o);
+  }
+  const std::vector<Segment> segments = segments_of(o);
+  int64_t longest_k = o.max_seqlen_k.value_or(0);
+  for (const Segment& s : segments) longest_k = std::max(longest_k, s.keys);
+  std::vector<Tensor> queries, keys, values;
+  AttentionGradients total;
+  for (const Segment& s : segments) {
+    const int64_t heads = query.size(1);
+    const Tensor keep = keep_mask(rng_state, o, 1, heads, s.rows, s.keys, s.first_q, query.size(0), longest_k, query);
+    const Tensor own_lse = grad_lse.defined() ? grad_lse.narrow(1, s.first_q, s.rows).unsqueeze(0) : grad_lse;
+    const AttentionGradients g = dense_backward(rows_of(grad_out, s.first_q, s.rows), own_lse,
+                                                prepare(s, query, key, value, keep, o), key.size(1), o);
+    queries.push_back(g.query.squeeze(0));
+    keys.push_back(g.key.squeeze(0));
+    values.push_back(g.value.squeeze(0));
+    if (g.sinks.defined()) total.sinks = total.sinks.defined() ? total.sinks + g.sinks : g.sinks;
+  }
+  total.query = concatenate(queries, query, 0);
+  total.key = concatenate(keys, key, 0);
+  total.value = concatenate(values, value, 0);
+  return total;
+}
+
+}  // namespace cuda_ext

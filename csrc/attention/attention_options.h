@@ -1,0 +1,39 @@
+// What a call of an attention op is given beside query, key and value.
+#pragma once
+
+#include "binding/op.h"
+
+namespace cuda_ext {
+
+using OptionalInt = std::optional<int64_t>;
+using OptionalDouble = std::optional<double>;
+using OptionalBool = std::optional<bool>;
+
+// The scalar options that end every schema, in order.
+#define ATTENTION_SCALARS                                                                               \
+  bool causal, OptionalInt window_left, OptionalInt window_right, OptionalDouble scale, double softcap, \
+      double dropout_p, OptionalBool deterministic
+#define ATTENTION_SCALAR_NAMES causal, window_left, window_right, scale, softcap, dropout_p, deterministic
+
+struct AttentionOptions {
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
+  OptionalTensor alibi_slopes, sinks;
+  OptionalTensor bias;  // in the dense form
+  OptionalInt max_seqlen_q, max_seqlen_k;
+  bool causal;
+  OptionalInt window_left, window_right;
+  OptionalDouble scale;
+  double softcap, dropout_p;
+  OptionalBool deterministic;
+
+  bool packed() const { return is_given(cu_seqlens_q); }
+
+  // Calls an op whose schema ends in all of these, after the leading arguments.
+  template <class Op, class... Leading>
+  auto call(const Op& op, const Leading&... leading) const {
+    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, max_seqlen_q, max_seqlen_k,
+                   ATTENTION_SCALAR_NAMES);
+  }
+};
+
+}  // namespace cuda_ext

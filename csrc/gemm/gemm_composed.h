@@ -1,0 +1,37 @@
+// The derivatives of this family composed of differentiable ops: our own for products, PyTorch's for the rest. They serve
+// second derivatives, forward mode and torch.func (binding/autograd.h). The pre-activation is computed again.
+#pragma once
+
+#include "binding/autograd.h"
+#include "gemm/product.h"
+
+namespace cuda_ext {
+
+using OptionalType = std::optional<at::ScalarType>;
+
+// The public ops, through the dispatcher.
+Tensor call_gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
+                 const ActivationName& activation, double alpha, double beta, OptionalType out_dtype);
+Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                   const OptionalTensor& residual = {}, const ActivationName& activation = {});
+
+// The tangent of each op's output; arguments are the op's, and tangents are read from them.
+Tensor gemm_tangent(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
+                    Activation activation, double alpha, double beta, at::ScalarType out_dtype);
+Tensor linear_tangent(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
+                      const OptionalTensor& residual, Activation activation, bool gated);
+Tensor mlp_tangent(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
+                   const OptionalTensor& bias2, Activation activation, bool gated);
+
+// The gradients that `wanted` asks for, in the order of the op's arguments; the others are undefined.
+std::array<Tensor, 4> gemm_composed_backward(const Tensor& grad, const Tensor& a, const Tensor& b,
+                                             const OptionalTensor& c, const OptionalTensor& bias, Activation activation,
+                                             double alpha, double beta, const std::array<bool, 4>& wanted);
+std::array<Tensor, 3> linear_composed_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                               const OptionalTensor& bias, Activation activation, bool gated,
+                                               const std::array<bool, 3>& wanted);
+std::array<Tensor, 5> mlp_composed_backward(const Tensor& grad, const Tensor& input, const Tensor& weight1,
+                                            const Tensor& weight2, const OptionalTensor& bias1, Activation activation,
+                                            bool gated, const std::array<bool, 5>& wanted);
+
+}  // namespace cuda_ext
