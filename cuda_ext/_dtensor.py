@@ -49,26 +49,28 @@ def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
 
 
 def _with_hashable_mask(op: Any) -> Any:
-    """An overload of `op`, which DTensor calls in its place, whose output_mask is one number: bit n for result n.
-    DTensor's cache cannot hash a list among keyword arguments, and without it would take the shapes of another mask."""
+    """An op that DTensor calls in the place of `op`, whose output_mask is one number: bit n for result n. DTensor's
+    cache cannot hash a list among keyword arguments, and without it would take the shapes of another mask. It is no
+    overload of `op`: a new overload changes the hash of the packet, under which FLOP formulas are registered."""
     results = len(op._schema.returns)
     schema = str(op._schema).replace(f"bool[{results}] output_mask", "int output_mask")
     name, rest = schema.removeprefix(f"{NAMESPACE}::").split("(", 1)
+    name += "_dtensor"
 
     def call(*args: Any, output_mask: int, **options: Any) -> Any:
         return op(*args, output_mask=_as_list(output_mask, results), **options)
 
-    _library.define(f"{name}.dtensor({rest}")
-    _library.impl(f"{name}.dtensor", call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}.dtensor", call, lib=_library)
-    overload = getattr(ops, name).dtensor
+    _library.define(f"{name}({rest}")
+    _library.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", call, lib=_library)
+    substitute = getattr(ops, name).default
 
     def redirect(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mask = sum(wanted << n for n, wanted in enumerate(kwargs["output_mask"]))
-        return overload(*args, **{**kwargs, "output_mask": mask})
+        return substitute(*args, **{**kwargs, "output_mask": mask})
 
     _dispatcher._custom_op_handlers[op] = redirect
-    return overload
+    return substitute
 
 
 def _as_list(mask: int, results: int) -> list[bool]:

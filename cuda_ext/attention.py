@@ -105,8 +105,8 @@ def flash_attention(
     Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first.
     Dimensions of size 0 work.
 
-    Differentiable to any order and in both modes, and under the transforms of `torch.func`. Only the first derivative by
-    `backward` is fused. The others are composed of products of ours and PyTorch's elementwise ops, through the full
+    Differentiable to any order and in both modes, and under the transforms of `torch.func`. Only the first derivative
+    by `backward` is fused. The others are composed of our products and PyTorch's elementwise ops, through the full
     matrix of scores, `(B, H, Sq, Sk)`. In forward mode and under `torch.func` dropout is that of
     `torch.nn.functional.dropout`.
 

@@ -31,10 +31,16 @@ def aligned_offsets(counts: Sequence[int], dtype: torch.dtype, *, alignment: int
 
     Returns the offsets and the size of the bucket, a multiple too, all in elements. With the default, a cache line, a
     tensor of odd size costs those behind it neither whole vectors nor a line shared between threads.
+
+    Raises ValueError for a count that is negative or no whole number, and for an alignment below 1.
     """
+    if alignment < 1:
+        raise ValueError(f"aligned_offsets: expected alignment to be 1 or more bytes, got {alignment}")
     step = max(1, alignment // dtype.itemsize)
     offsets, end = [], 0
     for count in counts:
+        if isinstance(count, float) or count < 0:
+            raise ValueError(f"aligned_offsets: expected counts of elements, whole and 0 or more, got {count}")
         offsets.append(end)
         end = -(-(end + count) // step) * step
     return offsets, end
@@ -68,7 +74,11 @@ def pack(
     gradients are enabled.
     """
     check_constants("bucket_pack", scale=scale)
-    return ops.bucket_pack(tensors, bucket, offsets, scale=scale, kept=kept, stats=stats)
+    try:
+        return ops.bucket_pack(tensors, bucket, offsets, scale=scale, kept=kept, stats=stats)
+    except RuntimeError:
+        _check_given("bucket_pack", tensors)
+        raise
 
 
 def unpack(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *, scale: float = 1.0) -> Tensor:
@@ -80,7 +90,11 @@ def unpack(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *,
     Returns the statistics of the tensors, float64 if the bucket is.
     """
     check_constants("bucket_unpack", scale=scale)
-    return ops.bucket_unpack(bucket, tensors, offsets, scale=scale)
+    try:
+        return ops.bucket_unpack(bucket, tensors, offsets, scale=scale)
+    except RuntimeError:
+        _check_given("bucket_unpack", tensors)
+        raise
 
 
 def stats(tensors: Sequence[Tensor]) -> Tensor:
@@ -92,9 +106,22 @@ def stats(tensors: Sequence[Tensor]) -> Tensor:
     Raises RuntimeError for none, for other dtypes, layouts or devices, and for a tensor that requires grad while
     gradients are enabled.
     """
-    if len(tensors) == 0:  # by the tensors the dispatcher would know the device
+    if tensors is not None and len(tensors) == 0:  # by the tensors the dispatcher would know the device
         raise RuntimeError(f"{NAMESPACE}::bucket_stats: expected at least one tensor, got none")
-    return ops.bucket_stats(tensors)
+    try:
+        return ops.bucket_stats(tensors)
+    except RuntimeError:
+        _check_given("bucket_stats", tensors)
+        raise
+
+
+def _check_given(op: str, tensors: Sequence[Tensor] | None) -> None:
+    """The dispatcher's own error prints all values."""
+    if tensors is None:
+        raise RuntimeError(f"{NAMESPACE}::{op}: expected tensors to be a list of tensors, got None")
+    for n, tensor in enumerate(tensors):
+        if tensor is None:
+            raise RuntimeError(f"{NAMESPACE}::{op}: expected tensors[{n}] to be a tensor, got None")
 
 
 class GradientSlots:

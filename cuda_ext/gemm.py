@@ -16,12 +16,9 @@ Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
 Every op is deterministic, and differentiable to any order and in both modes: by `backward`, also with
 ``create_graph=True``, by forward mode, and under the transforms of `torch.func`. The first derivative by `backward` is
 fused; the others are composed of our products and PyTorch's elementwise ops, and compute the pre-activation again.
-Results have the same bits whatever the number of threads, except where a large float32 or float64 product (M, N and K of
-256 and more) goes to the BLAS. Beside its arguments an op saves for backward the pre-activation in the dtype of the
+Results have the same bits whatever the number of threads, except where a large float32 or float64 product (M, N and K
+of 256 and more) goes to the BLAS. Beside its arguments an op saves for backward the pre-activation in the dtype of the
 output; nothing more for ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
-
-DTensors are served by sharding rules, and jagged nested tensors, in all but `gemm`, by their packed rows: ``input`` and
-``residual`` are then jagged both, over the same sequences and without holes.
 
 All of them raise RuntimeError for wrong ranks, shapes, dtypes, devices or activations, naming the argument, and
 NotImplementedError for CUDA tensors where no CUDA kernel is built. Under autocast they run in its dtype.

@@ -629,3 +629,11 @@ def test_a_bias_refused_by_the_ops_beneath() -> None:
             RuntimeError, match=f"expected an additive bias with needs_grad_bias=True, got {name}; leave"
         ):
             ops.flash_attention_backward(*backward_arguments(), True, bias=bias)
+
+
+def test_none_for_a_tensor() -> None:
+    query, key, value = qkv()
+    for n, name in enumerate(("query", "key", "value")):
+        tensors = [None if i == n else each for i, each in enumerate((query, key, value))]
+        with pytest.raises(RuntimeError, match=f"^cuda_ext::flash_attention: expected {name} to be a tensor, got None"):
+            cuda_ext.flash_attention(*tensors)

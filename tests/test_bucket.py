@@ -304,6 +304,33 @@ def test_stats_read_any_layout(backend: str) -> None:
     assert_stats(bucket_ops.stats(tensors), tensors, stats_dtype(dtypes[-1]))
 
 
+@pytest.mark.parametrize("counts", [[3, -1], [3.5]])
+def test_counts_that_are_none(counts: list[int]) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^aligned_offsets: expected counts of .*, got {re.escape(str(counts[-1]))}$"
+    ):
+        bucket_ops.aligned_offsets(counts, torch.float32)
+
+
+def test_memory_whose_strides_interleave_is_written() -> None:
+    memory = torch.zeros(8)
+    bucket_ops.unpack(torch.arange(1.0, 7.0), [memory.as_strided((3, 2), (2, 3))], [0])
+    assert memory.tolist() == [1, 0, 3, 2, 5, 4, 0, 6]
+
+
+def test_forward_mode_is_refused() -> None:
+    x, bucket = torch.randn(4), torch.zeros(4)
+    for call in (
+        lambda d: bucket_ops.stats([d]),
+        lambda d: bucket_ops.pack([d], bucket, [0]),
+        lambda d: bucket_ops.pack([x], d, [0]),
+        lambda d: bucket_ops.unpack(bucket, [d], [0]),
+        lambda d: bucket_ops.unpack(d, [bucket], [0]),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected (bucket|tensors\[0\]) without a forward-mode tangent"):
+            torch.func.jvp(call, (x.clone(),), (torch.ones(4),))
+
+
 def test_aligned_offsets() -> None:
     assert bucket_ops.aligned_offsets([1, 16, 17, 0, 3], torch.float32) == ([0, 16, 32, 64, 64], 80)
     assert bucket_ops.aligned_offsets([1, 33], torch.bfloat16) == ([0, 32], 96)
@@ -463,6 +490,33 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
             "cuda_ext::bucket_unpack: expected bucket to need no gradient, because the op has none, got "
             "requires_grad=True; call it under torch.no_grad()",
         ),
+        "offset near the largest number": (
+            lambda: pack([a], bucket, [2**63 - 2]),
+            f"cuda_ext::bucket_pack: expected bucket to hold tensors[0] at elements {2**63 - 2} to {2**63 - 1}, got "
+            "shape (10,)",
+        ),
+        "memory that overlaps itself": (
+            lambda: unpack(bucket, [torch.zeros(4).as_strided((2, 2), (1, 1))], [0]),
+            "cuda_ext::bucket_unpack: expected tensors[0] whose elements have memory of their own, got shape (2, 2) "
+            "with strides (1, 1); clone it",
+        ),
+        "pack no list": (
+            lambda: pack(None, bucket, [0]),
+            "cuda_ext::bucket_pack: expected tensors to be a list of tensors, got None",
+        ),
+        "pack None": (
+            lambda: pack([a, None], bucket, [0, 6]),
+            "cuda_ext::bucket_pack: expected tensors[1] to be a tensor, got None",
+        ),
+        "pack no bucket": (
+            lambda: pack([a], None, [0]),
+            "cuda_ext::bucket_pack: expected bucket to be a tensor, got None",
+        ),
+        "unpack None": (
+            lambda: unpack(bucket, [None], [0]),
+            "cuda_ext::bucket_unpack: expected tensors[0] to be a tensor, got None",
+        ),
+        "stats None": (lambda: stats([None]), "cuda_ext::bucket_stats: expected tensors[0] to be a tensor, got None"),
         "no tensors": (lambda: stats([]), "cuda_ext::bucket_stats: expected at least one tensor, got none"),
     }
 

@@ -192,3 +192,16 @@ def test_python_signature_is_checked() -> None:
         linear(t(2, 3), t(4, 3), t(4), "relu")
     with pytest.raises(RuntimeError, match=r"expected Tensor|Expected a value of type 'Tensor"):
         gemm([[1.0]], t(1, 1))
+
+
+def test_none_for_a_tensor() -> None:
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: gemm(None, t(3, 4)), "gemm: expected a"),
+        (lambda: gemm(t(2, 3), None), "gemm: expected b"),
+        (lambda: linear(None, t(4, 3)), "linear: expected input"),
+        (lambda: linear(t(2, 3).requires_grad_(), None), "linear: expected weight"),
+        (lambda: mlp(t(2, 3), t(5, 3), None), "mlp: expected weight2"),
+    ]
+    for call, message in calls:
+        with pytest.raises(RuntimeError, match=f"^{NAMESPACE}::{message} to be a tensor, got None"):
+            call()

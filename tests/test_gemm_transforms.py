@@ -1,4 +1,4 @@
-"""The GEMM ops under torch.func, forward mode and second derivatives, against plain PyTorch under the same transform."""
+"""The GEMM ops under torch.func, forward mode and second derivatives, beside plain PyTorch under the same transform."""
 
 from __future__ import annotations
 

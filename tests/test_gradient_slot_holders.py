@@ -58,6 +58,11 @@ def _refusals() -> dict[str, tuple[Callable[[bucket.GradientSlots, Tensor], obje
             lambda s, w: s.collect(1),
             "cuda_ext::GradientSlots.collect: expected the index of one of 1 slots, got 1",
         ),
+        "no leaf": (
+            lambda s, w: s.assign([w * 2], [torch.empty_like(w)]),
+            "cuda_ext::GradientSlots.assign: expected parameters[0] to be a leaf, whose gradient autograd accumulates, "
+            "got the result of an op",
+        ),
         "negative index": (
             lambda s, w: s.lock(-1),
             "cuda_ext::GradientSlots.lock: expected the index of one of 1 slots, got -1",

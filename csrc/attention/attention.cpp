@@ -79,6 +79,7 @@ Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor
   const int64_t rank = packed ? 3 : 4;
   const char* layout = packed ? "(total, heads, dim)" : "(batch, seq, heads, dim)";
   const auto check_rank = [&](const char* name, const Tensor& tensor) {
+    check_given(op, name, tensor);
     CUDA_EXT_CHECK(tensor.dim() == rank, op, "expected ", name, " of shape ", layout, ", got ", shape_string(tensor));
   };
   check_rank("query", query);

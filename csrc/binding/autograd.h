@@ -43,15 +43,6 @@ inline bool under_transform() {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
-// The derivative of a tensor that forward mode carries; undefined if there is none.
-inline Tensor tangent_of(const Tensor& tensor) { return tensor.defined() ? tensor._fw_grad(/*level=*/0) : Tensor(); }
-inline Tensor tangent_of(const OptionalTensor& tensor) { return tangent_of(value_or_empty(tensor)); }
-
-template <class... Tensors>
-bool any_has_tangent(const Tensors&... tensors) {
-  return (tangent_of(tensors).defined() || ...);
-}
-
 // The derivatives that a call with these inputs needs.
 struct Derivatives {
   bool reverse;   // a node for backward
@@ -67,13 +58,6 @@ Derivatives derivatives_of(const Tensors&... inputs) {
 // Whether this backward pass has to be composed although forward saved what the fused one needs.
 inline bool needs_composed_backward(const Tensor& grad) {
   return c10::GradMode::is_enabled() || under_transform() || tangent_of(grad).defined();
-}
-
-// For ops that have no derivative: refuses forward mode in words instead of dropping the tangent.
-template <class... Tensors>
-void refuse_forward_mode(const char* op, const Tensors&... inputs) {
-  CUDA_EXT_CHECK(!any_has_tangent(inputs...), op,
-                 "expected inputs without forward-mode tangents, as it has no derivative; detach() them");
 }
 
 // The autograd node of an op. T derives from torch::autograd::Function<T> and has `kNodeName`, shown by profilers and as grad_fn, and

@@ -179,6 +179,8 @@ void GradientSlots::assign(const std::vector<Tensor>& parameters, const std::vec
     const Tensor &parameter = parameters[i], &view = views[i];
     CUDA_EXT_CHECK(!at::isTensorSubclassLike(parameter) && !at::isTensorSubclassLike(view), method,
                    "expected parameters[", i, "] and its view to be dense tensors with memory of their own");
+    CUDA_EXT_CHECK(parameter.is_leaf(), method, "expected parameters[", i,
+                   "] to be a leaf, whose gradient autograd accumulates, got the result of an op");
     CUDA_EXT_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second, method,
                    "expected every parameter once, got "
                    "parameters[",

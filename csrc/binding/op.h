@@ -62,7 +62,12 @@ inline at::ScalarType accumulation_type(at::ScalarType type) { return type == at
 inline bool is_floating(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
 }
+// None for a tensor comes as an undefined one.
+inline void check_given(const char* op, const char* argument, const Tensor& tensor) {
+  CUDA_EXT_CHECK(tensor.defined(), op, "expected ", argument, " to be a tensor, got None");
+}
 inline void check_floating(const char* op, const char* argument, const Tensor& tensor) {
+  check_given(op, argument, tensor);
   CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected ", argument,
                  " of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
                  "; convert it with .to()");
@@ -70,6 +75,7 @@ inline void check_floating(const char* op, const char* argument, const Tensor& t
 
 inline void check_same_dtype(const char* op, const char* argument, const Tensor& tensor, const char* other_argument,
                              const Tensor& other) {
+  check_given(op, argument, tensor);
   CUDA_EXT_CHECK(tensor.scalar_type() == other.scalar_type(), op, "expected ", argument, " of dtype ",
                  other.scalar_type(), " to match ", other_argument, ", got ", tensor.scalar_type(),
                  "; convert one of them with .to()");
@@ -110,6 +116,15 @@ bool any_requires_grad(const Tensors&... tensors) {
     }
   };
   return c10::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+
+// The derivative of a tensor that forward mode carries; undefined if there is none.
+inline Tensor tangent_of(const Tensor& tensor) { return tensor.defined() ? tensor._fw_grad(/*level=*/0) : Tensor(); }
+inline Tensor tangent_of(const OptionalTensor& tensor) { return tangent_of(value_or_empty(tensor)); }
+
+template <class... Tensors>
+bool any_has_tangent(const Tensors&... tensors) {
+  return (tangent_of(tensors).defined() || ...);
 }
 
 // Under autocast an op runs in the active low-precision dtype: wrap each floating tensor argument in this.

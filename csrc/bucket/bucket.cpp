@@ -1,12 +1,13 @@
 // Bucket ops: schemas, checks and dispatch. None is differentiable; they exist to move gradients, not to have them.
 #include "bucket/bucket.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "binding/device.h"
@@ -22,6 +23,40 @@ constexpr const char* kStats = "bucket_stats";
 constexpr const char* kNeedsNoGradient =
     " to need no gradient, because the op has none, got requires_grad=True; call it under torch.no_grad()";
 
+constexpr const char* kNeedsNoTangent =
+    " without a forward-mode tangent, because the op has no derivative, got one, of torch.func.jvp or "
+    "torch.autograd.forward_ad; call it on the primal";
+
+// Whether two elements share memory.
+bool overlaps_itself(const Tensor& tensor) {
+  if (tensor.numel() == 0 || tensor.is_non_overlapping_and_dense()) return false;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
+  std::sort(dims.begin(), dims.end());
+  bool nested = true;  // each stride leaps over all that the smaller ones reach
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride == 0) return true;
+    nested = nested && stride > reach;
+    reach += stride * (size - 1);
+  }
+  if (nested) return false;
+  if (tensor.numel() > reach + 1) return true;
+  // Strides that interleave are rare: every element is looked at.
+  std::vector<bool> taken(reach + 1);
+  for (int64_t n = 0; n < tensor.numel(); ++n) {
+    int64_t place = 0, rest = n;
+    for (const auto& [stride, size] : dims) {
+      place += rest % size * stride;
+      rest /= size;
+    }
+    if (taken[place]) return true;
+    taken[place] = true;
+  }
+  return false;
+}
+
 // Runs above the choice of a backend, which a single sparse or meta tensor would divert, and once more in the kernels,
 // which inference mode calls at once.
 void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
@@ -35,10 +70,12 @@ void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
     CUDA_EXT_CHECK(tensor.device() == device, op, "expected tensors[", i, "] on device ", device, ", got ",
                    tensor.device(), "; move it with .to()");
     CUDA_EXT_CHECK(!any_requires_grad(tensor), op, "expected tensors[", i, "]", kNeedsNoGradient);
+    CUDA_EXT_CHECK(!any_has_tangent(tensor), op, "expected tensors[", i, "]", kNeedsNoTangent);
   }
 }
 
 void check_bucket(const char* op, at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets, double scale) {
+  check_given(op, "bucket", bucket);
   CUDA_EXT_CHECK(bucket.dim() == 1 && bucket.is_contiguous(), op,
                  "expected bucket of shape (N,) and contiguous, got shape ", shape_string(bucket), " with strides ",
                  shape_string(bucket.strides()));
@@ -51,7 +88,8 @@ void check_bucket(const char* op, at::TensorList tensors, const Tensor& bucket, 
   for (size_t i = 0; i < tensors.size(); ++i) {
     CUDA_EXT_CHECK(offsets[i] >= end, op, "expected offsets[", i, "] >= ", end,
                    ", where the tensor before it ends, got ", offsets[i], "; sort the tensors by offset");
-    end = offsets[i] + tensors[i].numel();
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    end = offsets[i] + std::min(tensors[i].numel(), kMost - offsets[i]);
     CUDA_EXT_CHECK(end <= bucket.numel(), op, "expected bucket to hold tensors[", i, "] at elements ", offsets[i],
                    " to ", end, ", got shape ", shape_string(bucket));
   }
@@ -163,7 +201,7 @@ Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offs
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    CUDA_EXT_CHECK(at::has_internal_overlap(tensors[i]) != at::MemOverlap::Yes, kUnpack, "expected tensors[", i,
+    CUDA_EXT_CHECK(!overlaps_itself(tensors[i]), kUnpack, "expected tensors[", i,
                    "] whose elements have memory of their own, got shape ", shape_string(tensors[i]), " with strides ",
                    shape_string(tensors[i].strides()), "; clone it");
     const bool contiguous = tensors[i].is_contiguous();
@@ -200,11 +238,17 @@ void record_write(const Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
+void check_for_autograd(const char* op, at::TensorList tensors, const Tensor& bucket) {
+  check_given(op, "bucket", bucket);
+  check_tensors(op, tensors, bucket.device());
+  CUDA_EXT_CHECK(!any_requires_grad(bucket), op, "expected bucket", kNeedsNoGradient);
+  CUDA_EXT_CHECK(!any_has_tangent(bucket), op, "expected bucket", kNeedsNoTangent);
+}
+
 Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntArrayRef offsets, double scale,
                      at::IntArrayRef kept, bool wants_stats) {
   static const auto op = find_op<decltype(pack_autograd)>(CUDA_EXT_OP("bucket_pack"));
-  check_tensors(kPack, tensors, bucket.device());
-  CUDA_EXT_CHECK(!any_requires_grad(bucket), kPack, "expected bucket", kNeedsNoGradient);
+  check_for_autograd(kPack, tensors, bucket);
   at::AutoDispatchBelowADInplaceOrView guard;
   const Tensor stats = op.call(tensors, bucket, offsets, scale, kept, wants_stats);
   record_write(bucket);
@@ -213,8 +257,7 @@ Tensor pack_autograd(at::TensorList tensors, const Tensor& bucket, c10::SymIntAr
 
 Tensor unpack_autograd(const Tensor& bucket, at::TensorList tensors, c10::SymIntArrayRef offsets, double scale) {
   static const auto op = find_op<decltype(unpack_autograd)>(CUDA_EXT_OP("bucket_unpack"));
-  check_tensors(kUnpack, tensors, bucket.device());
-  CUDA_EXT_CHECK(!any_requires_grad(bucket), kUnpack, "expected bucket", kNeedsNoGradient);
+  check_for_autograd(kUnpack, tensors, bucket);
   at::AutoDispatchBelowADInplaceOrView guard;
   const Tensor stats = op.call(bucket, tensors, offsets, scale);
   for (const Tensor& tensor : tensors) record_write(tensor);
