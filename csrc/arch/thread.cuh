@@ -41,6 +41,13 @@ DEVICE int thread_index_anew() {
   __builtin_assume(index >= 0 && index < 1024);  // so that divisions by powers of two are shifts
   return index;
 }
+// The same of block_x.
+DEVICE int block_x_anew() {
+  int index = int(blockIdx.x);
+  asm volatile("" : "+r"(index));
+  __builtin_assume(index >= 0);
+  return index;
+}
 
 #else
 
@@ -64,6 +71,7 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site site = {}) {
 DEVICE void fence_device(Site site = {}) { simt::fence_device(site); }
 
 DEVICE int thread_index_anew() { return thread_index(); }
+DEVICE int block_x_anew() { return block_x(); }
 
 #endif
 

@@ -125,7 +125,6 @@ DEVICE Span query_tiles(const Visibility& visible, int q_len, int first_key) {
 struct GeneralStep {
   int64_t first_number;  // of the head's first row, for dropout
   float slope;
-  int diagonal;  // Sk - Sq
   int q_len;
   int64_t bias, grad_bias;  // offsets of the head's first element
 };
@@ -198,7 +197,7 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
           logit = plan.softcap * t;
           slope_of_cap = 1.0f - t * t;
         }
-        logit -= general.slope * fabsf(float(query + general.diagonal - key));
+        logit -= general.slope * fabsf(float(query + (visible.k_len - general.q_len) - key));
         const bool exists = query < general.q_len && key < visible.k_len;
         if (p.bias_kind != BiasKind::kNone && exists)
           logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
@@ -337,7 +336,6 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       if (p.alibi_slopes != nullptr)
         general.slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
                                                  queries.batch * p.alibi_batch_stride + stop.head);
-      general.diagonal = keys.visible.k_len - queries.count;
       general.q_len = queries.count;
       general.bias = bias_offset(p.bias_strides, queries.batch, stop.head, 0);
       general.grad_bias = bias_offset(p.grad_bias_strides, queries.batch, stop.head, 0);

@@ -136,12 +136,14 @@ struct Gemm {
         for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 * 2 + q], b_high[q], b_low[q]);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          float products[4] = {}, small[4] = {};
-          arch::mma_m16n8k8_tf32(small, a_low[i], b_high);
-          arch::mma_m16n8k8_tf32(small, a_high[i], b_low);
+          float products[4] = {};
+          arch::mma_m16n8k8_tf32(products, a_low[i], b_high);
+          arch::mma_m16n8k8_tf32(products, a_high[i], b_low);
+#pragma unroll
+          for (float& x : products) x *= 1 / kLowScale;
           arch::mma_m16n8k8_tf32(products, a_high[i], b_high);
 #pragma unroll
-          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[q] + small[q] * (1 / kLowScale);
+          for (int q = 0; q < 4; ++q) sums[i][j][q] += products[q];
         }
       }
     }
@@ -328,11 +330,14 @@ template <class Gemm>
 GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
-  const epilogue::TilePosition at =
-      find_tile(plan, arch::block_x(), Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+  const auto tile_at = [&](int block) {
+    return find_tile(plan, block, Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+  };
+  epilogue::TilePosition at = tile_at(arch::block_x());
   typename Gemm::Accumulators sums = {};
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
+    at = tile_at(arch::block_x_anew());  // the products leave no registers to keep it in
     if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, at, shared, sums);
