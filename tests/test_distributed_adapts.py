@@ -247,6 +247,23 @@ def test_uneven_inputs(broadcast_buffers: bool) -> None:
     assert_same_on_all_ranks(list(model.state_dict().values()))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("size", [9, 600])  # the larger one is measured before it is divided
+def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
+    """Buckets follow the order in which gradients come on a rank that has some."""
+    module = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False)).double()
+    model = BucketedDataParallel(module, bucket_mb=SMALL if size == 9 else "auto")
+    plain = copy.deepcopy(module)
+    batches = torch.randn(5, 3, size, dtype=torch.float64)
+    with Join([model]):
+        for batch in batches[: 5 * dist.get_rank()]:
+            model.zero_grad()
+            plain.zero_grad()
+            model(batch).square().mean().backward()
+            (plain(batch).square().mean() / 2).backward()
+            assert_gradients(module, plain)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("reduction", ["auto", "all_reduce", "float32", "sharded"])
 @pytest.mark.parametrize("trained", [True, False])

@@ -28,6 +28,7 @@ from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -378,6 +379,11 @@ def test_ranks_that_disagree_say_in_what() -> None:
     BucketedDataParallel(nn.Linear(3, 4))
 
 
+def _with_optimizer_in_backward(module: nn.Module) -> nn.Module:
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    return module
+
+
 def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     linear = nn.Linear(2, 2)
     mb = f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got '
@@ -405,6 +411,11 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
             lambda: BucketedDataParallel(nn.Linear(2, 2).requires_grad_(False)),
             ValueError,
             f"{NAME}: expected a module with parameters that require grad, got 2 and none that does",
+        ),
+        "optimizer in backward": (
+            lambda: BucketedDataParallel(_with_optimizer_in_backward(nn.Linear(2, 2))),
+            ValueError,
+            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of backward",
         ),
         "no parameters": (
             lambda: BucketedDataParallel(nn.ReLU()),

@@ -207,9 +207,10 @@ class BucketSet:
         return self._options.shard_optimizer
 
     def learn(self) -> None:
-        """Once: other buckets, by the order and the times in which the gradients of the first rank came. A collective.
+        """Once: other buckets, by the order and the times in which the gradients of one rank came. A collective.
 
-        ``bucket_mb="auto"`` waits for a pass in which nothing happens for the first time.
+        It is the first rank that had gradients, as one that has run out of inputs has none. ``bucket_mb="auto"`` waits
+        for a pass in which nothing happens for the first time.
         """
         if self._learns_at is None or self.sharded:  # the state of a sharded optimizer is by place
             return
@@ -219,11 +220,13 @@ class BucketSet:
             return
         self._learns_at = None
         arrivals = self._reducer.arrivals
+        source = torch.tensor(self._group.rank() if arrivals.places else self._group.size(), device=self.device)
+        dist.all_reduce(source, dist.ReduceOp.MIN, group=self._group)
         places = [self._assignment[number][position] for number, position in arrivals.places]
         last = dict(zip(places, arrivals.seconds())) if auto else dict.fromkeys(places, 0.0)
         arrived = list(dict.fromkeys(reversed(places)))[::-1]  # by their last arrival
         message = [[(n, last[n]) for n in arrived]]
-        dist.broadcast_object_list(message, group=self._group, group_src=0)
+        dist.broadcast_object_list(message, group=self._group, group_src=int(source))
         ready = dict(message[0])
         backward_seconds = max(ready.values())
         self._order = [*ready, *(n for n in self._order if n not in ready)]

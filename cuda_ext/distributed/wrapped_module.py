@@ -85,6 +85,12 @@ def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
                 f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, "
                 f"got {parameter.dtype}"
             )
+        if hasattr(parameter, "_in_backward_optimizers"):  # of torch.distributed.optim
+            raise ValueError(
+                f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of "
+                f"backward for {name}, which would step before the gradient is averaged; "
+                "call optimizer.step() after backward"
+            )
     return trained
 
 

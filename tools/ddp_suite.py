@@ -1,0 +1,402 @@
+"""Runs the tests that PyTorch has for DistributedDataParallel on BucketedDataParallel, over gloo, without a GPU.
+
+    python tools/ddp_suite.py                      # all, in a few minutes
+    python tools/ddp_suite.py -k uneven -k no_sync --reduction float32
+    python tools/ddp_suite.py --list               # those that fail by design or need a GPU, and why
+    python tools/ddp_suite.py --control            # the same tests on torch's own wrapper
+
+The tests are those of torch/testing/_internal/distributed/distributed_test.py, which comes with torch, that make a
+DistributedDataParallel. Each runs on ranks of its own, forked from this process. An adapter stands in for torch's
+class: it takes the same arguments, drops those that BucketedDataParallel has no need of (gradients are views anyway,
+unused parameters and graphs that change need no flag) and refuses what BucketedDataParallel has no counterpart for.
+
+Most of the tests ask for one GPU per rank, though few depend on it. Where they name a GPU this script puts the CPU;
+--as-written leaves them alone, and torch skips them. --control shows which of them then fail with torch's own wrapper:
+they are skipped as needing a GPU.
+
+On stdout there is one line per test and a summary. "by design" is a failure for the reason that --list gives; such a
+test has FAILED if it passes, since the table is then wrong. The exit status is 1 if a test has FAILED, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+import unittest
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.overrides import TorchFunctionMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from cuda_ext.distributed import BucketedDataParallel
+
+try:
+    import torch.testing._internal.common_distributed as common
+except ModuleNotFoundError as error:  # what torch's tests need, and torch does not
+    sys.exit(f"ddp_suite.py: expected {error.name}, which torch's tests import; pip install {error.name}")
+
+RANKS = 2
+TESTS = "torch.testing._internal.distributed.distributed_test"
+TORCH_WRAPPER = nn.parallel.DistributedDataParallel
+
+# Reasons, and the tests without "test_".
+BY_DESIGN_GROUPS = {
+    "registers a communication hook: wire_dtype, reduction and error_feedback take their place": (
+        "accumulate_gradients_no_sync_allreduce_hook",
+        "accumulate_gradients_no_sync_allreduce_with_then_hook",
+        "ddp_broadcast_buffer_via_hook",
+        "ddp_buffer_hook_allreduce",
+        "ddp_buffer_hook_allreduce_return_future",
+        "ddp_hook_parity_allreduce",
+        "ddp_hook_parity_allreduce_process_group",
+        "ddp_hook_parity_post_localSGD",
+        "ddp_hook_parity_powerSGD",
+        "ddp_python_error_logged",
+    ),
+    "reads the reducer, the logger or other internals of torch's wrapper": (
+        "compute_bucket_assignment_by_size_sparse_error_with_logger",
+        "ddp_build_debug_param_to_name_mapping",
+        "ddp_build_debug_param_to_name_mapping_requires_grad",
+        "ddp_comm_hook_logging",
+        "ddp_control_flow_different_across_ranks",
+        "ddp_control_flow_same_across_ranks",
+        "ddp_logging_data_cpu",
+        "ddp_remove_autograd_hooks",
+        "ddp_uneven_inputs",
+        "detect_ddp_is_actually_static",
+        "different_graph_across_ranks",
+        "skip_all_reduce_unused_parameters",
+    ),
+    "excludes parameters by a private function of torch's wrapper: parameters that do not require grad are left out": (
+        "ddp_apply_optim_in_backward_ignored_params",
+        "ddp_ignore_params_arg",
+        "ddp_multiple_nested_unused_params_err_ignore_params",
+        "ddp_native_mixed_precision_ignored_params",
+        "get_data_parallel_params",
+    ),
+    "sets mixed_precision, which is torch.autocast's task": (
+        "ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
+        "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
+        "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
+        "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
+    ),
+    "expects an error for unused parameters, which need no flag": (
+        "ddp_multiple_nested_unused_params_error",
+        "ddp_unused_params_rebuild_buckets_exception",
+    ),
+    "expects an error from static_graph, but graphs may change": ("invalid_static_graph", "static_graph_api_cpu"),
+    "runs optimizers of torch.distributed.optim inside backward, before a bucket is averaged: refused": (
+        "ddp_apply_optim_in_backward",
+        "ddp_apply_optim_in_backward_grad_as_bucket_view_false",
+    ),
+    "expects an error for a mesh of two dimensions, which is for two levels of network": (
+        "ddp_device_mesh_initialization",
+    ),
+    "gives each bucket a size of its own": ("ddp_bucket_cap_mb_list",),
+    "calls backward with create_graph=True, but averages are no part of a graph: refused": ("ddp_create_graph",),
+    "divides by the number of ranks that still have inputs: refused": ("ddp_grad_div_uneven_inputs",),
+    "expects to find search_unused_parameters in the profile, a search that is not needed": (
+        "ddp_profiling_torch_profiler",
+    ),
+    "expects a RuntimeError for a module with nothing to train, which is a ValueError": (
+        "DistributedDataParallel_requires_grad",
+    ),
+    "assigns a module to the wrapper, which would neither average nor save it: refused": ("ddp_sync_module_states",),
+    "replaces parameters by functional_call, whose gradients would not be averaged: refused": (
+        "stateless_api_with_ddp",
+    ),
+}
+NEEDS_GPU_GROUPS = {
+    "has a SyncBatchNorm, which torch's wrapper takes on GPUs alone": (
+        *(
+            f"DistributedDataParallel_SyncBatchNorm{case}"
+            for case in (
+                "",
+                "_2D_Input",
+                "_Channels_Last",
+                "_Diff_Input_Sizes_Running_Value",
+                "_Diff_Input_Sizes_gradient",
+                "_No_Affine",
+                "_Single_Input_Per_Process",
+                "_half",
+            )
+        ),
+        "ddp_inference",
+        "ddp_uneven_inputs_stop_iteration_sync_bn",
+        "sync_bn_logged",
+    ),
+    "works on streams of a GPU": (
+        "DistributedDataParallel_non_default_stream",
+        "ddp_apply_optim_in_backward",
+        "ddp_apply_optim_in_backward_grad_as_bucket_view_false",
+        "ddp_apply_optim_in_backward_ignored_params",
+        "ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
+        "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
+        "ddp_native_mixed_precision_ignored_params",
+        "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
+        "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
+    ),
+    "expects tensors or logs to name a GPU": ("ddp_device", "ddp_logging_data_gpu"),
+}
+BY_DESIGN = {name: reason for reason, names in BY_DESIGN_GROUPS.items() for name in names}
+NEEDS_GPU = {name: reason for reason, names in NEEDS_GPU_GROUPS.items() for name in names}
+
+
+class Adapter(BucketedDataParallel):
+    """BucketedDataParallel, made and used as DistributedDataParallel is."""
+
+    options: ClassVar[dict[str, Any]] = {}  # of BucketedDataParallel, for all wrappers
+    wrapped: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: object = None,
+        output_device: object = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        device_mesh: dist.DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        **no_counterpart: Any,
+    ) -> None:
+        given = [name for name, value in no_counterpart.items() if value is not None]
+        if given:
+            raise NotImplementedError(f"BucketedDataParallel has no counterpart for {', '.join(given)}")
+        if process_group is not None and device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        module = module.module if isinstance(module, Adapter) else module
+        module = copy.deepcopy(module) if module in self.wrapped else module  # a module is wrapped once
+        self.wrapped.add(module)
+        super().__init__(
+            module,
+            process_group=device_mesh or process_group,
+            bucket_mb="auto" if bucket_cap_mb is None else bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+            **self.options,
+        )
+        self.device_mesh = device_mesh
+
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, **early: bool) -> Join:
+        early_exit = early.get("throw_on_early_termination", False)
+        return Join([self], enable, early_exit, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def _set_static_graph(self) -> None:
+        """Graphs may change at any time."""
+
+    def _set_ddp_sink_clone(self, value: bool) -> None:
+        """Outputs are never cloned."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """The tests save the wrapper itself; its users save the module and wrap it again."""
+        return Adapter, (self.module,)
+
+
+class TorchOnCPU(TORCH_WRAPPER):  # type: ignore[valid-type, misc]
+    """torch's wrapper without the numbers of GPUs that it would refuse."""
+
+    def __init__(self, module: nn.Module, device_ids: object = None, output_device: object = None, **rest: Any) -> None:
+        super().__init__(module, **rest)
+
+
+class GPUsAreTheCPU(TorchFunctionMode):
+    """What is put on a GPU inside stays on the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") is not None:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        if func is Tensor.to:
+            args = (args[0], *map(on_cpu, args[1:2]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def on_cpu(place: Any) -> Any:
+    """A GPU's name, number or device gives "cpu", anything else itself."""
+    is_gpu = isinstance(place, int) or (isinstance(place, str | torch.device) and str(place).startswith("cuda"))
+    return "cpu" if is_gpu and not isinstance(place, bool) else place
+
+
+def lend_cpu_as_gpus() -> None:
+    """Has this process tell tests of as many GPUs as there are ranks; to be called before the tests are imported."""
+    module_to, skip_if_fewer = nn.Module.to, common.skip_if_lt_x_gpu
+
+    @functools.wraps(module_to)
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return module_to(module, *map(on_cpu, args[:1]), *args[1:], **kwargs)
+
+    nn.Module.to = to  # type: ignore[method-assign]
+    common.skip_if_no_gpu = lambda test: test
+    common.skip_if_lt_x_gpu = lambda count, **kwargs: (
+        (lambda test: test) if count <= RANKS else skip_if_fewer(count, **kwargs)
+    )
+    torch.cuda.device_count = lambda: RANKS
+    torch.cuda.current_device = lambda: 0
+    for name in ("set_device", "manual_seed", "synchronize"):
+        setattr(torch.cuda, name, lambda *_, **__: None)
+
+
+def import_tests() -> ModuleType:
+    """The module asks the environment for all that it needs."""
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(RANKS), OMP_NUM_THREADS="1")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TEMP_DIR"] = folder
+        return importlib.import_module(TESTS)
+
+
+def substitute(module: ModuleType, wrapper: type) -> None:
+    for place in (nn.parallel, nn.parallel.distributed, module):
+        place.DistributedDataParallel = wrapper  # type: ignore[attr-defined]
+
+
+def names_of_tests(module: ModuleType) -> list[str]:
+    """Tests that make a DistributedDataParallel, themselves or in a method that they call."""
+    methods = inspect.getmembers(module.DistributedTest._DistTestBase, inspect.isfunction)
+    sources = {name: inspect.getsource(inspect.unwrap(method)) for name, method in methods}
+    makes_one = {name for name, source in sources.items() if re.search(r"\b(DistributedDataParallel|DDP)\(", source)}
+    while True:
+        helpers = [name for name in makes_one if not name.startswith("test_")]
+        calls = re.compile(rf"self\.({'|'.join(helpers)})\(")
+        callers = {name for name, source in sources.items() if calls.search(source)}
+        if callers <= makes_one:
+            return sorted(name for name in makes_one if name.startswith("test_"))
+        makes_one |= callers
+
+
+def make_case(module: ModuleType, log: int, as_written: bool) -> type[unittest.TestCase]:
+    """The tests, each on forked ranks that write what they say to `log`."""
+
+    class Case(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            with contextlib.nullcontext() if as_written else GPUsAreTheCPU():
+                super()._run(rank, test_name, file_name, pipe, **kwargs)
+
+    return Case
+
+
+def last_error(text: str) -> str:
+    """The line of the last exception in a report, without the trace of C++ that follows it."""
+    errors = re.findall(
+        r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b.*|Process \d+ terminated or timed out.*)", text, re.M
+    )
+    return errors[-1] if errors else text.strip().splitlines()[-1]
+
+
+def run_test(case: type[unittest.TestCase], name: str) -> tuple[str, str]:
+    """ "The outcome, passed, skipped or failed, and why."""
+    result = unittest.TestResult()
+    case(name).run(result)
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    problems = [*result.errors, *result.failures]
+    return ("failed", last_error(problems[0][1])) if problems else ("passed", "")
+
+
+def judge(name: str, outcome: str, why: str, control: bool) -> tuple[str, str]:
+    """Compares what came with what the tables expect."""
+    table = NEEDS_GPU if control else BY_DESIGN
+    short = name.removeprefix("test_")
+    if short in table and outcome != "skipped":
+        if outcome == "passed":
+            return "FAILED", f"passed, but is listed: {table[short]}"
+        return ("needs GPU" if control else "by design"), f"{table[short]}: {why}"
+    return outcome.upper() if outcome == "failed" else outcome, why
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-k", dest="parts", action="append", metavar="PART", help="only tests with PART in the name")
+    parser.add_argument("--list", action="store_true", help="print the tests that fail by design or need a GPU")
+    parser.add_argument("--control", action="store_true", help="run torch's own wrapper in the place of ours")
+    parser.add_argument("--as-written", action="store_true", help="leave it to torch to skip what asks for a GPU")
+    parser.add_argument("--reduction", default="auto", help="of BucketedDataParallel; default: %(default)s")
+    parser.add_argument(
+        "--time-limit",
+        type=int,
+        default=60,
+        metavar="S",
+        help="of a test, where torch gives no longer one; default: %(default)s s",
+    )
+    parser.add_argument("--log", type=Path, help="where the ranks write; default: a file that is removed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    if options.list:
+        for title, table in (("fails by design", BY_DESIGN), ("needs a GPU", NEEDS_GPU)):
+            for name, reason in sorted(table.items()):
+                print(f"{title}: test_{name}: {reason}")
+        return 0
+    Adapter.options = {"reduction": options.reduction}
+    if not options.as_written:
+        lend_cpu_as_gpus()
+    module = import_tests()
+    substitute(module, TorchOnCPU if options.control else Adapter)
+    common.get_timeout = lambda test_id: max(
+        options.time_limit, common.TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], 0)
+    )
+    logging.getLogger(common.__name__).disabled = True
+    names = [
+        name for name in names_of_tests(module) if not options.parts or any(part in name for part in options.parts)
+    ]
+    counts: Counter[str] = Counter()
+    begin = time.monotonic()
+    with open(options.log, "wb") if options.log else tempfile.TemporaryFile() as log:
+        case = make_case(module, log.fileno(), options.as_written)
+        for number, name in enumerate(names, 1):
+            began = time.monotonic()
+            short = name.removeprefix("test_")
+            if short in NEEDS_GPU and short not in BY_DESIGN and not options.control:
+                verdict, why = "skipped", f"needs a GPU: {NEEDS_GPU[short]}"
+            else:
+                with contextlib.redirect_stdout(sys.stderr if options.log else open(os.devnull, "w")):
+                    verdict, why = judge(name, *run_test(case, name), options.control)
+            counts[verdict] += 1
+            seconds = time.monotonic() - began
+            print(f"[{number}/{len(names)}] {verdict:9} {name} {seconds:.1f} s{f'  {why}' if why else ''}", flush=True)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    print(f"{summary} in {time.monotonic() - begin:.0f} s, torch {torch.__version__}, {RANKS} ranks")
+    return int(counts["FAILED"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
