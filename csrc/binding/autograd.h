@@ -92,12 +92,13 @@ auto make_node(const Inputs&... inputs) {
   return node;
 }
 
-// Ties an output to a node; what it saves comes after its outputs, which may be among them.
+// Saves tensors for backward. Outputs of the node may be among them, once they are tied to it.
 template <class Node>
 void save_variables(const Node& node, const variable_list& saved) {
   node->ctx_.save_for_backward(saved);
   node->save_variables_to_ctx();
 }
+// Ties the only output to the node, then saves.
 template <class Node>
 void finish_node(const Node& node, const variable_list& saved, const Tensor& out) {
   torch::autograd::set_history(out, node);
