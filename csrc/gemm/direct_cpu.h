@@ -16,7 +16,7 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 constexpr int64_t kMaxGroup = 64;    // steps of k; a piece of b then takes a quarter of L1
 constexpr int64_t kShortGroup = 16;  // with one or two register tiles of rows: fewer streams from memory
 
-// result (rows, vectors * lanes) [+]= start (0 if null) + what add_products(sum) adds.
+// result (rows, vectors * lanes) [+]= start (0 if null) + what add_to(sum) adds.
 template <class T, int rows, int vectors, class F>
 CUDA_EXT_INLINE void sum_tile(const T* start, T* result, int64_t result_stride, bool add, F&& add_to) {
   Vec<T> sum[rows][vectors];
