@@ -122,7 +122,7 @@ struct Gemm {
 
     // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32. Tensor cores truncate where
     // they add to a sum (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores, arXiv 2203.03341),
-    // so theirs begin at zero, and what rounds the long sums is float32's own addition.
+    // so theirs begin at zero, the small terms first, and what rounds the long sums is float32's own addition.
     DEVICE void multiply_three_tf32(Accumulators& sums) const {
       uint32_t a_high[kRows][4], a_low[kRows][4];
 #pragma unroll
