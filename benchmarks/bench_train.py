@@ -11,7 +11,7 @@ import functools
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import cuda_ext.nn
 from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
 from cuda_ext.distributed import BucketedDataParallel
+from cuda_ext.distributed.presets import PRESETS
 
 # Linear layers of many sizes, from 2 thousand to 790 thousand weights.
 WIDTHS = (64, 96, 1024, 33, 256, 512, 768, 128, 384, 640)
@@ -44,6 +45,7 @@ def cases(device: str) -> Iterator[Case]:
         yield data_parallel(device, "our layers, 8 of 1024²", chain=[1024] * 9, batch=128, ranks=ranks, ours=True)
         yield data_parallel(device, "12 of 512 ↔ 2048", chain=[512, 2048] * 6 + [512], batch=128, ranks=ranks)
     if on_cpu:
+        yield data_parallel(device, "ResNet-50's parameters", preset="resnet-50")
         yield transformer(device, "float32", Blocks(layers=2, features=512, heads=8, hidden=1408), batch=1, length=512)
         yield transformer(device, "bfloat16", Blocks(layers=2, features=512, heads=8, hidden=1408), batch=1, length=512)
         yield transformer(device, "float32", Blocks(layers=2, features=512, heads=0, hidden=1408), batch=1, length=512)
@@ -167,13 +169,33 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
     )
 
 
+class Parameters(nn.Module):
+    """Parameters of some shapes, and next to nothing to compute; the loss reaches all of them."""
+
+    def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.full(tuple(shape), 0.5)) for shape in shapes)
+
+    def forward(self, scale: Tensor | float = 1.0) -> Tensor:
+        return scale * torch.stack([part.square().mean() for part in self.parts]).sum()
+
+
 def data_parallel(
-    device: str, name: str, chain: list[int], batch: int, dtype: str = "float32", ranks: int = 2, ours: bool = False
+    device: str,
+    name: str,
+    chain: Sequence[int] = (),
+    preset: str = "",
+    batch: int = 1,
+    dtype: str = "float32",
+    ranks: int = 2,
+    ours: bool = False,
 ) -> Case:
-    """Linear layers of a chain of widths, with GELU; ``ours``: of cuda_ext.nn, for all wrappers."""
+    """Linear layers of a chain of widths, with GELU (``ours``: of cuda_ext.nn, for all wrappers); or the parameters of
+    a preset, alone."""
     ranks = torch.cuda.device_count() if device == "cuda" else ranks
-    setup = Setup(device, ranks, chain, batch, dtype, ours)
-    weights = sum(k * n + n for k, n in zip(chain, chain[1:]))
+    setup = Setup(device, ranks, tuple(chain), preset, batch, dtype, ours)
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in setup.model("meta").parameters())
     return Case(
         op="data-parallel step",
         phase="step",
@@ -191,17 +213,27 @@ def data_parallel(
 class Setup:
     device: str
     ranks: int
-    chain: list[int]
+    chain: tuple[int, ...]
+    preset: str
     batch: int
     dtype: str
     ours: bool
 
-    def model(self) -> nn.Module:
+    def model(self, device: str = "") -> nn.Module:
         torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for k, n in zip(self.chain, self.chain[1:]):
-            layers += [cuda_ext.nn.Linear(k, n, activation="gelu")] if self.ours else [nn.Linear(k, n), nn.GELU()]
-        return nn.Sequential(*layers).to(self.device, getattr(torch, self.dtype))
+        if self.preset:
+            made: nn.Module = Parameters([parameter.shape for parameter in PRESETS[self.preset].parameters()])
+        else:
+            layers: list[nn.Module] = []
+            for k, n in zip(self.chain, self.chain[1:]):
+                layers += [cuda_ext.nn.Linear(k, n, activation="gelu")] if self.ours else [nn.Linear(k, n), nn.GELU()]
+            made = nn.Sequential(*layers)
+        return made.to(device or self.device, getattr(torch, self.dtype))
+
+    def inputs(self, seed: int) -> Tensor:
+        shape = () if self.preset else (self.batch, self.chain[0])
+        made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        return made.to(self.device, getattr(torch, self.dtype))
 
 
 def _run_ranks(setup: Setup, seconds: float) -> dict[str, list[float]]:
@@ -228,8 +260,7 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
         wrapped.register_comm_hook(None, bf16_compress_hook)
         return wrapped
 
-    inputs = torch.randn(setup.batch, setup.chain[0], generator=torch.Generator().manual_seed(rank))
-    inputs = inputs.to(device, getattr(torch, setup.dtype))
+    inputs = setup.inputs(seed=rank)
     steps = {
         OURS: _step(BucketedDataParallel(model()), inputs),
         "DDP": _step(DistributedDataParallel(model()), inputs),
@@ -237,6 +268,7 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
         "DDP, bf16 hook": _step(with_bf16_hook(), inputs),
         f"{OURS}, bf16 wire": _step(BucketedDataParallel(model(), wire_dtype=torch.bfloat16), inputs),
         f"{OURS}, over sockets": _step(BucketedDataParallel(model(), reduction="all_reduce"), inputs),
+        f"{OURS}, float32 over sockets": _step(BucketedDataParallel(model(), reduction="float32"), inputs),
         "no communication": _step(model(), inputs),
     }
     rounds: list[list[float]] = []

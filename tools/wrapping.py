@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from peak_memory import Peak, proportional_set_size
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.bench_train import Parameters
 from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.distributed.presets import PRESETS
 
@@ -43,17 +47,6 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "1000 small": [(16, 16) if n % 2 else (16,) for n in range(1000)],
     "ResNet-50": [parameter.shape for parameter in PRESETS["resnet-50"].parameters()],
 }
-
-
-class Parameters(nn.Module):
-    """Parameters of some shapes; what comes out of it reaches all of them."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.full(shape, 0.5)) for shape in shapes)
-
-    def forward(self) -> torch.Tensor:
-        return torch.stack([part.square().mean() for part in self.parts]).sum()
 
 
 def join(rank: int, ranks: int, folder: str) -> None:
