@@ -1,16 +1,18 @@
-"""A training run in which the last rank does something wrong: what test_distributed_faults.py starts.
+"""A training run in which some ranks do something wrong: what test_distributed_faults.py starts.
 
-    python faulty_training.py FOLDER RANKS FAULT
+    python faulty_training.py FOLDER RANKS FAULT REDUCTION FAULTY...
 
 Each rank is a process that prints what it gets for it to FOLDER/RANK, as "ERROR SECONDS MESSAGE", seconds being those
-since the fault, or "DONE". Ends with all ranks but the last.
+since the fault, or "DONE". Ends with all ranks but the FAULTY. Rank 0 holds the store.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,14 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cuda_ext.distributed import BucketedDataParallel
+from cuda_ext.distributed import BucketedDataParallel, status_board
 
 TIMEOUT = 6.0
 STEPS = 3  # before the fault
+FOR_GOOD = 3600.0
 
 
 def main() -> None:
-    folder, ranks, fault = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, ranks, fault, reduction = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    faulty = list(map(int, sys.argv[5:]))
+    listener = socket.create_server(("localhost", 0))
     processes = []
     for rank in range(ranks):
         process = os.fork()  # PyTorch is loaded once for all, which is most of the work
@@ -37,31 +42,55 @@ def main() -> None:
             os.dup2(file, 1)
             os.dup2(file, 2)
             try:
-                train(folder, rank, ranks, fault)
+                store = join_store(listener, rank, ranks)
+                train(folder, rank, ranks, store, fault, reduction, faulty)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
         processes.append(process)
-    for process in processes[:-1]:
-        os.waitpid(process, 0)
-    os.kill(processes[-1], signal.SIGKILL)
+    listener.close()
+    for rank in set(range(ranks)).difference(faulty):
+        os.waitpid(processes[rank], 0)
+    for rank in faulty:
+        os.kill(processes[rank], signal.SIGKILL)
 
 
-def train(folder: Path, rank: int, ranks: int, fault: str) -> None:
+def join_store(listener: socket.socket, rank: int, ranks: int) -> dist.TCPStore:
+    """The first rank's store, which listens where its parent did for it, so that nobody takes the port meanwhile."""
+    port = listener.getsockname()[1]
+    if rank == 0:
+        return dist.TCPStore("localhost", port, ranks, True, master_listen_fd=listener.detach())
+    listener.close()
+    return dist.TCPStore("localhost", port, ranks, False)
+
+
+class Clock:
+    """Counts tenths of a second, but not those for which other processes keep this one from counting."""
+
+    TICK = 0.1
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self.TICK)
+            self.seconds += self.TICK
+
+
+def train(
+    folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, reduction: str, faulty: list[int]
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-    )
+    if fault in ("hangs", "hangs in backward"):  # nobody is gone, so nobody is to look so on a busy machine
+        status_board.PATIENCE = FOR_GOOD
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     dist.barrier()  # however long it took them to come here
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 30), nn.Linear(30, 2))
-    # In shared memory the norm comes with the sum.
-    reduction = "all_reduce" if fault == "dies before the norm" else "auto"
     model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, reduction=reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -77,8 +106,10 @@ def train(folder: Path, rank: int, ranks: int, fault: str) -> None:
     for _ in range(STEPS):
         step(torch.randn(4, 5))
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    while len(model._reducer.watch.boards) < 2:  # which comes to be beside the first steps
+        time.sleep(0.01)
     dist.barrier()
-    start = time.monotonic()
+    clock = Clock()
     faults: dict[str, Callable[[], object]] = {
         "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "dies in backward": lambda: layers[1].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL)),
@@ -88,17 +119,17 @@ def train(folder: Path, rank: int, ranks: int, fault: str) -> None:
         "dies before the mean of the loss": lambda: setattr(
             model, "collective", lambda _: os.kill(os.getpid(), signal.SIGKILL)
         ),
-        "hangs": lambda: time.sleep(3 * TIMEOUT),
-        "hangs in backward": lambda: layers[1].weight.register_hook(lambda _: time.sleep(3 * TIMEOUT)),
+        "hangs": lambda: time.sleep(FOR_GOOD),
+        "hangs in backward": lambda: layers[1].weight.register_hook(lambda _: time.sleep(FOR_GOOD)),
         "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     }
-    if rank == ranks - 1:
+    if rank in faulty:
         faults[fault]()
     try:
         for _ in range(3):
             step(torch.randn(4, 5))
     except RuntimeError as error:
-        seconds = time.monotonic() - start
+        seconds = clock.seconds
         assert all(parameter.grad is None for parameter in model.parameters())
         # A step that some rank was not part of is applied by none.
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
@@ -108,7 +139,7 @@ def train(folder: Path, rank: int, ranks: int, fault: str) -> None:
             assert str(error) in str(again)
         print(f"ERROR {seconds:.1f} {error}", flush=True)
         # A real program ends here; the others are to find out by themselves.
-        while not all("ERROR" in (folder / str(other)).read_text() for other in range(ranks - 1)):
+        while not all("ERROR" in (folder / str(other)).read_text() for other in set(range(ranks)).difference(faulty)):
             time.sleep(0.1)
     else:
         print("DONE", flush=True)

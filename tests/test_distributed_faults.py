@@ -15,35 +15,39 @@ from conftest import ROOT
 from faulty_training import STEPS, TIMEOUT
 
 RANKS = 3
-
-GONE = r"rank 2 gives no sign of life"
+GONE = r"gives no sign of life"
 ENDINGS = {
     "dies": GONE,
     "dies in backward": GONE,
     "dies before the norm": GONE,
     "dies before the mean of the loss": GONE,
     "stops": GONE,
-    "hangs": rf"rank 2 is not in a backward pass; it has done {STEPS}",
-    "hangs in backward": rf"rank 2 computes gradients in backward pass {STEPS + 1}; bucket 1 of 3 lacks 1\.weight",
+    "hangs": rf"is not in a backward pass; it has done {STEPS}",
+    "hangs in backward": rf"computes gradients in backward pass {STEPS + 1}; bucket 1 of 3 lacks 1\.weight",
 }
+NO_STORE = "the store of the process group, on the host of rank 0 of the job, does not answer"
 
 
-@pytest.mark.parametrize("fault", ENDINGS)
-def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
+def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> dict[int, str]:
+    """What each rank but the ``faulty`` gets, checked for what all have in common."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    command = [sys.executable, str(ROOT / "tests" / "faulty_training.py"), str(tmp_path), str(RANKS), fault]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    # In shared memory the norm comes with the sum.
+    reduction = "all_reduce" if fault == "dies before the norm" else "auto"
+    command = [sys.executable, str(ROOT / "tests" / "faulty_training.py")]
+    arguments = [str(folder), str(RANKS), fault, reduction, *map(str, faulty)]
+    process = subprocess.Popen([*command, *arguments], env=environment, start_new_session=True)
     try:
-        process.wait(timeout=90)
+        process.wait(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    for rank in range(RANKS - 1):
-        output = (tmp_path / str(rank)).read_text()
+    messages = {}
+    for rank in set(range(RANKS)).difference(faulty):
+        output = (folder / str(rank)).read_text()
         match = re.search(r"^ERROR ([\d.]+) (.*)$", output, re.MULTILINE)
         assert match, output
         seconds, message = float(match[1]), match[2]
-        # The timeout of the group, a few intervals of the watch to ask the others, and what a busy machine takes.
+        # The timeout of the group, and a few intervals of the watch to ask the others; not the timeout twice.
         assert seconds < TIMEOUT + 4, message
         what = rf"the sum of bucket \d, \d\.\w+ to \d\.\w+, of backward pass {STEPS + 1}"
         if "norm" in fault:
@@ -52,6 +56,36 @@ def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
             what = "the mean of the loss"
         beginning = "cuda_ext.distributed.BucketedDataParallel: expected 3 ranks to take part in "
         assert re.match(rf"{re.escape(beginning)}{what}, got: .", message), message
-        assert re.search(ENDINGS[fault], message), message
-        assert f"rank {1 - rank} " in message
         assert "the process group is of no use any more" in message
+        messages[rank] = message
+    return messages
+
+
+def what_others_do(message: str) -> dict[int, str]:
+    match = re.search(r"What the others do: (.*)\. The gradients of this step", message)
+    assert match, message
+    _, *parts = re.split(r"(?:^|; )(?:each of ranks|rank) ((?:\d+(?:, | and )?)+) ", match[1])
+    return {int(rank): doing for ranks, doing in zip(parts[::2], parts[1::2]) for rank in re.findall(r"\d+", ranks)}
+
+
+@pytest.mark.parametrize("fault", ENDINGS)
+def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
+    for rank, message in errors_of_survivors(tmp_path, fault, (2,)).items():
+        others = what_others_do(message)
+        assert others.keys() == {2, 1 - rank}, message
+        assert re.match(ENDINGS[fault], others[2]), message
+        assert NO_STORE not in message
+
+
+@pytest.mark.parametrize("fault", ["dies", "stops"])
+def test_where_it_is_the_rank_that_holds_the_store(fault: str, tmp_path: Path) -> None:
+    for rank, message in errors_of_survivors(tmp_path, fault, (0,)).items():
+        others = what_others_do(message)
+        assert others.keys() == {0, 3 - rank}, message
+        assert re.match(GONE, others[0]), message
+        assert f"; {NO_STORE}. The gradients" in message
+
+
+def test_where_both_ranks_that_hold_what_others_say_die(tmp_path: Path) -> None:
+    (message,) = errors_of_survivors(tmp_path, "dies", (0, 2)).values()
+    assert f"{NO_STORE}, nor does the last rank, which keeps what ranks say, too; likely rank 0 is gone" in message

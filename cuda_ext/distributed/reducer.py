@@ -16,8 +16,9 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
 from cuda_ext.distributed.gradient_bucket import GradientBucket, abandon, announce, send
 from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.status_board import GAVE_UP
 from cuda_ext.distributed.trace import Trace
-from cuda_ext.distributed.watch import GAVE_UP, Watch
+from cuda_ext.distributed.watch import Watch
 
 
 class Arrivals:

@@ -1,31 +1,33 @@
 """Who is missing: what every rank is doing, for the others to read when a collective does not end.
 
-A collective that fails, or hangs, knows neither parameters nor buckets, and often not even the rank. So a thread of
-each rank writes a line to the store of the process group whenever a backward pass takes long, and every rank that fails
-reads the lines of the others into its error. While steps follow each other nothing is written.
+A collective that fails, or hangs, knows neither parameters nor buckets, and often not even the rank. So threads of each
+rank write a line to each of two boards whenever a backward pass takes long, and every rank that fails reads the lines
+of the others into its error. While steps follow each other nothing is written.
 """
 
 from __future__ import annotations
 
-import json
+import concurrent.futures
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from cuda_ext.distributed.collectives import agreed_name
+from cuda_ext.distributed.status_board import (
+    BOARD_ERRORS,
+    BoardInStore,
+    StatusBoard,
+    board_at_last_rank,
+)
 
 logger = logging.getLogger("cuda_ext.distributed")
-GAVE_UP = "gave up"  # how the last line of a rank begins
-PATIENCE = 2.5  # intervals after which a rank that writes nothing new, or a store that does not answer, counts as gone
-STOPPING = 2.0  # seconds that the end of a process waits for a store that does not answer
-
-_Lines = dict[int, tuple[int, str]]  # of each rank: how many it has written, and the last
+STOPPING = 2.0  # seconds that the end of a process waits for a board that does not answer
 
 
 class Watch:
@@ -54,119 +56,117 @@ class Watch:
         self._prefix = f"cuda_ext/watch/{agreed_name(group)}"
         store: Any = group.get_group_store()
         self._store = store.clone()  # a client of its own: that of the group may be waiting for something
+        # That of the store, and once a thread has found it the one at the last rank.
+        self.boards: list[StatusBoard] = [BoardInStore(self._store, self._prefix, self.rank, self.ranks, self.interval)]
         self._since = time.monotonic()
         self._busy = False
         self._warned = False
-        self._lines_written = 0
-        self._heard: tuple[float, _Lines] | None = None  # in the running pass: when, and what the others had written
-        self._asks_since: float | None = None  # since when the thread has waited for the store
+        self._asked: set[StatusBoard] = set()  # boards of which the others' lines were read before a warning
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def busy(self, busy: bool) -> None:
         """A backward pass has begun, or has ended."""
-        self._busy, self._warned, self._since, self._heard = busy, False, time.monotonic(), None
-        if self._thread is None and self.ranks > 1:
-            self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stopped), daemon=True)
-            self._thread.start()
+        self._busy, self._warned, self._since = busy, False, time.monotonic()
+        self._asked.clear()
+        for board in self.boards:
+            board.forget()
+        if not self._threads and self.ranks > 1:
+            arguments = weakref.ref(self), self._stopped
+            self._threads = [
+                threading.Thread(target=target, args=arguments, daemon=True)
+                for target in (_watch_store, _watch_last_rank)
+            ]
+            for thread in self._threads:
+                thread.start()
 
     def stop(self) -> None:
-        """Ends the thread.
+        """Ends the threads.
 
-        It must not come back from the store while the interpreter goes down: Python would end it in the midst of C++,
-        which ends the process by an abort.
+        They must not come back from the store while the interpreter goes down: Python would end them in the midst of
+        C++, which ends the process by an abort.
         """
         self._stopped.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(STOPPING)
+        deadline = time.monotonic() + STOPPING
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        del self.boards[1:]
 
-    def look(self) -> None:
-        """What the thread does at every interval."""
+    def look(self, board: StatusBoard) -> None:
+        """What the thread of a board does at every interval."""
         waited = time.monotonic() - self._since
         if waited <= self.interval:
             return
-        self._asks_since = time.monotonic()
         status = self._status()
-        self._write(status)
-        self._line(self.rank)  # unlike a write this waits for an answer: whether the store is there shows in time
-        if self._busy and waited > self.warn_after and not self._warned:
-            self._warned = True
-            logger.warning("rank %d, for %.0f s, %s; %s", self.rank, waited, status, self._others())
-        self._asks_since = None
+        board.write(status)
+        if not self._busy:
+            return
+        if waited > self.warn_after and board not in self._asked:
+            self._asked.add(board)
+            others = board.others()
+            if not self._warned:
+                self._warned = True
+                logger.warning("rank %d, for %.0f s, %s; %s", self.rank, waited, status, others)
+        elif not self.boards[0].answers and board is not self.boards[0]:
+            board.read()  # now: the last rank may soon be gone, too
 
     def report(self, doing: str) -> str:
         """Tells the others what this rank was ``doing``; returns "rank 1 does that; each of ranks 2 and 3 does it"."""
-        answer: list[str] = []
-
-        def ask() -> None:
-            self._write(doing)
-            answer.append(self._others())
-
-        # The store may be on the host that is gone: then its client waits for long, but not the one who asks.
-        asked = time.monotonic() if self._asks_since is None else self._asks_since
-        heard = asked if self._heard is None else self._heard[0]
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(max(max(asked, heard) + PATIENCE * self.interval - time.monotonic(), 0.0) + self.interval)
-        return answer[0] if answer else "the store of the process group, a process on its first host, does not answer"
-
-    def _write(self, doing: str) -> None:
-        self._lines_written += 1
-        self._store.set(f"{self._prefix}/{self.rank}", json.dumps([self._lines_written, doing]))
-
-    def _others(self) -> str:
-        """What the others do; who has written nothing new since the last time, or all this time, is silent."""
-        lines = {rank: self._line(rank) for rank in range(self.ranks) if rank != self.rank}
-        if self._heard is None:
-            self._heard = time.monotonic(), lines
-        since, before = self._heard
-        silent = [rank for rank, (_, doing) in lines.items() if not doing.startswith(GAVE_UP)]
-        while silent := [rank for rank in silent if lines[rank][0] == before[rank][0]]:
-            if time.monotonic() > since + PATIENCE * self.interval:
-                break
-            time.sleep(min(0.05, self.interval / 4))
-            lines |= {rank: self._line(rank) for rank in silent}
-        self._heard = time.monotonic(), lines
-        ranks_that: dict[str, list[int]] = {}
-        for rank, (_, doing) in lines.items():
-            if rank in silent:
-                doing = f"gives no sign of life{'; the last one: ' + doing if doing else ''}"
-            ranks_that.setdefault(doing, []).append(rank)
-        return "; ".join(
-            f"{'each of ' if len(ranks) > 1 else ''}{name_ranks(ranks)} {doing}" for doing, ranks in ranks_that.items()
-        )
-
-    def _line(self, rank: int) -> tuple[int, str]:
-        key = f"{self._prefix}/{rank}"
-        if not self._store.check([key]):
-            return 0, ""
-        number, doing = json.loads(self._store.get(key))
-        return number, doing
+        answers = [board.report(doing) for board in self.boards]
+        silent = ""
+        for answer in answers:
+            try:
+                return answer() + silent
+            except (concurrent.futures.TimeoutError, *BOARD_ERRORS):
+                silent = f"; {_STORE} does not answer"
+        what = ", nor does the last rank, which keeps what ranks say, too" if len(answers) > 1 else ""
+        return f"{_STORE} does not answer{what}; likely rank 0 is gone, or its host is cut off"
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 1, 2 and 4", or of many the first and how many more."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = [str(rank) for rank in ranks[:8]]
-    last = f"{len(ranks) - 8} more" if len(ranks) > 8 else shown.pop()
-    return f"ranks {', '.join(shown)} and {last}"
+_STORE = "the store of the process group, on the host of rank 0 of the job,"
 
 
-def _watch(weak_watch: weakref.ref[Watch], stopped: threading.Event) -> None:
+def _watch_store(weak_watch: weakref.ref[Watch], stopped: threading.Event) -> None:
+    watch = weak_watch()
+    if watch is not None:
+        board = watch.boards[0]
+        del watch
+        _watch(weak_watch, board, stopped)
+
+
+def _watch_last_rank(weak_watch: weakref.ref[Watch], stopped: threading.Event) -> None:
+    watch = weak_watch()
+    if watch is None:
+        return
+    arguments = watch._store, watch._prefix, watch.rank, watch.ranks, watch.interval
+    del watch
+    try:
+        board = board_at_last_rank(*arguments, stopped)
+    except BOARD_ERRORS as error:
+        logger.debug("rank %d has no second board: %s", arguments[2], error)
+        return
+    watch = weak_watch()
+    if board is None or watch is None:
+        return
+    watch.boards.append(board)
+    del watch
+    _watch(weak_watch, board, stopped)
+
+
+def _watch(weak_watch: weakref.ref[Watch], board: StatusBoard, stopped: threading.Event) -> None:
     while True:
         watch = weak_watch()
         if watch is None:
             return
-        interval = watch.interval
         try:
-            watch.look()
-        except (RuntimeError, dist.DistError) as error:  # the group was destroyed, or the host of the store is gone
-            logger.debug("rank %d no longer watches: %s", watch.rank, error)
-            return
+            watch.look(board)
+        except BOARD_ERRORS as error:  # the group was destroyed, or the host of the board is gone
+            logger.debug("rank %d: a board does not answer: %s", watch.rank, error)
+            if not board.reconnects:
+                return
         del watch
-        if stopped.wait(interval):
+        if stopped.wait(board.interval):
             return
 
 
