@@ -384,6 +384,11 @@ def _with_optimizer_in_backward(module: nn.Module) -> nn.Module:
     return module
 
 
+def _with_hook_in_backward(module: nn.Module) -> nn.Module:
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.detach().sub_(parameter.grad))
+    return module
+
+
 def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     linear = nn.Linear(2, 2)
     mb = f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got '
@@ -416,6 +421,11 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
             lambda: BucketedDataParallel(_with_optimizer_in_backward(nn.Linear(2, 2))),
             ValueError,
             f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of backward",
+        ),
+        "hook on accumulated gradients": (
+            lambda: BucketedDataParallel(_with_hook_in_backward(nn.Linear(2, 2))),
+            ValueError,
+            f"{NAME}: expected parameters without hooks of register_post_accumulate_grad_hook, got weight with one",
         ),
         "no parameters": (
             lambda: BucketedDataParallel(nn.ReLU()),
@@ -580,6 +590,18 @@ def test_changes_after_wrapping_are_noticed(group: None, change: Callable[[nn.Mo
         model(torch.randn(2, 7))
 
 
+@pytest.mark.parametrize("change", [_with_optimizer_in_backward, _with_hook_in_backward])
+def test_what_takes_gradients_first_is_noticed(group: None, change: Callable[[nn.Module], nn.Module]) -> None:
+    module = nn.Linear(2, 2)
+    model = BucketedDataParallel(module)
+    model(torch.randn(3, 2)).sum().backward()
+    change(module)
+    with pytest.raises(
+        ValueError, match=rf"^{re.escape(NAME)}: expected parameters .* before the gradient is averaged"
+    ):
+        model(torch.randn(3, 2))
+
+
 ASSIGNMENTS: dict[str, Callable[[BucketedDataParallel], object]] = {
     "module": lambda model: setattr(model, "module", nn.Linear(3, 2)),
     "head": lambda model: setattr(model, "head", nn.Linear(3, 2)),
@@ -609,6 +631,13 @@ def test_compiled_autograd_is_refused(group: None) -> None:
     message = f"{NAME}: expected a backward pass that autograd runs, got compiled autograd; turn it off"
     with compiled, pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
         model(torch.randn(2, 7))
+    batch = torch.randn(2, 7)
+    output = model(batch)
+    around_backward = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with around_backward, pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        output.sum().backward()
+    model(batch).sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, batch.sum(0).expand(3, 7))
 
 
 @on_ranks(2)

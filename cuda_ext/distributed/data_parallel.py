@@ -79,8 +79,8 @@ class BucketedDataParallel(nn.Module, Joinable):
     replaced, added or converted since, if a buffer is gone, and under compiled autograd; where a module or parameter is
     assigned to the wrapper; and from the step of an optimizer that ``shard_optimizer`` leaves without gradients.
     ValueError for a wrong argument and for a module with nothing to train, wrapped already, on several devices, or on
-    meta. TypeError for a parameter of another dtype, from backward for a sparse gradient, and where the wrapper is
-    copied or pickled.
+    meta; from forward, too, where an optimizer or a hook takes gradients before they are averaged. TypeError for a
+    parameter of another dtype, from backward for a sparse gradient, and where the wrapper is copied or pickled.
     """
 
     def __init__(

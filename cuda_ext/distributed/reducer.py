@@ -19,6 +19,7 @@ from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.status_board import GAVE_UP
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import Watch
+from cuda_ext.distributed.wrapped_module import check_compiler
 
 
 class Arrivals:
@@ -152,6 +153,7 @@ class Reducer:
             self.trace.backward_begins()
 
     def _queue_finish(self) -> None:
+        check_compiler()
         task = torch._C._current_graph_task_id()
         if task != self._callback_task:
             self._callback_task = task

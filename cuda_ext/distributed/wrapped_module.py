@@ -85,19 +85,31 @@ def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
                 f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, "
                 f"got {parameter.dtype}"
             )
-        if hasattr(parameter, "_in_backward_optimizers"):  # of torch.distributed.optim
-            raise ValueError(
-                f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of "
-                f"backward for {name}, which would step before the gradient is averaged; "
-                "call optimizer.step() after backward"
-            )
+        check_nobody_is_first(name, parameter)
     return trained
+
+
+def check_nobody_is_first(name: str, parameter: nn.Parameter) -> None:
+    """ValueError if something takes the gradient when it has come: before it is averaged."""
+    if hasattr(parameter, "_in_backward_optimizers"):  # of torch.distributed.optim
+        raise ValueError(
+            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of "
+            f"backward for {name}, which would step before the gradient is averaged; "
+            "call optimizer.step() after backward"
+        )
+    if parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{NAME}: expected parameters without hooks of register_post_accumulate_grad_hook, got {name} with one, "
+            "which would run before the gradient is averaged; do what it does after backward"
+        )
 
 
 def check_compiler() -> None:
     """RuntimeError under compiled autograd, which traces the hooks on gradients, and runs no callback of theirs."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # only where somebody uses it
-    if compiled_autograd is not None and compiled_autograd.compiled_autograd_enabled:
+    if compiled_autograd is not None and (
+        compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region
+    ):
         raise RuntimeError(
             f"{NAME}: expected a backward pass that autograd runs, got compiled autograd; turn it off "
             "(torch._dynamo.config.compiled_autograd = False); the forward pass may be compiled"
@@ -145,7 +157,7 @@ class WrappedModule:
         ]
 
     def check_unchanged(self) -> None:
-        """RuntimeError, with the name, if a parameter or submodule was replaced, added, removed or given new traits."""
+        """Raises, with the name, if a parameter or submodule was replaced, added, removed, or given traits or hooks."""
         for prefix, table, members in self._tables:
             if len(table) != len(members) or not all(map(operator.is_, table.values(), members)):
                 known = {id(member) for member in members}
@@ -163,6 +175,7 @@ class WrappedModule:
                     f"{NAME}: expected parameter {name} to keep {_TRAITS[change]} {before[change]}, got {now[change]}; "
                     "change the module before wrapping it"
                 )
+            check_nobody_is_first(name, parameter)
 
 
 _TRAITS = ("dtype", "shape", "device")
