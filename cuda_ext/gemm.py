@@ -16,9 +16,12 @@ Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
 Every op is deterministic, and differentiable to any order and in both modes: by `backward`, also with
 ``create_graph=True``, by forward mode, and under the transforms of `torch.func`. The first derivative by `backward` is
 fused; the others are composed of our products and PyTorch's elementwise ops, and compute the pre-activation again.
-Results have the same bits whatever the number of threads, except where a large float32 or float64 product (M, N and K
-of 256 and more) goes to the BLAS. Beside its arguments an op saves for backward the pre-activation in the dtype of the
-output; nothing more for ``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
+Results have the same bits whatever the number of threads, except where a large float32 or float64 product goes to the
+BLAS of a CPU: K of 256 and more, and M and N of 256 too (64 without an epilogue; 9 if b is row-major and takes 4 MB or
+has rows whole pages apart). On a CPU a row may have other bits in a batch of another size.
+
+Beside its arguments an op saves for backward the pre-activation in the dtype of the output; nothing more for
+``activation=None``; for ``"relu"`` its output, or the pre-activation if a residual was added.
 
 All of them raise RuntimeError for wrong ranks, shapes, dtypes, devices or activations, naming the argument, and
 NotImplementedError for CUDA tensors where no CUDA kernel is built. Under autocast they run in its dtype.

@@ -278,6 +278,9 @@ CUDA_EXT_INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << c
 CUDA_EXT_INLINE __m256i first_words(int64_t count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+CUDA_EXT_INLINE __m256i first_double_words(int64_t count) {
+  return _mm256_cmpgt_epi64(_mm256_set1_epi64x(count), _mm256_setr_epi64x(0, 1, 2, 3));
+}
 #endif
 
 template <class Storage>
@@ -292,6 +295,7 @@ CUDA_EXT_INLINE Vec<Compute<Storage>> load_partial(const Storage* p, int64_t cou
   if constexpr (sizeof(Storage) == 2) return from_bits<Storage>((HalfWords)_mm256_maskz_loadu_epi16(mask, p));
 #elif CUDA_EXT_VECTOR_BYTES == 32
   if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm256_maskload_ps(p, first_words(count));
+  if constexpr (std::is_same_v<Storage, double>) return (Vec<double>)_mm256_maskload_pd(p, first_double_words(count));
 #endif
   Storage padded[lanes] = {};
   for (int64_t i = 0; i < count; ++i) padded[i] = p[i];
@@ -386,31 +390,6 @@ CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int first = 0; first < lanes; first += unit) transpose_units<1, unit, T>(rows, first, 1);
 #pragma GCC unroll 8
   for (int i = 0; i < unit; ++i) transpose_units<unit, lanes, T>(rows, i, unit);
-}
-
-// A square of 16 bytes (4 floats, 2 doubles) of each of `lanes` lines, transposed: columns[c] is element c of the lines.
-// The pieces go to their place as they are loaded, so that only shuffles within 16 bytes remain.
-template <class T>
-CUDA_EXT_INLINE void load_columns(const T* lines, int64_t stride, Vec<T> (&columns)[16 / sizeof(T)]) {
-  constexpr int unit = 16 / int(sizeof(T));
-  Vec<T> rows[kLanes<T>];
-#pragma GCC unroll 4
-  for (int i = 0; i < unit; ++i) {
-    const auto piece = [&](int lane) { return reinterpret_cast<const float*>(lines + (lane * unit + i) * stride); };
-#if CUDA_EXT_VECTOR_BYTES == 64
-    __m512 row = _mm512_castps128_ps512(_mm_loadu_ps(piece(0)));
-    row = _mm512_insertf32x4(row, _mm_loadu_ps(piece(1)), 1);
-    row = _mm512_insertf32x4(row, _mm_loadu_ps(piece(2)), 2);
-    rows[i] = (Vec<T>)_mm512_insertf32x4(row, _mm_loadu_ps(piece(3)), 3);
-#elif CUDA_EXT_VECTOR_BYTES == 32
-    rows[i] = (Vec<T>)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(piece(0))), _mm_loadu_ps(piece(1)), 1);
-#else
-    rows[i] = load(reinterpret_cast<const T*>(piece(0)));
-#endif
-  }
-  transpose_units<1, unit, T>(rows, 0, 1);
-#pragma GCC unroll 4
-  for (int i = 0; i < unit; ++i) columns[i] = rows[i];
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,19 +1,23 @@
 // Products of few rows, or with a small b: nothing would be read often enough to pay for packing it. Three ways, by what
-// b looks like; all have the tiles of the packed kernel for the epilogue, and its order of sums, a block of kBlockK after
-// the other, so that an element has the same bits whichever computes it.
+// b looks like; all end in the tiles of the packed kernel, for its epilogue.
 //
-// One row, b row-major: eight rows of b at a time are added to sums in L1, so that memory is read as long streams.
-// A register tile of rows, b column-major: columns are transposed in registers on their way to the multiply-adds.
+// b column-major: dot products, whole vectors along k. A lane sums every kLanes-th product of a block of kDotBlock, and
+// the lanes are summed at the block's end, whatever the number of rows.
+// Up to kStreamedRows rows, b row-major: a few rows of b at a time are added to sums in L1, so that memory is read as
+// long streams.
 // Else a group of steps of k at a time: for each panel of kPanelColumns columns the group's piece of b is multiplied with
-// all rows, read where it lies if it is row-major, in the compute type and whole vectors, otherwise copied to L1 first.
-// Sums wait in memory between groups.
+// all rows, read where it lies or copied to L1 first. Sums wait in memory between groups.
+//
+// The last two have the packed kernel's order of sums, a block of kBlockK after the other, so that there an element has
+// the same bits whichever computes it.
 #pragma once
 
 #include "gemm/epilogue_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-constexpr int64_t kMaxGroup = 64;    // steps of k; a piece of b then takes a quarter of L1
+constexpr int64_t kMaxGroup = 96;    // steps of k; a piece of b then takes a third of L1
+constexpr int64_t kFewSteps = 4;     // of k, that a row takes in one pass over its results
 constexpr int64_t kShortGroup = 16;  // with one or two register tiles of rows: fewer streams from memory
 
 // result (rows, vectors * lanes) [+]= start (0 if null) + what add_to(sum) adds.
@@ -55,72 +59,118 @@ void multiply_rows(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T*
                              [&](auto& sum) { add_products<T, rows, vectors>(k, a, a_row, a_col, b, ldb, sum); });
 }
 
-// For b column-major, columns ldb apart: 16 bytes of each column at a time are transposed in registers. `chains`
-// sums are under way at a time, since one would wait for its own last multiply-add: chain c is a (rows, k), a_chain on
-// from the last, times b (k, lanes), b_chain on. These are the next columns, or further blocks of k of the same ones; the
-// latter are added up in order.
-template <class T, int rows, int chains>
-void multiply_columns(int64_t k, const T* a, int64_t a_row, int64_t a_col, int64_t a_chain, const T* b, int64_t ldb,
-                      int64_t b_chain, bool are_blocks, T* result, int64_t result_stride, bool add) {
-  constexpr int unit = 16 / int(sizeof(T));
-  Vec<T> sum[rows][chains];
-#pragma GCC unroll 16
-  for (int i = 0; i < rows; ++i) {
-#pragma GCC unroll 16
-    for (int j = 0; j < chains; ++j) sum[i][j] = Vec<T>{};
-  }
-  int64_t step = 0;
-#pragma GCC unroll 1
-  for (; step + unit <= k; step += unit, a += unit * a_col) {
-#pragma GCC unroll 16
-    for (int j = 0; j < chains; ++j) {
-      const T* from = b + j * b_chain + step;
-      asm("" : "+r"(from));  // else a pointer to each of the columns is kept, and registers do not suffice
-      Vec<T> columns[unit];
-      load_columns<T>(from, ldb, columns);
+// sum_of[i] = the sum of the lanes of vectors[i], added in pairs.
+template <class T>
+CUDA_EXT_INLINE Vec<T> sums_of_lanes(Vec<T> (&vectors)[kLanes<T>]) {
+  transpose<T>(vectors);
 #pragma GCC unroll 4
-      for (int c = 0; c < unit; ++c) {
+  for (int width = kLanes<T> / 2; width > 0; width /= 2) {
 #pragma GCC unroll 16
-        for (int i = 0; i < rows; ++i) sum[i][j] += splat(a[i * a_row + c * a_col + j * a_chain]) * columns[c];
-      }
-    }
+    for (int i = 0; i < width; ++i) vectors[i] = vectors[2 * i] + vectors[2 * i + 1];
   }
-  for (; step < k; ++step, a += a_col) {
-#pragma GCC unroll 16
-    for (int j = 0; j < chains; ++j) {
-      Vec<T> column;
-      for (int i = 0; i < kLanes<T>; ++i) column[i] = b[i * ldb + j * b_chain + step];
-#pragma GCC unroll 16
-      for (int i = 0; i < rows; ++i) sum[i][j] += splat(a[i * a_row + j * a_chain]) * column;
+  return vectors[0];
+}
+
+// sums (rows, columns) = or, unless fresh, += a (rows, k) @ b (k, columns), columns of b ldb apart; both are read along k.
+template <int rows, int columns, class Storage, class T = Compute<Storage>>
+CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storage* b, int64_t ldb, bool fresh, T* sums,
+                              int64_t sums_row) {
+  constexpr int lanes = kLanes<T>, count = (rows * columns + lanes - 1) / lanes * lanes;
+  Vec<T> sum[count];
+#pragma GCC unroll 32
+  for (int i = 0; i < count; ++i) sum[i] = Vec<T>{};
+  for_vectors<T>(k, [&](int64_t p, int64_t elements) {
+    // All loads come first: a branch of one between a product and its sum would keep the compiler from fusing the two.
+    Vec<T> column[columns], row[rows];
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; ++j) column[j] = load_partial(b + j * ldb + p, elements);
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) row[i] = load_partial(a + i * a_row + p, elements);
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < columns; ++j) sum[i * columns + j] += row[i] * column[j];
     }
+  });
+  alignas(64) T total[count];
+#pragma GCC unroll 8
+  for (int first = 0; first < count; first += lanes) {
+    Vec<T> square[lanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) square[i] = sum[first + i];
+    store(total + first, sums_of_lanes<T>(square));
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < rows; ++i, result += result_stride) {
-    if (are_blocks) {
-      Vec<T> total = add ? load(result) + sum[i][0] : sum[i][0];
-#pragma GCC unroll 16
-      for (int j = 1; j < chains; ++j) total += sum[i][j];
-      store(result, total);
-    } else {
-#pragma GCC unroll 16
-      for (int j = 0; j < chains; ++j)
-        store(result + j * kLanes<T>, add ? load(result + j * kLanes<T>) + sum[i][j] : sum[i][j]);
+#pragma GCC unroll 4
+  for (int i = 0; i < rows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; ++j) {
+      T& to = sums[i * sums_row + j];
+      to = fresh ? total[i * columns + j] : to + total[i * columns + j];
     }
   }
 }
 
-// sums (columns,) = start or, if fresh, 0 + a (steps,) @ b (steps, columns), rows of b ldb apart. `sums` is whole vectors.
-template <int steps, class Storage, class T = Compute<Storage>>
-void add_rows(int64_t columns, const T* a, const Storage* b, int64_t ldb, bool fresh, T* sums) {
-  Vec<T> factor[steps];
+constexpr int kDotRows = 4;
+
+// Columns at a time: sums that hide the latency of a multiply-add, and in registers with a column each and one of a.
+constexpr int dot_columns(int rows) {
+  const int columns = (kVectorRegisters - 1) / (rows + 1);
+  return rows == 1 || columns > 8 ? 8 : columns;
+}
+
+template <int rows, class Storage, class T = Compute<Storage>>
+void add_dots_of_rows(int64_t columns, int64_t k, const T* a, int64_t a_row, const Storage* b, int64_t ldb, bool fresh,
+                      T* sums, int64_t sums_row) {
+  constexpr int together = dot_columns(rows);
+  int64_t j = 0;
+  for (; j + together <= columns; j += together)
+    add_dots<rows, together>(k, a, a_row, b + j * ldb, ldb, fresh, sums + j, sums_row);
+  for (; j < columns; ++j) add_dots<rows, 1>(k, a, a_row, b + j * ldb, ldb, fresh, sums + j, sums_row);
+}
+
+// sums (rows, columns) = or, unless fresh, += a (rows, steps) @ b (steps, columns), rows of b ldb apart.
+template <int rows, int steps, class Storage, class T = Compute<Storage>>
+void add_rows(int64_t columns, const T* a, int64_t a_row, const Storage* b, int64_t ldb, bool fresh, T* sums,
+              int64_t sums_row) {
+  Vec<T> factor[rows][steps];
+#pragma GCC unroll 4
+  for (int i = 0; i < rows; ++i) {
 #pragma GCC unroll 16
-  for (int s = 0; s < steps; ++s) factor[s] = splat(a[s]);
+    for (int s = 0; s < steps; ++s) factor[i][s] = splat(a[i * a_row + s]);
+  }
   for_vectors<T>(columns, [&](int64_t j, int64_t count) {
-    Vec<T> sum = fresh ? Vec<T>{} : load(sums + j);
+    Vec<T> sum[rows];
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) sum[i] = fresh ? Vec<T>{} : load_partial(sums + i * sums_row + j, count);
 #pragma GCC unroll 16
-    for (int s = 0; s < steps; ++s) sum += factor[s] * load_partial(b + s * ldb + j, count);
-    store(sums + j, sum);
+    for (int s = 0; s < steps; ++s) {
+      const Vec<T> of_b = load_partial(b + s * ldb + j, count);
+#pragma GCC unroll 4
+      for (int i = 0; i < rows; ++i) sum[i] += factor[i][s] * of_b;
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows; ++i) store_partial(sums + i * sums_row + j, sum[i], count);
   });
+}
+
+// sums (rows, columns) = a (rows, k) @ b (k, columns), k > 0.
+template <int rows, class Storage, class T = Compute<Storage>>
+void stream_rows(int64_t columns, int64_t k, const T* a, int64_t a_row, const Storage* b, int64_t ldb, T* sums,
+                 int64_t sums_row) {
+  constexpr int steps = rows == 1 ? 8 : 4;
+  int64_t p = 0;
+  for (; p + steps <= k; p += steps)
+    add_rows<rows, steps>(columns, a + p, a_row, b + p * ldb, ldb, p == 0, sums, sums_row);
+  for (; p < k; ++p) add_rows<rows, 1>(columns, a + p, a_row, b + p * ldb, ldb, p == 0, sums, sums_row);
+}
+
+// f(std::integral_constant<int, count>) for 1 <= count <= most.
+template <int most, class F>
+CUDA_EXT_INLINE void with_count(int64_t count, F&& f) {
+  if constexpr (most > 1) {
+    if (count < most) return with_count<most - 1>(count, f);
+  }
+  f(std::integral_constant<int, most>{});
 }
 
 using DirectSizes = std::make_index_sequence<kPanelRows * kPanelVectors>;
@@ -130,13 +180,6 @@ auto find_multiply_rows(int64_t rows, int64_t vectors, std::index_sequence<index
   static constexpr decltype(&multiply_rows<T, 1, 1>) table[] = {
       &multiply_rows<T, int(index) / kPanelVectors + 1, int(index) % kPanelVectors + 1>...};
   return table[(rows - 1) * kPanelVectors + vectors - 1];
-}
-
-template <class T, size_t... index>
-auto find_multiply_columns(int64_t rows, int64_t chains, std::index_sequence<index...>) {
-  static constexpr decltype(&multiply_columns<T, 1, 1>) table[] = {
-      &multiply_columns<T, int(index) / kPanelVectors + 1, int(index) % kPanelVectors + 1>...};
-  return table[(rows - 1) * kPanelVectors + chains - 1];
 }
 
 template <class T>
@@ -152,105 +195,124 @@ struct DirectTask {
 
   template <class Epilogue>
   void run(const Epilogue& epilogue) const {
-    if (rows == 1 && b.column_stride == 1) {
-      run_row(epilogue);
-    } else if (rows <= kPanelRows && b.dtype == DtypeOf<T>::value && b.row_stride == 1 && b.column_stride != 1) {
-      const int64_t whole = columns / kLanes<T> * kLanes<T>;
-      run_columns(epilogue, whole);
-      DirectTask<T> edge = *this;
-      edge.column += whole;
-      edge.columns -= whole;
-      if (edge.columns > 0) edge.run_pieces(epilogue);
-    } else {
+    if (has_columns() && params.k >= (rows <= kDotRows ? 64 : 256))
+      run_sums<kDotBlock>(epilogue);
+    else if (b.column_stride == 1 && rows <= kStreamedRows)
+      run_sums<kBlockK>(epilogue);
+    else if (plain_out != nullptr && has_few_steps())
+      run_few_steps();
+    else
       run_pieces(epilogue);
-    }
   }
 
  private:
+  static constexpr int64_t kDotBlock = 2048;
+  static constexpr int64_t kStreamedRows = 3;
+
+  bool has_few_steps() const {
+    return params.k > 0 && params.k <= kFewSteps && product(params.reduced_dims, params.reduced_sizes) == 1 &&
+           a.dtype == DtypeOf<T>::value && b.dtype == DtypeOf<T>::value && (b.column_stride == 1 || params.n == 1);
+  }
+
   int64_t num_parts() const { return params.gated && params.preact.data == nullptr ? 2 : 1; }
 
-  // One row: whole rows of b are added to sums that stay in L1.
-  template <class Epilogue>
-  void run_row(const Epilogue& epilogue) const {
-    constexpr int kSteps = 8;
+  bool has_columns() const { return b.row_stride == 1 && b.column_stride != 1; }
+
+  // Dot products or streamed rows: sums of all rows and columns wait in memory between blocks of `block_k` steps of k.
+  template <int64_t block_k, class Epilogue>
+  void run_sums(const Epilogue& epilogue) const {
     const int64_t parts = num_parts(), reduced = product(params.reduced_dims, params.reduced_sizes);
-    const int64_t width = ceil_div(columns, kPanelColumns<T>) * kPanelColumns<T>;
-    const bool has_blocks = reduced > 1 || params.k > kBlockK;
-    const Scratch scratch((has_blocks ? 2 : 1) * parts * width * int64_t(sizeof(T)));
-    alignas(64) T a_block[kBlockK + kLanes<T>];
-    for (int64_t part = 0; part < parts; ++part) {
-      T* const sums = scratch.as<T>() + part * width;
-      for (int64_t r = 0; r < reduced; ++r) {
-        const auto reduced_offset = [&](const int64_t* strides) {
-          return batch_offset(r, params.reduced_dims, params.reduced_sizes, strides);
-        };
-        for (int64_t first_k = 0; first_k == 0 || first_k < params.k; first_k += kBlockK) {
-          const int64_t k = std::min(kBlockK, params.k - first_k);
-          const bool first_block = r == 0 && first_k == 0;
-          T* const block_sums = first_block ? sums : scratch.as<T>() + (parts + part) * width;
-          if (k == 0) std::fill_n(block_sums, width, T(0));
-          with_storage<T>(a.dtype, [&](auto* type) {
-            const auto* data = static_cast<decltype(type)>(const_cast<void*>(a.data)) + row * a.row_stride;
-            for (int64_t p = 0; p < k; ++p)
-              a_block[p] = to_compute(data[reduced_offset(params.reduced_strides_a) + (first_k + p) * a.column_stride]);
-          });
+    const int64_t width = ceil_div(columns, kPanelColumns<T>) * kPanelColumns<T>, size = rows * width;
+    const bool has_blocks = !has_columns() && (reduced > 1 || params.k > block_k);
+    const bool a_in_place = a.dtype == DtypeOf<T>::value && a.column_stride == 1;
+    const Scratch scratch(((parts + (has_blocks ? 1 : 0)) * size + (a_in_place ? 0 : rows * block_k)) *
+                          int64_t(sizeof(T)));
+    T* const all_sums = scratch.as<T>();
+    T* const block_sums = all_sums + parts * size;
+    T* const copied_a = block_sums + (has_blocks ? size : 0);
+    for (int64_t r = 0; r < reduced; ++r) {
+      const auto reduced_offset = [&](const int64_t* strides) {
+        return batch_offset(r, params.reduced_dims, params.reduced_sizes, strides);
+      };
+      for (int64_t first_k = 0; first_k == 0 || first_k < params.k; first_k += block_k) {
+        const int64_t k = std::min(block_k, params.k - first_k);
+        const bool first_block = r == 0 && first_k == 0;
+        const int64_t offset_a =
+            reduced_offset(params.reduced_strides_a) + row * a.row_stride + first_k * a.column_stride;
+        if (!a_in_place) copy_rows(offset_a, k, block_k, copied_a);
+        const T* const block_a = a_in_place ? static_cast<const T*>(a.data) + offset_a : copied_a;
+        const int64_t a_row = a_in_place ? a.row_stride : block_k;
+        for (int64_t part = 0; part < parts; ++part) {
+          T* const sums = all_sums + part * size;
           with_storage<T>(b.dtype, [&](auto* type) {
             const auto* from = static_cast<decltype(type)>(const_cast<void*>(b.data)) +
-                               reduced_offset(params.reduced_strides_b) + first_k * b.row_stride + column +
-                               part * params.n;
-            int64_t p = 0;
-            for (; p + kSteps <= k; p += kSteps)
-              add_rows<kSteps>(columns, a_block + p, from + p * b.row_stride, b.row_stride, p == 0, block_sums);
-            for (; p < k; ++p)
-              add_rows<1>(columns, a_block + p, from + p * b.row_stride, b.row_stride, p == 0, block_sums);
+                               reduced_offset(params.reduced_strides_b) + first_k * b.row_stride +
+                               (column + part * params.n) * b.column_stride;
+            if (has_columns()) {
+              add_dots_of_tiles(k, block_a, a_row, from, first_block, sums, width);
+            } else {
+              T* const to = first_block ? sums : block_sums;
+              if (k == 0) std::fill_n(to, size, T(0));
+              with_count<kStreamedRows>(rows, [&](auto count) {
+                stream_rows<count>(columns, k, block_a, a_row, from, b.row_stride, to, width);
+              });
+              if (!first_block)
+                for (int64_t i = 0; i < size; i += kLanes<T>) store(sums + i, load(sums + i) + load(to + i));
+            }
           });
-          if (!first_block)
-            for (int64_t j = 0; j < columns; j += kLanes<T>) store(sums + j, load(sums + j) + load(block_sums + j));
         }
       }
     }
     alignas(64) T tile[2 * kTileSize<T>];
-    for (int64_t j = 0; j < columns; j += kPanelColumns<T>) {
-      const int64_t tile_columns = std::min<int64_t>(kPanelColumns<T>, columns - j);
-      for (int64_t part = 0; part < parts; ++part)
-        std::copy_n(scratch.as<T>() + part * width + j, kPanelColumns<T>, tile + part * kTileSize<T>);
-      epilogue({row, column + j, 1, tile_columns}, tile);
+    for (int64_t i = 0; i < rows; i += kPanelRows) {
+      for (int64_t j = 0; j < columns; j += kPanelColumns<T>) {
+        const TilePosition at{row + i, column + j, std::min<int64_t>(kPanelRows, rows - i),
+                              std::min<int64_t>(kPanelColumns<T>, columns - j)};
+        for (int64_t part = 0; part < parts; ++part)
+          for (int64_t tile_row = 0; tile_row < at.rows; ++tile_row)
+            std::copy_n(all_sums + part * size + (i + tile_row) * width + j, kPanelColumns<T>,
+                        tile + part * kTileSize<T> + tile_row * kPanelColumns<T>);
+        epilogue(at, tile);
+      }
     }
   }
 
-  // One tile of rows by `whole` columns, whole vectors, of a column-major b.
-  template <class Epilogue>
-  void run_columns(const Epilogue& epilogue, int64_t whole) const {
-    const int64_t parts = num_parts(), reduced = product(params.reduced_dims, params.reduced_sizes);
-    const bool are_blocks = params.k >= 2 * kBlockK;
-    alignas(64) T tile[2 * kTileSize<T>];
-    for (int64_t j = 0, vectors; j < whole; j += vectors * kLanes<T>) {
-      vectors = are_blocks ? 1 : std::min<int64_t>(kPanelVectors, (whole - j) / kLanes<T>);
-      const TilePosition at{row, column + j, rows, vectors * kLanes<T>};
-      for (int64_t part = 0; part < parts; ++part) {
-        T* const result = plain_out != nullptr ? plain_out + at.row * params.n + at.column : tile + part * kTileSize<T>;
-        for (int64_t r = 0; r < reduced; ++r) {
-          const T* from_a = static_cast<const T*>(a.data) + row * a.row_stride;
-          const T* from_b = static_cast<const T*>(b.data) + (at.column + part * params.n) * b.column_stride;
-          if (r > 0) {
-            from_a += batch_offset(r, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a);
-            from_b += batch_offset(r, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b);
-          }
-          for (int64_t first_k = 0, taken; first_k == 0 || first_k < params.k; first_k += taken) {
-            const int64_t k = std::min(kBlockK, params.k - first_k);
-            const int64_t blocks =
-                std::clamp<int64_t>((params.k - first_k) / kBlockK, 1, are_blocks ? kPanelVectors : 1);
-            taken = blocks * kBlockK;
-            const auto multiply = find_multiply_columns<T>(rows, are_blocks ? blocks : vectors, DirectSizes{});
-            multiply(k, from_a + first_k * a.column_stride, a.row_stride, a.column_stride,
-                     are_blocks ? kBlockK * a.column_stride : 0, from_b + first_k, b.column_stride,
-                     are_blocks ? kBlockK : kLanes<T> * b.column_stride, are_blocks, result,
-                     plain_out != nullptr ? params.n : kPanelColumns<T>, r > 0 || first_k > 0);
-          }
-        }
+  // So few steps of k that writing the result is what takes time: whole rows of it at once.
+  void run_few_steps() const {
+    const T* const from_b = static_cast<const T*>(b.data) + column;
+    with_count<kFewSteps>(params.k, [&](auto steps) {
+      for (int64_t i = 0; i < rows; i += kStreamedRows) {
+        with_count<kStreamedRows>(std::min(kStreamedRows, rows - i), [&](auto count) {
+          const T* const from_a = static_cast<const T*>(a.data) + (row + i) * a.row_stride;
+          T factors[count * steps];
+          for (int f = 0; f < count * steps; ++f)
+            factors[f] = from_a[f / steps * a.row_stride + f % steps * a.column_stride];
+          add_rows<count, steps>(columns, factors, steps, from_b, b.row_stride, true,
+                                 plain_out + (row + i) * params.n + column, params.n);
+        });
       }
-      if (plain_out == nullptr) epilogue(at, tile);
-    }
+    });
+  }
+
+  // All rows with a panel of columns, which stays in cache, then the next.
+  template <class Storage>
+  void add_dots_of_tiles(int64_t k, const T* from_a, int64_t a_row, const Storage* from_b, bool fresh, T* sums,
+                         int64_t width) const {
+    for (int64_t j = 0; j < columns; j += kPanelColumns<T>)
+      for (int64_t i = 0; i < rows; i += kDotRows)
+        with_count<kDotRows>(std::min<int64_t>(kDotRows, rows - i), [&](auto count) {
+          add_dots_of_rows<count>(std::min<int64_t>(kPanelColumns<T>, columns - j), k, from_a + i * a_row, a_row,
+                                  from_b + j * b.column_stride, b.column_stride, fresh, sums + i * width + j, width);
+        });
+  }
+
+  // to (rows, k), rows block_k apart = the rows of a from `offset` on.
+  void copy_rows(int64_t offset, int64_t k, int64_t block_k, T* to) const {
+    with_storage<T>(a.dtype, [&](auto* type) {
+      const auto* from = static_cast<decltype(type)>(const_cast<void*>(a.data)) + offset;
+      for (int64_t i = 0; i < rows; ++i, from += a.row_stride, to += block_k)
+        for (int64_t p = 0; p < k; ++p) to[p] = to_compute(from[p * a.column_stride]);
+    });
   }
 
   template <class Epilogue>
