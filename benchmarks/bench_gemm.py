@@ -14,7 +14,6 @@ import cuda_ext
 from benchmarks import opponents
 from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
-from cuda_ext._load import ops
 
 Shape = tuple[int, int, int]  # M, N, K
 
@@ -54,7 +53,7 @@ def _cpu_cases() -> Iterator[Case]:
             )
     for size in (8, 16, 32, 64):
         yield batched(device="cpu", dtype="float32", batch=65536 // size**2, size=size)
-    for rows, columns in ((4096, 64), (256, 1024), (4096, 1024)):
+    for rows, columns in ((4096, 64), (256, 1024), (4096, 1024), (2048, 10), (8, 4096)):
         yield bias_gradient(device="cpu", dtype="float32", rows=rows, columns=columns)
 
 
@@ -199,12 +198,13 @@ def batched(*, device: str, dtype: str, batch: int, size: int) -> Case:
 
 
 def bias_gradient(*, device: str, dtype: str, rows: int, columns: int) -> Case:
-    """The gradient of a bias alone: a sum of rows."""
+    """The backward of a layer of which only the bias is trained: a sum of rows."""
 
-    def ours(operands: tuple[Tensor, ...]) -> Call:
+    def step(layer: Any, operands: tuple[Tensor, ...]) -> Call:
         grad, inputs, weight = operands
-        mask = {"activation": None, "output_mask": [False, False, True]}
-        return lambda: ops.linear_backward.default(grad, inputs, weight, None, grad.new_empty(0), **mask)[2]
+        bias = torch.zeros(columns, device=device, dtype=grad.dtype, requires_grad=True)
+        out = layer(inputs, weight, bias)
+        return lambda: torch.autograd.grad(out, bias, grad, retain_graph=True)[0]
 
     moved = float(rows * columns * getattr(torch, dtype).itemsize)
     return Case(
@@ -213,7 +213,7 @@ def bias_gradient(*, device: str, dtype: str, rows: int, columns: int) -> Case:
         group="bias gradients",
         name=_shape_name((rows, columns, 1)),
         dtype=dtype,
-        sides={OURS: ours, "sum": lambda operands: functools.partial(operands[0].sum, 0)},
+        sides={OURS: functools.partial(step, cuda_ext.linear), "PyTorch": functools.partial(step, F.linear)},
         inputs=lambda: tuple(
             torch.randn(shape, device=device).to(getattr(torch, dtype))
             for shape in ((rows, columns), (rows, 1), (columns, 1))
