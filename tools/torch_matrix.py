@@ -31,7 +31,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("cuda_ext", "csrc", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-TESTS = ("gemm*", "attention", "attention_autograd", "bucket", "gradient_slot*", "nn", "compat*")
+TESTS = ("gemm*", "attention", "attention_[at]*", "bucket", "gradient_slot*", "nn", "compat*", "jagged", "dtensor")
 PACKAGES = ("numpy", "setuptools", "ninja", "pybind11", "pytest", "hypothesis")
 VERSIONS = "import platform, torch; print('torch', torch.__version__, 'Python', platform.python_version())"
 REPORT_EVERY = 30.0  # seconds, where stderr is no terminal
