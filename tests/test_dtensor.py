@@ -20,13 +20,19 @@ def world_size() -> int:
     return torch.distributed.get_world_size()
 
 
-def sharded(tensors: dict[str, Tensor], placements: dict[str, Any]) -> dict[str, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
+Splits = dict[str, int]  # the dim at which a tensor is split; others are whole on every rank
 
-    mesh = init_device_mesh("cpu", (world_size(),))
+
+def sharded(tensors: dict[str, Tensor], *splits: Splits) -> dict[str, Any]:
+    """DTensors over a mesh with a dimension, of 2 ranks if there are several, for each of `splits`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,) * len(splits) if len(splits) > 1 else (world_size(),))
     return {
-        name: distribute_tensor(tensor, mesh, [placements.get(name, Replicate())]).requires_grad_()
+        name: distribute_tensor(
+            tensor, mesh, [Shard(each[name]) if name in each else Replicate() for each in splits or ({},)]
+        ).requires_grad_(tensor.is_floating_point())
         for name, tensor in tensors.items()
     }
 
@@ -34,29 +40,24 @@ def sharded(tensors: dict[str, Tensor], placements: dict[str, Any]) -> dict[str,
 def check(
     op: Callable[..., Any],
     shapes: dict[str, tuple[int, ...]],
-    splits: dict[str, int],
-    *,
+    *splits: Splits,
     out: str | None = None,
     **options: Any,
 ) -> None:
-    """`op` with arguments split at the dims of `splits`: the result, in the placement `out` if given, and all
+    """`op` with arguments split along each dimension of a mesh: the result, in the placements `out` if given, and all
     gradients, are those of the whole tensors."""
-    from torch.distributed.tensor import Shard
-
     whole = {name: torch.randn(shape, **DOUBLE, requires_grad=True) for name, shape in shapes.items()}
-    parts = sharded(
-        {name: tensor.detach() for name, tensor in whole.items()}, {name: Shard(dim) for name, dim in splits.items()}
-    )
+    parts = sharded({name: tensor.detach() for name, tensor in whole.items()}, *splits)
     with torch.no_grad():
         first(op(**parts, **options)).full_tensor()
     expected, actual = op(**whole, **options), op(**parts, **options)
     label = f"{getattr(op, '__name__', op)} {splits} {options}"
     if out is not None:
-        assert str(first(actual).placements[0]) == out, label
+        assert " ".join(str(placement) for placement in first(actual).placements) == out, label
     for result, wanted in zip(as_tuple(actual), as_tuple(expected), strict=True):
         torch.testing.assert_close(result.full_tensor(), wanted, msg=lambda text: f"{label}: {text}")
     weights = [torch.randn_like(result) for result in as_tuple(expected)]
-    spread = sharded({str(n): weight for n, weight in enumerate(weights)}, {})
+    spread = sharded({str(n): weight for n, weight in enumerate(weights)}, *({} for _ in splits))
     loss = sum((result * weight).sum() for result, weight in zip(as_tuple(actual), spread.values(), strict=True))
     wanted_loss = sum((result * weight).sum() for result, weight in zip(as_tuple(expected), weights, strict=True))
     grads = torch.autograd.grad(loss, list(parts.values()))
@@ -72,7 +73,7 @@ def first(results: Any) -> Any:
     return as_tuple(results)[0]
 
 
-def every_split(shapes: dict[str, tuple[int, ...]], names: Sequence[str]) -> Iterator[dict[str, int]]:
+def every_split(shapes: dict[str, tuple[int, ...]], names: Sequence[str]) -> Iterator[Splits]:
     """Each of the tensors `names` whole or split at any of its dims, in every combination."""
     choices = [[None, *range(len(shapes[name]))] for name in names]
     for dims in itertools.product(*choices):
@@ -163,6 +164,43 @@ def attention() -> None:
     assert all(isinstance(part, DTensor) for part in parts.values())
     with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p 0 for DTensors"):
         flash_attention(**parts, dropout_p=0.5)
+
+
+def test_two_dimensions_of_a_mesh(workers: Any) -> None:
+    workers.run(4, __name__, "two_dimensions", {})
+
+
+@on_ranks(2)
+def two_dimensions() -> None:
+    """Data parallel along the first, tensor parallel along the second; and the other way round."""
+    from cuda_ext import flash_attention, flash_attention_varlen, linear, mlp
+
+    lengths = {"cu_seqlens_q": torch.tensor([0, 4, 9]).int(), "cu_seqlens_k": torch.tensor([0, 7, 12]).int()}
+    whole_lengths = sharded(lengths, {}, {})
+
+    def varlen(**tensors: Any) -> Any:
+        more = whole_lengths if hasattr(tensors["query"], "placements") else lengths
+        return flash_attention_varlen(**tensors, **more, max_seqlen_q=5, max_seqlen_k=7, causal=True)
+
+    layer = {"input": (4, 6, 8), "weight": (12, 8), "bias": (12,)}
+    layers = {"input": (3, 4, 8), "weight1": (12, 8), "weight2": (8, 12)}
+    shapes = {"query": (2, 5, 8, 4), "key": (2, 7, 4, 4), "value": (2, 7, 4, 6)}
+    packed = {"query": (9, 8, 4), "key": (12, 4, 4), "value": (12, 4, 6)}
+    by_batch, by_heads, by_packed_heads = (dict.fromkeys(packed, dim) for dim in (0, 2, 1))
+    for op, tensors, along_data, along_model, out, options in (
+        (linear, layer, {"input": 0}, {"weight": 0, "bias": 0}, "S(0) S(2)", {"activation": "gelu"}),
+        (linear, layer, {"input": 0}, {"input": 2, "weight": 1}, "S(0) P(sum)", {}),
+        (linear, layer, {"weight": 0}, {"weight": 1}, None, {}),
+        (linear, layer, {"input": 0, "weight": 0}, {"input": 1, "weight": 1}, None, {"activation": "relu"}),
+        (mlp, layers, {"input": 1}, {"weight1": 0, "weight2": 1}, "S(1) P(sum)", {"activation": "silu"}),
+        (flash_attention, shapes, by_batch, by_heads, "S(0) S(2)", {"causal": True}),
+        (flash_attention, shapes, by_batch, {"query": 1}, None, {}),
+        (varlen, packed, {}, by_packed_heads, "R S(1)", {}),
+        (varlen, packed, by_packed_heads, {"query": 0}, None, {}),
+    ):
+        check(op, tensors, along_data, along_model, out=out, **options)
+        other_way = " ".join(reversed(out.split())) if out else None
+        check(op, tensors, along_model, along_data, out=other_way, **options)
 
 
 class Block(nn.Module):
