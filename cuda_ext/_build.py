@@ -38,6 +38,9 @@ NVCC_FLAGS = ("-O3", "-std=c++20", "-lineinfo", f"-DCUDA_EXT_NAMESPACE={toolchai
 # Of the files beside CUDA objects in which nvcc's messages are kept: ptxas says there, and nowhere else, that it had to
 # serialise matrix products, and calls it information, which no flag makes an error (tools/static_gates.py does).
 LOG_SUFFIX = ".log"
+# Processor seconds that an average file takes: for what the user is told to wait. A CUDA file also takes some for each
+# architecture.
+SECONDS_PER_CXX_FILE, SECONDS_PER_CUDA_FILE, SECONDS_PER_ARCH = 15, 4, 13
 LINK_FLAGS = ("-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed")
 
 
@@ -68,6 +71,12 @@ class Plan:
         suffixes = {".cpp", ".cu"} if self.cuda else {".cpp"}
         emulator = {CSRC / "simt", CSRC / "emulated"}  # a library of its own
         return sorted(path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator)
+
+    @property
+    def minutes(self) -> int:
+        """About how long compiling everything takes."""
+        seconds = {".cpp": SECONDS_PER_CXX_FILE, ".cu": SECONDS_PER_CUDA_FILE + SECONDS_PER_ARCH * len(self.archs)}
+        return max(1, round(sum(seconds[path.suffix] for path in self.sources) / self.jobs / 60))
 
     @property
     def nvcc_flags(self) -> list[str]:
@@ -173,8 +182,9 @@ def make_plan() -> Plan:
     except ValueError as error:
         raise BuildError(f"cuda_ext: {error}") from error
     plan = Plan(str(torch.__version__), compiler, toolkit, archs, jobs, choice.without_cuda)
-    resources = f"{jobs} jobs ({cores} cores, {memory:.0f} GiB free)"
-    print(f"cuda_ext: building {plan.summary} with {compiler}: {len(plan.sources)} files, {resources}", flush=True)
+    amount = f"{len(plan.sources)} files, {jobs} jobs ({cores} cores, {memory:.0f} GiB free)"
+    minutes = f"about {plan.minutes} min from scratch"
+    print(f"cuda_ext: building {plan.summary} with {compiler}: {amount}, {minutes}", flush=True)
     return plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import importlib.metadata
 import json
@@ -265,13 +266,17 @@ class TestMakePlan:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def test_without_a_toolkit_it_is_a_cpu_build(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_without_a_toolkit_it_is_a_cpu_build(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("MAX_JOBS", "2")
         plan = _build.make_plan()
         assert (plan.cuda, plan.archs) == (False, ())
         assert all(path.suffix == ".cpp" for path in plan.sources)
         printed = capsys.readouterr().out
         assert "cuda_ext: no CUDA 13 toolkit was found; for the CUDA kernels set CUDA_HOME, or run\n  " in printed
         assert "cuda_ext: building the CPU kernels only (no CUDA 13 toolkit was found) with g++" in printed
+        assert ", about 3 min from scratch\n" in printed
         assert plan.stamp()["without_cuda"] == "no CUDA 13 toolkit was found"
         assert _build.local_version() == f"cpu.torch{torch.__version__.partition('+')[0]}"
 
@@ -288,6 +293,7 @@ class TestMakePlan:
         printed = capsys.readouterr().out
         assert f"{tmp_path}/bad [CUDA_HOME]: is CUDA 12.1, but torch was built with CUDA 13.0\n" in printed
         assert "building the CPU and CUDA kernels (sm_86; CUDA 13.0)" in printed
+        assert dataclasses.replace(plan, archs=("86", "90a")).minutes > plan.minutes
         assert plan.stamp()["without_cuda"] == ""
         assert _build.local_version() == f"cu130.torch{torch.__version__.partition('+')[0]}"
 
