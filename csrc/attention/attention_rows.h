@@ -1,8 +1,9 @@
 // Attention's forward on a CPU for sequences of a few queries, as when text is generated: panels would leave most of
 // their lanes empty, and packing keys and values would cost more than the products.
 //
-// Keys lie in the lanes. A tile is up to kTileRows rows of one sequence and key head, of all query heads that share it,
-// so that keys and values are read once for all of them, and in place wherever no conversion is worth a copy.
+// Keys lie in the lanes. A tile is up to kTileRows rows of one sequence, of all query heads that share a key head, so
+// that keys and values are read once for all of them, and in place wherever no conversion is worth a copy. Where key
+// heads are neighbours in memory, a tile takes several, a few keys of each in turn: memory is then read as it lies.
 //   logits (rows, keys) = q k^T     dot products, a vector of them at a time
 //   weights = exp(logits - max)     along the rows
 //   out (rows, dim_v) += weights v
@@ -13,11 +14,12 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
+constexpr int64_t kTileRows = 64;
+constexpr int64_t kRowKeys = 128;          // of a step: their logits stay in cache until they are weights
+constexpr int64_t kNeighbourBytes = 4096;  // of key heads read together: longer streams are no faster
+constexpr int64_t kLeastSplitKeys = 512;   // worth a task of its own
 template <class T>
-constexpr int64_t kFewQueries = kLanes<T> / 2;  // of a sequence: more fill the lanes of a panel well enough
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kRowKeys = 128;         // of a step: their values stay in cache until the logits are weights
-constexpr int64_t kLeastSplitKeys = 512;  // worth a task of its own
+constexpr int64_t kTurnKeys = std::max(8, kLanes<T>);  // of a head, before the next head's turn
 
 // logits (Count, keys), kRowKeys apart = q (Count, dim) k^T. dim: whole vectors, also the distance of q's rows. Writes
 // whole vectors of logits.
@@ -40,14 +42,8 @@ void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, 
         for (int r = 0; r < Count; ++r) sum[r * kAtOnce + n] += of_query[r] * of_key;
       }
     }
-    transpose<T>(sum);
-#pragma GCC unroll 4
-    for (int width = lanes / 2; width > 0; width /= 2) {
-#pragma GCC unroll 16
-      for (int l = 0; l < width; ++l) sum[l] += sum[l + width];
-    }
     T products[lanes];
-    store(products, sum[0]);
+    store(products, horizontal_sums<T>(sum));
     for (int r = 0; r < Count; ++r) std::memcpy(logits + r * kRowKeys + j, products + r * kAtOnce, kAtOnce * sizeof(T));
   }
 }
@@ -108,24 +104,28 @@ struct RowSums {
   T* out;  // (rows, padded dim_v)
 };
 
-// One task's rows and what their logits are made of.
+// One task's rows, of some neighbouring key heads, and what their logits are made of.
 template <class T>
 struct RowTile {
   const AttentionParams& p;
   Sequence s;
   Visibility visible;
-  int64_t batch, kv_head;
-  int64_t begin, end;  // of (heads of the group) x (queries)
+  int64_t batch;
+  int64_t kv_head, kv_heads;  // the first, and how many
+  int64_t begin, end;         // of (heads of the group) x (queries), of each key head
 
-  RowTile(const AttentionParams& params, int64_t b, int64_t head, int64_t chunk, int64_t chunks)
-      : p(params), s(params, b), visible(params, s), batch(b), kv_head(head) {
+  RowTile(const AttentionParams& params, int64_t b, int64_t head, int64_t heads, int64_t chunk, int64_t chunks)
+      : p(params), s(params, b), visible(params, s), batch(b), kv_head(head), kv_heads(heads) {
     const int64_t rows = p.heads / p.heads_kv * s.q_len;
     begin = chunk * rows / chunks;
     end = (chunk + 1) * rows / chunks;
   }
-  int64_t rows() const { return end - begin; }
-  int64_t query(int64_t r) const { return (begin + r) % s.q_len; }
-  int64_t head(int64_t r) const { return kv_head * (p.heads / p.heads_kv) + (begin + r) / s.q_len; }
+  int64_t head_rows() const { return end - begin; }
+  int64_t rows() const { return kv_heads * head_rows(); }
+  int64_t query(int64_t r) const { return (begin + r % head_rows()) % s.q_len; }
+  int64_t head(int64_t r) const {
+    return (kv_head + r / head_rows()) * (p.heads / p.heads_kv) + (begin + r % head_rows()) / s.q_len;
+  }
   // Keys that any query sees, whether it is of this tile or another.
   int64_t keys_begin() const { return visible.key_begin(0); }
   int64_t keys_end() const { return visible.key_end(s.q_len); }
@@ -182,17 +182,17 @@ void take_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t o
 // What a worker needs for its tiles.
 template <class T>
 struct RowScratch {
-  T *q, *logits;          // (kTileRows, padded dim), (kTileRows, kRowKeys)
-  T *k_block, *v_block;   // (kRowKeys, pitch or pitch_v), where rows cannot be read in place
-  T* out;                 // (kTileRows, padded dim_v)
+  T *q, *logits;  // (rows, padded dim), (rows, kRowKeys)
+  T* packed;      // (kTurnKeys, pitch or pitch_v), of keys or values where they cannot be read in place
+  T *step, *out;  // (rows, padded dim_v): the sums of kRowKeys keys, and of all
   Scratch scratch;
 
-  explicit RowScratch(const AttentionParams& p)
-      : scratch(place<T>({{&q, kTileRows * padded<T>(p.dim)},
-                          {&logits, kTileRows * kRowKeys},
-                          {&k_block, kRowKeys * row_pitch<T>(p.dim)},
-                          {&v_block, kRowKeys * row_pitch<T>(p.dim_v)},
-                          {&out, kTileRows * padded<T>(p.dim_v)}})) {}
+  RowScratch(const AttentionParams& p, int64_t rows)
+      : scratch(place<T>({{&q, rows * padded<T>(p.dim)},
+                          {&logits, rows * kRowKeys},
+                          {&packed, kTurnKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
+                          {&step, rows * padded<T>(p.dim_v)},
+                          {&out, rows * padded<T>(p.dim_v)}})) {}
 };
 
 // Calls f(rows) with `count` rows as vectors are loaded from them: where they are, if they end with whole vectors and are
@@ -201,9 +201,28 @@ template <class T, class Storage, class F>
 CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, int64_t dim, int64_t tile_rows,
                                         T* packed, F&& f) {
   constexpr int64_t kConvertedRows = 4;
-  if (dim % kLanes<T> == 0 && (std::is_same_v<T, Storage> || tile_rows <= kConvertedRows)) return f(rows);
+  if (dim % kLanes<T> == 0 && (std::is_same_v<T, Storage> || tile_rows <= kConvertedRows)) {
+    for (int64_t i = 0; i < count; ++i) prefetch_row(rows[i + kRowsAhead], dim);
+    return f(rows);
+  }
   pack_rows(rows, count, dim, packed);
   f(Rows<const T>{packed, row_pitch<T>(dim)});
+}
+
+// Calls f(j, count, r, rows) for all of `keys` keys from j_begin on: rows [j, j + count) of these, keys or values, of a
+// key head to which the tile's rows from r on attend. The tile's key heads take turns.
+template <class Storage, class T, class F>
+CUDA_EXT_INLINE void for_turns(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
+                               int64_t keys, T* packed, F&& f) {
+  const auto first_head = rows_of<const Storage>(view, tile.batch, tile.s.k_begin + j_begin, tile.kv_head);
+  for (int64_t j = 0; j < keys; j += kTurnKeys<T>) {
+    const int64_t count = std::min(kTurnKeys<T>, keys - j);
+    for (int64_t h = 0; h < tile.kv_heads; ++h) {
+      const Rows<const Storage> rows{first_head[j] + h * view.head_stride, view.seq_stride};
+      with_whole_vectors(rows, count, dim, tile.head_rows(), packed,
+                         [&](auto whole) { f(j, count, h * tile.head_rows(), whole); });
+    }
+  }
 }
 
 // Adds keys [j_begin, j_end) to the sums of a tile.
@@ -211,28 +230,33 @@ template <class Storage, class T = Compute<Storage>>
 void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const RowScratch<T>& scratch,
                  RowSums<T>& sums) {
   const AttentionParams& p = tile.p;
-  const int64_t rows = tile.rows(), dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
-  const auto k = rows_of<const Storage>(p.key, tile.batch, tile.s.k_begin, tile.kv_head),
-             v = rows_of<const Storage>(p.value, tile.batch, tile.s.k_begin, tile.kv_head);
+  const int64_t dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
-    with_whole_vectors(k.from(j), keys, p.dim, rows, scratch.k_block, [&](auto key_rows) {
-      for_row_groups<T>(rows, [&](auto count, int64_t r) {
-        dot_products<decltype(count)::value>(keys, dim, scratch.q + r * dim, key_rows, scratch.logits + r * kRowKeys);
-      });
-    });
-    for (int64_t r = 0; r < rows; ++r) {
+    for_turns<Storage>(tile, p.key, p.dim, j, keys, scratch.packed,
+                       [&](int64_t at, int64_t count, int64_t first, auto k) {
+                         for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
+                           dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
+                                                               scratch.logits + (first + r) * kRowKeys + at);
+                         });
+                       });
+    for (int64_t r = 0; r < tile.rows(); ++r) {
       T* const logits = scratch.logits + r * kRowKeys;
       tile.finish_logits(logits, r, j, keys);
       take_row(logits, keys, sums.max[r], sums.sum[r], sums.out + r * dim_v, dim_v);
     }
-    with_whole_vectors(v.from(j), keys, p.dim_v, rows, scratch.v_block, [&](auto value_rows) {
-      for_row_groups<T>(rows, [&](auto count, int64_t r) {
-        constexpr int kCount = decltype(count)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
-        add_all_values<kCount, kVectors>(0, dim_v, keys, scratch.logits + r * kRowKeys, value_rows,
-                                         sums.out + r * dim_v);
-      });
-    });
+    // Summed apart first: rounding errors then grow with the number of steps, not of turns.
+    std::fill_n(scratch.step, tile.rows() * dim_v, T(0));
+    for_turns<Storage>(
+        tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto v) {
+          for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
+            constexpr int kCount = decltype(rows)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
+            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kRowKeys + at, v,
+                                             scratch.step + (first + r) * dim_v);
+          });
+        });
+    for (int64_t i = 0; i < tile.rows() * dim_v; i += kLanes<T>)
+      store(sums.out + i, load(sums.out + i) + load(scratch.step + i));
   }
 }
 
@@ -257,31 +281,59 @@ void finish_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits)
   }
 }
 
+inline bool heads_are_neighbours(const AttentionParams& p) {
+  return p.heads_kv > 1 && p.key.head_stride == p.dim && p.value.head_stride == p.dim_v;
+}
+
+// Whether panels of longest_q queries serve worse than rows: while they leave most lanes empty, and a bit longer where
+// they would pack keys piece by piece from among those of other heads, or where keys have to be split among threads.
+template <class T>
+bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
+  const int64_t head_rows = p.heads / p.heads_kv * longest_q;
+  return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_neighbours(p)) ||
+         (longest_q <= 16 && p.batch * p.heads < num_threads());
+}
+
+// How many key heads, of head_rows rows each, a tile takes: neighbours in memory, but so few that every thread gets a
+// task, of which a key head alone would make `tasks`.
+template <class Storage>
+int64_t heads_together(const AttentionParams& p, int64_t head_rows, int64_t tasks) {
+  if (!heads_are_neighbours(p)) return 1;
+  const int64_t of_stream = kNeighbourBytes / (std::max(p.dim, p.dim_v) * int64_t(sizeof(Storage)));
+  int64_t heads = std::min({p.heads_kv, of_stream, kTileRows / std::max<int64_t>(1, head_rows)});
+  while (heads > 1 && (p.heads_kv % heads != 0 || p.heads_kv / heads * tasks < num_threads())) --heads;
+  return std::max<int64_t>(1, heads);
+}
+
 template <class Storage>
 void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
   using T = Compute<Storage>;
   const int64_t dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
-  const int64_t chunks = std::max<int64_t>(1, (p.heads / p.heads_kv * longest_q + kTileRows - 1) / kTileRows);
-  const int64_t tiles = p.batch * p.heads_kv * chunks;
   int64_t longest_k = 0;
   for (int64_t b = 0; b < p.batch; ++b) longest_k = std::max(longest_k, Sequence(p, b).k_len);
-  const int64_t splits = std::clamp<int64_t>((num_threads() + tiles - 1) / std::max<int64_t>(1, tiles), 1,
-                                             std::max<int64_t>(1, longest_k / kLeastSplitKeys));
+  const int64_t most_splits = std::max<int64_t>(1, longest_k / kLeastSplitKeys);
+  const int64_t head_rows = p.heads / p.heads_kv * longest_q;
+  const int64_t chunks = std::max<int64_t>(1, (head_rows + kTileRows - 1) / kTileRows);
+  const int64_t together = heads_together<Storage>(p, head_rows, p.batch * chunks * most_splits);
+  const int64_t tiles = p.batch * (p.heads_kv / together) * chunks;
+  const int64_t tile_rows = std::min(head_rows, kTileRows) * together;
+  const int64_t splits = std::clamp<int64_t>((num_threads() + tiles - 1) / std::max<int64_t>(1, tiles), 1, most_splits);
   const auto tile_at = [&](int64_t n) {
-    return RowTile<T>(p, n / chunks / p.heads_kv, n / chunks % p.heads_kv, n % chunks, chunks);
+    const int64_t groups = p.heads_kv / together, group = n / chunks;
+    return RowTile<T>(p, group / groups, group % groups * together, together, n % chunks, chunks);
   };
   std::unique_ptr<RowSums<T>[]> parts(splits > 1 ? new RowSums<T>[tiles * splits] : nullptr);
   T* part_outs;
-  const Scratch part_scratch = place<T>({{&part_outs, splits > 1 ? tiles * splits * kTileRows * dim_v : 0}});
+  const Scratch part_scratch = place<T>({{&part_outs, splits > 1 ? tiles * splits * tile_rows * dim_v : 0}});
 
   run_workers(tiles * splits, [&](TaskQueue& queue) {
-    const RowScratch<T> scratch(p);
+    const RowScratch<T> scratch(p, tile_rows);
     for (int64_t task; queue.next(task);) {
       const int64_t split = task % splits;
       const RowTile<T> tile = tile_at(task / splits);
       RowSums<T> own;
       RowSums<T>& sums = splits > 1 ? parts[task] : own;
-      sums.out = splits > 1 ? part_outs + task * kTileRows * dim_v : scratch.out;
+      sums.out = splits > 1 ? part_outs + task * tile_rows * dim_v : scratch.out;
       std::fill_n(sums.out, tile.rows() * dim_v, T(0));
       for (int64_t r = 0; r < tile.rows(); ++r) {
         // A sink is a key seen before all others, with no value.

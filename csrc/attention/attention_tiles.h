@@ -15,7 +15,7 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 constexpr int kSlack = 8;  // how far, in logits, the maximum that weights of a row are relative to may lag behind
 
 template <class T>
-constexpr int64_t kPanelQueries = kTileVectors * kLanes<T>;
+constexpr int64_t kPanelQueries = kTileVectors* kLanes<T>;
 
 template <class T>
 constexpr int64_t padded(int64_t n) {
@@ -119,14 +119,20 @@ struct Visibility {
   }
 };
 
+// Rows of one head lie far apart, out of the hardware's sight: each is asked for this many rows before its turn.
+constexpr int64_t kRowsAhead = 8;
+template <class Storage>
+CUDA_EXT_INLINE void prefetch_row(const Storage* row, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(Storage);
+  for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d);
+}
+
 // (n, dim) rows of storage -> rows of T a row_pitch apart, zeros past dim up to a whole vector.
 template <class Storage, class T = Compute<Storage>>
 void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
-  constexpr int64_t kRowsAhead = 8, kLine = 64 / sizeof(Storage);
   const int64_t pitch = row_pitch<T>(dim);
   for (int64_t i = 0; i < n; ++i) {
-    // Rows of one head lie far apart, out of the hardware's sight.
-    for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(rows[i + kRowsAhead] + d);
+    prefetch_row(rows[i + kRowsAhead], dim);
     for_vectors<T>(dim,
                    [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
   }
@@ -252,9 +258,8 @@ template <class T>
 void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
                 int64_t keys, T* logits, int64_t width) {
   const int64_t i_stride = p.bias_strides[2], j_stride = p.bias_strides[3];
-  with_bias<T>(p, head_offset + i_begin * i_stride + j_begin * j_stride, [&](const auto* bias) {
-    add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width);
-  });
+  with_bias<T>(p, head_offset + i_begin * i_stride + j_begin * j_stride,
+               [&](const auto* bias) { add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width); });
 }
 
 // ALiBi and the mask, for keys [j_begin, j_begin + keys) against the panel of queries that starts at i_begin. Most tiles

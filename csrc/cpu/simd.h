@@ -392,4 +392,22 @@ CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int i = 0; i < unit; ++i) transpose_units<unit, lanes, T>(rows, i, unit);
 }
 
+// Lane l: the sum of rows[l]. Half as many shuffles as a transpose: each round adds what it has woven.
+template <class T>
+CUDA_EXT_INLINE Vec<T> horizontal_sums(Vec<T> (&rows)[kLanes<T>]) {
+  constexpr int lanes = kLanes<T>, piece = 16 / int(sizeof(T));
+  const auto round = [&](auto unit, int count) {
+    constexpr int span = std::max(2 * decltype(unit)::value, piece);
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i)
+      rows[i] = interleave<false, decltype(unit)::value, span, T>(rows[2 * i], rows[2 * i + 1]) +
+                interleave<true, decltype(unit)::value, span, T>(rows[2 * i], rows[2 * i + 1]);
+  };
+  round(std::integral_constant<int, 1>{}, lanes / 2);
+  if constexpr (lanes > 2) round(std::integral_constant<int, 2>{}, lanes / 4);
+  if constexpr (lanes > 4) round(std::integral_constant<int, 4>{}, lanes / 8);
+  if constexpr (lanes > 8) round(std::integral_constant<int, 8>{}, lanes / 16);
+  return rows[0];
+}
+
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA
