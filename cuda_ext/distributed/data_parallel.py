@@ -21,7 +21,13 @@ from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dty
 from cuda_ext.distributed.exchange import check_reduction
 from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.reducer import Reducer
-from cuda_ext.distributed.sharded import ShardedBucket, refuse_other_optimizers
+from cuda_ext.distributed.sharded import (
+    ShardedBucket,
+    asked_for_optimizers,
+    gather_state,
+    load_state,
+    refuse_other_optimizers,
+)
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.wrapped_module import WrappedModule, check_compiler, check_ranks_agree, check_trainable
 
@@ -319,7 +325,8 @@ class BucketedDataParallel(nn.Module, Joinable):
 
         params: parameters of the module, or groups of them as `torch.optim.Optimizer` takes them; default all that are
         trained. optimizer: a class that treats elements alone, as SGD, Adam and AdamW do; LARS or Muon would see
-        pieces. Its state dict is of this rank's pieces. Raises ValueError for a parameter of another module.
+        pieces. Its state dict is of this rank's pieces; `optimizer_state_dict` has all.
+        Raises ValueError for a parameter of another module.
         """
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         shards = dict(self.named_shards())
@@ -349,6 +356,24 @@ class BucketedDataParallel(nn.Module, Joinable):
 
         made.register_step_post_hook(gather)
         return made
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer from `sharded_optimizer`, whole on every rank; all ranks have to call it.
+
+        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns it for an optimizer that each rank
+        holds in full, so that either loads what the other has saved: ``{"state": {name: {"exp_avg": tensor of the
+        parameter's shape, ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``. Takes the memory of the whole
+        state. Raises ValueError for another optimizer.
+        """
+        return gather_state(optimizer, dict(self.named_parameters()), dict(self.named_shards()), self.process_group)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Gives an optimizer from `sharded_optimizer` its pieces of a whole state, of any number of ranks.
+
+        state_dict: from `optimizer_state_dict`, or from `get_optimizer_state_dict` of torch.distributed.checkpoint for
+        an optimizer with the same groups that each rank holds in full. Raises ValueError for other groups.
+        """
+        load_state(optimizer, state_dict, dict(self.named_parameters()), dict(self.named_shards()))
 
     # Uneven inputs: what torch.distributed.algorithms.join.Join asks for.
 
@@ -410,6 +435,12 @@ class BucketedDataParallel(nn.Module, Joinable):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For `torch.distributed.checkpoint.state_dict`: names are found in this attribute, and do not tell it."""
+        if self._bucket_set.sharded and asked_for_optimizers():
+            raise RuntimeError(
+                f"{NAME}: expected model.optimizer_state_dict(optimizer) or model.load_optimizer_state_dict(optimizer, "
+                "state_dict) with shard_optimizer=True, got a call of torch.distributed.checkpoint.state_dict with an "
+                "optimizer, which cannot tell pieces of parameters; get_model_state_dict and set_model_state_dict work"
+            )
         inner = self.module
         return dict.fromkeys([*inner._modules, *inner._parameters, *inner._buffers], "module")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,108 @@ from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
 from cuda_ext.distributed.plan import NAME
+
+
+def asked_for_optimizers() -> bool:
+    """Whether `torch.distributed.checkpoint.state_dict`, which calls this, was given an optimizer."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "_verify_options":
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals.get("optims"))
+
+
+def gather_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """The state of the optimizers of all ranks, as one of whole parameters has it, by their names. A collective."""
+    here = {
+        name: {key: value.dtype if _is_piece(key, value, shard) else value for key, value in state.items()}
+        for name, shard in shards.items()
+        if (state := optimizer.state.get(shard))
+    }
+    ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranks, (_group_names(optimizer, shards), here), group=group)
+    whole: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        entries = {key: value for _, theirs in ranks for key, value in theirs.get(name, {}).items()}
+        for key, value in entries.items():
+            if isinstance(value, torch.dtype):
+                value = torch.zeros_like(parameter, dtype=value, requires_grad=False)
+                elements = _elements(value)
+                if key in here.get(name, {}):
+                    elements[_place(parameter, shards[name])] = optimizer.state[shards[name]][key]
+                # Each element is of one rank, and zero bytes elsewhere, so that this sum keeps every bit.
+                dist.all_reduce(elements.view(torch.uint8), group=group)
+            whole.setdefault(name, {})[key] = value
+    groups = [
+        {**options, "params": [name for name in parameters if any(name in names[number] for names, _ in ranks)]}
+        for number, options in enumerate(optimizer.param_groups)
+    ]
+    return {"state": whole, "param_groups": groups}
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, nn.Parameter],
+) -> None:
+    """Gives the optimizer this rank's pieces of such a state."""
+    op, groups = f"{NAME}.load_optimizer_state_dict", state_dict.get("param_groups", [])
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"{op}: expected state_dict to have {len(optimizer.param_groups)} param_groups, as the optimizer, got "
+            f"{len(groups)}; make both with the same groups"
+        )
+    own: dict[str, Any] = {"state": {}, "param_groups": []}
+    first = 0
+    for group, names in zip(groups, _group_names(optimizer, shards)):
+        indices = range(first, first + len(names))
+        first = indices.stop
+        own["param_groups"].append({**group, "params": list(indices)})
+        for index, name in zip(indices, names):
+            if name not in group["params"]:
+                raise ValueError(
+                    f"{op}: expected param_groups that name parameters as the optimizer has them, got none or another "
+                    f"group for {name}; state_dict is from model.optimizer_state_dict or get_optimizer_state_dict"
+                )
+            entries, place = state_dict["state"].get(name, {}), _place(parameters[name], shards[name])
+            own["state"][index] = {}
+            for key, value in entries.items():
+                if _is_piece(key, value, parameters[name]):
+                    value = torch.empty_like(parameters[name], dtype=value.dtype, requires_grad=False).copy_(value)
+                    value = _elements(value)[place]
+                own["state"][index][key] = value.clone() if isinstance(value, Tensor) else value
+    optimizer.load_state_dict(own)
+
+
+def _group_names(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    names = {shard: name for name, shard in shards.items()}
+    try:
+        return [[names[shard] for shard in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise ValueError(
+            f"{NAME}: expected an optimizer from sharded_optimizer of this model, got {type(optimizer).__name__} with "
+            "other parameters"
+        ) from None
+
+
+def _is_piece(key: str, value: object, of: Tensor) -> bool:
+    """Whether a value of an optimizer's state is of elements, as moments are, and not of the whole parameter."""
+    return isinstance(value, Tensor) and value.shape == of.shape and key != "step"
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """In the order of memory, in which parameters are cut into shards."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _place(parameter: nn.Parameter, shard: nn.Parameter) -> slice:
+    begin = shard.storage_offset() - parameter.storage_offset()
+    return slice(begin, begin + shard.numel())
 
 
 def refuse_other_optimizers(named: Mapping[str, nn.Parameter]) -> RemovableHandle:
