@@ -100,15 +100,6 @@ def _split_at(tensor: Any, dim: int, rank: int) -> Placement:
     return Shard(own) if own >= 0 and tensor.shape[own] != 1 else REPLICATE
 
 
-def _is_empty(tensor: Any) -> bool:
-    return tensor.ndim == 1 and tensor.shape[0] == 0
-
-
-def _saved(tensor: Any, place: Placement) -> Placement:
-    """Of a pre-activation, which is an empty tensor where backward needs none."""
-    return REPLICATE if _is_empty(tensor) else place
-
-
 def _wanted(places: Sequence[Placement], output_mask: int) -> Placements:
     wanted = _as_list(output_mask, len(places))
     return [place if is_wanted else REPLICATE for place, is_wanted in zip(places, wanted, strict=True)]
@@ -135,15 +126,11 @@ def _gemm(
         yield out(PARTIAL), [Shard(a.ndim - 1), Shard(b.ndim - 2), PARTIAL, PARTIAL]
 
 
-def _gemm_backward(
-    grad: Any, a: Any, b: Any, bias: Any, preact: Any, *, output_mask: int, **options: Any
-) -> Iterator[Rule]:
+def _gemm_backward(grad: Any, a: Any, b: Any, bias: Any, *, output_mask: int, **options: Any) -> Iterator[Rule]:
     rank = grad.ndim
 
     def rule(places: Sequence[Placement], grad_place: Placement, grads: Sequence[Placement]) -> Rule:
-        place_a, place_b, place_bias = places
-        kept = REPLICATE if isinstance(grad_place, Partial) else grad_place
-        return _wanted(grads, output_mask), [grad_place, place_a, place_b, place_bias, _saved(preact, kept)]
+        return _wanted(grads, output_mask), [grad_place, *places]
 
     for dim in range(rank - 2):
         places = [_split_at(a, dim, rank), _split_at(b, dim, rank)]
@@ -185,30 +172,30 @@ def _linear(
             yield rule(PARTIAL, [Shard(last), Shard(1), PARTIAL, PARTIAL])
 
 
+def _activation_backward(grad: Any, preact: Any, *, gated: bool, **options: Any) -> Iterator[Rule]:
+    last = grad.ndim - 1
+    for dim in range(last):
+        yield [Shard(dim), PARTIAL], [Shard(dim), Shard(dim)]
+    if not gated:
+        yield [Shard(last), Shard(0)], [Shard(last), Shard(last)]
+    yield [PARTIAL, PARTIAL], [PARTIAL, REPLICATE]
+
+
 def _linear_backward(
-    gated: bool,
-    grad: Any,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    preact: Any,
-    *,
-    output_mask: int,
-    **options: Any,
+    grad: Any, input: Any, weight: Any, bias: Any, *, output_mask: int, **options: Any
 ) -> Iterator[Rule]:
     last = input.ndim - 1
 
     def rule(places: Sequence[Placement], grads: Sequence[Placement]) -> Rule:
-        return _wanted(grads, output_mask), [*places[:-1], _saved(preact, places[-1])]
+        return _wanted(grads, output_mask), places
 
     for dim in range(last):
         split = Shard(dim)
-        yield rule([split, split, REPLICATE, REPLICATE, split], [split, PARTIAL, PARTIAL])
+        yield rule([split, split, REPLICATE, REPLICATE], [split, PARTIAL, PARTIAL])
     split = Shard(last)
-    if not gated:
-        yield rule([split, REPLICATE, Shard(0), Shard(0), split], [PARTIAL, Shard(0), Shard(0)])
-    yield rule([REPLICATE, split, Shard(1), REPLICATE, REPLICATE], [split, Shard(1), REPLICATE])
-    yield rule([PARTIAL, *[REPLICATE] * 4], [PARTIAL] * 3)
+    yield rule([split, REPLICATE, Shard(0), Shard(0)], [PARTIAL, Shard(0), Shard(0)])
+    yield rule([REPLICATE, split, Shard(1), REPLICATE], [split, Shard(1), REPLICATE])
+    yield rule([PARTIAL, *[REPLICATE] * 3], [PARTIAL] * 3)
 
 
 # mlp, gated_mlp
@@ -222,19 +209,19 @@ def _mlp(results: int, gated: bool, input: Any, *more: Any, **options: Any) -> I
         yield [PARTIAL, Shard(last)][:results], [REPLICATE, Shard(0), Shard(1), Shard(0), PARTIAL]
 
 
-def _mlp_backward(gated: bool, grad: Any, input: Any, *more: Any, output_mask: int, **options: Any) -> Iterator[Rule]:
-    last = input.ndim - 1
+def _mlp_hidden_backward(grad: Any, *more: Any, gated: bool, output_mask: int, **options: Any) -> Iterator[Rule]:
+    last = grad.ndim - 1
 
     def rule(places: Sequence[Placement], grads: Sequence[Placement]) -> Rule:
-        return _wanted(grads, output_mask), list(places)
+        return _wanted(grads, output_mask), places
 
     for dim in range(last):
         split = Shard(dim)
-        yield rule([split, split, *[REPLICATE] * 4, split], [split, *[PARTIAL] * 4])
+        yield rule([split, REPLICATE, split, REPLICATE, REPLICATE], [split, *[PARTIAL] * 3])
     if not gated:
-        hidden = [Shard(0), Shard(1), Shard(0), REPLICATE]  # weights 1 and 2, biases 1 and 2
-        yield rule([REPLICATE, REPLICATE, *hidden, Shard(last)], [PARTIAL, *hidden])
-    yield rule([PARTIAL, *[REPLICATE] * 6], [PARTIAL] * 5)
+        hidden = Shard(last)
+        yield rule([REPLICATE, Shard(1), hidden, Shard(0), REPLICATE], [hidden, Shard(1), Shard(0), REPLICATE])
+    yield rule([PARTIAL, *[REPLICATE] * 4], [PARTIAL] * 4)
 
 
 # attention: by batch, and by heads where every rank gets whole groups of query heads with the key head they read
@@ -342,13 +329,14 @@ def _attention_backward(
 _register("gemm", partial(_gemm, 1))
 _register("gemm_forward", partial(_gemm, 2))
 _register("gemm_backward", _gemm_backward)
+_register("activation_backward", _activation_backward)
+_register("linear_backward", _linear_backward)
+_register("mlp_hidden_backward", _mlp_hidden_backward)
 for _prefix, _gated in (("", False), ("gated_", True)):
     _register(f"{_prefix}linear", partial(_linear, 1, _gated))
     _register(f"{_prefix}linear_forward", partial(_linear, 2, _gated))
-    _register(f"{_prefix}linear_backward", partial(_linear_backward, _gated))
     _register(f"{_prefix}mlp", partial(_mlp, 1, _gated))
     _register(f"{_prefix}mlp_forward", partial(_mlp, 2, _gated))
-    _register(f"{_prefix}mlp_backward", partial(_mlp_backward, _gated))
 _register("flash_attention", _attention)
 _register("flash_attention_varlen", _attention_varlen)
 _register("flash_attention_forward", _attention_forward)

@@ -15,18 +15,17 @@ from cuda_ext._checks import check
 from cuda_ext._load import ops
 
 _PER_ROW = ("input", "residual", "grad_out", "preact")  # the arguments that have a row for each of the input's
-_RESULTS = ("out", "preact", "grad_input", "")  # and the results: X itself names none
+_RESULTS = ("out", "preact", "grad_input", "grad_preact", "")  # and the results: X itself names none
 
 
-def _register(name: str, public_name: str) -> None:
-    op = getattr(ops, name).default
+def _register(op: Any, public_name: str) -> None:
     schema = op._schema
     names = [argument.name for argument in schema.arguments]
     per_row = [result.name in _RESULTS for result in schema.returns]
 
     def run(func: Any, *args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False))
-        like = given["input"]
+        like = args[0]
         for name, tensor in given.items():
             if isinstance(tensor, Tensor) and tensor.numel() > 0:
                 _check(public_name, name, tensor, like)
@@ -70,5 +69,7 @@ def _nested(values: Tensor, like: Any) -> Tensor:
 
 
 for _op in ("linear", "gated_linear", "mlp", "gated_mlp"):
-    for _suffix in ("", "_forward", "_backward"):
-        _register(f"{_op}{_suffix}", _op)
+    for _suffix in ("", "_forward"):
+        _register(getattr(ops, _op + _suffix).default, _op)
+for _backward in ("activation_backward", "linear_backward", "mlp_hidden_backward"):
+    _register(getattr(ops, _backward).default, _backward)

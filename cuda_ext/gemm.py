@@ -409,18 +409,12 @@ def _(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    preact: Tensor,
     *,
-    activation: str | None,
     alpha: float,
     beta: float,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    size = _gemm_size("gemm_backward", a, b)
-    _check_activation("gemm_backward", activation)
-    _check_gradient("gemm_backward", grad_out, size, a, bias=bias, preact=preact)
-    if activation is not None:
-        check_shape("gemm_backward", "preact", preact, size)
+    _check_gradient("gemm_backward", grad_out, _gemm_size("gemm_backward", a, b), a, bias=bias)
     return (
         _empty(a, *a.shape, wanted=output_mask[0]),
         _empty(b, *b.shape, wanted=output_mask[1]),
@@ -429,77 +423,82 @@ def _(
     )
 
 
-def _register_backward_fakes(op: str, fake: Callable[..., tuple[Tensor, ...]]) -> None:
-    for overload in ("", ".slot"):
-        torch.library.register_fake(f"{NAMESPACE}::{op}{overload}")(fake)
+@torch.library.register_fake(f"{NAMESPACE}::activation_backward")
+def _(
+    grad_out: Tensor, preact: Tensor, *, activation: str | None, gated: bool, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    op = "activation_backward"
+    _check_activation(op, activation)
+    check_floating(op, "grad_out", grad_out)
+    check_same_device(op, "grad_out", grad_out, preact=preact)
+    check(grad_out.dim() >= 1, op, f"expected grad_out of shape (..., N), got {shape_of(grad_out)}")
+    width = grad_out.shape[-1] * (1 + gated)
+    check_shape(op, "preact", preact, [*grad_out.shape[:-1], width])
+    bias = grad_out if bias_dtype is None else grad_out.new_empty(0, dtype=bias_dtype)
+    return _empty(grad_out, *preact.shape), _empty(bias, width, wanted=bias_dtype is not None)
 
 
-def _fake_linear_backward(op: str, gated: bool) -> Callable[..., tuple[Tensor, ...]]:
-    def fake(
-        grad_out: Tensor,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        preact: Tensor,
-        *,
-        activation: str | None,
-        output_mask: Sequence[bool],
-        weight_slot: Tensor | None = None,
-        slot_alpha: float = 1.0,
-        slot_beta: float = 0.0,
-    ) -> tuple[Tensor, ...]:
-        rows, width = _linear_width(op, input, weight, None, gated)
-        lead = input.shape[:-1]
-        _check_activation(op, activation)
-        _check_gradient(op, grad_out, [*lead, width], input, bias=bias, preact=preact, weight_slot=weight_slot)
-        if gated or activation is not None:
-            check_shape(op, "preact", preact, [*lead, rows])
-        return (
-            _empty(input, *input.shape, wanted=output_mask[0]),
-            _empty(weight, *weight.shape, wanted=output_mask[1] and weight_slot is None),
-            _bias_gradient(input, bias, rows, output_mask[2]),
-        )
-
-    return fake
+@torch.library.register_fake(f"{NAMESPACE}::linear_backward")
+@torch.library.register_fake(f"{NAMESPACE}::linear_backward.slot")
+def _(
+    grad_out: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    output_mask: Sequence[bool],
+    weight_slot: Tensor | None = None,
+    slot_alpha: float = 1.0,
+    slot_beta: float = 0.0,
+) -> tuple[Tensor, ...]:
+    op = "linear_backward"
+    width, _ = _linear_width(op, input, weight, None, gated=False)
+    _check_gradient(op, grad_out, [*input.shape[:-1], width], input, bias=bias, weight_slot=weight_slot)
+    return (
+        _empty(input, *input.shape, wanted=output_mask[0]),
+        _empty(weight, *weight.shape, wanted=output_mask[1] and weight_slot is None),
+        _bias_gradient(input, bias, width, output_mask[2]),
+    )
 
 
-def _fake_mlp_backward(op: str, gated: bool) -> Callable[..., tuple[Tensor, ...]]:
-    def fake(
-        grad_out: Tensor,
-        input: Tensor,
-        weight1: Tensor,
-        weight2: Tensor,
-        bias1: Tensor | None,
-        bias2: Tensor | None,
-        preact: Tensor,
-        *,
-        activation: str | None,
-        output_mask: Sequence[bool],
-        weight1_slot: Tensor | None = None,
-        weight2_slot: Tensor | None = None,
-        **scales: float,
-    ) -> tuple[Tensor, ...]:
-        rows, width = _mlp_widths(op, input, weight1, weight2, bias1, bias2, gated)
-        lead = input.shape[:-1]
-        _check_activation(op, activation)
-        slots = {"weight1_slot": weight1_slot, "weight2_slot": weight2_slot}
-        _check_gradient(op, grad_out, [*lead, width], input, preact=preact, **slots)
-        check_shape(op, "preact", preact, [*lead, rows])
-        return (
-            _empty(input, *input.shape, wanted=output_mask[0]),
-            _empty(weight1, *weight1.shape, wanted=output_mask[1] and weight1_slot is None),
-            _empty(weight2, *weight2.shape, wanted=output_mask[2] and weight2_slot is None),
-            _bias_gradient(input, bias1, rows, output_mask[3]),
-            _bias_gradient(input, bias2, width, output_mask[4]),
-        )
-
-    return fake
-
-
-_register_backward_fakes("linear_backward", _fake_linear_backward("linear_backward", False))
-_register_backward_fakes("gated_linear_backward", _fake_linear_backward("gated_linear_backward", True))
-_register_backward_fakes("mlp_backward", _fake_mlp_backward("mlp_backward", False))
-_register_backward_fakes("gated_mlp_backward", _fake_mlp_backward("gated_mlp_backward", True))
+@torch.library.register_fake(f"{NAMESPACE}::mlp_hidden_backward")
+@torch.library.register_fake(f"{NAMESPACE}::mlp_hidden_backward.slot")
+def _(
+    grad_out: Tensor,
+    weight2: Tensor,
+    preact: Tensor,
+    bias1: Tensor | None,
+    bias2: Tensor | None,
+    *,
+    activation: str | None,
+    gated: bool,
+    output_mask: Sequence[bool],
+    weight_slot: Tensor | None = None,
+    slot_alpha: float = 1.0,
+    slot_beta: float = 0.0,
+) -> tuple[Tensor, ...]:
+    op = "mlp_hidden_backward"
+    _check_activation(op, activation)
+    check_floating(op, "grad_out", grad_out)
+    check_floating(op, "weight2", weight2)
+    others = {"weight2": weight2, "preact": preact, "bias1": bias1, "bias2": bias2, "weight_slot": weight_slot}
+    check_same_device(op, "grad_out", grad_out, **others)
+    check(
+        grad_out.dim() >= 1 and weight2.dim() == 2 and weight2.shape[0] == grad_out.shape[-1],
+        op,
+        (
+            "expected grad_out of shape (..., N) and weight2 of shape (N, K), got "
+            f"{shape_of(grad_out)} and {shape_of(weight2)}"
+        ),
+    )
+    width = weight2.shape[1] * (1 + gated)
+    check_shape(op, "preact", preact, [*grad_out.shape[:-1], width])
+    return (
+        _empty(weight2, *preact.shape, wanted=output_mask[0]),
+        _empty(weight2, *weight2.shape, wanted=output_mask[1] and weight_slot is None),
+        _bias_gradient(weight2, bias1, width, output_mask[2]),
+        _bias_gradient(weight2, bias2, grad_out.shape[-1], output_mask[3]),
+    )
 
 
 # FLOPs: 2 for each multiply-add of the products; epilogues count nothing, as is usual.
@@ -529,7 +528,7 @@ def _linear_flops(input: Sequence[int], weight: Sequence[int], *more: Any, **opt
     return 2 * _product(input) * weight[0]
 
 
-@register_flop_formula([ops.linear_backward, ops.gated_linear_backward])
+@register_flop_formula(ops.linear_backward)
 def _linear_backward_flops(
     grad_out: Sequence[int],
     input: Sequence[int],
@@ -546,22 +545,13 @@ def _mlp_flops(input: Sequence[int], weight1: Sequence[int], weight2: Sequence[i
     return 2 * _product(input[:-1]) * (_product(weight1) + _product(weight2))
 
 
-@register_flop_formula([ops.mlp_backward, ops.gated_mlp_backward])
-def _mlp_backward_flops(
-    grad_out: Sequence[int],
-    input: Sequence[int],
-    weight1: Sequence[int],
-    weight2: Sequence[int],
-    *more: Any,
-    output_mask: Sequence[bool],
-    **options: Any,
+@register_flop_formula(ops.mlp_hidden_backward)
+def _mlp_hidden_backward_flops(
+    grad_out: Sequence[int], weight2: Sequence[int], *more: Any, output_mask: Sequence[bool], **options: Any
 ) -> int:
-    rows = 2 * _product(input[:-1])
-    wants_input, wants_weight1, wants_weight2, wants_bias1, _ = output_mask
-    through_hidden = wants_input or wants_weight1 or wants_weight2 or wants_bias1
-    return rows * (
-        (wants_input + wants_weight1) * _product(weight1) + (wants_weight2 + through_hidden) * _product(weight2)
-    )
+    wants_preact, wants_weight2, wants_bias1, _ = output_mask
+    products = wants_weight2 + (wants_preact or wants_weight2 or wants_bias1)
+    return 2 * products * _product(grad_out[:-1]) * _product(weight2)
 
 
 # vmap: the mapped dimension becomes one more leading or batch dimension, at no copy where strides allow.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from gemm_common import ACTIVATIONS, OPS, REFERENCES, arguments, rand
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cuda_ext import testing
@@ -61,12 +62,12 @@ def test_only_wanted_gradients_are_formed(op: str, activation: str | None) -> No
 
 def test_backward_op_masks_its_outputs() -> None:
     x, w, grad = torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 5)
-    nothing = ops.linear_backward(grad, x, w, None, torch.empty(0), activation=None, output_mask=[False] * 3)
+    nothing = ops.linear_backward(grad, x, w, None, output_mask=[False] * 3)
     assert [t.shape for t in nothing] == [(0,)] * 3
-    w1, w2, preact = torch.randn(6, 4), torch.randn(5, 6), torch.randn(3, 6)
-    for wanted in range(5):
-        mask = [i == wanted for i in range(5)]
-        result = ops.mlp_backward(grad, x, w1, w2, None, None, preact, activation="gelu", output_mask=mask)
+    w2, preact = torch.randn(5, 6), torch.randn(3, 6)
+    for wanted in range(4):
+        mask = [i == wanted for i in range(4)]
+        result = ops.mlp_hidden_backward(grad, w2, preact, None, None, activation="gelu", gated=False, output_mask=mask)
         assert [t.numel() > 0 for t in result] == mask
 
 
@@ -290,10 +291,19 @@ def peak_bytes(step: Callable[[], None]) -> int:
     return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Each thread keeps scratch of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.cpu_only("its allocator tells a profiler of every byte")
 @pytest.mark.parametrize("gated", [False, True])
-def test_backward_of_an_mlp_drops_the_hidden_tensor_early(gated: bool) -> None:
-    """The gradient of weight2 comes first, so that the hidden tensor does not lie beside those of the first layer."""
+def test_backward_of_an_mlp_drops_what_it_has_read(gated: bool, one_thread: None) -> None:
+    """Before the gradients of the first layer take memory, the pre-activation and the hidden tensor are gone."""
     rows, n, f, k = 320, 256, 384, 288
     width = 2 * f if gated else f
     leaves = [rand(rows, k), rand(width, k), rand(n, f)]
@@ -302,13 +312,67 @@ def test_backward_of_an_mlp_drops_the_hidden_tensor_early(gated: bool) -> None:
     def step() -> None:
         torch.autograd.grad((gated_mlp if gated else mlp)(*leaves, activation="relu"), leaves, grad)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # each thread keeps scratch of its own
-    try:
-        peak = peak_bytes(step)
-    finally:
-        torch.set_num_threads(threads)
-    preact, hidden, of_weight2 = rows * width, rows * f, n * f
-    of_first_layer = rows * k + width * k
-    needed = rows * n + 2 * preact + of_weight2 + max(hidden, of_first_layer)
+    peak = peak_bytes(step)
+    out, preact, hidden, of_weight2, of_first_layer = rows * n, rows * width, rows * f, n * f, rows * k + width * k
+    needed = out + preact + of_weight2 + max(preact + hidden, of_first_layer)
     assert 4 * needed <= peak <= 4 * needed + 4096, (peak / 4, needed)
+
+
+@pytest.mark.cpu_only("its allocator tells a profiler of every byte")
+@pytest.mark.parametrize("wanted", ["all", "no input"])
+@pytest.mark.parametrize(("rows", "width"), [(64, 512), (512, 256), (2048, 128)])
+@pytest.mark.parametrize("op", ["linear", "gated_linear", "mlp", "gated_mlp"])
+def test_training_takes_no_more_memory_than_plain_pytorch(
+    op: str, rows: int, width: int, wanted: str, one_thread: None
+) -> None:
+    """Two layers with something before and between, so that the gradients that come in belong to backward alone."""
+    tensors = arguments(op, (), rows, width, width, f=4 * width)
+    tensors.pop("residual", None)
+    names = list(tensors)
+    leaves = [tensors["input"].requires_grad_(wanted == "all"), *(tensors[name] for name in names[1:])]
+
+    def peak(ops: dict[str, Callable[..., Tensor]]) -> int:
+        def step() -> None:
+            out = leaves[0] * 1.0
+            for _ in range(2):
+                out = ops[op](**dict(zip(names, [out, *leaves[1:]], strict=True)), activation="gelu") * 0.5
+            out.sum().backward()
+            for leaf in leaves:
+                leaf.grad = None
+
+        return peak_bytes(step)
+
+    ours, theirs = peak(OPS), peak(REFERENCES)
+    assert ours <= theirs + 4096, f"{ours / theirs:.3f} of plain PyTorch's peak"
+
+
+@pytest.mark.parametrize("op", ["linear", "gated_linear", "mlp", "gated_mlp", "gemm"])
+def test_backward_twice(op: str) -> None:
+    """With the graph kept, twice the gradient; without it, PyTorch's own error, whichever pass is the first to fail."""
+    tensors = arguments(op, (), 3, 4, 5)
+    out = OPS[op](**tensors, activation="gelu").sum()
+    first = torch.autograd.grad(out, list(tensors.values()), retain_graph=True)
+    second = torch.autograd.grad(out, list(tensors.values()))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out, list(tensors.values()))
+
+
+@pytest.mark.parametrize("op", ["linear", "gated_linear", "mlp", "gated_mlp"])
+def test_backward_after_one_that_failed_halfway(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first half has let go of is missed with PyTorch's error, not read."""
+    tensors = arguments(op, (), 3, 4, 5)
+    out = OPS[op](**tensors, activation="gelu").sum()
+
+    class FailsAtLinear(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "linear_backward" in func.name():
+                raise MemoryError("none left")
+            return func(*args, **(kwargs or {}))
+
+    with FailsAtLinear(), pytest.raises(MemoryError, match="none left"):
+        torch.autograd.grad(out, list(tensors.values()))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, list(tensors.values()))

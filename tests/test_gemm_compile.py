@@ -23,7 +23,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """One way or more of calling each of the fifteen ops, and the four that write to slots."""
+    """One way or more of calling each op: ten forward, four backward, and the two of these that write to slots."""
     a, b, c, bias = rand(2, 3, 4), rand(4, 5), rand(3, 1), rand(5)
     x, w, residual = rand(2, 3, 4), rand(5, 4), rand(2, 3, 5)
     gated_w, gated_bias = rand(10, 4), rand(10)
@@ -33,12 +33,8 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     some, every = [True, False, True, False], [True] * 5
     hidden = {n: rand(2, 3, n, grad=False) for n in (6, 10, 12)}
     gelu = {"activation": "gelu"}
-    empty = torch.empty(0)
     frozen = [t.detach() for t in (x, w, bias)]
     slot = {"weight_slot": rand(5, 4, grad=False), "slot_alpha": 0.5, "slot_beta": 1.0}
-    slots = {"weight1_slot": rand(6, 4, grad=False), "weight2_slot": None, "slot1_alpha": 0.5, "slot1_beta": 1.0}
-    slots |= {"slot2_alpha": 2.0, "slot2_beta": 0.0}
-    gated_slots = {**slots, "weight1_slot": rand(12, 4, grad=False), "weight2_slot": rand(5, 6, grad=False)}
     return {
         "gemm": (ops.gemm.default, (a, b, c, bias), {**gelu, "alpha": 0.5, "beta": 2.0}),
         "gemm transposed": (ops.gemm.default, (a.mT, rand(1, 5, 3).mT), {"out_dtype": torch.bfloat16}),
@@ -47,64 +43,51 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "gemm_forward relu": (ops.gemm_forward.default, (a.detach(), b.detach()), {"activation": "relu"}),
         "gemm_backward": (
             ops.gemm_backward.default,
-            (grad, a.detach(), b.detach(), bias.detach(), preact),
-            {**gelu, "alpha": 0.5, "beta": 2.0, "output_mask": every[:4]},
+            (grad, a.detach(), b.detach(), bias.detach()),
+            {"alpha": 0.5, "beta": 2.0, "output_mask": every[:4]},
         ),
         "gemm_backward masked": (
             ops.gemm_backward.default,
-            (grad, a.detach(), b.detach(), None, empty),
-            {"activation": None, "alpha": 1.0, "beta": 1.0, "output_mask": some},
+            (grad, a.detach(), b.detach(), None),
+            {"alpha": 1.0, "beta": 1.0, "output_mask": some},
+        ),
+        "activation_backward": (
+            ops.activation_backward.default,
+            (grad, preact),
+            {**gelu, "gated": False, "bias_dtype": torch.bfloat16},
+        ),
+        "activation_backward gated": (
+            ops.activation_backward.default,
+            (grad, hidden[10]),
+            {"activation": None, "gated": True, "bias_dtype": None},
         ),
         "linear": (ops.linear.default, (x, w, bias, residual), gelu),
         "linear plain": (ops.linear.default, (x.transpose(0, 1), w), {}),
         "linear_forward": (ops.linear_forward.default, tuple(frozen), gelu),
-        "linear_backward": (ops.linear_backward.default, (grad, *frozen, preact), {**gelu, "output_mask": every[:3]}),
-        "linear_backward masked": (
-            ops.linear_backward.default,
-            (grad, *frozen, empty),
-            {"activation": None, "output_mask": some[:3]},
-        ),
-        "linear_backward.slot": (
-            ops.linear_backward.slot,
-            (grad, *frozen, preact),
-            {**gelu, "output_mask": every[:3], **slot},
-        ),
+        "linear_backward": (ops.linear_backward.default, (grad, *frozen), {"output_mask": every[:3]}),
+        "linear_backward masked": (ops.linear_backward.default, (grad, *frozen), {"output_mask": some[:3]}),
+        "linear_backward.slot": (ops.linear_backward.slot, (grad, *frozen), {"output_mask": every[:3], **slot}),
         "gated_linear": (ops.gated_linear.default, (x, gated_w, gated_bias), {}),
         "gated_linear_forward": (ops.gated_linear_forward.default, (x.detach(), gated_w.detach()), {}),
-        "gated_linear_backward": (
-            ops.gated_linear_backward.default,
-            (grad, x.detach(), gated_w.detach(), gated_bias.detach(), hidden[10]),
-            {"activation": "silu", "output_mask": every[:3]},
-        ),
-        "gated_linear_backward.slot": (
-            ops.gated_linear_backward.slot,
-            (grad, x.detach(), gated_w.detach(), gated_bias.detach(), hidden[10]),
-            {"activation": "silu", "output_mask": every[:3], **slot, "weight_slot": rand(10, 4, grad=False)},
-        ),
         "mlp": (ops.mlp.default, (x, w1, w2, b1, b2), {}),
         "mlp_forward": (ops.mlp_forward.default, (x.detach(), w1.detach(), w2.detach()), {}),
-        "mlp_backward": (
-            ops.mlp_backward.default,
-            (grad, *(t.detach() for t in (x, w1, w2, b1, b2)), hidden[6]),
-            {**gelu, "output_mask": every},
+        "mlp_hidden_backward": (
+            ops.mlp_hidden_backward.default,
+            (grad, w2.detach(), hidden[6], b1.detach(), b2.detach()),
+            {**gelu, "gated": False, "output_mask": every[:4]},
         ),
-        "mlp_backward.slot": (
-            ops.mlp_backward.slot,
-            (grad, *(t.detach() for t in (x, w1, w2, b1, b2)), hidden[6]),
-            {**gelu, "output_mask": every, **slots},
+        "mlp_hidden_backward gated": (
+            ops.mlp_hidden_backward.default,
+            (grad, w2.detach(), hidden[12], None, None),
+            {"activation": "silu", "gated": True, "output_mask": some},
+        ),
+        "mlp_hidden_backward.slot": (
+            ops.mlp_hidden_backward.slot,
+            (grad, w2.detach(), hidden[6], b1.detach(), b2.detach()),
+            {**gelu, "gated": False, "output_mask": every[:4], **slot, "weight_slot": rand(5, 6, grad=False)},
         ),
         "gated_mlp": (ops.gated_mlp.default, (x, gated_w1, w2, gated_b1, b2), {}),
         "gated_mlp_forward": (ops.gated_mlp_forward.default, (x.detach(), gated_w1.detach(), w2.detach()), {}),
-        "gated_mlp_backward": (
-            ops.gated_mlp_backward.default,
-            (grad, *(t.detach() for t in (x, gated_w1, w2)), None, None, hidden[12]),
-            {"activation": "silu", "output_mask": [*some, False]},
-        ),
-        "gated_mlp_backward.slot": (
-            ops.gated_mlp_backward.slot,
-            (grad, *(t.detach() for t in (x, gated_w1, w2)), None, None, hidden[12]),
-            {"activation": "silu", "output_mask": every, **gated_slots},
-        ),
     }
 
 
@@ -116,10 +99,10 @@ def test_opcheck(call: str) -> None:
 
 def test_every_op_is_checked() -> None:
     checked = {op.name() for op, _, _ in calls().values()}
-    suffixes = ("", "_forward", "_backward", "_backward.slot")
-    assert checked == {f"{NAMESPACE}::{op}{suffix}" for op in OPS for suffix in suffixes} - {
-        f"{NAMESPACE}::gemm_backward.slot"
-    }
+    every = {f"{op}{suffix}" for op in OPS for suffix in ("", "_forward")}
+    every |= {"activation_backward", "gemm_backward", "linear_backward", "mlp_hidden_backward"}
+    every |= {"linear_backward.slot", "mlp_hidden_backward.slot"}
+    assert checked == {f"{NAMESPACE}::{name}" for name in every}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

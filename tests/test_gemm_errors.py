@@ -130,29 +130,35 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     # backward ops
     (
-        lambda: ops.linear_backward(t(2, 5), t(2, 3), t(4, 3), None, t(0), activation=None, output_mask=[True] * 3),
+        lambda: ops.linear_backward(t(2, 5), t(2, 3), t(4, 3), None, output_mask=[True] * 3),
         "linear_backward: expected grad_out of shape (2, 4), got (2, 5)",
     ),
     (
-        lambda: ops.linear_backward(t(2, 4), t(2, 3), t(4, 3), None, t(0), activation="gelu", output_mask=[True] * 3),
-        "linear_backward: expected preact of shape (2, 4), got (0,)",
+        lambda: ops.activation_backward(t(2, 4), t(0), activation="gelu", gated=False, bias_dtype=None),
+        "activation_backward: expected preact of shape (2, 4), got (0,)",
     ),
     (
-        lambda: ops.gated_linear_backward(
-            t(2, 4), t(2, 3), t(8, 3), None, t(2, 4), activation="silu", output_mask=[True] * 3
-        ),
-        "gated_linear_backward: expected preact of shape (2, 8), got (2, 4)",
+        lambda: ops.activation_backward(t(2, 4), t(2, 4), activation="silu", gated=True, bias_dtype=None),
+        "activation_backward: expected preact of shape (2, 8), got (2, 4)",
     ),
     (
-        lambda: ops.mlp_backward(
-            t(2, 4), t(2, 3), t(8, 3), t(4, 8), None, None, t(2, 4), activation="silu", output_mask=[True] * 5
-        ),
-        "mlp_backward: expected preact of shape (2, 8), got (2, 4)",
+        lambda: ops.activation_backward(t(2, 4), t(2, 4), activation="tanh", gated=False, bias_dtype=None),
+        "activation_backward: expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'tanh'",
     ),
     (
-        lambda: ops.gemm_backward(
-            t(2, 5), t(2, 3), t(3, 4), None, t(0), activation=None, alpha=1.0, beta=1.0, output_mask=[True] * 4
+        lambda: ops.mlp_hidden_backward(
+            t(2, 4), t(4, 8), t(2, 4), None, None, activation="silu", gated=False, output_mask=[True] * 4
         ),
+        "mlp_hidden_backward: expected preact of shape (2, 8), got (2, 4)",
+    ),
+    (
+        lambda: ops.mlp_hidden_backward(
+            t(2, 5), t(4, 8), t(2, 8), None, None, activation="silu", gated=False, output_mask=[True] * 4
+        ),
+        "mlp_hidden_backward: expected grad_out of shape (..., N) and weight2 of shape (N, K), got (2, 5) and (4, 8)",
+    ),
+    (
+        lambda: ops.gemm_backward(t(2, 5), t(2, 3), t(3, 4), None, alpha=1.0, beta=1.0, output_mask=[True] * 4),
         "gemm_backward: expected grad_out of shape (2, 4), got (2, 5)",
     ),
 ]

@@ -97,8 +97,6 @@ def test_a_product_adds_to_its_own_output(rows: tuple[int, ...], dtype: torch.dt
                     x,
                     weight,
                     None,
-                    torch.empty(0),
-                    activation=None,
                     output_mask=[False, True, False],
                     weight_slot=slot,
                     slot_alpha=alpha,

@@ -60,13 +60,51 @@ inline bool needs_composed_backward(const Tensor& grad) {
   return c10::GradMode::is_enabled() || under_transform() || tangent_of(grad).defined();
 }
 
-// The autograd node of an op. T derives from torch::autograd::Function<T> and has `kNodeName`, shown by profilers and as grad_fn, and
-// `static variable_list backward(AutogradContext*, const variable_list& grads)`, which returns a gradient for each input
-// given to `make_node`, and may find gradients of outputs undefined.
-template <class T>
-struct OpNode final : torch::autograd::CppNode<T> {
-  std::string name() const override { return T::kNodeName; }
+// A node that can let go of what forward saved while its backward pass still runs.
+struct ReleasingNode {
+  virtual void release_saved(const AutogradContext* ctx) = 0;
+
+ protected:
+  ~ReleasingNode() = default;
 };
+
+// The autograd node of an op. T derives from torch::autograd::Function<T> and has `kNodeName`, shown by profilers and as
+// grad_fn, and `static variable_list backward(AutogradContext*, variable_list& grads)`, which returns a gradient for each
+// input given to `make_node`, may find gradients of outputs undefined, and may take those that it finds.
+template <class T>
+struct OpNode final : torch::autograd::CppNode<T>, ReleasingNode {
+  std::string name() const override { return T::kNodeName; }
+
+  // The engine says so just before `apply`, unless the graph is kept.
+  void will_release_variables() override { releases_ = true; }
+
+  variable_list apply(variable_list&& inputs) override {
+    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    struct Reset {
+      bool& flag;
+      ~Reset() { flag = false; }
+    } reset{releases_};
+    return torch::autograd::CppNode<T>::apply(std::move(inputs));
+  }
+
+  void release_saved(const AutogradContext* ctx) override {
+    if (!releases_ || ctx != &this->ctx_) return;
+    // Not `release_variables`: it takes the lock that `apply` holds.
+    this->ctx_.save_for_backward({});
+    this->save_variables_to_ctx();
+    released_ = true;
+  }
+
+ private:
+  bool releases_ = false, released_ = false;
+};
+
+// In backward: drops what forward saved, if this pass is the last to need it. What `get_saved_variables` returned stays
+// until the caller drops that, too.
+inline void release_saved(const AutogradContext* ctx) {
+  const auto node = torch::autograd::get_current_node();
+  if (auto* const releasing = dynamic_cast<ReleasingNode*>(node.get())) releasing->release_saved(ctx);
+}
 
 // A new node, in the pointer that this torch holds nodes by: shared_ptr until 2.14, intrusive_ptr since.
 template <class Node>

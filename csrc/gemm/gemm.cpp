@@ -1,10 +1,11 @@
 // gemm, linear and gated_linear: schema, checks, autograd, autocast, dispatch.
 //
-// Each has three ops. X is what users call. X_forward also returns what backward needs: the pre-activation, or an empty
-// tensor where the output serves (relu) or nothing is needed (no activation). X_backward returns the gradients
-// that output_mask asks for, in the order of the arguments, and empty tensors for the others. X_backward.slot writes
-// those of weights into the slots that it is given (binding/gradient_slots.h), with an empty tensor in their place; it is
-// an op of its own so that what a compiler traces stays without side effects.
+// X is what users call. X_forward also returns what backward needs: the pre-activation, or an empty tensor where the
+// output serves (relu) or nothing is needed (no activation). Backward is activation_backward, where there is an
+// activation, then gemm_backward or linear_backward with its result. These return the gradients that output_mask asks
+// for, in the order of the arguments, and empty tensors for the others. X_backward.slot writes those of weights into the
+// slots that it is given (binding/gradient_slots.h), with an empty tensor in their place; it is an op of its own so that
+// what a compiler traces stays without side effects.
 #include <ATen/ops/mul.h>
 
 #include <cmath>
@@ -146,20 +147,33 @@ Tensor operand_gradient(const char* op, const Tensor& given_grad, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> gemm_backward(const Tensor& grad, const Tensor& a, const Tensor& b,
-                                                         const OptionalTensor& bias, const Tensor& preact,
-                                                         ActivationName activation_name, double alpha, double beta,
+                                                         const OptionalTensor& bias, double alpha, double beta,
                                                          std::array<bool, 4> output_mask) {
   constexpr const char* op = "gemm_backward";
-  const Activation activation = parse_activation(op, activation_name);
-  check_gradient(op, grad, preact, check_product(op, a, b).out(), false, activation);
+  check_gradient(op, grad, check_product(op, a, b).out());
   const auto type = a.scalar_type();
-  auto [grad_preact, grad_bias] = activation_gradient(op, grad, preact, activation, false, output_mask[3],
-                                                      is_given(bias) ? bias->scalar_type() : type);
+  Tensor grad_bias = bias_gradient(op, grad, output_mask[3], is_given(bias) ? bias->scalar_type() : type);
   // Tensor cores take two operands of one dtype.
-  const Tensor factor = cuda_kernels(op, grad.device(), type) == nullptr ? grad_preact : grad_preact.to(type);
+  const Tensor factor = cuda_kernels(op, grad.device(), type) == nullptr ? grad : grad.to(type);
   return {output_mask[0] ? operand_gradient(op, factor, a, b, alpha, true) : absent(grad, type),
           output_mask[1] ? operand_gradient(op, factor, b, a, alpha, false) : absent(grad, type),
-          output_mask[2] ? at::mul(grad_preact, beta) : absent(grad, type), grad_bias};
+          output_mask[2] ? at::mul(grad, beta) : absent(grad, type), grad_bias};
+}
+
+// grad (..., N), preact (..., N) or, gated, (..., 2N): the gradient at preact, and the sum of its rows.
+std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad, const Tensor& preact, ActivationName activation,
+                                               bool gated, OptionalType bias_dtype) {
+  constexpr const char* op = "activation_backward";
+  check_floating(op, "grad_out", grad);
+  check_same_device(op, "preact", preact, "grad_out", grad);
+  CUDA_EXT_CHECK(grad.dim() >= 1, op, "expected grad_out of shape (..., N), got ", shape_string(grad));
+  const Sizes expected = replace_last(grad.sizes(), 1, {gated ? 2 * grad.size(-1) : grad.size(-1)});
+  CUDA_EXT_CHECK(preact.sizes() == at::IntArrayRef(expected) && is_floating(preact.scalar_type()), op,
+                 "expected preact of shape ", shape_string(expected), ", got ", shape_string(preact));
+  auto [grad_preact, bias] = activation_gradient(op, grad, preact, parse_activation(op, activation), gated,
+                                                 bias_dtype.has_value(), bias_dtype.value_or(grad.scalar_type()));
+  // Without an activation the gradient stays what it is; an op returns memory of its own.
+  return {grad_preact.is_alias_of(grad) ? grad_preact.clone() : grad_preact, bias};
 }
 
 // linear, gated_linear
@@ -195,65 +209,86 @@ std::tuple<Tensor, Tensor> gated_linear_forward(const Tensor& input, const Tenso
 
 using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
 
-template <bool gated>
 LinearGradients run_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                    const OptionalTensor& bias, const Tensor& preact,
-                                    const ActivationName& activation_name, const std::array<bool, 3>& output_mask,
+                                    const OptionalTensor& bias, const std::array<bool, 3>& output_mask,
                                     const WeightSlot* into) {
-  constexpr const char* op = gated ? "gated_linear_backward" : "linear_backward";
-  check_projection(op, "input", input, "weight", weight, "bias", std::nullopt, gated);
-  const int64_t n = gated ? weight.size(0) / 2 : weight.size(0);
-  const Activation activation = parse_activation(op, activation_name);
-  check_gradient(op, grad, preact, replace_last(input.sizes(), 1, {n}), gated, activation);
+  constexpr const char* op = "linear_backward";
+  check_projection(op, "input", input, "weight", weight, "bias", std::nullopt, false);
+  check_gradient(op, grad, replace_last(input.sizes(), 1, {weight.size(0)}));
   if (into != nullptr) check_slot(op, *into, weight);
   const auto type = input.scalar_type();
-  auto [grad_preact, grad_bias] = activation_gradient(op, grad, preact, activation, gated, output_mask[2],
-                                                      is_given(bias) ? bias->scalar_type() : type);
-  return {output_mask[0] ? input_gradient(op, grad_preact, weight, type) : absent(grad, type),
-          output_mask[1] ? weight_gradient(op, grad_preact, input, type, into) : absent(grad, type), grad_bias};
+  Tensor grad_bias = bias_gradient(op, grad, output_mask[2], is_given(bias) ? bias->scalar_type() : type);
+  return {output_mask[0] ? input_gradient(op, grad, weight, type) : absent(grad, type),
+          output_mask[1] ? weight_gradient(op, grad, input, type, into) : absent(grad, type), grad_bias};
 }
 
-template <bool gated>
 LinearGradients linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                const OptionalTensor& bias, const Tensor& preact, ActivationName activation,
-                                std::array<bool, 3> output_mask) {
-  return run_linear_backward<gated>(grad, input, weight, bias, preact, activation, output_mask, nullptr);
+                                const OptionalTensor& bias, std::array<bool, 3> output_mask) {
+  return run_linear_backward(grad, input, weight, bias, output_mask, nullptr);
 }
-template <bool gated>
 LinearGradients linear_backward_slot(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                     const OptionalTensor& bias, const Tensor& preact, ActivationName activation,
-                                     std::array<bool, 3> output_mask, const OptionalTensor& weight_slot,
-                                     double slot_alpha, double slot_beta) {
+                                     const OptionalTensor& bias, std::array<bool, 3> output_mask,
+                                     const OptionalTensor& weight_slot, double slot_alpha, double slot_beta) {
   const WeightSlot into{"weight_slot", weight_slot, slot_alpha, slot_beta};
-  return run_linear_backward<gated>(grad, input, weight, bias, preact, activation, output_mask, &into);
+  return run_linear_backward(grad, input, weight, bias, output_mask, &into);
 }
 
 }  // namespace
+
+std::tuple<Tensor, Tensor> call_activation_backward(const Tensor& grad, const Tensor& preact,
+                                                    const ActivationName& activation, bool gated,
+                                                    OptionalType bias_type) {
+  static const auto op = find_op<decltype(activation_backward)>(CUDA_EXT_OP("activation_backward"));
+  return op.call(grad, preact, activation, gated, bias_type);
+}
+
+ProjectionGradients call_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                                         const OptionalTensor& bias, std::array<bool, 3> wanted) {
+  static const auto op = find_op<decltype(linear_backward)>(CUDA_EXT_OP("linear_backward"));
+  static const auto slot_op = find_op<decltype(linear_backward_slot)>(CUDA_EXT_OP("linear_backward"), "slot");
+  if (!wanted[0] && !wanted[1] && !wanted[2]) return {};
+  SlotWrite slot(wanted[1], /*input=*/1, grad);
+  auto [grad_input, grad_weight, grad_bias] =
+      slot.found() ? slot_op.call(grad, input, weight, bias, wanted, slot.view(), slot.alpha(), slot.beta())
+                   : op.call(grad, input, weight, bias, wanted);
+  slot.done();
+  return {wanted[0] ? grad_input : Tensor(), wanted[1] && !slot.found() ? grad_weight : Tensor(),
+          wanted[2] ? grad_bias : Tensor()};
+}
 
 // The autograd nodes. Their names show in profiles and as grad_fn, so they are outside of the anonymous namespace.
 
 struct GemmBackward : torch::autograd::Function<GemmBackward> {
   static constexpr const char* kNodeName = CUDA_EXT_OP("GemmBackward");
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(4);
+  static variable_list backward(AutogradContext* ctx, variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(4);
     std::array<bool, 4> wanted{};
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &a = saved[0], &b = saved[1], &preact = saved[2];
+    auto saved = ctx->get_saved_variables();
+    const Tensor &a = saved[0], &b = saved[1];
+    Tensor& preact = saved[2];
     const OptionalTensor bias = optional(saved[3]);
     const ActivationName activation = saved_activation(ctx);
     const double alpha = saved_option(ctx, "alpha", 1.0), beta = saved_option(ctx, "beta", 1.0);
-    if (!preact.defined() || needs_composed_backward(grad)) {
+    if (!preact.defined() || needs_composed_backward(grads[0])) {
       auto [grad_a, grad_b, grad_c, grad_bias] = gemm_composed_backward(
-          grad, a, b, optional(saved[4]), bias, parse_activation("gemm_backward", activation), alpha, beta, wanted);
+          grads[0], a, b, optional(saved[4]), bias, parse_activation("gemm_backward", activation), alpha, beta, wanted);
       return {grad_a, grad_b, grad_c, grad_bias};
     }
+    Tensor grad = std::move(grads[0]), grad_bias;
+    if (activation.has_value()) {
+      std::tie(grad, grad_bias) =
+          call_activation_backward(grad, preact, activation, false, bias_type(wanted[3], bias, a));
+      preact.reset();
+      release_saved(ctx);
+    }
+    const bool sums_bias = wanted[3] && !activation.has_value();
     static const auto op = find_op<decltype(gemm_backward)>(CUDA_EXT_OP("gemm_backward"));
-    auto [grad_a, grad_b, grad_c, grad_bias] = op.call(grad, a, b, bias, preact, activation, alpha, beta, wanted);
-    return {wanted[0] ? grad_a : Tensor(), wanted[1] ? grad_b : Tensor(), wanted[2] ? grad_c : Tensor(),
-            wanted[3] ? grad_bias : Tensor()};
+    auto gradients = op.call(grad, a, b, bias, alpha, beta, {wanted[0], wanted[1], wanted[2], sums_bias});
+    if (sums_bias) grad_bias = std::get<3>(gradients);
+    return {wanted[0] ? std::get<0>(gradients) : Tensor(), wanted[1] ? std::get<1>(gradients) : Tensor(),
+            wanted[2] ? std::get<2>(gradients) : Tensor(), wanted[3] ? grad_bias : Tensor()};
   }
 };
 
@@ -262,43 +297,37 @@ template <bool gated>
 struct LinearBackward : torch::autograd::Function<LinearBackward<gated>> {
   static constexpr const char* kNodeName = gated ? CUDA_EXT_OP("GatedLinearBackward") : CUDA_EXT_OP("LinearBackward");
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Tensor& grad = grads[0];
-    if (!grad.defined()) return variable_list(gated ? 3 : 4);
+  static variable_list backward(AutogradContext* ctx, variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(gated ? 3 : 4);
     std::array<bool, 3> wanted{};
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &input = saved[0], &weight = saved[1], &preact = saved[2];
+    auto saved = ctx->get_saved_variables();
+    const Tensor &input = saved[0], &weight = saved[1];
+    Tensor& preact = saved[2];
     const OptionalTensor bias = optional(saved[3]);
     const ActivationName activation = saved_activation(ctx);
+    Tensor grad_residual;
+    if constexpr (!gated) grad_residual = ctx->needs_input_grad(3) ? grads[0] : Tensor();
     variable_list result;
-    if (!preact.defined() || needs_composed_backward(grad)) {
+    if (!preact.defined() || needs_composed_backward(grads[0])) {
       auto [grad_input, grad_weight, grad_bias] = linear_composed_backward(
-          grad, input, weight, bias, parse_activation("linear_backward", activation), gated, wanted);
+          grads[0], input, weight, bias, parse_activation("linear_backward", activation), gated, wanted);
       result = {grad_input, grad_weight, grad_bias};
     } else {
-      result = fused(grad, input, weight, bias, preact, activation, wanted);
+      Tensor grad = std::move(grads[0]), grad_bias;
+      const bool has_activation = gated || activation.has_value();
+      if (has_activation) {
+        std::tie(grad, grad_bias) =
+            call_activation_backward(grad, preact, activation, gated, bias_type(wanted[2], bias, input));
+        preact.reset();
+        release_saved(ctx);
+      }
+      auto gradients =
+          call_linear_backward(grad, input, weight, bias, {wanted[0], wanted[1], wanted[2] && !has_activation});
+      result = {gradients.input, gradients.weight, has_activation && wanted[2] ? grad_bias : gradients.bias};
     }
-    if constexpr (!gated) result.push_back(ctx->needs_input_grad(3) ? grad : Tensor());
+    if constexpr (!gated) result.push_back(grad_residual);
     return result;
-  }
-
- private:
-  // A gradient of the weight that a slot takes is not returned.
-  static variable_list fused(const Tensor& grad, const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             const Tensor& preact, const ActivationName& activation,
-                             const std::array<bool, 3>& wanted) {
-    constexpr const char* name = gated ? CUDA_EXT_OP("gated_linear_backward") : CUDA_EXT_OP("linear_backward");
-    static const auto op = find_op<decltype(linear_backward<gated>)>(name);
-    static const auto slot_op = find_op<decltype(linear_backward_slot<gated>)>(name, "slot");
-    SlotWrite slot(wanted[1], /*input=*/1, grad);
-    auto [grad_input, grad_weight, grad_bias] = slot.found()
-                                                    ? slot_op.call(grad, input, weight, bias, preact, activation,
-                                                                   wanted, slot.view(), slot.alpha(), slot.beta())
-                                                    : op.call(grad, input, weight, bias, preact, activation, wanted);
-    slot.done();
-    return {wanted[0] ? grad_input : Tensor(), wanted[1] && !slot.found() ? grad_weight : Tensor(),
-            wanted[2] ? grad_bias : Tensor()};
   }
 };
 
@@ -392,9 +421,7 @@ Tensor gated_linear_autocast(const Tensor& input, const Tensor& weight, const Op
 #define LINEAR_ARGUMENTS \
   "(Tensor input, Tensor weight, Tensor? bias=None, Tensor? residual=None, *, str? activation=None)"
 #define GATED_LINEAR_ARGUMENTS "(Tensor input, Tensor weight, Tensor? bias=None, *, str? activation='silu')"
-#define LINEAR_BACKWARD_ARGUMENTS                                                                   \
-  "Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, Tensor preact, *, str? activation, " \
-  "bool[3] output_mask"
+#define LINEAR_BACKWARD_ARGUMENTS "Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, *, bool[3] output_mask"
 #define LINEAR_SLOT_ARGUMENTS LINEAR_BACKWARD_ARGUMENTS ", Tensor(a!)? weight_slot, float slot_alpha, float slot_beta"
 #define LINEAR_GRADIENTS " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 
@@ -403,9 +430,12 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("gemm" GEMM_ARGUMENTS " -> Tensor", tags);
   m.def("gemm_forward" GEMM_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
   m.def(
-      "gemm_backward(Tensor grad_out, Tensor a, Tensor b, Tensor? bias, Tensor preact, *, str? activation, "
-      "float alpha, float beta, bool[4] output_mask) "
-      "-> (Tensor grad_a, Tensor grad_b, Tensor grad_c, Tensor grad_bias)",
+      "gemm_backward(Tensor grad_out, Tensor a, Tensor b, Tensor? bias, *, float alpha, float beta, "
+      "bool[4] output_mask) -> (Tensor grad_a, Tensor grad_b, Tensor grad_c, Tensor grad_bias)",
+      tags);
+  m.def(
+      "activation_backward(Tensor grad_out, Tensor preact, *, str? activation, bool gated, "
+      "ScalarType? bias_dtype) -> (Tensor grad_preact, Tensor grad_bias)",
       tags);
   m.def("linear" LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("linear_forward" LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
@@ -413,11 +443,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("linear_backward.slot(" LINEAR_SLOT_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
   m.def("gated_linear" GATED_LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("gated_linear_forward" GATED_LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  m.def("gated_linear_backward(" LINEAR_BACKWARD_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
-  m.def("gated_linear_backward.slot(" LINEAR_SLOT_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
-  register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "linear", "linear_forward", "linear_backward",
-                        "linear_backward.slot", "gated_linear", "gated_linear_forward", "gated_linear_backward",
-                        "gated_linear_backward.slot"});
+  register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "activation_backward", "linear", "linear_forward",
+                        "linear_backward", "linear_backward.slot", "gated_linear", "gated_linear_forward"});
 }
 
 namespace {
@@ -426,14 +453,13 @@ void register_kernels(torch::Library& m) {
   m.impl("gemm", gemm);
   m.impl("gemm_forward", gemm_forward);
   m.impl("gemm_backward", gemm_backward);
+  m.impl("activation_backward", activation_backward);
   m.impl("linear", linear);
   m.impl("linear_forward", linear_forward);
-  m.impl("linear_backward", linear_backward<false>);
-  m.impl("linear_backward.slot", linear_backward_slot<false>);
+  m.impl("linear_backward", linear_backward);
+  m.impl("linear_backward.slot", linear_backward_slot);
   m.impl("gated_linear", gated_linear);
   m.impl("gated_linear_forward", gated_linear_forward);
-  m.impl("gated_linear_backward", linear_backward<true>);
-  m.impl("gated_linear_backward.slot", linear_backward_slot<true>);
 }
 
 }  // namespace
@@ -445,8 +471,8 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("gemm", gemm_autograd);
   m.impl("linear", linear_autograd);
   m.impl("gated_linear", gated_linear_autograd);
-  for (const char* name : {"gemm_forward", "gemm_backward", "linear_forward", "linear_backward", "linear_backward.slot",
-                           "gated_linear_forward", "gated_linear_backward", "gated_linear_backward.slot"})
+  for (const char* name : {"gemm_forward", "gemm_backward", "activation_backward", "linear_forward", "linear_backward",
+                           "linear_backward.slot", "gated_linear_forward"})
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 

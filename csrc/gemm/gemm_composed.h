@@ -7,8 +7,6 @@
 
 namespace cuda_ext {
 
-using OptionalType = std::optional<at::ScalarType>;
-
 // The public ops, through the dispatcher.
 Tensor call_gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                  const ActivationName& activation, double alpha, double beta, OptionalType out_dtype);

@@ -40,15 +40,10 @@ void check_projection(const char* op, const char* input_name, const Tensor& inpu
   if (is_given(bias)) check_bias(op, bias_name, *bias, input, input.scalar_type(), weight.size(0));
 }
 
-void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact, at::IntArrayRef out, bool gated,
-                    Activation activation) {
+void check_gradient(const char* op, const Tensor& grad_out, at::IntArrayRef out) {
   check_floating(op, "grad_out", grad_out);
   CUDA_EXT_CHECK(grad_out.sizes() == out, op, "expected grad_out of shape ", shape_string(out), ", got ",
                  shape_string(grad_out));
-  if (!gated && activation == Activation::kNone) return;
-  const Sizes expected = replace_last(out, 1, {gated ? 2 * out.back() : out.back()});
-  CUDA_EXT_CHECK(preact.sizes() == at::IntArrayRef(expected) && is_floating(preact.scalar_type()), op,
-                 "expected preact of shape ", shape_string(expected), ", got ", shape_string(preact));
 }
 
 namespace {
@@ -258,6 +253,10 @@ ActivationGradient activation_gradient(const char* op, const Tensor& grad, const
     kernels->activation_grad(params, scope.workspace(), scope.stream());
   }
   return result;
+}
+
+Tensor bias_gradient(const char* op, const Tensor& grad, bool wanted, at::ScalarType type) {
+  return activation_gradient(op, grad, Tensor(), Activation::kNone, false, wanted, type).bias;
 }
 
 }  // namespace cuda_ext

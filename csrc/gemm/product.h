@@ -12,6 +12,7 @@
 namespace cuda_ext {
 
 using ActivationName = std::optional<std::string_view>;
+using OptionalType = std::optional<at::ScalarType>;
 
 inline constexpr std::array<std::string_view, 5> kActivationNames = {"", "relu", "gelu", "gelu_tanh", "silu"};
 
@@ -86,9 +87,8 @@ void check_bias(const char* op, const char* argument, const Tensor& bias, const 
 // c or residual: dtype of the inputs or of the output, and a shape that broadcasts to the output.
 void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
                   at::ScalarType out_type, at::IntArrayRef out);
-// grad_out of shape `out`, and preact of that shape with a last dim twice as long when gated, or empty when not needed.
-void check_gradient(const char* op, const Tensor& grad_out, const Tensor& preact, at::IntArrayRef out, bool gated,
-                    Activation activation);
+// grad_out of shape `out`.
+void check_gradient(const char* op, const Tensor& grad_out, at::IntArrayRef out);
 
 // Writes batch dims, outermost first, into params: into m where b stays the same and the rows of the others go on, into
 // k where a reduced dim only lengthens the sum, otherwise merged with each other where strides allow.
@@ -131,6 +131,13 @@ struct ActivationGradient {
 };
 ActivationGradient activation_gradient(const char* op, const Tensor& grad, const Tensor& preact, Activation activation,
                                        bool gated, bool bias_wanted, at::ScalarType bias_type);
+
+// That sum alone.
+Tensor bias_gradient(const char* op, const Tensor& grad, bool wanted, at::ScalarType type);
+// The dtype of a bias's gradient, if it is wanted.
+inline OptionalType bias_type(bool wanted, const OptionalTensor& bias, const Tensor& input) {
+  return wanted ? OptionalType((is_given(bias) ? *bias : input).scalar_type()) : std::nullopt;
+}
 
 // (..., n) as (rows, n).
 Tensor flatten_rows(const Tensor& tensor);
