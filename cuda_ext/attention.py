@@ -119,6 +119,8 @@ def flash_attention(
     if has_tensors or has_numbers or window is not None or deterministic is not None:
         left, right = _window_sides("flash_attention", window)
         check_constants("flash_attention", scale=scale, softcap=softcap, dropout_p=dropout_p)
+        if dropout_p > 0:
+            query = _mapped_where_masks_differ(query)
         out, lse = _attention(
             query,
             key,
@@ -187,6 +189,8 @@ def flash_attention_varlen(
     """
     left, right = _window_sides("flash_attention_varlen", window)
     check_constants("flash_attention_varlen", scale=scale, softcap=softcap, dropout_p=dropout_p)
+    if dropout_p > 0:
+        query = _mapped_where_masks_differ(query)
     out, lse = _attention_varlen(
         query,
         key,
@@ -206,6 +210,15 @@ def flash_attention_varlen(
         deterministic=deterministic,
     )
     return (out, lse) if return_lse else out
+
+
+def _mapped_where_masks_differ(query: Tensor) -> Tensor:
+    """Inside of `torch.vmap` with randomness="different", mapped, so that each element has a mask of its own even where
+    no argument is mapped; with randomness="error", an error. PyTorch decides: an empty random tensor asks it, and draws
+    nothing."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
+        return query
+    return query + torch.rand(0, dtype=query.dtype, device=query.device).sum()
 
 
 def _window_sides(op: str, window: Window | None) -> Window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,6 +163,52 @@ def test_dropout_under_transforms_follows_the_randomness_of_vmap() -> None:
     assert torch.equal(same[0], same[1]) and same.any()
     different = vmap(grad(loss), randomness="different")(queries)
     assert not torch.equal(different[0], different[1])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_lengths_that_are_made_inside_of_a_transform(dropout_p: float) -> None:
+    query, key, value = (torch.randn(9, 2, 4, dtype=torch.float64) for _ in range(3))
+    numbers = [0, 4, 9]
+    lengths = torch.tensor(numbers, dtype=torch.int32)
+
+    def loss(query: Tensor, lengths: Tensor | None = None) -> Tensor:
+        if lengths is None:
+            lengths = torch.tensor(numbers, dtype=torch.int32)
+        torch.manual_seed(5)
+        options = {"dropout_p": dropout_p, "causal": True}
+        return cuda_ext.flash_attention_varlen(query, key, value, lengths, lengths, **options).square().sum()
+
+    for transform in (grad, jacrev, partial(jacfwd, randomness="same"), lambda f: jacrev(grad(f))):
+        torch.testing.assert_close(transform(loss)(query), transform(loss)(query, lengths))
+    with pytest.raises(RuntimeError, match="vmap"):
+        vmap(grad(loss), in_dims=(None, 0), randomness="same")(query, lengths.expand(2, 3))
+
+
+@pytest.mark.parametrize("derivative", [False, True])
+@pytest.mark.parametrize("op", ["flash_attention", "flash_attention_varlen"])
+def test_dropout_where_nothing_is_mapped_follows_the_randomness_of_vmap(op: str, derivative: bool) -> None:
+    query, key, value = (torch.randn(1, 32, 2, 4) for _ in range(3))
+
+    def attend(query: Tensor) -> Tensor:
+        if op == "flash_attention":
+            return cuda_ext.flash_attention(query, key, value, dropout_p=0.5)
+        lengths = torch.tensor([0, 32], dtype=torch.int32)
+        return cuda_ext.flash_attention_varlen(query[0], key[0], value[0], lengths, lengths, dropout_p=0.5)
+
+    def mapped(x: Tensor) -> Tensor:
+        return x + (grad(lambda q: attend(q).square().sum())(query) if derivative else attend(query)).sum()
+
+    zeros = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(mapped)(zeros)
+    same = vmap(mapped, randomness="same")(zeros)
+    assert same[0] == same[1] != 0
+    different = vmap(mapped, randomness="different")(zeros)
+    assert different[0] != different[1]
+    state = torch.get_rng_state()
+    alone = attend(query)
+    torch.set_rng_state(state)
+    assert torch.equal(vmap(lambda x: x + attend(query), randomness="same")(zeros)[0], alone)
 
 
 def test_name_of_the_node() -> None:

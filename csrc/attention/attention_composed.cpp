@@ -151,12 +151,20 @@ AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse
 struct Segment {
   int64_t index, first_q, rows, first_k, keys;
 };
+std::vector<int64_t> numbers_of(const Tensor& cu_seqlens) {
+  // What is made inside of a transform has no memory of its own; and item() refuses in words what vmap maps.
+  const bool has_memory = cu_seqlens.has_storage();
+  const Tensor source = has_memory ? cu_seqlens.cpu() : cu_seqlens;
+  std::vector<int64_t> numbers(size_t(source.size(0)));
+  for (size_t i = 0; i < numbers.size(); ++i)
+    numbers[i] = has_memory ? source.accessor<int, 1>()[int64_t(i)] : source.select(0, int64_t(i)).item<int>();
+  return numbers;
+}
 std::vector<Segment> segments_of(const AttentionOptions& o) {
-  const Tensor starts_q = o.cu_seqlens_q->cpu(), starts_k = o.cu_seqlens_k->cpu();
-  const auto q = starts_q.accessor<int, 1>(), k = starts_k.accessor<int, 1>();
+  const std::vector<int64_t> q = numbers_of(*o.cu_seqlens_q), k = numbers_of(*o.cu_seqlens_k);
   std::vector<Segment> segments;
-  for (int64_t n = 0; n + 1 < starts_q.size(0); ++n)
-    segments.push_back({n, q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
+  for (size_t n = 0; n + 1 < q.size(); ++n)
+    segments.push_back({int64_t(n), q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
   return segments;
 }
 Tensor rows_of(const Tensor& packed, int64_t first, int64_t count) {
