@@ -73,3 +73,12 @@ for _op in ("linear", "gated_linear", "mlp", "gated_mlp"):
         _register(getattr(ops, _op + _suffix).default, _op)
 for _backward in ("activation_backward", "linear_backward", "mlp_hidden_backward"):
     _register(getattr(ops, _backward).default, _backward)
+
+
+def _refuse_dense_query(func: Any, *args: Any, **options: Any) -> Any:
+    check(False, "flash_attention", "expected query, key and value to be nested tensors all three, got a dense query")
+
+
+# `flash_attention` itself serves jagged queries, by the packed op.
+for _attention in (ops.flash_attention.default, ops.flash_attention_forward.default):
+    register_jagged_func(_attention, "...")(_refuse_dense_query)

@@ -103,7 +103,8 @@ def flash_attention(
         gradients. With sinks, which nothing hides, its `lse` is the sink.
 
     Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first.
-    Dimensions of size 0 work.
+    Dimensions of size 0 work. Nested tensors of layout `torch.jagged`, `(B, jagged S, H, D)` all three, without
+    `bias`: `flash_attention_varlen` on their packed rows, nothing is padded; `lse` is `(B, H, jagged S)`.
 
     Differentiable to any order and in both modes, and under the transforms of `torch.func`. Only the first derivative
     by `backward` is fused. The others are composed of our products and PyTorch's elementwise ops, through the full
@@ -114,6 +115,15 @@ def flash_attention(
         RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument.
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
+    if query.is_nested:
+        options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
+        options |= {
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "dropout_p": dropout_p,
+            "deterministic": deterministic,
+        }
+        return _jagged_attention(query, key, value, bias, return_lse, options)
     has_tensors = alibi_slopes is not None or sinks is not None or bias is not None
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None:
@@ -210,6 +220,45 @@ def flash_attention_varlen(
         deterministic=deterministic,
     )
     return (out, lse) if return_lse else out
+
+
+def _jagged_attention(
+    query: Any, key: Any, value: Any, bias: Tensor | None, return_lse: bool, options: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` of `(batch, jagged seq, heads, dim)`: the packed form, which their memory has already."""
+    op = f"{NAMESPACE}::flash_attention"  # not `check`, which torch.compile cannot follow
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        is_jagged = tensor.is_nested and tensor.layout == torch.jagged and tensor.dim() == 4
+        if not (is_jagged and tensor._ragged_idx == 1 and tensor.lengths() is None):
+            layout = tensor.layout if tensor.is_nested else "not nested"
+            raise RuntimeError(
+                f"{op}: expected query, key and value to be contiguous nested tensors of layout torch.jagged and shape "
+                f"(batch, jagged seq, heads, dim), got {name} with {tensor.dim()} dimensions, {layout}"
+            )
+    if key.shape[1] != value.shape[1]:
+        raise RuntimeError(
+            f"{op}: expected value of the same sequences as key, got offsets of its own; make it with those of key "
+            "(torch.nested.nested_tensor_from_jagged)"
+        )
+    if bias is not None:
+        raise RuntimeError(f"{op}: expected bias=None with nested tensors; call it for each sequence")
+    offsets = query.offsets()
+    result = flash_attention_varlen(
+        query.values(),
+        key.values(),
+        value.values(),
+        offsets.int(),
+        key.offsets().int(),
+        max_seqlen_q=query._maybe_max_seqlen,
+        max_seqlen_k=key._maybe_max_seqlen,
+        return_lse=True,
+        **options,
+    )
+    known = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
+    out = torch.nested.nested_tensor_from_jagged(result[0], offsets, **known)
+    if not return_lse:
+        return out
+    return out, torch.nested.nested_tensor_from_jagged(result[1], offsets, jagged_dim=2, **known)
 
 
 def _mapped_where_masks_differ(query: Tensor) -> Tensor:

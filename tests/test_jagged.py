@@ -1,12 +1,16 @@
-"""The projections on jagged nested tensors, against one call for each sequence."""
+"""The projections and attention on jagged nested tensors, against one call for each sequence."""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import pytest
 import torch
 from gemm_common import OPS, arguments
 from torch import Tensor
 
+from cuda_ext.attention import flash_attention
 from cuda_ext.gemm import linear
 
 
@@ -57,3 +61,71 @@ def test_refusals() -> None:
     holes = torch.nested.narrow(torch.randn(2, 6, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 4]), torch.jagged)
     with pytest.raises(RuntimeError, match="linear: expected input to be contiguous"):
         linear(holes, weight)
+
+
+ATTENTION_LENGTHS = (3, 0, 17, 1)
+
+
+def attention_inputs(heads: tuple[int, int] = (4, 2)) -> list[list[Tensor]]:
+    """Queries, keys and values of each sequence."""
+    numbers = {"dtype": torch.float64, "requires_grad": True}
+    return [
+        [torch.randn(length, own_heads, dim, **numbers) for length in ATTENTION_LENGTHS]
+        for own_heads, dim in ((heads[0], 8), (heads[1], 8), (heads[1], 5))
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True, "softcap": 3.0}, {"window": (4, 2), "scale": 0.3, "alibi_slopes": torch.rand(4)}]
+)
+def test_attention(options: dict[str, Any], compiled: bool) -> None:
+    inputs = attention_inputs()
+    leaves = [leaf for sequences in inputs for leaf in sequences]
+    offsets = torch.tensor([0, *itertools.accumulate(ATTENTION_LENGTHS)])
+    given = [torch.nested.nested_tensor_from_jagged(torch.cat(sequences), offsets) for sequences in inputs]
+    attend = torch.compile(flash_attention, fullgraph=True, backend="aot_eager") if compiled else flash_attention
+    out, lse = attend(*given, return_lse=True, **options)
+    assert out.shape[:2] == given[0].shape[:2] and out.shape[2:] == (4, 5)
+    assert lse.shape == (4, 4, out.shape[1])
+    torch.testing.assert_close((out + given[0][..., :5]).values(), out.values() + given[0].values()[..., :5])
+    each = [
+        flash_attention(*(x.unsqueeze(0) for x in of_one), return_lse=True, **options)
+        for of_one in zip(*inputs, strict=True)
+    ]
+    expected_out = torch.cat([one.squeeze(0) for one, _ in each])
+    expected_lse = torch.cat([one.squeeze(0) for _, one in each], -1)
+    torch.testing.assert_close(out.values(), expected_out)
+    torch.testing.assert_close(lse.values(), expected_lse)
+    actual = torch.autograd.grad(out.values().sin().sum() + lse.values().sum(), leaves)
+    expected = torch.autograd.grad(expected_out.sin().sum() + expected_lse.sum(), leaves)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_attention_to_other_sequences() -> None:
+    queries, keys = ([torch.randn(n, 2, 8) for n in lengths] for lengths in ((3, 5), (7, 2)))
+    key = jagged(keys)
+    out = flash_attention(jagged(queries), key, key)
+    for a, query, own in zip(out.unbind(), queries, keys, strict=True):
+        torch.testing.assert_close(a, flash_attention(query[None], own[None], own[None])[0])
+
+
+def test_refusals_of_attention() -> None:
+    x = jagged([torch.randn(n, 2, 8) for n in (3, 5)])
+    with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key .*, got key with 4 .*not nested"):
+        flash_attention(x, torch.randn(2, 5, 2, 8), x)
+    for dense in (torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8, requires_grad=True)):
+        with pytest.raises(
+            RuntimeError, match=r"flash_attention: expected .* nested tensors all three, got a dense query"
+        ):
+            flash_attention(dense, x, x)
+    with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*, got query"):
+        flash_attention(x.transpose(1, 2), x, x)
+    with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*torch.strided"):
+        strided = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.strided)
+        flash_attention(strided, strided, strided)
+    with pytest.raises(RuntimeError, match="flash_attention: expected value of the same sequences as key"):
+        flash_attention(x, x, jagged([torch.randn(n, 2, 8) for n in (5, 3)]))
+    with pytest.raises(RuntimeError, match="flash_attention: expected bias=None with nested tensors"):
+        flash_attention(x, x, x, bias=torch.zeros(5))
