@@ -310,6 +310,137 @@ def test_unused_parameters_need_no_flag(bucket_mb: float | str) -> None:
             assert not model.found_nonfinite()
 
 
+class Optional(nn.Module):
+    """May return what no parameter has part in: with a graph of its own, or without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = Branches()
+
+    def forward(self, x: Tensor, used: list[int] | str) -> Tensor:
+        if used == "leaf":
+            return torch.zeros(1, dtype=x.dtype, requires_grad=True).sum()
+        if used == "raise":
+            raise ValueError("no such batch")
+        return torch.zeros((), dtype=x.dtype) if used == "constant" else self.branches(x, used)
+
+
+REDUCTIONS = ("auto", "float32", "all_reduce")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("wire_dtype", [None, torch.float32])
+def test_a_backward_that_reaches_no_parameter_takes_part_with_zeros(
+    reduction: str, wire_dtype: torch.dtype | None
+) -> None:
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, reduction=reduction, wire_dtype=wire_dtype)
+    plain = copy.deepcopy(model.module)
+    rank = dist.get_rank()
+    # Of every step, what each rank uses. After the first that reaches parameters, buckets follow their order.
+    for used in (("leaf", "leaf"), ([0], "leaf"), ("leaf", [1, 2]), ([3], [3]), ("leaf", "leaf"), ([4], "leaf")):
+        for m in (model, plain):
+            m.zero_grad()
+        batches = torch.randn(2, 2, 7, dtype=torch.float64)
+        model(batches[rank], used[rank]).backward()
+        sum(plain(batches[r], used[r]) for r in range(2)).div(2).backward()
+        assert_gradients(model, plain, tolerance=1e-12 if wire_dtype is None else 1e-6)
+
+
+@on_ranks(2)
+def test_a_backward_that_reaches_no_parameter_leaves_the_sharded_optimizer_its_averages() -> None:
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, shard_optimizer=True)
+    plain = copy.deepcopy(model.module)
+    optimizers = model.sharded_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    batch = torch.randn(2, 7, dtype=torch.float64)
+    model(batch, [0, 1] if dist.get_rank() == 0 else "leaf").backward()
+    (plain(batch, [0, 1]) / 2).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("wire_dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("how", ["no backward", "constant", "raise"])
+def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
+    reduction: str, wire_dtype: torch.dtype | None, guilty: int, how: str
+) -> None:
+    """The next pass of that rank would else meet this one of the others, from here to the end."""
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, reduction=reduction, wire_dtype=wire_dtype)
+    plain = copy.deepcopy(model.module)
+    rank = dist.get_rank()
+    batches = torch.randn(2, 2, 7, dtype=torch.float64)
+
+    def step() -> None:
+        for m in (model, plain):
+            m.zero_grad()
+        model(batches[rank], [0, 1]).backward()
+        sum(plain(batches[r], [0, 1]) for r in range(2)).div(2).backward()
+        assert_gradients(model, plain, tolerance=1e-12 if wire_dtype is None else 3e-2)
+
+    step()
+    if rank == guilty:
+        if how == "no backward":
+            model(batches[rank], [0])
+        elif how == "constant":
+            model(batches[rank], "constant").clone().requires_grad_().backward()
+        else:
+            with pytest.raises(ValueError, match="no such batch"):
+                model(batches[rank], "raise")
+    message = (
+        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks alike, got a "
+        f"forward pass on rank {guilty} that backward has not reached: "
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
+        model(batches[rank], [0, 1]).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    step()
+    step()
+
+
+@on_ranks(2)
+def test_forward_passes_may_differ_where_none_is_left_out() -> None:
+    model = BucketedDataParallel(Optional(), bucket_mb=1e-4)
+    plain = copy.deepcopy(model.module)
+    rank = dist.get_rank()
+    batches = torch.randn(2, 2, 7, dtype=torch.float64)
+    # Of every step, the forward passes of each rank; their outputs are added.
+    steps: list[tuple[list[list[int] | str], ...]] = [
+        ([[0]], [[0], [1], [2, 3]]),
+        ([[4]], ["leaf", [3], "leaf"]),
+        ([[0], [1]], ["leaf"]),
+        ([[0, 1, 2, 3, 4]], ["leaf", [0, 1, 2, 3, 4]]),  # the last gradient comes before that of the first output
+    ]
+    for used in steps:
+        for m in (model, plain):
+            m.zero_grad()
+        if used is steps[0]:
+            model(batches[0], [0])  # of which nothing is trained, on all ranks
+        if rank == 0:
+            model.eval()
+            model(batches[0], [0])
+            model.train()
+            with torch.no_grad():
+                model(batches[0], [0])
+            with model.no_sync():
+                model(batches[0], [0])
+        sum(model(batches[rank], each) for each in used[rank]).backward()
+        sum(plain(batches[r], each) for r in range(2) for each in used[r]).div(2).backward()
+        assert_gradients(model, plain)
+    # One rank accumulates one batch more.
+    for m in (model, plain):
+        m.zero_grad()
+    if rank == 1:
+        with model.no_sync():
+            model(batches[0], [2]).backward()
+    model(batches[rank], [0]).backward()
+    (plain(batches[0], [2]) + sum(plain(batches[r], [0]) for r in range(2))).div(2).backward()
+    assert_gradients(model, plain)
+
+
 # norms
 
 

@@ -22,7 +22,9 @@ ENDINGS = {
     "dies before the norm": GONE,
     "dies before the mean of the loss": GONE,
     "stops": GONE,
-    "hangs": rf"is not in a backward pass; it has done {STEPS}",
+    "hangs": rf"is not in a backward pass; it has done {STEPS}$",
+    "hangs after forward": rf"is not in a backward pass; it has done {STEPS}, and no backward pass has reached its "
+    "last forward pass$",
     "hangs in backward": rf"computes gradients in backward pass {STEPS + 1}; bucket 1 of 3 lacks 1\.weight",
 }
 NO_STORE = "the store of the process group, on the host of rank 0 of the job, does not answer"

@@ -266,7 +266,7 @@ class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for n, layer in enumerate(self.layers):
             x = layer(Fails.apply(x, n == self.fails_at))
-        return x
+        return Fails.apply(x, self.fails_at == len(self.layers)).view_as(x)
 
 
 @on_ranks(4)
@@ -276,7 +276,8 @@ def test_training_goes_on_after_an_exception_in_backward(failing: list[int], wir
     model = BucketedDataParallel(Failing(), bucket_mb=SMALL, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
-    for fails_at in (4, 6, 1):  # with buckets sent before it, with none, with all but one
+    # With buckets sent before it, with none, with all but one, and between the output and the first parameter.
+    for fails_at in (4, 6, 1, 7):
         batches = torch.randn(4, 2, 7, dtype=torch.float64)
         model.fails_at = model.module.fails_at = fails_at if rank in failing else None
         message = (

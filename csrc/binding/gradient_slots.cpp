@@ -351,4 +351,10 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       .def("lock", &GradientSlots::lock)
       .def("unlock_all", &GradientSlots::unlock_all)
       .def("release", &GradientSlots::release);
+  // Whether a backward() call runs that was asked for the gradients of all leaves: not torch.autograd.grad, nor
+  // backward(inputs=...). Asked in a hook.
+  m.def("_in_whole_backward() -> bool", [] {
+    const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+    return asked != nullptr && asked->empty();
+  });
 }

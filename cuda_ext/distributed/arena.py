@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuda_ext.bucket import aligned_offsets
 
-FLAGS_OF_A_RANK = 2
+FLAGS_OF_A_RANK = 4
 
 
 @dataclass(frozen=True)

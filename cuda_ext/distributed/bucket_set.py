@@ -218,10 +218,14 @@ class BucketSet:
         self._reducer.times_arrivals = auto and self._reducer.passes == self._learns_at - 1
         if self._reducer.passes < self._learns_at:
             return
-        self._learns_at = None
         arrivals = self._reducer.arrivals
         source = torch.tensor(self._group.rank() if arrivals.places else self._group.size(), device=self.device)
         dist.all_reduce(source, dist.ReduceOp.MIN, group=self._group)
+        if int(source) == self._group.size():  # that pass has reached no parameter: learn from the next
+            self._learns_at = self._reducer.passes + 1
+            self._reducer.times_arrivals = auto
+            return
+        self._learns_at = None
         places = [self._assignment[number][position] for number, position in arrivals.places]
         last = dict(zip(places, arrivals.seconds())) if auto else dict.fromkeys(places, 0.0)
         arrived = list(dict.fromkeys(reversed(places)))[::-1]  # by their last arrival

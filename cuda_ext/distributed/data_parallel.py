@@ -70,11 +70,13 @@ class BucketedDataParallel(nn.Module, Joinable):
             (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
             memory of the wrapper.
 
-    A parameter that some ranks do not use needs no flag: they contribute zeros. One that no rank uses keeps
-    ``grad=None``. Gradients from before (from `no_sync`, or not zeroed) are part of the average. Parameters may be
-    frozen and freed between steps, on all ranks alike; where they are not, all ranks get a RuntimeError. Inputs of
-    different numbers are for `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of
-    ``module``, which is also there as ``.module``.
+    A parameter that some ranks do not use needs no flag: they contribute zeros, even to all parameters, if their loss
+    depends on an output of the module. One that no rank uses keeps ``grad=None``. Where some ranks run no backward pass
+    on what forward has returned in training mode, and others do, all get a RuntimeError (not on GPUs). Gradients from
+    before (from `no_sync`, or not zeroed) are part of the average. Parameters may be frozen and freed between steps, on
+    all ranks alike; where they are not, all ranks get a RuntimeError. Inputs of different numbers are for
+    `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which is also there
+    as ``.module``.
 
     If a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs as soon as that rank
     calls forward again; the gradients of that step are dropped everywhere (``grad=None``) and training can go on. If a
@@ -167,11 +169,13 @@ class BucketedDataParallel(nn.Module, Joinable):
                 )
             Join.notify_join_context(self)
             self._before_pass()
+            in_backward = torch._C._current_graph_task_id() != -1  # where a checkpoint computes it again
+            output_hook = self._reducer.output_hook(trains=self.training and not in_backward)
         output = self.module(*args, **kwargs)
         if synchronizes:
             for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(self._reducer.output_hook)
+                    leaf.register_hook(output_hook)
         return output
 
     def _before_pass(self) -> None:

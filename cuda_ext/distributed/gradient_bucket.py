@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,23 @@ FLAGS = dict.fromkeys((torch.float32, torch.bfloat16, torch.float64), 2.0 ** (-6
 SMALLEST_TO_TAKE = 64 << 10  # bytes: copying them takes longer than the call
 
 
+class Outcome(Enum):
+    """What the sum over the ranks of a bucket has brought."""
+
+    AVERAGES = "the averages"
+    GIVEN_UP = "some rank has given the pass up"
+    ANNOUNCED = "some rank has only said that its parameters were frozen or freed"
+    LEFT_OUT = "some ranks, and not all, have forward passes that backward has not reached"
+
+
 class GradientBucket:
     """The flat buffers of some parameters of one dtype, and the state of their sum over the ranks.
 
     ``wire`` is what travels: the head, with the gradients, and behind it one flag for each parameter, which a rank sets
-    if it has a gradient for that parameter, so that the sum tells which gradients exist at all. Two more tell whether
-    the rank takes part with gradients, or only to say that its parameters were frozen or freed. A rank that gives a
-    backward pass up sends NaN everywhere, so that no other takes the sum for a gradient.
+    if it has a gradient for that parameter, so that the sum tells which gradients exist at all. Four more tell about
+    the rank: that backward passes have reached all of its forward passes, or not; that it takes part with gradients, or
+    only to say that its parameters were frozen or freed. A rank that gives a backward pass up sends NaN everywhere, so
+    that no other takes the sum for a gradient.
 
     ``gradients`` holds the averages in the dtype of the parameters: the head of ``wire`` itself if that has the same
     dtype, else a buffer of its own.
@@ -60,7 +71,7 @@ class GradientBucket:
         self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named) + FLAGS_OF_A_RANK]
         self._offsets = layout.offsets
         self._all_used = torch.full_like(self._flags, FLAGS.get(wire.dtype, 1.0))
-        self._all_used[-1] = 0.0
+        self._all_used[[-3, -1]] = 0.0
         self._orders = [_memory_order(parameter) for parameter in self.parameters]
         self.views = [self._view(self.gradients, position) for position in range(len(named))]
         self._feedback = None
@@ -119,10 +130,11 @@ class GradientBucket:
     def launched(self) -> bool:
         return self._pending is not None
 
-    def pack(self) -> None:
+    def pack(self, *, left_out: bool = False) -> None:
         """Gathers the gradients there are, divided by the number of ranks, and leaves views in their place.
 
-        What is in the wire already, divided by the product that made it, is not touched.
+        What is in the wire already, divided by the product that made it, is not touched. ``left_out``: whether this
+        rank has forward passes that backward has not reached.
         """
         tensors: list[Tensor] = []
         offsets, unused, kept = [], [], []
@@ -145,9 +157,11 @@ class GradientBucket:
             if grad is not self.views[position]:
                 parameter.grad = self.views[position]
         flags = self._all_used
-        if unused:
+        if unused or left_out:
             flags = flags.clone()
             flags[unused] = 0.0
+        if left_out:
+            flags[-4], flags[-3] = 0.0, flags[-2]
         self._unused = unused
         if self._feedback is not None:
             bucket_ops.pack(tensors, self.gradients, offsets, scale=self._scale, stats=False)
@@ -157,12 +171,8 @@ class GradientBucket:
         offsets.append(self._head.numel())
         bucket_ops.pack([*tensors, flags], self.wire, offsets, scale=self._scale, kept=kept, stats=False)
 
-    def finish(self) -> float:
-        """Waits for the sum and brings it to ``gradients``.
-
-        Returns 0.0 if there are gradients of all ranks; NaN if some rank gave the pass up, and more than 0.0 if one
-        only `announce` d a change.
-        """
+    def finish(self) -> Outcome:
+        """Waits for the sum and brings it to ``gradients``."""
         assert self._pending is not None
         self._stats = self._receive(self._pending.wait())
         self._pending = None
@@ -175,7 +185,15 @@ class GradientBucket:
             self._unused = [position for position in self._unused if used[position] == 0.0]
         self.expect()
         # On another device the host would have to wait for this; there the NaN shows in the statistics.
-        return self._flags[-1].item() if self.wire.is_cpu else 0.0
+        return self._outcome() if self.wire.is_cpu else Outcome.AVERAGES
+
+    def _outcome(self) -> Outcome:
+        reached, left_out, _, announced = self._flags[-FLAGS_OF_A_RANK:].tolist()
+        if math.isnan(announced):
+            return Outcome.GIVEN_UP
+        if announced:
+            return Outcome.ANNOUNCED
+        return Outcome.LEFT_OUT if reached and left_out else Outcome.AVERAGES
 
     def _receive(self, stats: Tensor | None) -> Tensor | None:
         """Brings the sum to the gradients; returns their statistics, if they came with it or it was read for this."""

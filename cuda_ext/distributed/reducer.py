@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,10 +12,11 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from cuda_ext import bucket as bucket_ops
+from cuda_ext._load import ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
-from cuda_ext.distributed.gradient_bucket import GradientBucket, abandon, announce, send
+from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
 from cuda_ext.distributed.plan import NAME
-from cuda_ext.distributed.status_board import GAVE_UP
+from cuda_ext.distributed.status_board import GAVE_UP, name_ranks
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import Watch
 from cuda_ext.distributed.wrapped_module import check_compiler
@@ -44,6 +44,13 @@ class Arrivals:
         return [seconds_between(self._marks[0], each) for each in self._marks]
 
 
+class ForwardPasses:
+    """Those since the last backward pass that averaged."""
+
+    def __init__(self) -> None:
+        self.unreached = 0  # how many of them no backward pass has reached yet
+
+
 class Reducer:
     """Sends every bucket once in a backward pass, strictly in order, as ranks match collectives by their order.
 
@@ -52,6 +59,11 @@ class Reducer:
     ``backward()`` returns with the averages in place. A backward call may hold several passes, as re-entrant
     checkpoints nest them: an average is linear and leaves what is averaged already as it is, so the later passes only
     add what the earlier ones lacked.
+
+    A rank whose backward pass reaches an output of the module, and then no parameter, takes part with zeros. One whose
+    backward pass reaches no output does not know of it, and its next pass would meet the one that the other ranks wait
+    in. So with the last sum of a pass each rank tells whether it has forward passes that backward has not reached: all
+    ranks raise if some have and others have not.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -66,10 +78,11 @@ class Reducer:
         self._device = device
         self.watch = Watch(group, device, self._status)
         self._failure = ""
+        self._forward_passes = ForwardPasses()
         self._lock = threading.Lock()  # the engine has a thread for each device, and each runs hooks
         self._next = 0  # the launch to go
         self._waits_for = ""  # the collective that has to come before anything goes on
-        self._active = False  # whether a gradient has come since the last pass ended
+        self._active = False  # whether a gradient, of a parameter or output, has come since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task at whose end _finish() runs
 
     @property
@@ -131,10 +144,26 @@ class Reducer:
 
         return on_gradient
 
-    def output_hook(self, _: torch.Tensor) -> None:
-        """What runs when the gradient of an output is there: before any parameter's, in the outermost graph task."""
-        if self.enabled:
-            self._queue_finish()
+    def output_hook(self, trains: bool) -> Callable[[torch.Tensor], None]:
+        """What runs when the gradient of an output is there: before any parameter's, in the outermost graph task.
+
+        Asked for before each forward pass. ``trains``: whether a backward pass is to be expected of it.
+        """
+        forward_passes, reached = self._forward_passes, not trains
+        forward_passes.unreached += trains
+
+        def on_output(_: torch.Tensor) -> None:
+            nonlocal reached
+            with self._lock:
+                forward_passes.unreached -= not reached
+                reached = True
+                if self._enabled:
+                    self._queue_finish()
+                    if not self._active and ops._in_whole_backward():
+                        self._refuse_create_graph()
+                        self._begin()
+
+        return on_output
 
     @staticmethod
     def _refuse_create_graph() -> None:
@@ -163,15 +192,18 @@ class Reducer:
         while self._next < len(self.launches):
             if any(self.buckets[number].missing for number in self.launches[self._next]):
                 return
+            if self._next == len(self.launches) - 1 and self._forward_passes.unreached:
+                return  # this pass may still reach them; `_finish` knows
             self._launch_next()
 
     def _launch_next(self) -> None:
         launch = self.launches[self._next]
+        last = len(self.buckets) - 1
         with torch.no_grad():
             for number in launch:
                 bucket = self.buckets[number]
                 with nullcontext() if self.trace is None else self.trace.packing(number, bucket.label):
-                    bucket.pack()
+                    bucket.pack(left_out=number == last and self._forward_passes.unreached > 0)
             with self._summing(launch):
                 pending = send([self.buckets[number] for number in launch])
             if self.trace is not None:
@@ -215,10 +247,13 @@ class Reducer:
 
     def _status(self) -> str:
         """What this rank is doing, for the others. Runs in the thread of the watch."""
+        unreached = self._forward_passes.unreached
+        passes = "forward pass" if unreached == 1 else f"{unreached} forward passes"
+        left_out = f", and no backward pass has reached its last {passes}" if unreached else ""
         if self._waits_for:
-            return f"waits for {self._waits_for}"
+            return f"waits for {self._waits_for}{left_out}"
         if not self._active:
-            return f"is not in a backward pass; it has done {self.passes}"
+            return f"is not in a backward pass; it has done {self.passes}{left_out}"
         launch = self.launches[min(self._next, len(self.launches) - 1)]  # the main thread goes on meanwhile
         number = next((number for number in launch if self.buckets[number].missing), launch[0])
         bucket = self.buckets[number]
@@ -235,29 +270,44 @@ class Reducer:
         self._callback_task = None
         if not self._active:  # no gradient of a parameter was asked for, as by torch.autograd.grad
             return
+        left_out = bool(self._forward_passes.unreached)
         if self.trace is not None:
             self.trace.backward_ends()
         while self._next < len(self.launches):
             self._launch_next()
-        marks = []
+        outcomes = set()
         for launch in self.launches:
             with self._summing(launch):
-                marks += [self.buckets[number].finish() for number in launch]
+                outcomes.update([self.buckets[number].finish() for number in launch])
         self._reset()
         if self.trace is not None:
             self.trace.finished()
-        if any(marks):
+        if outcomes != {Outcome.AVERAGES}:
             self._drop_gradients()
-            if not any(map(math.isnan, marks)):
-                raise RuntimeError(
-                    f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got a rank on which some "
-                    "were, and not on this one; the gradients of this step are dropped"
-                )
-            raise RuntimeError(
+            raise self._no_averages(outcomes, left_out)
+        self.passes += 1
+
+    def _no_averages(self, outcomes: set[Outcome], left_out: bool) -> RuntimeError:
+        """What to raise after a pass with another outcome. ``left_out``: whether this rank has left one out."""
+        if Outcome.GIVEN_UP in outcomes:
+            return RuntimeError(
                 f"{NAME}: expected every rank to finish the backward pass, but one gave it up, likely by an exception "
                 "of its own; the gradients of this step are dropped on all ranks, and training can go on with the next"
             )
-        self.passes += 1
+        if Outcome.ANNOUNCED in outcomes:
+            return RuntimeError(
+                f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got a rank on which some "
+                "were, and not on this one; the gradients of this step are dropped"
+            )
+        ranks = self.watch.ranks_that(left_out)
+        return RuntimeError(
+            f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks alike, got a "
+            f"forward pass on {name_ranks(ranks) if ranks else 'some ranks'} that backward has not reached: the loss "
+            "was a constant, or the step was skipped. So gradients of different steps have met; they are dropped on "
+            "all ranks, and training can go on with the next step, unless an optimizer has stepped on some ranks only. "
+            "Let every loss depend on the output (loss + 0.0 * output.sum()), skip a step on all ranks or on none, and "
+            "run forward passes that nothing is trained on under torch.no_grad()"
+        )
 
     def recover(self) -> None:
         """Completes what a backward pass that ended in an exception has left undone; does nothing inside of one."""
@@ -295,6 +345,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._next = 0
+        self._forward_passes = ForwardPasses()
         self._waits_for = ""
         self._active = False
         self._open_slots()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
-from cuda_ext.distributed.gradient_bucket import GradientBucket
+from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
 from cuda_ext.distributed.plan import NAME
 
 
@@ -178,8 +178,8 @@ class ShardedBucket(GradientBucket):
                 gradient = self._gradients_part[begin - part.start : end - part.start]
                 self._places.append((position, shard, gradient))
 
-    def finish(self) -> float:
-        mark = super().finish()
+    def finish(self) -> Outcome:
+        outcome = super().finish()
         self.drop_gradients()
         unused = set(self._unused)
         for position, shard, gradient in self._places:
@@ -187,7 +187,7 @@ class ShardedBucket(GradientBucket):
                 shard.grad = gradient
             elif shard.grad is not None:  # whoever zeroes gradients in place wants zeros
                 shard.grad.zero_()
-        return mark
+        return outcome
 
     def _receive(self, stats: Tensor | None) -> None:
         if self.unpacks:

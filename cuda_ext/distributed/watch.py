@@ -61,6 +61,7 @@ class Watch:
         self._since = time.monotonic()
         self._busy = False
         self._warned = False
+        self._times_asked = 0  # which ranks something holds for
         self._asked: set[StatusBoard] = set()  # boards of which the others' lines were read before a warning
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -122,6 +123,28 @@ class Watch:
                 silent = f"; {_STORE} does not answer"
         what = ", nor does the last rank, which keeps what ranks say, too" if len(answers) > 1 else ""
         return f"{_STORE} does not answer{what}; likely rank 0 is gone, or its host is cut off"
+
+    def ranks_that(self, holds: bool) -> list[int]:
+        """The ranks that say True. All have to call it; empty if some do not in time, or the store does not answer.
+
+        By the store, as collectives of the group may be out of step where this is asked.
+        """
+        self._times_asked += 1
+        prefix = f"{self._prefix}/ranks_that/{self._times_asked}"
+        try:
+            if holds:
+                number = self._store.add(f"{prefix}/named", 1)
+                self._store.set(f"{prefix}/{number}", str(self.rank))
+            self._store.add(f"{prefix}/asked", 1)
+            deadline = time.monotonic() + self.warn_after
+            while self._store.add(f"{prefix}/asked", 0) < self.ranks:
+                if time.monotonic() > deadline:
+                    return []
+                time.sleep(self.interval / 100)
+            count = self._store.add(f"{prefix}/named", 0)
+            return sorted(int(self._store.get(f"{prefix}/{number}")) for number in range(1, count + 1))
+        except BOARD_ERRORS:
+            return []
 
 
 _STORE = "the store of the process group, on the host of rank 0 of the job,"
