@@ -161,6 +161,21 @@ def test_wrapping_takes_no_pages(reduction: str) -> None:
     dist.barrier()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("reduction", ["auto", "float32", "all_reduce"])
+def test_wrapping_calls_few_ops_for_each_parameter(reduction: str) -> None:
+    """They are most of its time. 3 on the rank that sends its parameters, 8 on those that receive them."""
+
+    def ops(parameters: int) -> int:
+        module = nn.ParameterList(nn.Parameter(torch.randn(16, 16)) for _ in range(parameters))
+        with torch.autograd.profiler.profile() as profile:
+            BucketedDataParallel(module, reduction=reduction)
+        return sum(event.name.startswith("aten::") for event in profile.function_events)
+
+    ops(1)
+    assert ops(200) - ops(100) <= (3 if dist.get_rank() == 0 else 8) * 100
+
+
 # frozen and freed
 
 

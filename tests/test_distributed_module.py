@@ -32,7 +32,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ext.distributed import BucketedDataParallel, GradScaler, SymmetricArena, all_reduce_coalesced
+from cuda_ext.distributed import BucketedDataParallel, GradScaler, SymmetricArena, all_reduce_coalesced, collectives
 from cuda_ext.distributed.collectives import LARGEST_SHARED, broadcast_coalesced
 
 # state that is not gradients
@@ -58,13 +58,13 @@ def test_the_first_broadcast_copies_little() -> None:
     tensors = [torch.randn(1 << 14) for _ in range(100)]  # 64 KiB each
     tensors += [torch.randn(1 << 20), torch.randn(300, 400).t(), torch.zeros(0), torch.randn(3, dtype=torch.float64)]
     copied: list[int] = []
-    real = torch.cat
+    real = collectives._flatten_dense_tensors
 
-    def cat(pieces: list[Tensor]) -> Tensor:
+    def flatten(pieces: list[Tensor]) -> Tensor:
         copied.append(sum(piece.nbytes for piece in pieces))
         return real(pieces)
 
-    with mock.patch("torch.cat", cat):
+    with mock.patch.object(collectives, "_flatten_dense_tensors", flatten):
         broadcast_coalesced(tensors, dist.group.WORLD)
     assert_same_on_all_ranks(tensors)
     assert len(copied) == 3  # twice float32, once float64

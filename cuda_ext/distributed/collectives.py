@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext import bucket as bucket_ops
@@ -93,10 +94,10 @@ def broadcast_coalesced(tensors: Iterable[Tensor], group: dist.ProcessGroup, sou
 
 
 def _broadcast_flat(members: list[Tensor], group: dist.ProcessGroup, source: int) -> None:
-    flat = torch.cat([member.reshape(-1) for member in members])
+    flat = _flatten_dense_tensors(members)
     dist.broadcast(flat, group=group, group_src=source)
-    pieces = flat.split([member.numel() for member in members])
-    torch._foreach_copy_(members, [piece.view_as(member) for piece, member in zip(pieces, members, strict=True)])
+    if group.rank() != source:
+        torch._foreach_copy_(members, _unflatten_dense_tensors(flat, members))
 
 
 @dataclass
