@@ -42,7 +42,7 @@ def test_gradients_equal_those_of_plain_autograd(op: str, lead: tuple[int, ...],
 
     for step in range(3):
         x, factor = sign(*shapes["input"]), sign(*lead, sizes[0], sizes[1])
-        exact = {name: parameter.detach().cpu().double().requires_grad_() for name, parameter in parameters.items()}
+        exact = {name: parameter.detach().double().requires_grad_() for name, parameter in parameters.items()}
         gradients = torch.autograd.grad(loss(REFERENCES[op], exact, x, factor), list(exact.values()))
         total = [before + gradient for before, gradient in zip(total, gradients, strict=True)]
         here = loss(OPS[op], parameters, x.to(dtype), factor.to(dtype))

@@ -157,8 +157,9 @@ inline half_t to_half(float x) {
 }
 inline uint32_t to_tf32(float x) {
   const uint32_t bits = float_bits(x);
-  if ((bits & 0x7f800000) == 0x7f800000) return x != x ? 0x7fffffff : bits;
-  return (bits + 0x1000) & ~uint32_t(0x1fff);
+  // As ptxas has it: of a NaN, too, the lower bits are dropped, which makes infinities of some.
+  const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
+  return (is_finite ? bits + 0x1000 : bits) & ~uint32_t(0x1fff);
 }
 
 }  // namespace cuda_ext::simt
