@@ -190,6 +190,13 @@ def arch_of(environment: dict[str, Any]) -> str:
     return arch
 
 
+def build_variables(arch: str) -> dict[str, str]:
+    """CUDA required, so that a build without it is an error; and on every core, however little memory is free when it
+    begins, since it has to fit its time."""
+    jobs = os.environ.get("MAX_JOBS") or str(_toolchain.available_cores())
+    return {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": arch, "MAX_JOBS": jobs}
+
+
 def missing() -> list[str]:
     """What this machine lacks, and what that means."""
     modules = {
@@ -252,7 +259,12 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=positive, default=9.0, help="after which it has ended (default: 9)")
-    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the folder to leave (default: gpu-check)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT") or "gpu-check"),
+        help="the folder to leave (default: what the variable OUT names, else gpu-check)",
+    )
     parser.add_argument("--only", metavar="STAGES", help="stages by name, with commas, beside those all others need")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU and the emulator; needs no GPU")
     parser.add_argument("--list", action="store_true", help="print the stages, and stop")
@@ -272,8 +284,7 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         words = {"python": sys.executable, "out": str(out)}
         variables = {"PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
         if not options.dry_run:
-            # CUDA required, so that a build without it is an error.
-            variables |= {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": arch_of(machine)}
+            variables |= build_variables(arch_of(machine))
             words["sanitizer"] = sanitizer(machine.get("cuda"))
         prepare(out)
     except (Refusal, FolderError) as refusal:

@@ -21,6 +21,7 @@ from benchmarks import gpu_check
 from benchmarks.gpu_report import MAX_BYTES, FolderError, prepare, tidy
 from benchmarks.results import OURS, Measurement, read
 from benchmarks.stages import LOG_HEAD, LOG_TAIL, Stage
+from cuda_ext import _toolchain
 
 # Ignores SIGTERM, and so does its child in a session of its own; both say who they are.
 HANG = """
@@ -336,6 +337,25 @@ def test_minutes_that_make_no_sense(minutes: str) -> None:
     done = run("--minutes", minutes)
     assert done.returncode == 2
     assert f"argument --minutes: invalid positive value: '{minutes}'" in done.stderr
+
+
+def test_builds_on_every_core_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_toolchain, "available_cores", lambda: 16)
+    monkeypatch.setattr(_toolchain, "available_memory_gib", lambda: 1.0)
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    assert gpu_check.build_variables("9.0a")["MAX_JOBS"] == "16"
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert gpu_check.build_variables("9.0a")["MAX_JOBS"] == "3"
+
+
+def test_leaves_its_folder_where_the_environment_says(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run("--dry-run", OUT=str(tmp_path / "file" / "out"))
+    assert done.returncode == 2
+    assert f"gpu_check: --out {tmp_path / 'file' / 'out'}: expected a folder that can be written" in done.stderr
+    for out in ({}, {"OUT": ""}):
+        help_text = run("--help", **out).stdout
+        assert "what the variable OUT names, else gpu-check" in " ".join(help_text.split())
 
 
 def test_builds_for_the_gpu_that_is_there() -> None:
