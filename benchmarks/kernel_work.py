@@ -199,7 +199,7 @@ def gemm_work(
     turn = Amounts(
         tensor=k_tile["mma"] * arithmetic.multiply_adds,
         shared=_wavefronts(k_tile),
-        issue=kernel.loop * warps,
+        issue=kernel.loop.instructions * warps,
         l2=_sectors(k_tile) * SECTOR * read,
     )
     ends = Amounts(
@@ -217,6 +217,7 @@ def gemm_work(
         turn=turn,
         ends=ends,
         in_flight=config.stages - 1,
+        lead=kernel.loop.lead * warps / gpu.issued,
         memory_bytes=excess * operand_bytes(gpu, m, n, k, config, at_once) + m * n * config.element_bytes,
     )
     if splits == 1:
@@ -408,7 +409,7 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     turn = Amounts(
         tensor=step["mma"] * DTYPES[dtype].multiply_adds,
         shared=_wavefronts(step),
-        issue=kernel.loop * tile.warps,
+        issue=kernel.loop.instructions * tile.warps,
         special=tile.block_m * tile.block_n,
         l2=_sectors(step) * SECTOR * streamed,
         reduce=step.get("atomic", 0) * 4,

@@ -47,6 +47,7 @@ class Work:
     launches: int = 1
     last: Amounts = Amounts()  # what one multiprocessor does when all others are done
     last_waits: int = 0  # round trips to memory then
+    lead: float = 0.0  # cycles of a turn before a block's first product: its tensor cores are another block's, or idle
     alone: float = 0.0  # cycles of a turn of a block beside which no other runs, if more than its loads make it wait
 
 
@@ -84,6 +85,8 @@ def time_of(work: Work, gpu: Gpu) -> Time:
     pipeline = math.ceil(blocks / work.at_once) * turns / max(1, blocks) * of_turn
     main = seconds(work.turn * turns + work.ends * (blocks - seen))
     idle = work.launches * gpu.launch + (seen + work.last_waits) * wait
+    if work.at_once == 1:
+        idle += turns * work.lead / gpu.clock
     total = idle + together([*main, memory, pipeline]) + together(seconds(work.ends * seen))
     total += together(seconds(work.last))
     each = seconds(work.turn * turns + work.ends * blocks + work.last)

@@ -181,7 +181,7 @@ def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str)
             for of_arch in ("sm_80", "sm_90a"):
                 # At least one instruction for each mma of a warp.
                 kernel = evidence.kernels[of_arch][config.kernel_name(arithmetic, layout)]
-                assert kernel.loop > k_tile["mma"] / (config.warps_m * config.warps_n)
+                assert kernel.loop.instructions > k_tile["mma"] / (config.warps_m * config.warps_n)
                 assert kernel.threads == 32 * config.warps_m * config.warps_n
 
 
@@ -213,7 +213,7 @@ def test_costs_of_a_step_are_those_of_the_tile(evidence: Evidence, dim: int, dty
             assert set(of_keys.values()) == {0}
         for of_arch in ("sm_80", "sm_90a"):
             kernel = evidence.kernels[of_arch][f"attention_{'bwd' if backward else 'fwd'}_sm80<{choice.kernel}>"]
-            assert kernel.loop > (step["mma"] + step["ldmatrix"]) / tile.warps
+            assert kernel.loop.instructions > (step["mma"] + step["ldmatrix"]) / tile.warps
             assert kernel.threads == 32 * tile.warps
 
 

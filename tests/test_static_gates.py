@@ -15,7 +15,7 @@ from cuda_ext import _stamp, _toolchain
 
 sys.path.insert(0, str(ROOT / "tools"))
 import static_gates
-from static_gates import Kernel, Rule
+from static_gates import Kernel, Loop, Rule
 
 BUILT_FOR = _stamp.read()["cuda"]
 pytestmark = pytest.mark.skipif(BUILT_FOR is None, reason="the library was built without CUDA")
@@ -57,6 +57,23 @@ __global__ void __launch_bounds__(128) kernel(float* out, unsigned long long a, 
   product(d, a, b);
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
   for (int i = 0; i < 4; ++i) out[4 * threadIdx.x + i] = d[i];
+}
+"""
+
+
+READS_BEFORE_IT_MULTIPLIES = """
+__global__ void __launch_bounds__(32) kernel(const unsigned* from, const int* where, float* to, int turns) {
+  float d[4] = {};
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn) {
+    unsigned x[6];
+    for (int i = 0; i < 6; ++i) x[i] = from[where[turn * 6 + i]];
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]));
+  }
+  for (int i = 0; i < 4; ++i) to[threadIdx.x * 4 + i] = d[i];
 }
 """
 
@@ -107,6 +124,13 @@ ANY = (Rule("kernel"),)
 def test_bad_kernel_is_a_fault(tmp_path: Path, source: str, complaint: str) -> None:
     (fault,) = static_gates.faults(compiled(tmp_path, source)[0], ANY)
     assert fault.startswith(f"sm_90a kernel: {complaint}")
+
+
+def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
+    kernels, _ = compiled(tmp_path, READS_BEFORE_IT_MULTIPLIES)
+    assert static_gates.faults(kernels, (Rule("kernel", lead=1000),)) == []
+    (fault,) = static_gates.faults(kernels, (Rule("kernel", lead=8),))
+    assert fault.startswith("sm_90a kernel: expected at most 8 instructions before the first product of its loop, got")
 
 
 def test_kernel_without_its_instructions_is_a_fault(tmp_path: Path) -> None:
@@ -169,19 +193,24 @@ LOOP = code(
 
 
 def test_instructions_of_a_turn_are_those_of_whole_vectors() -> None:
-    assert static_gates.loop_instructions(LOOP) == 3 + 3 + 2
+    assert static_gates.find_loop(LOOP) == Loop(3 + 3 + 2, lead=3 + 3)
     # Another branch closes no loop, another loop does not multiply.
     for end in range(1, 13):
-        assert static_gates.loop_instructions(LOOP[:end]) == 0
+        assert static_gates.find_loop(LOOP[:end]) == Loop()
     # The way out may be a call, with a branch back that is always taken.
-    assert static_gates.loop_instructions([*LOOP[:-1], (0xC0, "@P0 CALL.REL.NOINC 0xe0"), (0xD0, "BRA 0x10")]) == 9
+    called = [*LOOP[:-1], (0xC0, "@P0 CALL.REL.NOINC 0xe0"), (0xD0, "BRA 0x10")]
+    assert static_gates.find_loop(called) == Loop(9, lead=6)
     without_copies = [(a, t.replace("LDGSTS", "LDG")) for a, t in LOOP]
-    assert static_gates.loop_instructions(without_copies) == 4, "the shortest way"
+    assert static_gates.find_loop(without_copies) == Loop(4, lead=2), "the shortest way"
+    products_first = [LOOP[0], (LOOP[1][0], LOOP[11][1]), *LOOP[2:]]
+    assert static_gates.find_loop(products_first) == Loop(8, lead=0)
 
 
 def test_main_loops_have_been_found(kernels: list[Kernel]) -> None:
     for kernel in kernels:
-        assert (kernel.loop > kernel.count("HMMA") / 2) if kernel.count("HMMA") else kernel.loop == 0
+        loop = kernel.loop.instructions
+        # The GEMMs multiply in two loops: one for what is whole, without branches, one for the rest.
+        assert (loop > kernel.count("HMMA") / 2) if kernel.count("HMMA") else loop == 0
 
 
 STATIC_SHARED_BYTES = {

@@ -35,6 +35,7 @@ class Rule:
     name: str
     contains: tuple[str, ...] = ()  # regular expressions, each of which must match an opcode from its beginning
     shared_bytes: int | None = None  # dynamic shared memory, where all instances ask for the same
+    lead: int | None = None  # the most that `Loop.lead` may be
 
 
 # The first that fits a kernel counts; one that fits none is a fault.
@@ -47,8 +48,12 @@ RULES = (
     Rule("bucket_kernel<2", (r"LDG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     Rule("bucket_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
-    Rule("gemm_sm80<Gemm<float, ., false, false", ("HMMA", "LDGSTS")),
-    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS")),
+    Rule("gemm_sm80<Gemm<float, 1, false, false", ("HMMA", "LDGSTS"), lead=20),
+    Rule("gemm_sm80<Gemm<float, 2, false, false", ("HMMA", "LDGSTS"), lead=56),
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8),
+    # Three products split a fragment just before they multiply it: there is no room for a set of both parts.
+    Rule("gemm_sm80<Gemm<float, 2", ("HMMA", "LDSM", "LDGSTS"), lead=56),
+    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=20),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
     Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128")),
@@ -64,6 +69,14 @@ RULES = (
 SHOWN = ("HGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM", "LDS", "STS", "LDG", "STG", "BAR")
 
 
+@dataclass(frozen=True)
+class Loop:
+    """The loop of a kernel that multiplies: what one turn of it does."""
+
+    instructions: int = 0
+    lead: int = 0  # of them, those before the first matrix product, while the tensor cores wait
+
+
 @dataclass
 class Kernel:
     arch: str  # "sm_90a"
@@ -75,7 +88,7 @@ class Kernel:
     shared_bytes: int = 0  # static
     threads: int = 0  # most of a block; 0 where nothing bounds them
     opcodes: Counter[str] = field(default_factory=Counter)
-    loop: int = 0  # instructions of one turn of the loop that multiplies; 0 if there is none
+    loop: Loop = Loop()  # empty where none multiplies
 
     def count(self, opcode: str) -> int:
         """How often `opcode` occurs, with any modifiers."""
@@ -130,7 +143,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
             kernel.opcodes[match[3]] += 1
             code.append((int(match[1], 16), match[2].strip()))
             if match[3].startswith("BRA"):
-                kernel.loop = kernel.loop or loop_instructions(code)  # the innermost closes first
+                kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # the innermost closes first
     bounded = False
     for arch, line in _by_arch(_dump(binary, "-elf")):
         if line.startswith(".nv.info."):
@@ -145,29 +158,30 @@ def read_kernels(binary: Path) -> list[Kernel]:
     return sorted(kernels.values(), key=lambda k: (k.arch, k.name))
 
 
-def loop_instructions(code: Sequence[tuple[int, str]]) -> int:
-    """The instructions of one turn of the loop that the last of `code`, addresses and texts, closes by a branch back; 0
-    if it closes none, or one without matrix products. Of the ways round, the one that copies most whole vectors
-    counts, and of these the shortest: that is how the inside of a matrix is gone through."""
+def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
+    """The loop that the last of `code`, addresses and texts, closes by a branch back; empty if it closes none, or one
+    without matrix products. Of the ways round, the one that copies most whole vectors counts, and of these the
+    shortest: that is how the inside of a matrix is gone through."""
     last, text = code[-1]
     first = _branch_target(text)
     if first is None or first >= last:
-        return 0
+        return Loop()
     body = [(address, text) for address, text in code if address >= first]
     if not any("MMA." in text for _, text in body):
-        return 0
-    best = {first: (0, 0)}  # by address: copies and, negative, instructions on the best way there
+        return Loop()
+    best = {first: (0, 0, 0)}  # by address: copies and, negative, instructions and lead on the best way there
     for (address, text), (following, _) in zip(body, body[1:]):
         if address not in best:
             continue
-        copies, instructions = best[address]
-        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1)
+        copies, instructions, lead = best[address]
+        multiplies = "MMA." in text or -instructions > -lead
+        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, lead if multiplies else lead - 1)
         target = _branch_target(text)
         successors = {target} if text.startswith("BRA 0x") else {target, following}
         for successor in successors - {None}:
             if successor > address:  # a loop within is gone through once
                 best[successor] = max(best.get(successor, way), way)
-    return 1 - best[last][1] if last in best else 0
+    return Loop(1 - best[last][1], -best[last][2]) if last in best else Loop()
 
 
 def _branch_target(text: str) -> int | None:
@@ -228,6 +242,11 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
         if rule is None:
             found.append(f"{where}expected a rule in tools/static_gates.py, got none; add one")
             continue
+        if rule.lead is not None and kernel.loop.lead > rule.lead:
+            found.append(
+                f"{where}expected at most {rule.lead} instructions before the first product of its loop, got "
+                f"{kernel.loop.lead}; a branch keeps the compiler from putting copies and loads among the products"
+            )
         for pattern in rule.contains:
             if not any(re.match(pattern, opcode) for opcode in kernel.opcodes):
                 found.append(f"{where}expected an instruction {pattern}, got none among {kernel.opcodes.total()}")
@@ -274,8 +293,8 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
         lines = [
             f"## {arch}",
             "",
-            "| kernel | registers | threads | shared memory | blocks | loop | instructions | of them |",
-            "|---|---|---|---|---|---|---|---|",
+            "| kernel | registers | threads | shared memory | blocks | loop | lead | instructions | of them |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for kernel in (k for k in kernels if k.arch == arch):
             rule = rule_of(kernel, rules)
@@ -287,7 +306,8 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
                 f"| `{kernel.name}` | {kernel.registers} | {kernel.threads or '?'} | "
                 f"{shared if dynamic is not None else '?'} | "
                 f"{'' if dynamic is not None else '≤ '}{'?' if blocks is None else blocks} | "
-                f"{kernel.loop or ''} | {kernel.opcodes.total()} | {mix} |"
+                f"{kernel.loop.instructions or ''} | {kernel.loop.lead if kernel.loop.instructions else ''} | "
+                f"{kernel.opcodes.total()} | {mix} |"
             )
         out[arch] = "\n".join(lines) + "\n"
     return out
@@ -309,13 +329,19 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
 
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
     """By architecture and name: the kernels in the document. Of shared memory, what it tells."""
-    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \|", re.MULTILINE)
+    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \|", re.MULTILINE)
     return {
         arch: {
             name: Kernel(
-                arch, "", name, int(registers), shared_bytes=int(shared or 0), threads=int(threads), loop=int(loop or 0)
+                arch,
+                "",
+                name,
+                int(registers),
+                shared_bytes=int(shared or 0),
+                threads=int(threads),
+                loop=Loop(int(loop or 0), int(lead or 0)),
             )
-            for name, registers, threads, shared, loop in row.findall(table)
+            for name, registers, threads, shared, loop, lead in row.findall(table)
         }
         for arch, table in read_document(path)[1].items()
     }

@@ -89,15 +89,8 @@ struct Gemm {
       for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
     }
 
-    DEVICE void multiply(Accumulators& sums) {
-      if constexpr (arithmetic == Arithmetic::kThreeTf32)
-        multiply_three_tf32(sums);
-      else
-        multiply_once(sums);
-    }
-
-   private:
-    DEVICE void multiply_once(Accumulators& sums) {
+    // What was loaded, as `multiply` takes it.
+    DEVICE void prepare() {
       if constexpr (arithmetic == Arithmetic::kTf32) {
 #pragma unroll
         for (auto& fragment : a)
@@ -108,6 +101,17 @@ struct Gemm {
 #pragma unroll
           for (uint32_t& x : fragment) x = round_to_tf32(x);
       }
+    }
+
+    DEVICE void multiply(Accumulators& sums) const {
+      if constexpr (arithmetic == Arithmetic::kThreeTf32)
+        multiply_three_tf32(sums);
+      else
+        multiply_once(sums);
+    }
+
+   private:
+    DEVICE void multiply_once(Accumulators& sums) const {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -281,10 +285,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   arch::cp_async_wait<kAhead - 1>();
   arch::sync_threads();
   load(0, 0, 0);
+  fragments[0].prepare();
   int slot = 0;            // that is multiplied
   int free_slot = kAhead;  // that was multiplied before
-#pragma unroll 1
-  for (int tile = 0; tile < count; ++tile) {
+  // Multiplies a k tile; meanwhile `copy` starts filling the free slot.
+  const auto multiply_tile = [&](bool is_last, const auto& copy) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       if (step + 1 < Gemm::kSteps) {
@@ -293,15 +298,37 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         arch::cp_async_wait<kAhead - 1>();
         arch::sync_threads();
         free_slot = slot;
-        if (tile + 1 < count) slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
+        if (!is_last) slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
         load(0, slot, 0);  // after the last tile for nothing: a branch would cost registers
       }
       if (step == 0) {
-        if (tile + kAhead < count) copy_next(free_slot);
+        copy();
         arch::cp_async_commit();  // empty at the end, so that the count of groups holds
       }
       fragments[step % 2].multiply(sums);
+      fragments[(step + 1) % 2].prepare();
     }
+  };
+  const bool all_whole = copy_a.is_whole() && copy_b.is_whole();
+#pragma unroll 1
+  for (int tile = 0; tile < count; ++tile) {
+    // The loop that takes the time has no branches, so that the compiler can put copies and loads among the products.
+    if (all_whole) {
+      const int to_copy = count - kAhead - tile, of_product = plan.k_tiles - 1 - k_tile;
+      const int end = tile + (to_copy < of_product ? to_copy : of_product);
+#pragma unroll 1
+      for (; tile < end; ++tile) {
+        multiply_tile(false, [&] {
+          typename Gemm::Stage& stage = shared.stages[free_slot];
+          copy_a.copy_whole(arch::shared_address(stage.a));
+          copy_b.copy_whole(arch::shared_address(stage.b));
+          ++k_tile;
+        });
+      }
+    }
+    multiply_tile(tile + 1 == count, [&] {
+      if (tile + kAhead < count) copy_next(free_slot);
+    });
   }
 }
 

@@ -46,11 +46,17 @@ class TileCopy {
 
   DEVICE void advance(int64_t bytes) { source_ += bytes; }
 
+  // Whether every chunk of a k tile of full depth is inside the matrix and can be read at once; the same for all threads.
+  DEVICE bool is_whole() const { return walk_.vector_bytes == 16 && inside_; }
+  // The same as `copy` for such a k tile, without a branch.
+  DEVICE void copy_whole(arch::SharedAddress tile) {
+    copy_by<16, true>(tile, Tile::kDepth);
+    source_ += walk_.k_tile;
+  }
+
   // Starts copying a k tile, of which `left` are inside the matrix, and goes to the next.
   DEVICE void copy(arch::SharedAddress tile, int left) {
-    if (walk_.vector_bytes == 16 && inside_ && left == Tile::kDepth)
-      copy_by<16, true>(tile, left);
-    else if (walk_.vector_bytes == 16)
+    if (walk_.vector_bytes == 16)
       copy_by<16>(tile, left);
     else if (kBytesOfElement == 4 || walk_.vector_bytes == 4)
       copy_by<4>(tile, left);
