@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def more(counter: str, factor: float) -> Callable[[Evidence], Evidence]:
     return plant
 
 
-def other_kernels(**changes: Callable[[int], int]) -> Callable[[Evidence], Evidence]:
+def other_kernels(**changes: Callable[[Any], Any]) -> Callable[[Evidence], Evidence]:
     def plant(evidence: Evidence) -> Evidence:
         kernels = {
             arch: {
@@ -69,6 +70,12 @@ def other_kernels(**changes: Callable[[int], int]) -> Callable[[Evidence], Evide
         return dataclasses.replace(evidence, kernels=kernels)
 
     return plant
+
+
+def other_loops(**changes: Callable[[int], int]) -> Callable[[Evidence], Evidence]:
+    return other_kernels(
+        loop=lambda loop: dataclasses.replace(loop, **{f: change(getattr(loop, f)) for f, change in changes.items()})
+    )
 
 
 def other_configs(**changes: Callable[[int], int]) -> Callable[[Evidence], Evidence]:
@@ -100,7 +107,8 @@ WORSE = {
     "conflicts in the epilogue": (more("shared_wavefronts", 2), SHALLOW, 0, 1.05),
     "bytes written": (more("global_store_sectors", 2), SHALLOW, 0, 1.05),
     "products": (more("mma", 1.1), LARGE, 0, 1.03),
-    "instructions": (other_kernels(loop=lambda n: 2 * n), LARGE, 0, 1.05),
+    "instructions": (other_loops(instructions=lambda n: 2 * n), LARGE, 0, 1.02),
+    "a lead": (other_loops(lead=lambda n: n + 94), LARGE, 0, 1.15),
     "registers": (other_kernels(registers=lambda n: min(255, n + 30)), SHALLOW, 2, 1.005),
     "shared memory": (other_configs(shared_bytes=lambda n: 3 * n), LARGE, 1, 1.02),
     "stages": (other_configs(stages=lambda n: n - 1), LARGE, 1, 1.02),
@@ -118,6 +126,29 @@ def test_a_kernel_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, 
     before, after = (time_of(work, gpu) for work in works)
     assert after.seconds > least * before.seconds
     assert (after.waves > before.waves) == (cost in ("registers", "shared memory")), "fewer blocks fit"
+
+
+@pytest.mark.parametrize("layout", kernel_work.LAYOUTS)
+@pytest.mark.parametrize("gpu", ["a100", "h100"])
+def test_leads_leave_the_large_tile_its_products(evidence: Evidence, gpu: str, layout: str) -> None:
+    """Of the time of a turn of 128 x 256, whose block is alone on its multiprocessor, the products have 0.97 at least
+    for 16-bit types, and 0.9 where fragments are rounded first."""
+    for dtype, least in (("bfloat16", 0.97), ("float16", 0.97), ("tf32", 0.9)):
+        config = evidence.configs[kernel_work.DTYPES[dtype].index][0]
+        assert (config.block_m, config.block_n) == (128, 256)
+        work = kernel_work.gemm_work(evidence, GPUS[gpu], 8192, 8192, 8192, dtype, layout, config, 1)
+        products = work.turn.tensor / GPUS[gpu].multiply_adds
+        assert work.at_once == 1 and products / (products + work.lead) >= least
+
+
+def test_a_lead_counts_where_no_other_block_fills_it(evidence: Evidence) -> None:
+    for tile, slower in ((0, True), (1, False)):
+        config = evidence.configs[0][tile]
+        before, after = (
+            time_of(kernel_work.gemm_work(e, GPUS["h100"], *LARGE, "bfloat16", "nn", config, 1), GPUS["h100"])
+            for e in (evidence, other_loops(lead=lambda n: n + 94)(evidence))
+        )
+        assert (after.seconds > before.seconds) == slower
 
 
 def test_a_bucket_kernel_that_moves_more_is_predicted_to_be_slower(evidence: Evidence) -> None:
@@ -141,7 +172,7 @@ WORSE_ATTENTION = {
     "gradients written": (more("global_store_sectors", 2), True, SHORT, 1.1),
     "products": (more("mma", 1.2), False, 4096, 1.05),
     "reductions": (more("atomic", 2), True, 4096, 1.2),
-    "instructions": (other_kernels(loop=lambda n: 2 * n), False, 4096, 1.1),
+    "instructions": (other_loops(instructions=lambda n: 2 * n), False, 4096, 1.1),
     "registers": (other_kernels(registers=lambda n: 255, threads=lambda n: 256), False, 4096, 1.1),
 }
 
@@ -158,7 +189,7 @@ def test_attention_that_costs_more_is_predicted_to_be_slower(evidence: Evidence,
 
 
 def test_an_improvement_moves_it_too(evidence: Evidence) -> None:
-    better = other_kernels(loop=lambda n: n // 2)(evidence)
+    better = other_loops(instructions=lambda n: n // 2)(evidence)
     (before,), (after,) = (
         predict_gemm(GPUS["h100"], 4096, 4096, 4096, "float32", evidence=e) for e in (evidence, better)
     )

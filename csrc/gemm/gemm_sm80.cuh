@@ -221,9 +221,9 @@ template <class Gemm>
 DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
   const int first = arch::block_y() * plan.split_k_tiles;
-  const int left = plan.all_k_tiles - first;
-  const int count = left < plan.split_k_tiles ? left : plan.split_k_tiles;
-  if (count <= 0) return;
+  int left = plan.all_k_tiles - first;  // k tiles to multiply
+  if (left > plan.split_k_tiles) left = plan.split_k_tiles;
+  if (left <= 0) return;
 
   typename Gemm::CopyA copy_a(params.a.data, plan.a, at.row, params.m, false);
   typename Gemm::CopyB copy_b(params.b.data, plan.b, at.column, params.n, has_pairs(params));
@@ -234,7 +234,9 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   using epilogue::offset_of;
   advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
                    offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
-  int product = first / plan.k_tiles, k_tile = first % plan.k_tiles;  // that are copied next
+  int product = first / plan.k_tiles;  // that is copied next
+  const int k_tile = first % plan.k_tiles;
+  int of_product = plan.k_tiles - k_tile;  // k tiles of it to copy
   advance_elements(offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a),
                    offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b));
   copy_a.advance(k_tile * plan.a.k_tile);
@@ -243,7 +245,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   const auto next_product = [&] {
     copy_a.advance(-plan.k_tiles * plan.a.k_tile);
     copy_b.advance(-plan.k_tiles * plan.b.k_tile);
-    k_tile = 0;
+    of_product = plan.k_tiles;
     int index = ++product;
 #pragma unroll 1
     for (int d = 0; d < params.reduced_dims; ++d) {
@@ -258,11 +260,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
 
   const auto copy_next = [&](int slot) {
     typename Gemm::Stage& stage = shared.stages[slot];
-    const bool last = k_tile + 1 == plan.k_tiles;
+    const bool last = of_product == 1;
     const int depth = last ? plan.k_tail : Gemm::kBlockK;
     copy_a.copy(arch::shared_address(stage.a), depth);
     copy_b.copy(arch::shared_address(stage.b), depth);
-    ++k_tile;
+    --of_product;
     if (last && params.reduced_dims > 0) next_product();
   };
 
@@ -279,16 +281,15 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   constexpr int kAhead = Gemm::kStages - 1;
 #pragma unroll 1
   for (int slot = 0; slot < kAhead; ++slot) {
-    if (slot < count) copy_next(slot);
+    if (slot < left) copy_next(slot);
     arch::cp_async_commit();
   }
   arch::cp_async_wait<kAhead - 1>();
   arch::sync_threads();
   load(0, 0, 0);
   fragments[0].prepare();
-  int slot = 0;            // that is multiplied
-  int free_slot = kAhead;  // that was multiplied before
-  // Multiplies a k tile; meanwhile `copy` starts filling the free slot.
+  int slot = 0;  // that is multiplied
+  // Multiplies a k tile; meanwhile `copy` starts filling the slot that was multiplied before.
   const auto multiply_tile = [&](bool is_last, const auto& copy) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
@@ -297,12 +298,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
       } else {
         arch::cp_async_wait<kAhead - 1>();
         arch::sync_threads();
-        free_slot = slot;
         if (!is_last) slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
         load(0, slot, 0);  // after the last tile for nothing: a branch would cost registers
       }
       if (step == 0) {
-        copy();
+        copy(slot == 0 ? Gemm::kStages - 1 : slot - 1);
         arch::cp_async_commit();  // empty at the end, so that the count of groups holds
       }
       fragments[step % 2].multiply(sums);
@@ -311,23 +311,23 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   };
   const bool all_whole = copy_a.is_whole() && copy_b.is_whole();
 #pragma unroll 1
-  for (int tile = 0; tile < count; ++tile) {
+  for (; left > 0; --left) {
     // The loop that takes the time has no branches, so that the compiler can put copies and loads among the products.
-    if (all_whole) {
-      const int to_copy = count - kAhead - tile, of_product = plan.k_tiles - 1 - k_tile;
-      const int end = tile + (to_copy < of_product ? to_copy : of_product);
-#pragma unroll 1
-      for (; tile < end; ++tile) {
-        multiply_tile(false, [&] {
-          typename Gemm::Stage& stage = shared.stages[free_slot];
-          copy_a.copy_whole(arch::shared_address(stage.a));
-          copy_b.copy_whole(arch::shared_address(stage.b));
-          ++k_tile;
-        });
-      }
+    int whole = all_whole ? (left - kAhead < of_product ? left - kAhead : of_product - 1) : 0;
+    if (whole > 0) {
+      left -= whole;
+      of_product -= whole;
     }
-    multiply_tile(tile + 1 == count, [&] {
-      if (tile + kAhead < count) copy_next(free_slot);
+#pragma unroll 1
+    for (; whole > 0; --whole) {
+      multiply_tile(false, [&](int free_slot) {
+        typename Gemm::Stage& stage = shared.stages[free_slot];
+        copy_a.copy_whole(arch::shared_address(stage.a));
+        copy_b.copy_whole(arch::shared_address(stage.b));
+      });
+    }
+    multiply_tile(left == 1, [&](int free_slot) {
+      if (left > kAhead) copy_next(free_slot);
     });
   }
 }

@@ -29,7 +29,6 @@ class TileCopy {
     source_ = static_cast<const char*>(data);
     if constexpr (Tile::kKMajor) {
       source_ += (first + line) * walk.line + chunk * 16;
-      begin_ = chunk * Tile::kElements;
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const int index = line + pass * kLinesPerPass;
@@ -39,7 +38,6 @@ class TileCopy {
       const int index = chunk * Tile::kElements;
       const bool upper = index >= half;
       source_ += line * walk.line + (first + index + (upper ? size - half : 0)) * kBytesOfElement;
-      begin_ = line;
       valid_ = bytes_of((upper ? inside + half : inside) - index);
     }
   }
@@ -70,9 +68,15 @@ class TileCopy {
     return (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * kBytesOfElement;
   }
 
+  // Tile::kKMajor: the first k of the chunk, else of the first line. Not kept: it would take a register of the loop.
+  DEVICE static int begin() {
+    const int thread = arch::thread_index_anew();
+    return Tile::kKMajor ? thread % Tile::kChunks * Tile::kElements : thread / Tile::kChunks;
+  }
+
   template <int vector_bytes, bool all_inside = false>
   DEVICE void copy_by(arch::SharedAddress tile, int left) const {
-    const int tail = Tile::kKMajor ? bytes_of(left - begin_) : 0;
+    const int tail = Tile::kKMajor ? bytes_of(left - begin()) : 0;
     const char* from = source_;
     tile += offset_;
 #pragma unroll(vector_bytes == 16 ? kPasses : 1)  // else few registers matter more than speed
@@ -83,7 +87,7 @@ class TileCopy {
       else if constexpr (Tile::kKMajor)
         bytes = valid_ >> pass & 1 ? tail : 0;
       else
-        bytes = begin_ + pass * kLinesPerPass < left ? valid_ : 0;
+        bytes = begin() + pass * kLinesPerPass < left ? valid_ : 0;
       copy_chunk<vector_bytes>(tile + pass * kLinesPerPass * Tile::kLineBytes, from, bytes);
       from += walk_.pass;
       if (Tile::kKMajor && pass + 1 == kPasses / 2) from += walk_.upper;
@@ -116,7 +120,6 @@ class TileCopy {
   const char* source_;  // this thread's first chunk of the next k tile
   bool inside_;         // the whole extent is inside the matrix; the same for all threads
   int offset_;          // and of a tile in shared memory
-  int begin_;           // Tile::kKMajor: the first k of the chunk, else of the first line
   int valid_ =
       0;  // Tile::kKMajor: a bit for each pass whose line is inside the matrix, else: bytes of the chunk that are
 };
