@@ -317,8 +317,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
   if (cuda != nullptr) {
-    const LaunchScope scope(query.device(), cuda->attention_forward_workspace(p));
-    cuda->attention_forward(p, scope.workspace(), scope.stream());
+    LaunchScope scope(query.device());
+    cuda->attention_forward(p, scope.workspace(cuda->attention_forward_workspace(p)), scope.stream());
   } else {
     attention_forward(p);
   }
@@ -411,8 +411,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     broadcast_strides(grad_bias, p.grad_bias_strides);
   }
   if (cuda != nullptr) {
-    const LaunchScope scope(query.device(), cuda->attention_backward_workspace(p));
-    cuda->attention_backward(p, scope.workspace(), scope.stream());
+    LaunchScope scope(query.device());
+    cuda->attention_backward(p, scope.workspace(cuda->attention_backward_workspace(p)), scope.stream());
   } else {
     attention_backward(p);
   }

@@ -107,12 +107,17 @@ RngSource draw_rng(at::Device device) {
   return {nullptr, nullptr, generator->random64(), 0};
 }
 
-LaunchScope::LaunchScope(at::Device device, size_t workspace_bytes) : guard_(device), bytes_(workspace_bytes) {
+LaunchScope::LaunchScope(at::Device device) : device_(device), guard_(device) {
 #if CUDA_EXT_WITH_CUDA
   if (device.is_cuda()) stream_ = c10::cuda::getCurrentCUDAStream(device.index()).stream();
 #endif
+}
+
+Workspace LaunchScope::workspace(size_t bytes) {
+  if (bytes == 0) return {nullptr, 0};
   // 256 bytes, which kernels count on, are what CUDA's allocator gives; the CPU's aligns to 64.
-  if (bytes_ > 0) workspace_ = empty_on(device, {int64_t(bytes_)}, at::kByte);
+  workspace_ = empty_on(device_, {int64_t(bytes)}, at::kByte);
+  return {workspace_.data_ptr(), bytes};
 }
 
 }  // namespace cuda_ext

@@ -18,17 +18,18 @@ Tensor with_unit_stride(const Tensor& tensor);
 // rules. While a CUDA graph is captured they are pointers, so that each replay has numbers of its own.
 RngSource draw_rng(at::Device device);
 
-// Makes `device` the current one and offers its current stream and memory for the time of a launch.
+// Makes `device` the current one, as long as it lives, and offers its current stream and memory for a launch. Kernels ask
+// the current device how large a workspace they need, so that is to be asked once there is a scope.
 class LaunchScope {
  public:
-  LaunchScope(at::Device device, size_t workspace_bytes);
+  explicit LaunchScope(at::Device device);
   void* stream() const { return stream_; }
-  Workspace workspace() const { return {bytes_ == 0 ? nullptr : workspace_.data_ptr(), bytes_}; }
+  Workspace workspace(size_t bytes);
 
  private:
+  at::Device device_;
   c10::DeviceGuard guard_;
   void* stream_ = nullptr;
-  size_t bytes_;
   Tensor workspace_;
 };
 

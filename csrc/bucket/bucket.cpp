@@ -157,9 +157,10 @@ Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, Buck
   const CudaKernels* cuda = cuda_kernels(kernels.op, device, type_of(bucket.dtype));
   if (cuda != nullptr) {
     for (const BucketEntry& entry : entries) cuda_kernels(kernels.op, device, type_of(entry.dtype));
-    const LaunchScope scope(device, cuda->bucket_workspace(params.count, params.num_entries, wants_stats));
+    LaunchScope scope(device);
+    const Workspace workspace = scope.workspace(cuda->bucket_workspace(params.count, params.num_entries, wants_stats));
     float* const target = wants_stats ? out.mutable_data_ptr<float>() : nullptr;
-    (cuda->*kernels.cuda)(params, target, scope.workspace().data, scope.stream());
+    (cuda->*kernels.cuda)(params, target, workspace.data, scope.stream());
     return out;
   }
   kernels.cpu(params);

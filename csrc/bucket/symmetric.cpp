@@ -317,7 +317,7 @@ Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, i
     SymmetricParams params{{},         int(segments.size()), int(rank), int(slot), call.begin,
                            call.count, call.dtype,           staging,   timeout};
     for (size_t i = 0; i < segments.size(); ++i) params.segments[i] = segments[i].data_ptr();
-    const LaunchScope scope(bucket.device(), 0);
+    const LaunchScope scope(bucket.device());
     cuda->symmetric_all_reduce(params, out.mutable_data_ptr<float>(), scope.stream());
     return out;
   }

@@ -140,8 +140,8 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   if (kernels == nullptr) return launch_gemm(params);
   const bool exact = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
   const auto float32 = exact ? Float32Product::kThreeTf32 : Float32Product::kTf32;
-  const LaunchScope scope(device, kernels->gemm_workspace(params, float32));
-  kernels->gemm(params, scope.workspace(), scope.stream(), float32);
+  LaunchScope scope(device);
+  kernels->gemm(params, scope.workspace(kernels->gemm_workspace(params, float32)), scope.stream(), float32);
 }
 
 Projection project(const char* op, const Tensor& given_input, const Tensor& given_weight, const OptionalTensor& bias,
@@ -249,8 +249,8 @@ ActivationGradient activation_gradient(const char* op, const Tensor& grad, const
   if (kernels == nullptr) {
     launch_activation_grad(params);
   } else {
-    const LaunchScope scope(grad.device(), kernels->activation_grad_workspace(params));
-    kernels->activation_grad(params, scope.workspace(), scope.stream());
+    LaunchScope scope(grad.device());
+    kernels->activation_grad(params, scope.workspace(kernels->activation_grad_workspace(params)), scope.stream());
   }
   return result;
 }
