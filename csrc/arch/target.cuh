@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "base/host_device.h"
 
 #if defined(__CUDACC__)
 
 #define DEVICE __device__ __forceinline__
-#define HOST_DEVICE __host__ __device__ inline
 #define GLOBAL(threads, min_blocks) __global__ void __launch_bounds__(threads, min_blocks)
 #define GRID_CONSTANT const __grid_constant__
 // The block's dynamic shared memory as one struct; static shared memory is not used.
@@ -28,7 +28,6 @@ struct Site {};
 #include "simt/api.h"
 
 #define DEVICE inline
-#define HOST_DEVICE inline
 #define GLOBAL(threads, min_blocks) void
 #define GRID_CONSTANT const
 #define SHARED_STORAGE(Storage, name) Storage& name = *static_cast<Storage*>(simt::shared_storage(sizeof(Storage)))

@@ -24,6 +24,8 @@
 
 #include <cstdint>
 
+#include "base/host_device.h"
+
 namespace cuda_ext::symmetric {
 
 constexpr int kMaxRanks = 32;
@@ -47,7 +49,7 @@ struct Staging {
     return {segment_bytes - (slot + 1) * 2 * num_ranks * row_bytes, row_bytes};
   }
   constexpr bool takes(int64_t bytes) const { return row_bytes > 0 && bytes <= row_bytes; }
-  constexpr int64_t row(uint32_t epoch, int64_t rank, int64_t num_ranks) const {
+  HOST_DEVICE constexpr int64_t row(uint32_t epoch, int64_t rank, int64_t num_ranks) const {
     return begin + ((epoch & 1) * num_ranks + rank) * row_bytes;
   }
 };
