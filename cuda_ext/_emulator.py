@@ -57,21 +57,26 @@ def build_library(
     jobs += [(source, FLAGS) for source in emulator]
     jobs += [(source, (*FLAGS, *flags)) for source, flags in others]
     with _build.lock(FOLDER), ThreadPoolExecutor(toolchain.available_cores()) as pool:
-        objects = list(pool.map(lambda job: _compile(*job), jobs))
-        target = FOLDER / f"{name}.so"
-        link = [_compiler(), "-shared", "-pthread", *map(str, objects), "-o"]
-        make(target, link, [str(path.stat().st_mtime_ns) for path in objects])
+        objects = list(pool.map(lambda job: compile_source(*job), jobs))
+        return link(FOLDER / f"{name}.so", objects)
+
+
+def link(target: Path, objects: Sequence[Path]) -> Path:
+    """The shared library `target`, made of `objects`."""
+    command = [compiler(), "-shared", "-pthread", *map(str, objects), "-o"]
+    make(target, command, [str(path.stat().st_mtime_ns) for path in objects])
     return target
 
 
-def _compiler() -> str:
+def compiler() -> str:
     return os.environ.get("CXX", "c++")
 
 
-def _compile(source: Path, flags: Sequence[str]) -> Path:
+def compile_source(source: Path, flags: Sequence[str]) -> Path:
+    """The object of a C++ source, in FOLDER."""
     flags_digest = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:8]
     target = FOLDER / f"{source.stem}-{flags_digest}.o"
-    command = [_compiler(), *flags, f"-I{CSRC}", "-x", "c++", "-c", str(source), "-o"]
+    command = [compiler(), *flags, f"-I{CSRC}", "-x", "c++", "-c", str(source), "-o"]
     make(target, command, [source.read_text(), *headers(source.parent)])
     return target
 

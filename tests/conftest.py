@@ -57,7 +57,7 @@ BACKENDS = ("cpu", "simt", *(["cuda"] if torch.cuda.is_available() else []))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_backend: runs the test on each of the backends cpu, simt and cuda")
-    for name in ("cpu", "simt", "cuda"):
+    for name in ("cpu", "simt", "ptx", "cuda"):
         config.addinivalue_line("markers", f"{name}: what every_backend runs there; `pytest -m {name}` selects it")
     config.addinivalue_line("markers", "cpu_only(reason): keeps a test of such a module to the CPU's kernels")
 

@@ -156,10 +156,16 @@ std::string Checker::who(const Epoch& epoch) const {
 }
 
 void Checker::join(const std::vector<int>& fibers) {
-  Knowledge all;
-  for (const int fiber : fibers) all.join(agents_[fiber].now);
+  // Fences of the device are in one order with those that others read with (fence.sc): whatever one of them covered
+  // before the barrier is covered for all who come out of it.
+  Knowledge all, fenced;
+  for (const int fiber : fibers) {
+    all.join(agents_[fiber].now);
+    fenced.join(agents_[fiber].at_device_fence);
+  }
   for (const int fiber : fibers) {
     agents_[fiber].now = all;
+    agents_[fiber].at_device_fence = fenced;
     ++agents_[fiber].now.seen.own[fiber];
   }
 }
@@ -177,7 +183,12 @@ void Checker::relaxed_atomic(const void* key) {
   Agent& agent = agents_[machine_.current().index];
   const auto released = released_.find(key);
   if (released != released_.end()) agent.read_by_atomics.join(released->second);
-  if (agent.fenced) released_[key].join(agent.at_fence);
+  released_[key].join(agent.at_device_fence);
+}
+void Checker::fence_device() {
+  fence();
+  Agent& agent = agents_[machine_.current().index];
+  agent.at_device_fence.join(agent.at_fence);
 }
 void Checker::fence() {
   const int index = machine_.current().index;

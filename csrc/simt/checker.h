@@ -70,7 +70,7 @@ class Checker {
   void acquire(const void* key);
   // A relaxed atomic and a fence make a release or an acquire together.
   void relaxed_atomic(const void* key);
-  void fence();
+  void fence_device();
   void fence_async();
   // What a barrier's initialisation needs to be known to the cluster and to asynchronous accesses.
   void fence_barrier_init();
@@ -94,6 +94,7 @@ class Checker {
   void end_block(const Block& block);
 
  private:
+  void fence();
   struct Epoch {
     uint32_t run = 0;  // 0: nobody
     uint32_t agent = 0;
@@ -112,6 +113,7 @@ class Checker {
   struct Agent {
     Knowledge now;
     Knowledge at_fence;         // what the last fence covered
+    Knowledge at_device_fence;  // and those of the device, by this thread or by others that a barrier came after
     Knowledge read_by_atomics;  // what a fence would acquire
     bool fenced = false;
   };

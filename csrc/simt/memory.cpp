@@ -139,6 +139,19 @@ void wait_reached(const uint32_t* pointer, uint32_t value, Site site) {
   wait_until(pointer, [value](uint32_t seen) { return int32_t(seen - value) >= 0; }, "wait_reached", site);
 }
 
+uint32_t load_acquire(const uint32_t* pointer, Look& last, Site site) {
+  check_global(pointer, sizeof *pointer, "load_acquire", site);
+  const bool ordered = machine->synchronizes("load_acquire", site);
+  std::atomic_ref<uint32_t> word(*const_cast<uint32_t*>(pointer));
+  const GlobalAccess noted("load_acquire", site);
+  if (last.pointer == pointer && last.line == site.line)
+    machine->park_until({"load_acquire", site}, [word, seen = last.value] { return word.load() != seen; });
+  check(Access::kAtomic, pointer, sizeof *pointer, "load_acquire", site);
+  if (Checker* checker = machine->checker(); checker != nullptr && ordered) checker->acquire(pointer);
+  last = {pointer, word.load(), site.line};
+  return last.value;
+}
+
 namespace {
 
 void carry_out(const AsyncCopy& copy) {

@@ -63,7 +63,7 @@ void sync_warp(uint32_t mask, Site site) {
 
 void fence_device(Site site) {
   if (!machine->synchronizes("fence_device", site)) return;
-  if (Checker* checker = machine->checker()) checker->fence();
+  if (Checker* checker = machine->checker()) checker->fence_device();
 }
 
 namespace {

@@ -20,7 +20,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
 from cuda_ext import _emulator, _toolchain  # noqa: E402
 
@@ -33,6 +33,10 @@ def find_toolkit() -> _toolchain.Toolkit | None:
 
     toolkits = _toolchain.find_toolkits(torch.version.cuda) if torch.version.cuda is not None else []
     return next((toolkit for toolkit in toolkits if toolkit.usable), None)
+
+
+# How kernels get from their source to the emulator: compiled as C++, or by nvcc for an architecture (tests/ptx).
+BUILDS = ("simt", "ptx_sm_80", "ptx_sm_90a")
 
 
 class Fault(RuntimeError):
@@ -68,6 +72,20 @@ class Library:
         plain loads and stores of the kernels, and is several times slower."""
         files = [HERE / source for source in sources]
         return cls(_emulator.build_library(name, files, [(HERE / "library.cpp", ())], hooks=hooks))
+
+    @classmethod
+    def build_for(cls, way: str, name: str, sources: Sequence[str | Path]) -> Library:
+        """`build` in one of the ways of BUILDS. Skips the test where that takes nvcc and there is none."""
+        if way == "simt":
+            return cls.build(name, sources)
+        import pytest
+        from ptx import build
+
+        if find_toolkit() is None:
+            pytest.skip("needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for")
+        arch = way.removeprefix("ptx_")
+        files = [HERE / source for source in sources]
+        return cls(build.build_library(f"{name}-{arch}", files, [(HERE / "library.cpp", ())], arch=arch))
 
     def in_bytes(self, name: str) -> int:
         return int(self._c.conformance_in_bytes(self.index[name]))

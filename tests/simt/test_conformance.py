@@ -6,14 +6,15 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import conformance_sm90
 import conformance_wgmma
 import numpy as np
 import pytest
-from harness import HERE, Library
+from harness import BUILDS, HERE, Library
 
 SOURCES = [
     "conformance_warp.cu",
@@ -24,6 +25,7 @@ SOURCES = [
     "conformance_cluster.cu",
     "conformance_wgmma.cu",
 ]
+SOURCES_SM80 = [name for name in SOURCES if name.removesuffix(".cu").split("_")[1] not in ("sm90", "cluster", "wgmma")]
 MODES = [
     {"mode": "eager", "schedule": "fifo"},
     {"mode": "lazy", "schedule": "fifo"},
@@ -315,17 +317,35 @@ def assert_same(name: str, got: np.ndarray, expected: np.ndarray) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+def cases_of(way: str) -> set[str]:
+    """The cases that a library built in this way has."""
+    sm90 = conformance_sm90.references.keys() | conformance_wgmma.references.keys()
+    return references.keys() - (sm90 if way == "ptx_sm_80" else set())
+
+
+def every_build(*names: str, cases: Callable[[str], Iterable[Any]] | None = None) -> pytest.MarkDecorator:
+    """Parametrizes a test with a library for each of BUILDS, and with the cases of each."""
+    rows = [
+        pytest.param(way, *each, marks=getattr(pytest.mark, way.partition("_")[0]), id="-".join([way, *each]))
+        for way in BUILDS
+        for each in ([(case,) for case in sorted(cases(way))] if cases else [()])
+    ]
+    return pytest.mark.parametrize(("library", *names), rows, indirect=["library"], scope="session")
+
+
 @pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("conformance", SOURCES)
+def library(request: pytest.FixtureRequest) -> Library:
+    way = getattr(request, "param", "simt")
+    return Library.build_for(way, "conformance", SOURCES_SM80 if way == "ptx_sm_80" else SOURCES)
 
 
-def test_every_case_has_a_reference(library: Library) -> None:
-    assert set(library.index) == set(references)
+@every_build()
+def test_every_case_has_a_reference(library: Library, request: pytest.FixtureRequest) -> None:
+    assert set(library.index) == cases_of(request.node.callspec.params["library"])
 
 
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize("name", sorted(references))
+@every_build("name", cases=cases_of)
 def test_primitive(library: Library, name: str, options: dict[str, object]) -> None:
     rng = np.random.default_rng()
     for _ in range(3):

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from harness import Library
+from harness import BUILDS, Library
 from test_conformance import MODES
 
 GEMMS = ("gemm_f16_128x128", "gemm_bf16_128x256", "gemm_bf16_128x128_cluster", "gemm_f16_128x256_cluster")
@@ -17,9 +17,18 @@ GEMMS = ("gemm_f16_128x128", "gemm_bf16_128x256", "gemm_bf16_128x128_cluster", "
 SIZES = ((1, 1, 8), (127, 65, 56), (128, 256, 64), (129, 257, 72), (64, 128, 584), (300, 520, 136))
 
 
+# nvcc's code takes the architecture that the kernels are for.
+every_build = pytest.mark.parametrize(
+    "library",
+    [pytest.param(way, marks=getattr(pytest.mark, way.partition("_")[0])) for way in BUILDS if way != "ptx_sm_80"],
+    indirect=True,
+    scope="session",
+)
+
+
 @pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("proof", ["proof_gemm.cu", "proof_attention.cu"])
+def library(request: pytest.FixtureRequest) -> Library:
+    return Library.build_for(getattr(request, "param", "simt"), "proof", ["proof_gemm.cu", "proof_attention.cu"])
 
 
 def encode(values: np.ndarray, float16: bool) -> np.ndarray:
@@ -47,6 +56,7 @@ def check_gemm(library: Library, name: str, size: tuple[int, int, int], rng: np.
 
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("name", GEMMS)
+@every_build
 def test_gemm_is_exact(library: Library, name: str, options: dict[str, object]) -> None:
     rng = np.random.default_rng()
     for size in SIZES:
@@ -64,6 +74,7 @@ def check_attention(library: Library, sizes: tuple[int, int], rng: np.random.Gen
 
 
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+@every_build
 def test_attention_is_exact(library: Library, options: dict[str, object]) -> None:
     rng = np.random.default_rng()
     for sizes in ((1, 1), (64, 64), (128, 65), (130, 63), (200, 320)):

@@ -1,0 +1,131 @@
+"""From CUDA sources to a shared library that runs nvcc's PTX on the emulator, in build/ptx of the source checkout.
+
+nvcc compiles each source once: to PTX, which is translated and compiled by the C++ compiler, and to a host object, whose
+calls of the CUDA runtime runtime.cpp answers. Each step is kept until what it reads has changed: nvcc's until a file of
+this project that the source includes has, the translation until the PTX has.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cuda_ext import _build, _emulator
+from cuda_ext import _toolchain as toolchain
+
+from .emit import emit
+from .parse import parse
+
+HERE = Path(__file__).resolve().parent
+FOLDER = _build.SOURCE_ROOT / "build" / "ptx"
+# Registers are initialised by the program or not at all. PTX rounds each operation on its own, wraps, and has no types.
+CPP_FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
+
+
+@functools.cache
+def find_toolkit() -> toolchain.Toolkit | None:
+    """The CUDA toolkit that would build the package, or None."""
+    import torch
+
+    toolkits = toolchain.find_toolkits(torch.version.cuda) if torch.version.cuda is not None else []
+    return next((toolkit for toolkit in toolkits if toolkit.usable), None)
+
+
+def build_library(
+    name: str,
+    kernels: Iterable[Path],
+    others: Iterable[tuple[Path, Sequence[str]]] = (),
+    *,
+    arch: str = "sm_80",
+    translates: Callable[[Path], bool] = lambda _: True,
+) -> Path:
+    """A shared library of nvcc's code for `kernels` and the emulator.
+
+    name: of the library, one for each combination of the other arguments.
+    others: C++ sources that go with them, each with the flags that it needs beside the emulator's.
+    arch: what nvcc compiles for.
+    translates: whether the kernels of a source are wanted; a launch of any other is refused.
+
+    Raises RuntimeError without nvcc, parse.Unsupported for PTX that has no translation.
+    """
+    toolkit = find_toolkit()
+    if toolkit is None:
+        raise RuntimeError("cuda_ext: nvcc's code takes nvcc; set CUDA_HOME, or install the extra of README.md")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    cuda_headers = [f"-isystem{toolkit.home / 'include'}"]
+    sources = [(HERE / "runtime.cpp", cuda_headers), *others]
+    sources += [(source, ()) for source in sorted((_emulator.CSRC / "simt").glob("*.cpp"))]
+
+    def kernel_objects(source: Path) -> list[Path]:
+        host_object, ptx = compile_with_nvcc(toolkit, source, arch)
+        return [host_object, *([compile_translation(ptx)] if translates(source) else [])]
+
+    with (
+        _build.lock(FOLDER),
+        _build.lock(_emulator.FOLDER),
+        ThreadPoolExecutor(toolchain.available_cores()) as pool,
+    ):
+        own = pool.map(lambda job: _emulator.compile_source(job[0], (*_emulator.FLAGS, *job[1])), sources)
+        objects = [each for group in pool.map(kernel_objects, kernels) for each in group]
+        return _emulator.link(FOLDER / f"{name}.so", [*own, *objects])
+
+
+def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tuple[Path, Path]:
+    """The host object and the PTX of `source`."""
+    target = FOLDER / f"{source.stem}-{arch}.host.o"
+    ptx = FOLDER / f"{source.stem}-{arch}.ptx"
+    code = arch.removeprefix("sm_")
+    command = [
+        *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "--expt-relaxed-constexpr", "-c", str(source)),
+        # As PTX, which ptxas never sees.
+        f"-gencode=arch=compute_{code},code=compute_{code}",
+        *(f"-I{_emulator.CSRC}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden"),
+    ]
+    record = target.with_suffix(".json")
+    known = json.loads(record.read_text()) if record.exists() and target.exists() and ptx.exists() else {}
+    if known.get("command") == [toolkit.version, *command]:
+        files = known["files"]
+        if all(Path(path).exists() and _digest(path) == digest for path, digest in files.items()):
+            return target, ptx
+    record.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
+        includes = Path(scratch, "includes.d")
+        extra = ["--keep", "--keep-dir", scratch, "-MD", "-MF", str(includes), "-o", str(Path(scratch, target.name))]
+        done = subprocess.run([*command, *extra], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"cuda_ext: cannot build {target.name}: {' '.join(command)} says\n{done.stdout}")
+        shutil.move(Path(scratch, target.name), target)
+        shutil.move(Path(scratch, f"{source.stem}.ptx"), ptx)
+        read = includes.read_text().replace("\\\n", " ").partition(":")[2].split()
+    own = {str(Path(path).resolve()) for path in read}
+    files = {path: _digest(path) for path in sorted(own) if Path(path).is_relative_to(_build.SOURCE_ROOT)}
+    record.write_text(json.dumps({"command": [toolkit.version, *command], "files": files}))
+    return target, ptx
+
+
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def compile_translation(ptx: Path) -> Path:
+    """The object of a PTX file, translated."""
+    cpp = ptx.with_suffix(".cpp")
+    text = ptx.read_text()
+    translator = [path.read_text() for path in sorted(HERE.glob("*.py")) if not path.name.startswith("test_")]
+    key = hashlib.sha256(repr((text, translator)).encode()).hexdigest()
+    key_file = cpp.with_suffix(".cpp.key")
+    if not (cpp.exists() and key_file.exists() and key_file.read_text() == key):
+        cpp.write_text(emit(parse(text, ptx.name)))
+        key_file.write_text(key)
+    headers = [HERE / "operations.h", HERE / "runtime.h", *(_emulator.CSRC / "simt").glob("*.h")]
+    command = [_emulator.compiler(), *CPP_FLAGS, f"-I{_emulator.CSRC}", f"-I{HERE}", "-c", str(cpp), "-o"]
+    target = ptx.with_suffix(".o")
+    _emulator.make(target, command, [cpp.read_text(), *(path.read_text() for path in sorted(headers))])
+    return target
