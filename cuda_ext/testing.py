@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 class Emulation:
     """What the emulated kernels of an `emulated` block did, up to now or, after the block, up to its end."""
 
-    _module: ModuleType
+    _module: Any
     _before: dict[str, int]
     _final: dict[str, int]
 
@@ -78,7 +77,7 @@ class Emulation:
         return list(self._module.sync_sites())
 
 
-_emulation_settings: list[tuple[ModuleType, dict[str, Any]]] = []
+_emulation_settings: list[tuple[Any, dict[str, Any]]] = []
 
 
 @contextmanager
@@ -121,7 +120,6 @@ def emulated(
     >>> emulation.counters["mma"]
     """
     from cuda_ext import _emulator
-    from cuda_ext._load import ops
 
     for name, value, allowed in (
         ("arch", arch, ("sm_80", "sm_89", "sm_90a")),
@@ -141,6 +139,15 @@ def emulated(
         "threads": threads,
         "skip": skip,
     }
+    with _emulated_by(module, settings) as emulation:
+        yield emulation
+
+
+@contextmanager
+def _emulated_by(module: Any, settings: dict[str, Any]) -> Iterator[Emulation]:
+    """`emulated`, with the kernels of `module`, which has the functions of the module `_simt` (csrc/emulated)."""
+    from cuda_ext._load import ops
+
     _emulation_settings.append((module, settings))
     emulation = Emulation(module, dict(module.counters()), {})
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 # Before PyTorch is loaded: by default its threads spin while they wait, which costs processes that share the cores more
@@ -51,12 +52,29 @@ def seeded(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(seed)
 
 
-# Where the ops of a test run: the CPU's kernels; the CUDA kernels, emulated; and on a GPU, if there is one.
-BACKENDS = ("cpu", "simt", *(["cuda"] if torch.cuda.is_available() else []))
+# Where the ops of a test run: the CPU's kernels; the CUDA kernels, emulated; nvcc's own code of them, emulated too
+# (tests/ptx); and on a GPU, if there is one.
+BACKENDS = ("cpu", "simt", "ptx", "ptx_sm_90a", *(["cuda"] if torch.cuda.is_available() else []))
+# On ptx, unless all is asked for: the suites of the ops. Of those whose sources have one dtype each, this one; tests that
+# draw their dtype are left out.
+PTX_SUITES: dict[str, set[torch.dtype] | None] = {
+    "test_bucket": None,
+    "test_gemm": {torch.bfloat16},
+    "test_attention_cuda": {torch.bfloat16},
+}
+NEEDS_ALL_PTX = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-ptx",
+        action="store_true",
+        help="on the backend ptx: all tests, all dtypes, and kernels compiled for sm_90a too",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_backend: runs the test on each of the backends cpu, simt and cuda")
+    config.addinivalue_line("markers", "every_backend: runs the test on each of the backends cpu, simt, ptx and cuda")
     for name in ("cpu", "simt", "ptx", "cuda"):
         config.addinivalue_line("markers", f"{name}: what every_backend runs there; `pytest -m {name}` selects it")
     config.addinivalue_line("markers", "cpu_only(reason): keeps a test of such a module to the CPU's kernels")
@@ -65,34 +83,75 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("every_backend"):
         cpu_only = metafunc.definition.get_closest_marker("cpu_only")
-        backends = BACKENDS[:1] if cpu_only else BACKENDS
-        marked = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in backends]
+        backends = list(BACKENDS[:1] if cpu_only else BACKENDS)
+        if not metafunc.config.getoption("--all-ptx"):
+            of_an_op = metafunc.module.__name__ in PTX_SUITES
+            backends = [name for name in backends if not name.startswith("ptx") or (of_an_op and name == "ptx")]
+        marked = [pytest.param(name, marks=getattr(pytest.mark, name.partition("_")[0])) for name in backends]
         metafunc.parametrize("backend", marked, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """float64 has no CUDA kernel."""
+    """float64 has no CUDA kernel; and see PTX_SUITES."""
+    all_ptx = config.getoption("--all-ptx")
 
     def applies(item: pytest.Item) -> bool:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        return params.get("backend", "cpu") == "cpu" or torch.float64 not in params.values()
+        backend, dtypes = (
+            params.get("backend", "cpu"),
+            {each for each in params.values() if isinstance(each, torch.dtype)},
+        )
+        of_suite = PTX_SUITES.get(item.module.__name__) if isinstance(item, pytest.Function) else None
+        if backend == "ptx" and not all_ptx and of_suite is not None:
+            draws = getattr(item.obj, "is_hypothesis_test", False)  # type: ignore[attr-defined]
+            if draws or dtypes - of_suite:
+                return False
+        return backend == "cpu" or torch.float64 not in dtypes
 
     config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
     items[:] = [item for item in items if applies(item)]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that turns out to need kernels of other dtypes than PTX_SUITES has is for --all-ptx."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "is not in this library" not in str(error):
+            raise
+        item.stash[NEEDS_ALL_PTX] = True
+        pytest.skip("needs kernels of other dtypes than bfloat16, which --all-ptx compiles")
+
+
 @pytest.fixture(autouse=True)
 def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
     name = getattr(request, "param", "cpu")
-    if name == "simt":
-        with testing.emulated(mode="lazy", schedule="pct", seed=random.randrange(2**31)) as emulation:
+    if name == "simt" or name.startswith("ptx"):
+        with emulation_of(name, request.config.getoption("--all-ptx")) as emulation:
             yield name
-        assert emulation.counters["blocks"] > 0, "the test has run no CUDA kernel"
+        ran = emulation.counters["blocks"] > 0 or request.node.stash.get(NEEDS_ALL_PTX, False)
+        assert ran, "the test has run no CUDA kernel"
     elif name == "cuda":
         with torch.device("cuda"):
             yield name
     else:
         yield name
+
+
+def emulation_of(name: str, all_ptx: bool) -> AbstractContextManager[testing.Emulation]:
+    """The ops on the emulator, on the backend simt, ptx or ptx_sm_90a, at its harshest."""
+    seed = random.randrange(2**31)
+    if name == "simt":
+        return testing.emulated(mode="lazy", schedule="pct", seed=seed)
+    from ptx import build, kernels
+
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    arch = "sm_80" if name == "ptx" else name.removeprefix("ptx_")
+    settings = {"compute_capability": int(arch[3:5]), "lazy": True, "pct": True, "seed": seed, "check_races": False}
+    settings |= {"ordered_sums": False, "threads": 0, "skip": None}
+    return testing._emulated_by(kernels.load(arch, all_ptx), settings)
 
 
 def is_alive(pid: int) -> bool:

@@ -1,8 +1,8 @@
 """From CUDA sources to a shared library that runs nvcc's PTX on the emulator, in build/ptx of the source checkout.
 
-nvcc compiles each source once: to PTX, which is translated and compiled by the C++ compiler, and to a host object, whose
-calls of the CUDA runtime runtime.cpp answers. Each step is kept until what it reads has changed: nvcc's until a file of
-this project that the source includes has, the translation until the PTX has.
+nvcc compiles each source once: to PTX, which is translated and compiled by the C++ compiler, and to a host object,
+whose calls of the CUDA runtime are answered by runtime.cpp. Each step is kept until what it reads has changed: nvcc's
+until a file of this project that the source includes has, the translation until the PTX has.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,9 +24,18 @@ from .emit import emit
 from .parse import parse
 
 HERE = Path(__file__).resolve().parent
+NO_NVCC = "needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for"
 FOLDER = _build.SOURCE_ROOT / "build" / "ptx"
-# Registers are initialised by the program or not at all. PTX rounds each operation on its own, wraps, and has no types.
-CPP_FLAGS = ("-std=c++20", "-O0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv")
+# PTX rounds each operation on its own, lets integers wrap, and has no types.
+CPP_FLAGS = (
+    "-std=c++20",
+    "-O0",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fwrapv",
+)
 
 
 @functools.cache
@@ -44,20 +53,21 @@ def build_library(
     others: Iterable[tuple[Path, Sequence[str]]] = (),
     *,
     arch: str = "sm_80",
-    translates: Callable[[Path], bool] = lambda _: True,
+    stands_in: bool = False,
 ) -> Path:
     """A shared library of nvcc's code for `kernels` and the emulator.
 
     name: of the library, one for each combination of the other arguments.
     others: C++ sources that go with them, each with the flags that it needs beside the emulator's.
     arch: what nvcc compiles for.
-    translates: whether the kernels of a source are wanted; a launch of any other is refused.
+    stands_in: whether functions of this project that no source has raise an error when they are called; else they may
+        not be.
 
     Raises RuntimeError without nvcc, parse.Unsupported for PTX that has no translation.
     """
     toolkit = find_toolkit()
     if toolkit is None:
-        raise RuntimeError("cuda_ext: nvcc's code takes nvcc; set CUDA_HOME, or install the extra of README.md")
+        raise RuntimeError(f"cuda_ext: {NO_NVCC}")
     FOLDER.mkdir(parents=True, exist_ok=True)
     cuda_headers = [f"-isystem{toolkit.home / 'include'}"]
     sources = [(HERE / "runtime.cpp", cuda_headers), *others]
@@ -65,16 +75,15 @@ def build_library(
 
     def kernel_objects(source: Path) -> list[Path]:
         host_object, ptx = compile_with_nvcc(toolkit, source, arch)
-        return [host_object, *([compile_translation(ptx)] if translates(source) else [])]
+        return [host_object, compile_translation(ptx)]
 
-    with (
-        _build.lock(FOLDER),
-        _build.lock(_emulator.FOLDER),
-        ThreadPoolExecutor(toolchain.available_cores()) as pool,
-    ):
-        own = pool.map(lambda job: _emulator.compile_source(job[0], (*_emulator.FLAGS, *job[1])), sources)
-        objects = [each for group in pool.map(kernel_objects, kernels) for each in group]
-        return _emulator.link(FOLDER / f"{name}.so", [*own, *objects])
+    with _build.lock(FOLDER), ThreadPoolExecutor(toolchain.available_cores()) as pool:
+        with _build.lock(_emulator.FOLDER):
+            own = list(pool.map(lambda job: _emulator.compile_source(job[0], (*_emulator.FLAGS, *job[1])), sources))
+        objects = [*own, *(each for group in pool.map(kernel_objects, kernels) for each in group)]
+        if stands_in:
+            objects.append(compile_stand_ins(name, objects))
+        return _emulator.link(FOLDER / f"{name}.so", objects)
 
 
 def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tuple[Path, Path]:
@@ -128,4 +137,26 @@ def compile_translation(ptx: Path) -> Path:
     command = [_emulator.compiler(), *CPP_FLAGS, f"-I{_emulator.CSRC}", f"-I{HERE}", "-c", str(cpp), "-o"]
     target = ptx.with_suffix(".o")
     _emulator.make(target, command, [cpp.read_text(), *(path.read_text() for path in sorted(headers))])
+    return target
+
+
+def compile_stand_ins(name: str, objects: Sequence[Path]) -> Path:
+    """Functions of this project that `objects` call and none has: each raises an error."""
+
+    def symbols(option: str) -> set[str]:
+        command = ["nm", "--format=posix", option, *map(str, objects)]
+        rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return {symbol for symbol, kind, *_ in (row.split() for row in rows if " " in row) if kind != "w"}
+
+    lines = ["#include <stdexcept>", "#include <string>"]
+    for index, symbol in enumerate(sorted(symbols("-u") - symbols("--defined-only"))):
+        if "8cuda_ext" in symbol:
+            lines += [
+                f'[[noreturn]] void stand_in_{index}() __asm__("{symbol}");',
+                f'void stand_in_{index}() {{ throw std::runtime_error("{symbol} is not in this library"); }}',
+            ]
+    source = FOLDER / f"{name}-stand-ins.cpp"
+    source.write_text("\n".join([*lines, ""]))
+    target = source.with_suffix(".o")
+    _emulator.make(target, [_emulator.compiler(), *CPP_FLAGS, "-c", str(source), "-o"], [source.read_text()])
     return target

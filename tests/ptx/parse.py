@@ -140,7 +140,7 @@ class _Parser:
         self._place = ""
         while depth > 0:
             line = self._lines[at]
-            if line.startswith(".loc"):
+            if re.match(r"\.loc\s", line):
                 self._note_place(line, at + 1)
                 line = ""
             begin = begin if pending else at

@@ -2,8 +2,8 @@
 it has to be looked up in the PTX ISA and written down, not guessed.
 
 The C++ calls the emulator (csrc/simt/api.h) for everything that the emulator acts out or counts, operations.h for
-arithmetic that C++ has no operator for, and is plain C++ else. Registers are local variables: bool, unsigned integers by
-width, float and double; an integer register that holds a float, or the other way round, is read through its bits.
+arithmetic that C++ has no operator for, and is plain C++ else. Registers are local variables: bool, unsigned integers
+by width, float and double; an integer register that holds a float, or the other way round, is read through its bits.
 """
 
 from __future__ import annotations

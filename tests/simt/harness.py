@@ -82,7 +82,9 @@ class Library:
         from ptx import build
 
         if find_toolkit() is None:
-            pytest.skip("needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for")
+            pytest.skip(
+                "needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for"
+            )
         arch = way.removeprefix("ptx_")
         files = [HERE / source for source in sources]
         return cls(build.build_library(f"{name}-{arch}", files, [(HERE / "library.cpp", ())], arch=arch))
@@ -126,17 +128,37 @@ class Library:
         check_races: bool = False,
         threads: int = 1,
         skip: SyncSite | None = None,
+        compute_capability: int = 80,
     ) -> Iterator[None]:
         """How kernels run within the block; see csrc/simt/options.h."""
-        configure = self._c.simt_configure
-        configure(mode == "lazy", schedule == "pct", ctypes.c_uint64(seed), check_races, threads)
-        if skip is not None:
-            self._c.simt_skip(skip.file.encode(), skip.line, skip.instruction.encode())
+        self.configure(
+            mode == "lazy", schedule == "pct", seed, check_races, threads, compute_capability=compute_capability
+        )
+        self.skip(None if skip is None else (skip.file, skip.line, skip.instruction))
         try:
             yield
         finally:
-            configure(0, 0, ctypes.c_uint64(0), 0, 1)
-            self._c.simt_skip(None, 0, None)
+            self.configure()
+            self.skip(None)
+
+    def configure(
+        self,
+        lazy: bool = False,
+        pct: bool = False,
+        seed: int = 0,
+        check_races: bool = False,
+        threads: int = 1,
+        ordered_sums: bool = False,
+        compute_capability: int = 80,
+    ) -> None:
+        """How kernels run from now on."""
+        options = (check_races, threads, ordered_sums, compute_capability)
+        self._c.simt_configure(lazy, pct, ctypes.c_uint64(seed), *options)
+
+    def skip(self, site: tuple[str, int, str] | None) -> None:
+        """Leaves out the synchronisation call at this file, line and instruction, or none."""
+        file, line, instruction = site or (None, 0, None)
+        self._c.simt_skip(file and file.encode(), line, instruction and instruction.encode())
 
     def reset(self) -> None:
         """Forgets counters and synchronisation sites."""

@@ -63,13 +63,16 @@ EXPORT int conformance_run(int i, const void* in, void* out, char* error, size_t
 
 #if !defined(__CUDACC__)
 
-EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, int threads) {
+EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, int threads, int ordered_sums,
+                           int compute_capability) {
   auto& o = cuda_ext::simt::options();
   o.completion = lazy ? cuda_ext::simt::Completion::kLazy : cuda_ext::simt::Completion::kEager;
   o.schedule = pct ? cuda_ext::simt::Schedule::kPct : cuda_ext::simt::Schedule::kFifo;
   o.seed = seed;
   o.check_races = check_races != 0;
   o.threads = threads;
+  o.ordered_sums = ordered_sums != 0;
+  o.compute_capability = compute_capability;
 }
 // The synchronisation call from this place does nothing; none, when `file` is null.
 EXPORT void simt_skip(const char* file, int line, const char* instruction) {

@@ -1,0 +1,63 @@
+"""The kernels that the package ships, as nvcc compiles them, behind the public ops."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from pathlib import Path
+
+from cuda_ext import _build, _emulator
+
+from . import build
+
+SIMT = build.HERE.parent / "simt"
+
+
+class Kernels:
+    """A library of kernels, with what `cuda_ext.testing` asks of an emulator."""
+
+    def __init__(self, path: Path) -> None:
+        if str(SIMT) not in sys.path:
+            sys.path.insert(0, str(SIMT))
+        from harness import Library
+
+        self._library = Library(path)
+        self._address = self._library.symbol("ptx_kernels")
+        self._address.restype = ctypes.c_void_p
+
+    def kernels(self) -> int:
+        return int(self._address())
+
+    def configure(self, *, compute_capability: int, lazy: bool, pct: bool, seed: int, check_races: bool,
+                  ordered_sums: bool, threads: int, skip: tuple[str, int, str] | None) -> None:  # fmt: skip
+        self._library.configure(
+            lazy, pct, seed, check_races, threads, ordered_sums=ordered_sums, compute_capability=compute_capability
+        )
+        self._library.skip(skip)
+
+    def counters(self) -> dict[str, int]:
+        return self._library.counters()
+
+    def reset(self) -> None:
+        self._library.reset()
+
+    def sync_sites(self) -> list[tuple[str, int, str]]:
+        return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
+
+
+@functools.cache
+def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
+    """The kernels compiled for `arch`; those of bfloat16 alone, where a source has kernels of one dtype, or all.
+
+    A launch of one that was left out raises RuntimeError with "is not in this library".
+    """
+    sources = sorted(path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda")
+    others = ("f16", "f32", "tf32")
+    wanted = [path for path in sources if every_dtype or not set(others) & set(path.stem.split("_"))]
+    name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
+    library = build.build_library(
+        name, wanted, [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])], arch=arch,
+        stands_in=True,
+    )  # fmt: skip
+    return Kernels(library)
