@@ -133,10 +133,12 @@ void wait_until(const uint32_t* pointer, Ready ready, const char* instruction, S
 }  // namespace
 
 void wait_equal(const uint32_t* pointer, uint32_t value, Site site) {
-  wait_until(pointer, [value](uint32_t seen) { return seen == value; }, "wait_equal", site);
+  wait_until(
+      pointer, [value](uint32_t seen) { return seen == value; }, "wait_equal", site);
 }
 void wait_reached(const uint32_t* pointer, uint32_t value, Site site) {
-  wait_until(pointer, [value](uint32_t seen) { return int32_t(seen - value) >= 0; }, "wait_reached", site);
+  wait_until(
+      pointer, [value](uint32_t seen) { return int32_t(seen - value) >= 0; }, "wait_reached", site);
 }
 
 uint32_t load_acquire(const uint32_t* pointer, Look& last, Site site) {

@@ -23,10 +23,10 @@ inline uint64_t as_bits(double x) { return std::bit_cast<uint64_t>(x); }
 
 // Products. Types that int would swallow are widened by hand.
 template <std::integral T>
-using Wide = std::conditional_t<
-    sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-    std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
-                       std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
+using Wide =
+    std::conditional_t<sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+                       std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                                          std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
 template <std::integral T>
 Wide<T> wide_product(T a, T b) {
   return Wide<T>(a) * Wide<T>(b);
@@ -164,8 +164,7 @@ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint3
   d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 inline void mma_m16n8k8_tf32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
-                             uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3,
-                             Site site) {
+                             uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3, Site site) {
   float d[] = {c0, c1, c2, c3};
   simt::mma_m16n8k8_tf32(d, {a0, a1, a2, a3}, {b0, b1}, site);
   d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];

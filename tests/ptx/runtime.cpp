@@ -115,9 +115,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
         if (device.compute_capability < 90)
           return refuse(cudaErrorNotSupported, "clusters take a device of compute capability 9.0");
         break;
-      case cudaLaunchAttributeCooperative:
-        cooperative = attribute.val.cooperative != 0;
-        break;
+      case cudaLaunchAttributeCooperative: cooperative = attribute.val.cooperative != 0; break;
       case cudaLaunchAttributeProgrammaticStreamSerialization:
         if (attribute.val.programmaticStreamSerializationAllowed != 0 && device.compute_capability < 90)
           return refuse(cudaErrorNotSupported, "programmatic launches take a device of compute capability 9.0");
@@ -127,18 +125,21 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
     }
   }
   if (block.y != 1 || block.z != 1 || block.x < 1)
-    return refuse(cudaErrorInvalidConfiguration, "a block of " + text(block) + " threads; the emulator takes (n, 1, 1)");
+    return refuse(cudaErrorInvalidConfiguration,
+                  "a block of " + text(block) + " threads; the emulator takes (n, 1, 1)");
   if (int(block.x) > entry.max_threads)
     return refuse(cudaErrorInvalidValue, std::to_string(block.x) + " threads a block; the kernel's launch bound is " +
                                              std::to_string(entry.max_threads));
   if (config.dynamicSmemBytes > function.shared_allowed)
-    return refuse(cudaErrorInvalidValue, std::to_string(config.dynamicSmemBytes) + " bytes of shared memory; allowed for "
-                                             "this kernel are " + std::to_string(function.shared_allowed));
+    return refuse(cudaErrorInvalidValue, std::to_string(config.dynamicSmemBytes) +
+                                             " bytes of shared memory; allowed for "
+                                             "this kernel are " +
+                                             std::to_string(function.shared_allowed));
   const unsigned blocks_of_cluster = cluster.x * cluster.y * cluster.z;
   const int limit = function.nonportable_cluster ? kMaxCluster : kMaxPortableCluster;
   if (blocks_of_cluster < 1 || blocks_of_cluster > unsigned(limit))
-    return refuse(cudaErrorInvalidClusterSize, "a cluster of " + text(cluster) + " blocks; this kernel takes at most " +
-                                                   std::to_string(limit));
+    return refuse(cudaErrorInvalidClusterSize,
+                  "a cluster of " + text(cluster) + " blocks; this kernel takes at most " + std::to_string(limit));
   if (grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0)
     return refuse(cudaErrorInvalidClusterSize,
                   "a cluster of " + text(cluster) + " blocks does not divide the grid of " + text(grid));
@@ -229,7 +230,8 @@ void** __cudaRegisterFatBinary(void*) {
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
   ptx::registered_names()[host] = name;
 }
 // What <<<>>> calls; nvcc refers to it for every kernel.
@@ -255,7 +257,8 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMultiProcessorCount: *value = is.processors; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = int(is.shared_bytes); break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = int(is.shared_of_block()); break;
-    default: return refuse(cudaErrorInvalidValue, "device attribute " + std::to_string(attribute) + " is not known here");
+    default:
+      return refuse(cudaErrorInvalidValue, "device attribute " + std::to_string(attribute) + " is not known here");
   }
   return cudaSuccess;
 }

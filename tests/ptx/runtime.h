@@ -16,9 +16,9 @@ struct Entry {
   const char* name;  // mangled
   void (*run)(const std::byte* parameters);
   std::vector<Parameter> parameters;
-  int max_threads;         // of a block; its launch bound
-  int min_blocks;          // of a multiprocessor
-  bool waits_for_others;   // for earlier blocks, or for any
+  int max_threads;        // of a block; its launch bound
+  int min_blocks;         // of a multiprocessor
+  bool waits_for_others;  // for earlier blocks, or for any
 };
 
 // Puts the entries of a file, compiled for `architecture` (90), where the runtime finds them.

@@ -1,0 +1,131 @@
+"""The runtime that stands in for CUDA's: parameters arrive, and what a driver would refuse is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptx import build
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
+from harness import Fault, Library
+
+HERE = Path(__file__).resolve().parent
+CUDA_ERROR_INVALID_VALUE = 1
+
+GOOD = ["shared_100_kib", "cooperative", "cluster_of_8", "cluster_of_16", "programmatic"]
+REFUSED = {
+    "shared_228_kib": "shared_228_kib: needs 233472 bytes of shared memory a block, and device 0 has 232448",
+    "shared_49_kib_without_asking": "50176 bytes of shared memory; allowed for this kernel are 49152",
+    "threads_33": "33 threads a block; the kernel's launch bound is 32",
+    "block_of_two_dimensions": r"a block of \(4, 4, 1\) threads",
+    "cooperative_too_large": r"a grid of \(16, 1, 1\) blocks; at most 8 are on the device at once",
+    "cluster_of_9": r"a cluster of \(9, 1, 1\) blocks; this kernel takes at most 8",
+    "cluster_of_17": r"a cluster of \(17, 1, 1\) blocks; this kernel takes at most 16",
+    "cluster_that_does_not_divide": r"a cluster of \(2, 1, 1\) blocks does not divide the grid of \(7, 1, 1\)",
+}
+SM90_ONLY = {
+    "cluster_of_8": "clusters take a device of compute capability 9.0",
+    "programmatic": "programmatic launches take a device of compute capability 9.0",
+    "shared_228_kib": "needs 233472 bytes of shared memory a block, and device 0 has 166912",
+}
+BAD_MAPS = [
+    *("map_of_odd_address", "map_of_odd_stride", "map_of_no_size", "map_of_large_box", "map_of_narrow_box"),
+    *("map_of_wide_box", "map_of_steps", "map_in_odd_memory"),
+]
+STOPPED = {
+    "wait_for_nobody": r"deadlock(.|\n)*load_acquire at launches\.cu:\d+, launches-sm_90a\.ptx:\d+ \(32 threads\)",
+    "gives_up": r"trap at launches\.cu:\d+, .*: the kernel has given up",
+    "shared_too_little": r"copy_kernel: .*128 bytes|outside of the block's 64 bytes",
+    "loads_past_the_end": r"load_global at launches\.cu:\d+, .*: there is no memory at global address",
+}
+
+
+def library_for(arch: str) -> Library:
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    others = [(Path(__file__).resolve().parent.parent / "simt" / "library.cpp", ())]
+    return Library(build.build_library(f"launches-{arch}", [HERE / "launches.cu"], others, arch=arch))
+
+
+@pytest.fixture(scope="module")
+def library() -> Library:
+    return library_for("sm_90a")
+
+
+@pytest.fixture(scope="module")
+def sm80() -> Library:
+    return library_for("sm_80")
+
+
+DATA = np.arange(100, 132, dtype=np.uint32)
+
+
+def data_of(library: Library, name: str) -> np.ndarray:
+    return np.resize(DATA, library.in_bytes(name) // 4)
+
+
+def test_every_case_is_used(library: Library) -> None:
+    names = {*GOOD, *REFUSED, *BAD_MAPS, *STOPPED, "map_good", "parameters", "wait_that_is_over", "divides_by_zero"}
+    assert set(library.index) == names | {"plain_race", "fence_of_one_thread"}
+
+
+def test_parameters_arrive(library: Library) -> None:
+    out = library.run("parameters", DATA)
+    np.testing.assert_array_equal(out, np.where(np.arange(32) < 9, DATA, 0xFFFFFFFF))
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_a_device_takes(library: Library, name: str) -> None:
+    np.testing.assert_array_equal(library.run(name, DATA), DATA[::-1] + 1)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_driver_refuses(library: Library, name: str) -> None:
+    with pytest.raises(Fault, match=REFUSED[name]):
+        library.run(name, data_of(library, name))
+    np.testing.assert_array_equal(library.run("shared_100_kib", DATA), DATA[::-1] + 1)
+
+
+@pytest.mark.parametrize("name", SM90_ONLY)
+def test_what_an_older_device_refuses(sm80: Library, name: str) -> None:
+    with pytest.raises(Fault, match=SM90_ONLY[name]):
+        sm80.run(name, DATA)
+
+
+def test_tensor_maps(library: Library) -> None:
+    def answer(name: str) -> int:
+        return int(library.run(name, data_of(library, name))[0])
+
+    assert answer("map_good") == 0
+    assert {name: answer(name) for name in BAD_MAPS} == dict.fromkeys(BAD_MAPS, CUDA_ERROR_INVALID_VALUE)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_the_emulator_stops(library: Library, name: str) -> None:
+    with pytest.raises(Fault, match=STOPPED[name]):
+        library.run(name, data_of(library, name))
+
+
+def test_a_wait_that_is_over_goes_on(library: Library) -> None:
+    assert (library.run("wait_that_is_over", DATA) == DATA[0]).all()
+
+
+def test_a_division_by_zero_is_found(library: Library) -> None:
+    data = DATA.copy()
+    data[2] = 1
+    with pytest.raises(Fault, match=r"div at launches\.cu:\d+, .*: a division by zero"):
+        library.run("divides_by_zero", data)
+
+
+@pytest.mark.parametrize("name", ["plain_race", "fence_of_one_thread"])
+def test_plain_accesses_are_seen(library: Library, name: str) -> None:
+    """Without hooks of a compiler, which the direct emulation needs for them."""
+    with (
+        library.options(mode="lazy", schedule="pct", seed=1, check_races=True),
+        pytest.raises(Fault, match=r"race: this (write|read) of .* are in no order"),
+    ):
+        library.run(name, data_of(library, name))
