@@ -46,18 +46,21 @@ class Kernels:
         return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
 
 
+def sources(every_dtype: bool) -> list[Path]:
+    """The CUDA sources of the package; without those that are for one dtype, if it is not bfloat16."""
+    found = sorted(path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda")
+    return [path for path in found if every_dtype or not {"f16", "f32", "tf32"} & set(path.stem.split("_"))]
+
+
 @functools.cache
 def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
     """The kernels compiled for `arch`; those of bfloat16 alone, where a source has kernels of one dtype, or all.
 
     A launch of one that was left out raises RuntimeError with "is not in this library".
     """
-    sources = sorted(path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda")
-    others = ("f16", "f32", "tf32")
-    wanted = [path for path in sources if every_dtype or not set(others) & set(path.stem.split("_"))]
     name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
     library = build.build_library(
-        name, wanted, [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])], arch=arch,
+        name, sources(every_dtype), [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])], arch=arch,
         stands_in=True,
     )  # fmt: skip
     return Kernels(library)

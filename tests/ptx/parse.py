@@ -16,6 +16,7 @@ class Unsupported(Exception):
 class Instruction:
     line: int  # of the PTX file
     place: str  # in the CUDA source, "gemm_sm80.cuh:120"; empty where nvcc names none
+    wrapper: str  # the line of csrc/arch that it was written in, "memory.cuh:65"; empty if none
     predicate: str  # "", "%p1" or "!%p1"
     opcode: str  # "ld.global.v4.u32"
     operands: tuple[str, ...]
@@ -93,7 +94,7 @@ class _Parser:
         self._name = name
         self._files = {int(match[1]): match[2] for line in self._lines if (match := _FILE.match(line))}
         self._callers: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._place = ""
+        self._place, self._wrapper = "", ""
 
     def _refuse(self, line: int, what: str) -> Unsupported:
         return Unsupported(f"{self._name}:{line}: {what}")
@@ -137,7 +138,7 @@ class _Parser:
                 raise self._refuse(first + 1, f"cannot enforce {directive!r} of {entry.name}")
         depth, at, begin = 1, at + 1, at + 1
         pending = ""
-        self._place = ""
+        self._place, self._wrapper = "", ""
         while depth > 0:
             line = self._lines[at]
             if re.match(r"\.loc\s", line):
@@ -185,7 +186,7 @@ class _Parser:
             match = _INSTRUCTION.fullmatch(text)
             if match is None:
                 raise self._refuse(line, f"expected an instruction, got {text!r}")
-            yield Instruction(line, self._place, match[1] or "", match[2], split_operands(match[3]))
+            yield Instruction(line, self._place, self._wrapper, match[1] or "", match[2], split_operands(match[3]))
 
     def _note_place(self, text: str, line: int) -> None:
         match = _LOC.match(text)
@@ -196,17 +197,20 @@ class _Parser:
             self._callers[frame] = match.groups()[3:]
         else:
             self._callers.pop(frame, None)
-        self._place = self._describe(frame)
+        frames = [frame]
+        while (caller := self._callers.get(frames[-1])) is not None and caller not in frames:
+            frames.append(caller)
+        # The innermost frame that is no wrapper of an instruction, or the outermost of all.
+        own = next((each for each in frames if not any(part in self._path(each) for part in _WRAPPERS)), frames[-1])
+        self._place = self._describe(own)
+        self._wrapper = next((self._describe(each) for each in frames if _WRAPPERS[0] in self._path(each)), "")
+
+    def _path(self, frame: tuple[str, ...]) -> str:
+        return self._files.get(int(frame[0]), "")
 
     def _describe(self, frame: tuple[str, ...]) -> str:
-        """ "gemm_sm80.cuh:120": the innermost frame that is no wrapper of an instruction."""
-        seen = {frame}
-        while any(part in self._files.get(int(frame[0]), "") for part in _WRAPPERS):
-            caller = self._callers.get(frame)
-            if caller is None or caller in seen:
-                break
-            seen.add(frame := caller)
-        return "" if frame[1] == "0" else f"{PurePosixPath(self._files[int(frame[0])]).name}:{frame[1]}"
+        """ "gemm_sm80.cuh:120"."""
+        return "" if frame[1] == "0" else f"{PurePosixPath(self._path(frame)).name}:{frame[1]}"
 
 
 def _split(text: str) -> tuple[list[str], str]:
