@@ -59,8 +59,6 @@ def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
     A launch of one that was left out raises RuntimeError with "is not in this library".
     """
     name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
-    library = build.build_library(
-        name, sources(every_dtype), [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])], arch=arch,
-        stands_in=True,
-    )  # fmt: skip
+    others = [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])]
+    library = build.build_library(name, sources(every_dtype), others, arch=arch, stands_in=True)
     return Kernels(library)

@@ -32,7 +32,7 @@ def test_a_store_that_is_taken_apart_is_named(tmp_path: Path) -> None:
     text = (
         ".version 9.0\n.target sm_80\n.address_size 64\n.visible .entry kernel(\n)\n{\n"
         ".loc 1 7 1\n.loc 2 2 40, function_name $L__info_string0, inlined_at 1 7 1\n"
-        + "\n".join([*stores, "st.global.cs.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};", ".loc 1 8 1", stores[1]])
+        + "\n".join([*stores, "st.global.cs.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};", ".loc 1 8 1", narrow])
         + '\nret;\n}\n.file 1 "/x/csrc/gemm/gemm.cuh"\n.file 2 "/x/csrc/arch/memory.cuh"\n'
     )  # fmt: skip
     found = widths.widths([parse.parse(text, "x.ptx")], widths.widths_asked_for(header))
