@@ -64,11 +64,20 @@ DEVICE Vector load_global_streaming(const void* pointer, Site = {}) {
   if constexpr (sizeof(Vector) == 4) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint32_t*>(pointer)));
   if constexpr (sizeof(Vector) == 2) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint16_t*>(pointer)));
 }
+// asm for more than one word: nvcc splits a plain vector store whose words it knows, and the lanes of a warp then write
+// words that lie a vector apart.
 template <class Vector>
 DEVICE void store_global(void* pointer, const Vector& v, Site = {}) {
   static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
-  if constexpr (sizeof(Vector) == 16) *static_cast<uint4*>(pointer) = __builtin_bit_cast(uint4, v);
-  if constexpr (sizeof(Vector) == 8) *static_cast<uint2*>(pointer) = __builtin_bit_cast(uint2, v);
+  if constexpr (sizeof(Vector) == 16) {
+    const uint4 w = __builtin_bit_cast(uint4, v);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                 : "memory");
+  }
+  if constexpr (sizeof(Vector) == 8) {
+    const uint2 w = __builtin_bit_cast(uint2, v);
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(pointer), "r"(w.x), "r"(w.y) : "memory");
+  }
   if constexpr (sizeof(Vector) == 4) *static_cast<uint32_t*>(pointer) = __builtin_bit_cast(uint32_t, v);
   if constexpr (sizeof(Vector) == 2) *static_cast<uint16_t*>(pointer) = __builtin_bit_cast(uint16_t, v);
 }

@@ -183,12 +183,13 @@ struct Gemm {
 
   // A block's sums in the workspace, as threads hold them: (kRows, kColumns, kThreads) vectors of 4.
   DEVICE static void store_partial(float* partial, const Accumulators& sums) {
+    partial += arch::thread_index_anew() * 4;  // not known before the loop over k, where it would take registers
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const float (&d)[4] = sums[i][j];
-        arch::store_global(partial + ((i * kColumns + j) * kThreads + arch::thread_index()) * 4,
+        arch::store_global(partial + (i * kColumns + j) * kThreads * 4,
                            arch::Words4{{arch::float_bits(d[0]), arch::float_bits(d[1]), arch::float_bits(d[2]),
                                          arch::float_bits(d[3])}});
       }
