@@ -13,6 +13,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,7 @@ def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tu
         if all(Path(path).exists() and _digest(path) == digest for path, digest in files.items()):
             return target, ptx
     record.unlink(missing_ok=True)
+    start = time.time()
     with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
         includes = Path(scratch, "includes.d")
         extra = ["--keep", "--keep-dir", scratch, "-MD", "-MF", str(includes), "-o", str(Path(scratch, target.name))]
@@ -115,7 +117,8 @@ def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tu
         read = includes.read_text().replace("\\\n", " ").partition(":")[2].split()
     own = {str(Path(path).resolve()) for path in read}
     files = {path: _digest(path) for path in sorted(own) if Path(path).is_relative_to(_build.SOURCE_ROOT)}
-    record.write_text(json.dumps({"command": [toolkit.version, *command], "files": files}))
+    if all(Path(path).stat().st_mtime < start for path in files):  # else nvcc may have read what was there before
+        record.write_text(json.dumps({"command": [toolkit.version, *command], "files": files}))
     return target, ptx
 
 

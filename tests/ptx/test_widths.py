@@ -24,11 +24,8 @@ def test_lines_name_their_width(asked: dict[str, int]) -> None:
 def test_a_store_that_is_taken_apart_is_named(tmp_path: Path) -> None:
     header = tmp_path / "memory.cuh"
     header.write_text("\n  if constexpr (sizeof(Vector) == 16) *static_cast<uint4*>(pointer) = v;\n")
-    stores = [
-        "st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};",
-        "st.global.u32 [%rd1+4], %r1;",
-        "ld.global.v2.f32 {%f1, %f2}, [%rd1];",
-    ]
+    narrow = "st.global.u32 [%rd1+4], %r1;"
+    stores = ["st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};", narrow, "ld.global.v2.f32 {%f1, %f2}, [%rd1];"]
     text = (
         ".version 9.0\n.target sm_80\n.address_size 64\n.visible .entry kernel(\n)\n{\n"
         ".loc 1 7 1\n.loc 2 2 40, function_name $L__info_string0, inlined_at 1 7 1\n"

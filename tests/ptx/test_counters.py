@@ -1,0 +1,92 @@
+"""What nvcc's code of the kernels costs on the emulator: as on record, and beside the direct emulation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import bucket, testing
+from ptx import build, kernels
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
+from cost import assert_same_cost
+
+SETTINGS = {"compute_capability": 80, "lazy": True, "pct": False, "seed": 0, "check_races": False}
+SETTINGS |= {"ordered_sums": False, "threads": 1, "skip": None}
+# Of the direct emulation these leave out plain loads and stores, which no call of the emulator does.
+WITHOUT_PLAIN_ACCESSES = {"global_load_bytes", "global_store_bytes"}
+# It tells accesses of a warp apart by source line, nvcc's code by instruction: where lanes skip one of an unrolled
+# loop, others are taken for one.
+BY_SOURCE_LINE = {"global_load_sectors", "global_store_sectors", "shared_wavefronts", "shared_ideal_wavefronts"}
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def gemm(m: int, n: int, k: int) -> None:
+    cuda_ext.gemm(randn(m, k), randn(k, n))
+
+
+def linear_backward() -> None:
+    x, weight = randn(256, 64).requires_grad_(), randn(256, 64).requires_grad_()
+    cuda_ext.linear(x, weight, activation="gelu").backward(randn(256, 256))
+
+
+def attention(dim: int, backward: bool, **options: bool) -> None:
+    q, k, v = (randn(1, 192, 2, dim).requires_grad_(backward) for _ in range(3))
+    out = cuda_ext.flash_attention(q, k, v, **options)
+    if backward:
+        out.backward(randn(*out.shape))
+
+
+def pack() -> None:
+    tensors = [randn(4096), randn(1000), randn(3)]
+    bucket.pack(tensors, torch.empty(8192, dtype=torch.bfloat16), [0, 4096, 5120])
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "gemm 256x256x64": lambda: gemm(256, 256, 64),
+    "gemm 127x130x67": lambda: gemm(127, 130, 67),
+    "gemm 64x64x2048 with k split": lambda: gemm(64, 64, 2048),
+    "linear 256x256x64 with gelu, there and back": linear_backward,
+    "pack 4096, 1000, 3": pack,
+}
+for dim in (64, 128, 256):
+    CASES[f"attention forward 192x{dim}"] = lambda dim=dim: attention(dim, False)
+    CASES[f"attention forward and backward 192x{dim} causal"] = lambda dim=dim: attention(dim, True, causal=True)
+
+
+def measure(case: Callable[[], None], emulation: testing.Emulation) -> dict[str, int]:
+    before = emulation.counters
+    case()
+    return {name: count - before[name] for name, count in emulation.counters.items() if count != before[name]}
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, int]]:
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    with testing._emulated_by(kernels.load(), SETTINGS) as emulation:
+        return {name: measure(case, emulation) for name, case in CASES.items()}
+
+
+def test_costs_are_those_on_record(counted: dict[str, dict[str, int]]) -> None:
+    assert_same_cost("ptx", counted)
+
+
+def test_counts_are_those_of_the_direct_emulation(counted: dict[str, dict[str, int]]) -> None:
+    with testing.emulated(mode="lazy", threads=1) as emulation:
+        direct = {name: measure(case, emulation) for name, case in CASES.items()}
+    for name, cost in counted.items():
+        for counter in (cost.keys() | direct[name].keys()) - BY_SOURCE_LINE:
+            here, there = cost.get(counter, 0), direct[name].get(counter, 0)
+            as_expected = here == there or (here > there and counter in WITHOUT_PLAIN_ACCESSES)
+            as_expected |= counter == "shuffle" and here == 2 * there  # of 64 bits, in two halves
+            assert as_expected, f"{name}: {counter} is {here}, and {there} in the direct emulation"
