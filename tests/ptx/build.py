@@ -93,7 +93,7 @@ def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tu
     ptx = FOLDER / f"{source.stem}-{arch}.ptx"
     code = arch.removeprefix("sm_")
     command = [
-        *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "--expt-relaxed-constexpr", "-c", str(source)),
+        *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "-c", str(source)),  # without torch's, as CMake
         # As PTX, which ptxas never sees.
         f"-gencode=arch=compute_{code},code=compute_{code}",
         *(f"-I{_emulator.CSRC}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden"),
