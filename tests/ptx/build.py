@@ -2,7 +2,7 @@
 
 nvcc compiles each source once: to PTX, which is translated and compiled by the C++ compiler, and to a host object,
 whose calls of the CUDA runtime are answered by runtime.cpp. Each step is kept until what it reads has changed: nvcc's
-until a file of this project that the source includes has, the translation until the PTX has.
+until a file that the source includes has, the translation until the PTX has.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def build_library(
     *,
     arch: str = "sm_80",
     stands_in: bool = False,
+    csrc: Path = _emulator.CSRC,
+    folder: Path = FOLDER,
 ) -> Path:
     """A shared library of nvcc's code for `kernels` and the emulator.
 
@@ -63,50 +65,54 @@ def build_library(
     arch: what nvcc compiles for.
     stands_in: whether functions of this project that no source has raise an error when they are called; else they may
         not be.
+    csrc: what the kernels include.
+    folder: where the library and what it is made of are kept.
 
     Raises RuntimeError without nvcc, parse.Unsupported for PTX that has no translation.
     """
     toolkit = find_toolkit()
     if toolkit is None:
         raise RuntimeError(f"cuda_ext: {NO_NVCC}")
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     cuda_headers = [f"-isystem{toolkit.home / 'include'}"]
     sources = [(HERE / "runtime.cpp", cuda_headers), *others]
     sources += [(source, ()) for source in sorted((_emulator.CSRC / "simt").glob("*.cpp"))]
 
     def kernel_objects(source: Path) -> list[Path]:
-        host_object, ptx = compile_with_nvcc(toolkit, source, arch)
+        host_object, ptx = compile_with_nvcc(toolkit, source, arch, csrc, folder)
         return [host_object, compile_translation(ptx)]
 
-    with _build.lock(FOLDER), ThreadPoolExecutor(toolchain.available_cores()) as pool:
+    with _build.lock(folder), ThreadPoolExecutor(toolchain.available_cores()) as pool:
         with _build.lock(_emulator.FOLDER):
             own = list(pool.map(lambda job: _emulator.compile_source(job[0], (*_emulator.FLAGS, *job[1])), sources))
         objects = [*own, *(each for group in pool.map(kernel_objects, kernels) for each in group)]
         if stands_in:
-            objects.append(compile_stand_ins(name, objects))
-        return _emulator.link(FOLDER / f"{name}.so", objects)
+            objects.append(compile_stand_ins(folder / f"{name}-stand-ins.cpp", objects))
+        return _emulator.link(folder / f"{name}.so", objects)
 
 
-def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tuple[Path, Path]:
+def compile_with_nvcc(
+    toolkit: toolchain.Toolkit, source: Path, arch: str, csrc: Path = _emulator.CSRC, folder: Path = FOLDER
+) -> tuple[Path, Path]:
     """The host object and the PTX of `source`."""
-    target = FOLDER / f"{source.stem}-{arch}.host.o"
-    ptx = FOLDER / f"{source.stem}-{arch}.ptx"
+    target = folder / f"{source.stem}-{arch}.host.o"
+    ptx = folder / f"{source.stem}-{arch}.ptx"
     code = arch.removeprefix("sm_")
     command = [
         *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "-c", str(source)),  # without torch's, as CMake
         # As PTX, which ptxas never sees.
         f"-gencode=arch=compute_{code},code=compute_{code}",
-        *(f"-I{_emulator.CSRC}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden"),
+        *(f"-I{csrc}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden"),
     ]
     record = target.with_suffix(".json")
     known = json.loads(record.read_text()) if record.exists() and target.exists() and ptx.exists() else {}
     if known.get("command") == [toolkit.version, *command]:
-        files = known["files"]
+        files: dict[str, str] = known["files"]
         if all(Path(path).exists() and _digest(path) == digest for path, digest in files.items()):
             return target, ptx
     record.unlink(missing_ok=True)
     start = time.time()
-    with tempfile.TemporaryDirectory(dir=FOLDER) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         includes = Path(scratch, "includes.d")
         extra = ["--keep", "--keep-dir", scratch, "-MD", "-MF", str(includes), "-o", str(Path(scratch, target.name))]
         done = subprocess.run([*command, *extra], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -116,7 +122,7 @@ def compile_with_nvcc(toolkit: toolchain.Toolkit, source: Path, arch: str) -> tu
         shutil.move(Path(scratch, f"{source.stem}.ptx"), ptx)
         read = includes.read_text().replace("\\\n", " ").partition(":")[2].split()
     own = {str(Path(path).resolve()) for path in read}
-    files = {path: _digest(path) for path in sorted(own) if Path(path).is_relative_to(_build.SOURCE_ROOT)}
+    files = {path: _digest(path) for path in sorted(own) if not Path(path).is_relative_to(toolkit.home.resolve())}
     if all(Path(path).stat().st_mtime < start for path in files):  # else nvcc may have read what was there before
         record.write_text(json.dumps({"command": [toolkit.version, *command], "files": files}))
     return target, ptx
@@ -130,7 +136,7 @@ def compile_translation(ptx: Path) -> Path:
     """The object of a PTX file, translated."""
     cpp = ptx.with_suffix(".cpp")
     text = ptx.read_text()
-    translator = [path.read_text() for path in sorted(HERE.glob("*.py")) if not path.name.startswith("test_")]
+    translator = [(HERE / name).read_text() for name in ("parse.py", "translate.py", "emit.py")]
     key = hashlib.sha256(repr((text, translator)).encode()).hexdigest()
     key_file = cpp.with_suffix(".cpp.key")
     if not (cpp.exists() and key_file.exists() and key_file.read_text() == key):
@@ -143,7 +149,7 @@ def compile_translation(ptx: Path) -> Path:
     return target
 
 
-def compile_stand_ins(name: str, objects: Sequence[Path]) -> Path:
+def compile_stand_ins(source: Path, objects: Sequence[Path]) -> Path:
     """Functions of this project that `objects` call and none has: each raises an error."""
 
     def symbols(option: str) -> set[str]:
@@ -158,7 +164,6 @@ def compile_stand_ins(name: str, objects: Sequence[Path]) -> Path:
                 f'[[noreturn]] void stand_in_{index}() __asm__("{symbol}");',
                 f'void stand_in_{index}() {{ throw std::runtime_error("{symbol} is not in this library"); }}',
             ]
-    source = FOLDER / f"{name}-stand-ins.cpp"
     source.write_text("\n".join([*lines, ""]))
     target = source.with_suffix(".o")
     _emulator.make(target, [_emulator.compiler(), *CPP_FLAGS, "-c", str(source), "-o"], [source.read_text()])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .parse import Entry, Instruction, Label, Module, Registers, Scope, Unsupported
-from .translate import Names, cpp_type, split_operands, translate
+from .parse import Entry, Instruction, Label, Module, Registers, Scope, Unsupported, split_operands
+from .translate import Names, cpp_type, translate
 
 _SITE = "<site>"
 _PER_LINE = 16

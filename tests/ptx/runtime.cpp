@@ -26,12 +26,18 @@ constexpr size_t kReservedShared = 1024;  // of each block
 constexpr int kMaxPortableCluster = 8, kMaxCluster = 16;
 constexpr int kSome = 6;  // blocks that run side by side where some wait for earlier ones; as in rt::launch
 
-thread_local cudaError_t last_error = cudaSuccess;
-thread_local std::string last_reason;
+struct LastError {
+  cudaError_t error = cudaSuccess;
+  std::string reason, text;
+};
+// By a pointer, as a process has little room for the thread-local variables of libraries that it loads late.
+LastError& last() {
+  thread_local LastError* const own = new LastError;
+  return *own;
+}
 
 cudaError_t refuse(cudaError_t error, const std::string& reason) {
-  last_error = error;
-  last_reason = reason;
+  last() = {error, reason, ""};
   return error;
 }
 
@@ -283,11 +289,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ho
   if (function == nullptr) return refuse(cudaErrorInvalidDeviceFunction, "no such kernel");
   return ptx::launch(*config, *function, arguments);
 }
-cudaError_t cudaGetLastError() { return std::exchange(ptx::last_error, cudaSuccess); }
+cudaError_t cudaGetLastError() { return std::exchange(ptx::last().error, cudaSuccess); }
 const char* cudaGetErrorString(cudaError_t error) {
-  thread_local std::string text;
-  text = "error " + std::to_string(int(error)) + " of the emulated device: " + ptx::last_reason;
-  return text.c_str();
+  ptx::LastError& last = ptx::last();
+  last.text = "error " + std::to_string(int(error)) + " of the emulated device: " + last.reason;
+  return last.text.c_str();
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {

@@ -132,22 +132,15 @@ class Operands:
             raise Unsupported(f"expected a constant, got {text}")
         return int(text)
 
-    def register(self, *types: str) -> str:
-        """The variable of the next operand, a register of one of `types`."""
-        operand = self.next()
-        if self.names.type_of(operand) not in types:
-            raise Unsupported(f"expected a register of type {' or '.join(types)}, got {operand}")
-        return self.names.variable(operand)
-
-    def list(self) -> list[str]:
+    def braced(self) -> tuple[str, ...]:
         """The names in braces that come next."""
         text = self.next()
         if not (text.startswith("{") and text.endswith("}")):
             raise Unsupported(f"expected operands in braces, got {text}")
-        return list(split_operands(text[1:-1]))
+        return split_operands(text[1:-1])
 
     def values(self, ptx: str, count: int) -> list[str]:
-        elements = self.list()
+        elements = self.braced()
         if len(elements) != count:
             raise Unsupported(f"expected {count} operands in braces, got {len(elements)}")
         return [self.read(each, ptx) for each in elements]
@@ -497,7 +490,7 @@ def _cvta(m: Modifiers, o: Operands, site: str) -> str:
     return o.assign(to, "u64", address)
 
 
-def _vector(o: Operands, ptx: str, count: int, text: str) -> list[str]:
+def _vector(count: int, text: str) -> list[str]:
     parts = split_operands(text[1:-1]) if text.startswith("{") else (text,)
     if len(parts) != count:
         raise Unsupported(f"expected {count} operands in braces, got {text}")
@@ -538,7 +531,7 @@ def _ld(m: Modifiers, o: Operands, site: str) -> list[str]:
         m.may("nc")
     count = _VECTORS[m.may("v2", "v4")]
     ptx = m.must(*_SCALARS)
-    parts, size = _vector(o, ptx, count, o.next()), count * SIZES[ptx]
+    parts, size = _vector(count, o.next()), count * SIZES[ptx]
     if space == "param":
         return _load_into(o, parts, ptx, f"thread.load_parameter({{to}}, {o.address('u64')}, {size}, {site});")
     if space == "global":
@@ -564,7 +557,7 @@ def _st(m: Modifiers, o: Operands, site: str) -> list[str]:
     else:
         function = "store_shared" if space == "shared" else "store_shared_cluster"
         store = f"simt::{function}({o.address()}, {{value}}, {size}, {site});"
-    return _store_from(o, _vector(o, ptx, count, o.next()), ptx, store)
+    return _store_from(o, _vector(count, o.next()), ptx, store)
 
 
 def _atomic(returns: bool) -> Handler:
@@ -665,7 +658,7 @@ def _matrices(m: Modifiers) -> tuple[int, str]:
 @opcode("ldmatrix")
 def _ldmatrix(m: Modifiers, o: Operands, site: str) -> list[str]:
     count, transposed = _matrices(m)
-    parts = _vector(o, "b32", count, o.next())
+    parts = _vector(count, o.next())
     load = f"simt::ldmatrix(thread.vector.uint32_ts, {count}, {transposed}, {o.address()}, {site});"
     return [load, *(o.assign(part, "b32", f"thread.vector.uint32_ts[{i}]") for i, part in enumerate(parts))]
 
@@ -686,7 +679,7 @@ def _mma(m: Modifiers, o: Operands, site: str) -> str:
     types = ("f16", "bf16") if shape == "m16n8k16" else ("tf32",)
     m.must(kind := m.must(*types))
     m.must("f32")
-    d = [o.names.variable(each) for each in o.list() if o.names.type_of(each) == "f32"]
+    d = [o.names.variable(each) for each in o.braced() if o.names.type_of(each) == "f32"]
     a, b, c = o.values("b32", 4), o.values("b32", 2), o.values("f32", 4)
     if len(d) != 4:
         raise Unsupported("expected 4 registers of type f32 for the sum")
