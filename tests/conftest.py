@@ -55,8 +55,8 @@ def seeded(request: pytest.FixtureRequest) -> None:
 # Where the ops of a test run: the CPU's kernels; the CUDA kernels, emulated; nvcc's own code of them, emulated too
 # (tests/ptx); and on a GPU, if there is one.
 BACKENDS = ("cpu", "simt", "ptx", "ptx_sm_90a", *(["cuda"] if torch.cuda.is_available() else []))
-# On ptx, unless all is asked for: the suites of the ops. Of those whose sources have one dtype each, this one; tests
-# that draw their dtype are left out.
+# On ptx, without --all-ptx: the suites of the ops. Of those whose sources have one dtype each, only this one, and no
+# test that draws its dtype.
 PTX_SUITES: dict[str, set[torch.dtype] | None] = {
     "test_bucket": None,
     "test_gemm": {torch.bfloat16},

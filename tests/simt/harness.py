@@ -22,19 +22,11 @@ ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from cuda_ext import _emulator, _toolchain  # noqa: E402
+from ptx.build import find_toolkit  # noqa: E402
+
+from cuda_ext import _emulator  # noqa: E402
 
 BUILD = _emulator.FOLDER
-
-
-def find_toolkit() -> _toolchain.Toolkit | None:
-    """The CUDA toolkit that would build the package, or None."""
-    import torch
-
-    toolkits = _toolchain.find_toolkits(torch.version.cuda) if torch.version.cuda is not None else []
-    return next((toolkit for toolkit in toolkits if toolkit.usable), None)
-
-
 # How kernels get from their source to the emulator: compiled as C++, or by nvcc for an architecture (tests/ptx).
 BUILDS = ("simt", "ptx_sm_80", "ptx_sm_90a")
 
