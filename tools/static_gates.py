@@ -50,9 +50,9 @@ RULES = (
     # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
     Rule("gemm_sm80<Gemm<float, 1, false, false", ("HMMA", "LDGSTS"), lead=20),
     Rule("gemm_sm80<Gemm<float, 2, false, false", ("HMMA", "LDGSTS"), lead=64),
-    # Three blocks of this tile share a multiprocessor: their products fill the leads of each other.
-    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{64, 64", ("HMMA", "LDSM", "LDGSTS"), lead=16),
-    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8),
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, 256", ("HMMA", "LDSM", "LDGSTS"), lead=8),
+    # Two or three blocks of smaller tiles share a multiprocessor: their products fill the leads of each other.
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=16),
     # Three products split a fragment just before they multiply it: there is no room for a set of both parts.
     Rule("gemm_sm80<Gemm<float, 2", ("HMMA", "LDSM", "LDGSTS"), lead=64),
     Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=20),
