@@ -115,7 +115,7 @@ def flash_attention(
         RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument.
         NotImplementedError: a CUDA tensor where no CUDA kernel is built.
     """
-    if query.is_nested:
+    if query is not None and query.is_nested:
         options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
         options |= {
             "alibi_slopes": alibi_slopes,
@@ -130,7 +130,7 @@ def flash_attention(
         left, right = _window_sides("flash_attention", window)
         check_constants("flash_attention", scale=scale, softcap=softcap, dropout_p=dropout_p)
         if dropout_p > 0:
-            query = _mapped_where_masks_differ(query)
+            query = _mapped_where_masks_differ("flash_attention", query)
         out, lse = _attention(
             query,
             key,
@@ -200,7 +200,7 @@ def flash_attention_varlen(
     left, right = _window_sides("flash_attention_varlen", window)
     check_constants("flash_attention_varlen", scale=scale, softcap=softcap, dropout_p=dropout_p)
     if dropout_p > 0:
-        query = _mapped_where_masks_differ(query)
+        query = _mapped_where_masks_differ("flash_attention_varlen", query)
     out, lse = _attention_varlen(
         query,
         key,
@@ -261,13 +261,17 @@ def _jagged_attention(
     return out, torch.nested.nested_tensor_from_jagged(result[1], offsets, jagged_dim=2, **known)
 
 
-def _mapped_where_masks_differ(query: Tensor) -> Tensor:
+def _mapped_where_masks_differ(op: str, query: Tensor) -> Tensor:
     """Inside of `torch.vmap` with randomness="different", mapped, so that each element has a mask of its own even where
     no argument is mapped; with randomness="error", an error. PyTorch decides: an empty random tensor asks it, and draws
     nothing."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
         return query
-    return query + torch.rand(0, dtype=query.dtype, device=query.device).sum()
+    try:
+        nothing = torch.rand(0, dtype=query.dtype, device=query.device)
+    except RuntimeError:
+        raise _no_randomness(op) from None
+    return query + nothing.sum()
 
 
 def _window_sides(op: str, window: Window | None) -> Window:
@@ -571,14 +575,18 @@ def _backward_flops(
 # vmap: the mapped dimension joins the batch, whose entries have masks of their own under dropout.
 
 
+def _no_randomness(op: str) -> RuntimeError:
+    return RuntimeError(
+        f"{NAMESPACE}::{op}: expected torch.vmap with randomness='same' or 'different' where dropout_p > 0, "
+        "got randomness='error'; give one of them, or call the op outside of vmap"
+    )
+
+
 def _needs_one_mask(op: str, info: Any, options: dict[str, Any]) -> bool:
     if options.get("dropout_p", 0.0) == 0.0:
         return False
     if info.randomness == "error":
-        raise RuntimeError(
-            f"{NAMESPACE}::{op}: expected torch.vmap with randomness='same' or 'different' where dropout_p > 0, "
-            "got randomness='error'; give one of them, or call the op outside of vmap"
-        )
+        raise _no_randomness(op)
     return bool(info.randomness == "same")
 
 
