@@ -19,7 +19,7 @@ import re
 import sys
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,10 +28,15 @@ import numpy as np
 try:
     import pytest  # noqa: F401
 except ImportError:
-    # test_conformance, which has the references, is a file of tests; as a module it needs these names alone.
+    # test_conformance, which has the references, is a file of tests; as a module it needs names, and no more than that.
+    class Marks:
+        def __getattr__(self, name: str) -> Callable[..., Callable[[object], object]]:
+            return lambda *_, **__: lambda function: function
+
     stand_in = types.ModuleType("pytest")
-    stand_in.fixture = lambda **_: lambda function: function  # type: ignore[attr-defined]
-    stand_in.mark = types.SimpleNamespace(parametrize=lambda *_, **__: lambda function: function)  # type: ignore[attr-defined]
+    stand_in.fixture = Marks().fixture  # type: ignore[attr-defined]
+    stand_in.param = lambda *_, **__: None  # type: ignore[attr-defined]
+    stand_in.mark = Marks()  # type: ignore[attr-defined]
     sys.modules["pytest"] = stand_in
 
 import test_conformance as conformance
