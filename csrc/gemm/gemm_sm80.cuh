@@ -8,9 +8,11 @@
 //           one sync_threads per k tile says both that the next tile has arrived and that the one before has been read.
 // Shared    (stages, A tile + B tile), written over by rows of the result, (64, block_n + 8) floats at a time.
 // Registers A warp holds its part of the output, block_m / warps_m x block_n / warps_n floats, and two sets of operand
-//           fragments: one is loaded while the other is multiplied.
+//           fragments: one is loaded, and rounded if it is tf32, while the other is multiplied.
 // Operands  are read in place, whichever of their dims has stride 1, from any address: 16 bytes at a time where base
 //           and strides allow, else 4, else 2. What lies outside the matrix arrives as zeros.
+// Loop      k tiles that are whole, inside the matrix and readable 16 bytes at a time go through a loop without branches;
+//           the last of a product, and all tiles of other operands, through one that decides how to copy.
 // Split k   A small output has its k tiles divided among several blocks. Each leaves its sums in the workspace; the
 //           last to arrive adds them up in the order of k, whichever block it is, and runs the epilogue.
 // Float32   Three products of tf32 lose the last bits of a single product, and cannot tell an infinity from an overflow
