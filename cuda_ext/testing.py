@@ -91,6 +91,7 @@ def emulated(
     ordered_sums: bool = False,
     threads: int = 0,
     skip: tuple[str, int, str] | None = None,
+    processors: int = 4,
 ) -> Iterator[Emulation]:
     """Within the block the public ops on CPU tensors run the *CUDA* kernels, on an emulator.
 
@@ -111,6 +112,8 @@ def emulated(
             kernels that promise the same bits in every run.
         threads: of the host; 0 for all cores.
         skip: a synchronisation call (file, line, instruction) that does nothing: a test of tests.
+        processors: multiprocessors of the GPU that is emulated, which decide how launchers divide the work: an A100 has
+            108, an H200 132, an RTX 4090 128. So few by default that small problems already take several waves.
 
     Raises RuntimeError, naming kernel, thread, instruction and source line, for a race, a deadlock, an access out of
     bounds, a bad launch.
@@ -128,6 +131,10 @@ def emulated(
     ):
         if value not in allowed:
             raise ValueError(f"cuda_ext.testing.emulated: expected {name} to be one of {allowed}, got {value!r}")
+    if not (isinstance(processors, int) and processors >= 1):
+        raise ValueError(
+            f"cuda_ext.testing.emulated: expected processors to be an int of at least 1, got {processors!r}"
+        )
     module = _emulator.load(hooks=check_races)
     settings = {
         "compute_capability": int(arch.removeprefix("sm_").rstrip("a")),
@@ -138,6 +145,7 @@ def emulated(
         "ordered_sums": ordered_sums,
         "threads": threads,
         "skip": skip,
+        "processors": processors,
     }
     with _emulated_by(module, settings) as emulation:
         yield emulation

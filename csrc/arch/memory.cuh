@@ -108,6 +108,24 @@ DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site = {}) {
 DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site = {}) {
   asm volatile("red.global.or.b32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
+// Four neighbours at once, from an address aligned to 16 bytes; each is added on its own.
+DEVICE void reduce_add(float* pointer, const float (&values)[4], Site = {}) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(values[0]), "f"(values[1]),
+               "f"(values[2]), "f"(values[3])
+               : "memory");
+#else
+  for (int i = 0; i < 4; ++i) reduce_add(pointer + i, values[i]);
+#endif
+}
+// Whether that is one instruction.
+DEVICE constexpr bool has_vector_reductions() {
+#if __CUDA_ARCH__ >= 900
+  return true;
+#else
+  return false;
+#endif
+}
 // Acquire and release in one, device-wide: what was written before an arrival is seen after a later one.
 DEVICE uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site = {}) {
   uint32_t old;
@@ -181,6 +199,10 @@ DEVICE T atomic_add(T* pointer, T value, Site site = {}) {
 DEVICE void reduce_add(float* pointer, float value, Site site = {}) { simt::atomic_add(pointer, value, site); }
 DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_add(pointer, value, site); }
 DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site site = {}) { simt::atomic_or(pointer, value, site); }
+DEVICE void reduce_add(float* pointer, const float (&values)[4], Site site = {}) {
+  simt::reduce_add(pointer, values, 4, site);
+}
+DEVICE bool has_vector_reductions() { return simt::compute_capability() >= 90; }
 DEVICE uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site = {}) {
   return simt::atomic_add_acq_rel(pointer, value, site);
 }

@@ -9,16 +9,17 @@
 namespace cuda_ext::sm80 {
 
 // delta and lse of every row, negated, and zeros where tiles of (block_m, dim) of dQ will be summed. Grid: tiles of
-// queries of all sequences, heads. 8 lanes share a row.
+// queries of all sequences, of each all heads. 8 lanes share a row.
 template <class T, int block_m, int dim, int threads>
 GLOBAL(threads, 1)
 attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
   constexpr int kLanes = 8;
-  const int batch = arch::block_x() / plan.query_tiles, tile = arch::block_x() % plan.query_tiles;
-  const int head = arch::block_y(), first = tile * block_m;
+  const int head = arch::block_x() % int(p.heads), tile = arch::block_x() / int(p.heads);
+  const int batch = sequence_of_tile<block_m>(p, plan, tile);
+  const int first = (tile - first_tile<block_m>(p, plan, batch)) * block_m;
   const Sequence sequence(p, batch);
   if (first >= sequence.q_len) return;
-  const int padded = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch) + first;
+  const int padded = head * plan.head_rows + tile * block_m;
 
   for (int row = arch::thread_index() / kLanes; row < block_m; row += threads / kLanes) {
     const int query = first + row;
@@ -60,16 +61,15 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
 // Rows of one of the gradients, from float32 tiles of the workspace.
 struct FinishParams {
   HeadsView to;
-  const float* tiles = nullptr;
+  float* tiles = nullptr;
   int parts = 1;  // that are added, in order
   int64_t part_stride = 0;
   float factor = 1.0f;
   int width = 0;
-  int tiles_of_sequence = 0;
   bool of_queries = false;
 };
 
-// Grid: tiles of all sequences, heads.
+// Grid: tiles of all sequences, of each all heads.
 template <class T, class Tiles>
 GLOBAL(Tiles::kThreads, 1)
 attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
@@ -79,21 +79,21 @@ attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Back
     alignas(128) unsigned char tile[Tile::kBytes];
   };
   SHARED_STORAGE(Storage, shared);
-  const int batch = arch::block_x() / finish.tiles_of_sequence, tile = arch::block_x() % finish.tiles_of_sequence;
-  const int head = arch::block_y(), first = tile * Tiles::kRows;
+  const int heads = int(finish.of_queries ? p.heads : p.heads_kv);
+  const int head = arch::block_x() % heads, tile = arch::block_x() / heads;  // of all sequences
+  const int batch = finish.of_queries ? sequence_of_tile<Tiles::kRows>(p, plan, tile) : tile / plan.schedule.tiles;
+  const int first_of_batch = finish.of_queries ? first_tile<Tiles::kRows>(p, plan, batch) : batch * plan.schedule.tiles;
+  const int first = (tile - first_of_batch) * Tiles::kRows;
   const Sequence sequence(p, batch);
   const int left = (finish.of_queries ? sequence.q_len : sequence.k_len) - first;
   if (left <= 0) return;
 
-  const int64_t index =
-      finish.of_queries
-          ? (head * plan.head_rows + padded_begin<Tiles::kRows>(p, plan, sequence, batch)) / Tiles::kRows + tile
-          : (int64_t(batch) * p.heads_kv + head) * plan.schedule.tiles + tile;
-  const float* const from = finish.tiles + index * Tiles::kRows * Tiles::kColumns;
+  const int64_t index = finish.of_queries
+                            ? head * (plan.head_rows / Tiles::kRows) + tile
+                            : (int64_t(batch) * heads + head) * plan.schedule.tiles + (tile - first_of_batch);
+  float* const from = finish.tiles + index * Tiles::kRows * Tiles::kColumns;
   typename Tiles::Accumulators sum = {};
-  for (int part = 0; part < finish.parts; ++part)
-    for_elements<Tiles>(from + part * finish.part_stride,
-                        [&](const float* at, int m, int n, int q) { sum[m][n][q] += arch::load_global<float>(at); });
+  for (int part = 0; part < finish.parts; ++part) WorkspaceTile<Tiles>(from + part * finish.part_stride).add_to(sum);
   const arch::SharedAddress staged = arch::shared_address(shared.tile);
   stage<Tiles, Tile>(staged, sum, finish.factor);
   arch::sync_threads();
@@ -117,7 +117,7 @@ attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backw
   float sum = 0.0f;
   for (int batch = 0; batch < p.batch; ++batch) {
     const Sequence sequence(p, batch);
-    const int first = head * plan.head_rows + padded_begin<block_m>(p, plan, sequence, batch);
+    const int first = head * plan.head_rows + first_tile<block_m>(p, plan, batch) * block_m;
     for (int i = arch::thread_index(); i < sequence.q_len; i += threads)
       sum += arch::fast_exp2(sink + arch::load_global<float>(plan.minus_lse + first + i) * plan.factor) *
              arch::load_global<float>(plan.minus_delta + first + i);
@@ -134,20 +134,21 @@ attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backw
 template <class T, int block_m, int dim>
 void launch_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
   constexpr int kThreads = 128;
-  const rt::Extent grid{int(p.batch) * plan.query_tiles, int(p.heads)};
-  if (grid.x == 0) return;
+  const int blocks = int(p.heads) * (plan.head_rows / block_m);
+  if (blocks == 0) return;
   rt::launch<attention_bwd_rows<T, block_m, dim, kThreads>>(
-      "attention_bwd_rows", {.grid = grid, .threads = kThreads, .stream = stream}, p, plan);
+      "attention_bwd_rows", {.grid = {blocks}, .threads = kThreads, .stream = stream}, p, plan);
 }
 
 // Writes a gradient from its sums in the workspace.
 template <class T, class Tiles>
-void finish_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish, int heads,
+void finish_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish,
                      void* stream) {
-  const rt::Extent grid{int(p.batch) * finish.tiles_of_sequence, heads};
-  if (grid.x == 0 || finish.width == 0) return;
+  const int blocks =
+      finish.of_queries ? int(p.heads) * (plan.head_rows / Tiles::kRows) : plan.schedule.pairs * plan.schedule.tiles;
+  if (blocks == 0 || finish.width == 0) return;
   rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
-                                             {.grid = grid,
+                                             {.grid = {blocks},
                                               .threads = Tiles::kThreads,
                                               .shared_bytes = size_t(Tiles::kRows) * Tiles::kColumns * sizeof(T),
                                               .stream = stream},

@@ -36,10 +36,24 @@ struct BackwardPlan {
   float* grad_value = nullptr;
 };
 
-// The first of a sequence's padded rows.
+// In the workspace a head's tiles of queries follow each other, and each sequence begins with one of its own. This is
+// the first of a sequence.
 template <int block_m>
-DEVICE int padded_begin(const AttentionParams& p, const BackwardPlan& plan, const Sequence& s, int batch) {
-  return (p.cu_seqlens_q == nullptr ? batch * plan.query_tiles : s.q_begin / block_m + batch) * block_m;
+DEVICE int first_tile(const AttentionParams& p, const BackwardPlan& plan, int batch) {
+  return p.cu_seqlens_q == nullptr ? batch * plan.query_tiles
+                                   : arch::load_global<int32_t>(p.cu_seqlens_q + batch) / block_m + batch;
+}
+
+// The sequence that tile number `tile` of a head belongs to. Packed ones leave tiles without queries between them.
+template <int block_m>
+DEVICE int sequence_of_tile(const AttentionParams& p, const BackwardPlan& plan, int tile) {
+  if (p.cu_seqlens_q == nullptr) return tile / plan.query_tiles;
+  int batch = 0;
+  for (int end = int(p.batch); end - batch > 1;) {
+    const int middle = batch + (end - batch) / 2;
+    (first_tile<block_m>(p, plan, middle) <= tile ? batch : end) = middle;
+  }
+  return batch;
 }
 
 inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,

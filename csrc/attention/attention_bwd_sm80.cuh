@@ -21,9 +21,10 @@
 //           (block_n, block_m), P if split, -lse and -delta (block_m), and what the block has to do. dK and dV leave
 //           through the places of keys and values.
 // Registers dK, dV of a warp's keys all the time; scores and dP, later dQ of a warp's part, in float32.
-// dQ        is summed in the workspace by float32 reductions, each thread's elements where the whole warp's are
-//           neighbours. Their order, and so the last bits, change from run to run; with `deterministic`, blocks take
-//           turns at a tile, in the order of their keys, which is also the order in which they start.
+// dQ        is summed in the workspace by float32 reductions, of four neighbours at once on sm_90, else of one element
+//           where the whole warp's are neighbours. Their order, and so the last bits, change from run to run; with
+//           `deterministic`, blocks take turns at a tile, in the order of their keys, which is also the order in which
+//           they start.
 // General   A second instantiation has softcap, ALiBi, dropout, a bias and scales that are not positive, by run-time
 //           flags. The gradient of a bias is added by float32 reductions to where its elements are.
 #pragma once
@@ -255,7 +256,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     }
     if (arch::thread_index() == 0) {
       store_part(shared.task.queries,
-                 {at.batch, sequence.q_begin, sequence.q_len, padded_begin<kBlockM>(p, plan, sequence, at.batch)});
+                 {at.batch, sequence.q_begin, sequence.q_len, first_tile<kBlockM>(p, plan, at.batch) * kBlockM});
       store_part(shared.task.keys, {visible, first_key});
       store_part(shared.task.head, {at.head, sequence.k_begin});
       store_part(shared.task.walk, {seen.begin, seen.end, last});
@@ -373,12 +374,9 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
     const int row = stop.head * plan.head_rows + load_part(shared.task.queries).first_padded + first_query;
-    const auto add = [&] {
-      for_elements<GradQ>(plan.grad_query + int64_t(row) * GradQ::kColumns,
-                          [&](float* to, int m, int n, int q) { arch::reduce_add(to, grad_query[m][n][q]); });
-    };
+    const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
     if (plan.turns == nullptr) {
-      add();
+      sums.reduce_add(grad_query);
     } else {
       uint32_t* const turn = plan.turns + row / kBlockM;
       const BackwardTask::Keys of = load_part(shared.task.keys);
@@ -386,7 +384,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       const uint32_t earlier = of.first / kBlockN - of.visible.key_begin(first_query) / kBlockN;
       if (arch::thread_index_anew() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
-      add();
+      sums.reduce_add(grad_query);
       arch::sync_threads();  // all have added
       if (arch::thread_index_anew() == 0) arch::store_release(turn, earlier + 1);
     }
@@ -400,12 +398,8 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const int64_t part = arch::block_x() % plan.splits;
     const int64_t tile =
         (part * plan.schedule.pairs + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles + keys.first / kBlockN;
-    for_elements<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns, [&](float* to, int m, int n, int q) {
-      arch::store_global(to, plan.scale * grad_key[m][n][q]);
-    });
-    for_elements<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns, [&](float* to, int m, int n, int q) {
-      arch::store_global(to, value_factor * grad_value[m][n][q]);
-    });
+    WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.scale);
+    WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns).store(grad_value, value_factor);
     return;
   }
   arch::sync_threads();  // keys and values have been read
@@ -425,7 +419,6 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
   BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
   place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
-  const int heads = int(p.heads), heads_kv = int(p.heads_kv);
 
   launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
 
@@ -440,28 +433,23 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
                                             .stream = stream},
                                            p, plan);
 
-  finish_gradient<T, typename Kernel::GradQ>(p, plan,
-                                             {.to = p.grad_query,
-                                              .tiles = plan.grad_query,
-                                              .factor = plan.scale,
-                                              .width = int(p.dim),
-                                              .tiles_of_sequence = plan.query_tiles,
-                                              .of_queries = true},
-                                             heads, stream);
+  finish_gradient<T, typename Kernel::GradQ>(
+      p, plan,
+      {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
+      stream);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
     FinishParams finish{.to = p.grad_key,
                         .tiles = plan.grad_key,
                         .parts = plan.splits,
                         .part_stride = tiles * Kernel::kBlockN * config.dim,
-                        .width = int(p.dim),
-                        .tiles_of_sequence = plan.schedule.tiles};
-    finish_gradient<T, typename Kernel::GradK>(p, plan, finish, heads_kv, stream);
+                        .width = int(p.dim)};
+    finish_gradient<T, typename Kernel::GradK>(p, plan, finish, stream);
     finish.to = p.grad_value;
     finish.tiles = plan.grad_value;
     finish.part_stride = tiles * Kernel::kBlockN * config.dim_v;
     finish.width = int(p.dim_v);
-    finish_gradient<T, typename Kernel::GradV>(p, plan, finish, heads_kv, stream);
+    finish_gradient<T, typename Kernel::GradV>(p, plan, finish, stream);
   }
   if (p.grad_sinks != nullptr) launch_sinks<Kernel::kBlockM>(p, plan, stream);
 }

@@ -27,7 +27,7 @@ namespace {
 using Site = std::tuple<std::string, int, std::string>;  // file, line, instruction
 
 void configure(int compute_capability, bool lazy, bool pct, uint64_t seed, bool check_races, bool ordered_sums,
-               int threads, const std::optional<Site>& skip) {
+               int threads, const std::optional<Site>& skip, int processors) {
   static simt::SyncSite skipped;
   if (skip) skipped = {std::get<0>(*skip), std::get<1>(*skip), std::get<2>(*skip)};
   simt::options() = {.completion = lazy ? simt::Completion::kLazy : simt::Completion::kEager,
@@ -37,7 +37,8 @@ void configure(int compute_capability, bool lazy, bool pct, uint64_t seed, bool 
                      .ordered_sums = ordered_sums,
                      .threads = threads,
                      .skip = skip ? &skipped : nullptr,
-                     .compute_capability = compute_capability};
+                     .compute_capability = compute_capability,
+                     .processors = processors};
 }
 
 std::map<std::string, uint64_t> counters() {
@@ -200,7 +201,7 @@ PYBIND11_MODULE(_simt, m) {
       },
       "The address of the launchers, for the op _emulate.");
   m.def("configure", configure, py::arg("compute_capability"), py::arg("lazy"), py::arg("pct"), py::arg("seed"),
-        py::arg("check_races"), py::arg("ordered_sums"), py::arg("threads"), py::arg("skip"),
+        py::arg("check_races"), py::arg("ordered_sums"), py::arg("threads"), py::arg("skip"), py::arg("processors"),
         "How the launches that follow run; see csrc/simt/options.h.");
   m.def("gemm_configs", all_gemm_configs, "By arithmetic and shape: the kernels that a product may take.");
   m.def("gemm_choice", gemm_choice, py::arg("arithmetic"), py::arg("m"), py::arg("n"), py::arg("k"),

@@ -115,11 +115,9 @@ void allow_nonportable_cluster(const char* name) {
 
 template <auto kernel, class... Params>
 void launch(const char* name, const LaunchConfig& config, const Params&... params) {
+  check_cluster(name, config);
   allow_shared_memory<kernel>(name, config.shared_bytes);
-  if (config.nonportable_cluster)
-    check(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-        name, "allow a cluster of more than 8 blocks");
+  if (config.nonportable_cluster) allow_nonportable_cluster<kernel>(name);
   cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.grid.x, config.grid.y, config.grid.z);

@@ -26,6 +26,8 @@ namespace cuda_ext::simt {
 
 using SharedAddress = uint32_t;
 
+int compute_capability();  // of the device, 80 for 8.0
+
 // Threads.
 int thread_index();
 int block_size();
@@ -53,6 +55,7 @@ int32_t atomic_add(int32_t* pointer, int32_t value, Site site);
 uint32_t atomic_add(uint32_t* pointer, uint32_t value, Site site);
 uint64_t atomic_add(uint64_t* pointer, uint64_t value, Site site);
 uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site);
+void reduce_add(float* pointer, const float* values, int count, Site site);  // of neighbours, by one instruction
 uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site);
 void store_release(uint32_t* pointer, uint32_t value, Site site);
 void wait_equal(const uint32_t* pointer, uint32_t value, Site site);

@@ -30,6 +30,7 @@ Options& options() {
   static Options instance;
   return instance;
 }
+int compute_capability() { return options().compute_capability; }
 
 Counters counters() {
   const std::lock_guard<std::mutex> lock(global_mutex);

@@ -65,23 +65,25 @@ void store_global(void* to, const void* from, int bytes, Site site) {
 namespace {
 
 template <class T, class Change>
-T change(T* pointer, Site site, Change&& next) {
-  check_global(pointer, sizeof(T), "atomic", site);
-  ++machine->count(Count::kAtomic);
+T change_one(T* pointer, Site site, Change&& next) {
   if (Checker* checker = machine->checker()) {
     // The sum of floats is rounded differently in another order.
     const bool needs_order = std::is_floating_point_v<T> && machine->ordered_sums();
     checker->access(needs_order ? Access::kWrite : Access::kAtomic, pointer, sizeof(T), "atomic", site);
     checker->relaxed_atomic(pointer);
   }
-  T old;
-  {
-    const GlobalAccess noted("atomic", site);
-    std::atomic_ref<T> value(*pointer);
-    old = value.load(std::memory_order_relaxed);
-    while (!value.compare_exchange_weak(old, next(old), std::memory_order_seq_cst)) {
-    }
+  const GlobalAccess noted("atomic", site);
+  std::atomic_ref<T> value(*pointer);
+  T old = value.load(std::memory_order_relaxed);
+  while (!value.compare_exchange_weak(old, next(old), std::memory_order_seq_cst)) {
   }
+  return old;
+}
+template <class T, class Change>
+T change(T* pointer, Site site, Change&& next) {
+  check_global(pointer, sizeof(T), "atomic", site);
+  ++machine->count(Count::kAtomic);
+  const T old = change_one(pointer, site, next);
   machine->yield();
   return old;
 }
@@ -98,6 +100,13 @@ uint32_t atomic_add(uint32_t* pointer, uint32_t value, Site site) { return add(p
 uint64_t atomic_add(uint64_t* pointer, uint64_t value, Site site) { return add(pointer, value, site); }
 uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site) {
   return change(pointer, site, [value](uint32_t old) { return old | value; });
+}
+
+void reduce_add(float* pointer, const float* values, int count, Site site) {
+  check_global(pointer, count * int(sizeof(float)), "atomic", site);
+  ++machine->count(Count::kAtomic);
+  for (int i = 0; i < count; ++i) change_one(pointer + i, site, [&](float old) { return old + values[i]; });
+  machine->yield();
 }
 
 uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site) {

@@ -5,17 +5,65 @@
 
 namespace cuda_ext::sm80 {
 
-// Of a tile in the workspace: element i of all threads, then the next.
-template <class Tiles, class Float, class F>
-DEVICE void for_elements(Float* tile, const F& f) {
-  Float* at = tile + arch::thread_index();
+// A tile of float32 numbers in the workspace, which no one but these functions reads: the first four elements of all
+// threads, then their next four. Where the device adds vectors, a thread's four are neighbours; else those of a warp's
+// lanes are, since each instruction moves one element of each.
+template <class Tiles>
+class WorkspaceTile {
+ public:
+  using Accumulators = typename Tiles::Accumulators;
+
+  DEVICE explicit WorkspaceTile(float* tile)
+      : first_(tile + arch::thread_index() * (arch::has_vector_reductions() ? 4 : 1)) {}
+
+  // tile = factor * x
+  DEVICE void store(const Accumulators& x, float factor) const {
+    for_fours([&](float* to, int m, int n) {
+      const float y[4] = {factor * x[m][n][0], factor * x[m][n][1], factor * x[m][n][2], factor * x[m][n][3]};
+      if (arch::has_vector_reductions())
+        arch::store_global(to, __builtin_bit_cast(arch::Words4, y));
+      else
+        for_scalars([&](int q) { arch::store_global(to + q * Tiles::kThreads, y[q]); });
+    });
+  }
+  // tile += x, whoever else adds to it.
+  DEVICE void reduce_add(const Accumulators& x) const {
+    for_fours([&](float* to, int m, int n) {
+      if (arch::has_vector_reductions())
+        arch::reduce_add(to, x[m][n]);
+      else
+        for_scalars([&](int q) { arch::reduce_add(to + q * Tiles::kThreads, x[m][n][q]); });
+    });
+  }
+  // x += tile
+  DEVICE void add_to(Accumulators& x) const {
+    for_fours([&](const float* from, int m, int n) {
+      if (arch::has_vector_reductions()) {
+        const auto words = arch::load_global<arch::Words4>(from);
+        for_scalars([&](int q) { x[m][n][q] += arch::bits_float(words.data[q]); });
+      } else {
+        for_scalars([&](int q) { x[m][n][q] += arch::load_global<float>(from + q * Tiles::kThreads); });
+      }
+    });
+  }
+
+ private:
+  template <class F>
+  DEVICE void for_fours(const F& f) const {
+    float* at = first_;
 #pragma unroll
-  for (int m = 0; m < Tiles::kRowTiles; ++m)
+    for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
-    for (int n = 0; n < Tiles::kColumnTiles; ++n)
+      for (int n = 0; n < Tiles::kColumnTiles; ++n, at += 4 * Tiles::kThreads) f(at, m, n);
+  }
+  template <class F>
+  DEVICE static void for_scalars(const F& f) {
 #pragma unroll
-      for (int q = 0; q < 4; ++q, at += Tiles::kThreads) f(at, m, n, q);
-}
+    for (int q = 0; q < 4; ++q) f(q);
+  }
+
+  float* first_;  // of this thread
+};
 
 // Puts factor * x into a tile in shared memory, in storage precision.
 template <class Tiles, class Tile>

@@ -30,9 +30,10 @@ class Kernels:
         return int(self._address())
 
     def configure(self, *, compute_capability: int, lazy: bool, pct: bool, seed: int, check_races: bool,
-                  ordered_sums: bool, threads: int, skip: tuple[str, int, str] | None) -> None:  # fmt: skip
+                  ordered_sums: bool, threads: int, skip: tuple[str, int, str] | None,
+                  processors: int = 4) -> None:  # fmt: skip
         self._library.configure(
-            lazy, pct, seed, check_races, threads, ordered_sums=ordered_sums, compute_capability=compute_capability
+            lazy, pct, seed, check_races, threads, ordered_sums, compute_capability, processors
         )
         self._library.skip(skip)
 

@@ -561,12 +561,17 @@ def _st(m: Modifiers, o: Operands, site: str) -> list[str]:
 
 
 def _atomic(returns: bool) -> Handler:
-    def handler(m: Modifiers, o: Operands, site: str) -> str:
+    def handler(m: Modifiers, o: Operands, site: str) -> str | list[str]:
         m.must("global")
         ordered = m.may("acq_rel")
         if ordered:
             m.must("gpu")
         operation = m.must("add", "or")
+        if not returns and not ordered and operation == "add" and m.may("v4"):
+            m.must("f32")
+            to_four = f"pointer<float>({o.address('u64')})"
+            values = [f"thread.vector.floats[{i}] = {value};" for i, value in enumerate(o.values("f32", 4))]
+            return [*values, f"simt::reduce_add({to_four}, thread.vector.floats, 4, {site});"]
         ptx = m.must(*(("u32",) if ordered else ("u32", "s32", "u64", "f32") if operation == "add" else ("b32",)))
         to = o.next() if returns else None
         function = f"atomic_{operation}" + "_acq_rel" * bool(ordered)

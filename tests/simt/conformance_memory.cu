@@ -40,6 +40,16 @@ CONFORMANCE(atomics, 64, 0, 256, 16) {
   reduce_or(out + 2, 1u << in[t] % 32);
   atomic_add_acq_rel(out + 3, 1);
 }
+// Four threads add to each four.
+CONFORMANCE(vector_reductions, 32, 0, 512, 128) {
+  const int t = thread_index();
+  reinterpret_cast<float*>(out)[t] = 0.0f;
+  arch::sync_threads();
+  const Words4 words = load_global<Words4>(in + 4 * t);
+  float values[4];
+  for (int i = 0; i < 4; ++i) values[i] = float(words.data[i] % 256);
+  reduce_add(reinterpret_cast<float*>(out) + t % 8 * 4, values);
+}
 // Every size, whole, in part and not at all; two groups in flight.
 CONFORMANCE(cp_async, 32, sizeof(Bytes2048), 2048, 2048) {
   SHARED_STORAGE(Bytes2048, shared);

@@ -142,9 +142,10 @@ class Library:
         threads: int = 1,
         ordered_sums: bool = False,
         compute_capability: int = 80,
+        processors: int = 4,
     ) -> None:
         """How kernels run from now on."""
-        options = (check_races, threads, ordered_sums, compute_capability)
+        options = (check_races, threads, ordered_sums, compute_capability, processors)
         self._c.simt_configure(lazy, pct, ctypes.c_uint64(seed), *options)
 
     def skip(self, site: tuple[str, int, str] | None) -> None:

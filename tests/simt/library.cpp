@@ -64,7 +64,7 @@ EXPORT int conformance_run(int i, const void* in, void* out, char* error, size_t
 #if !defined(__CUDACC__)
 
 EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, int threads, int ordered_sums,
-                           int compute_capability) {
+                           int compute_capability, int processors) {
   auto& o = cuda_ext::simt::options();
   o.completion = lazy ? cuda_ext::simt::Completion::kLazy : cuda_ext::simt::Completion::kEager;
   o.schedule = pct ? cuda_ext::simt::Schedule::kPct : cuda_ext::simt::Schedule::kFifo;
@@ -73,6 +73,7 @@ EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, in
   o.threads = threads;
   o.ordered_sums = ordered_sums != 0;
   o.compute_capability = compute_capability;
+  o.processors = processors;
 }
 // The synchronisation call from this place does nothing; none, when `file` is null.
 EXPORT void simt_skip(const char* file, int line, const char* instruction) {

@@ -165,6 +165,11 @@ def atomics(x: np.ndarray) -> np.ndarray:
 
 
 @reference
+def vector_reductions(x: np.ndarray) -> np.ndarray:
+    return (x % 256).reshape(4, 32).sum(0).astype(np.float32).view(np.uint32)
+
+
+@reference
 def cp_async(x: np.ndarray) -> np.ndarray:
     out = np.full(512, 0xFFFFFFFF, np.uint32)
     whole = np.where(LANES % 2 == 0, 16, LANES % 16)
