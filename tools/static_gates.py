@@ -77,6 +77,7 @@ class Loop:
 
     instructions: int = 0
     lead: int = 0  # of them, those before the first matrix product, while the tensor cores wait
+    pause: int = 0  # the longest stretch without one, on into the next turn
 
 
 @dataclass
@@ -171,19 +172,26 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
     body = [(address, text) for address, text in code if address >= first]
     if not any("MMA." in text for _, text in body):
         return Loop()
-    best = {first: (0, 0, 0)}  # by address: copies and, negative, instructions and lead on the best way there
+    # By address, the best way there: its copies, its instructions (negative, so that the most is the best), and how many
+    # of them, from the first on, stand between products.
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {first: (0, 0, (0,))}
     for (address, text), (following, _) in zip(body, body[1:]):
         if address not in best:
             continue
-        copies, instructions, lead = best[address]
-        multiplies = "MMA." in text or -instructions > -lead
-        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, lead if multiplies else lead - 1)
+        copies, instructions, pauses = best[address]
+        pauses = (*pauses, 0) if "MMA." in text else (*pauses[:-1], pauses[-1] + 1)
+        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, pauses)
         target = _branch_target(text)
         successors = {target} if text.startswith("BRA 0x") else {target, following}
         for successor in successors - {None}:
             if successor > address:  # a loop within is gone through once
                 best[successor] = max(best.get(successor, way), way)
-    return Loop(1 - best[last][1], -best[last][2]) if last in best else Loop()
+    if last not in best:
+        return Loop()
+    _, instructions, (lead, *others) = best[last]
+    if not others:  # this way round multiplies nothing
+        return Loop(1 - instructions, lead, lead)
+    return Loop(1 - instructions, lead, max(*others, others[-1] + 1 + lead))  # the branch back is one more
 
 
 def _branch_target(text: str) -> int | None:

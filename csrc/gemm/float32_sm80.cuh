@@ -8,8 +8,11 @@ namespace cuda_ext::sm80 {
 
 // The nearest tf32 as what mma reads, which ignores the lower 13 bits: half of the last place is added, except where
 // that would make an infinity of a finite number. Infinities and NaN stay. (cvt.rna would do it, at a quarter of the
-// speed of integer arithmetic.)
-DEVICE uint32_t round_to_tf32(uint32_t bits) { return bits << 1 < 0xfeffe000u ? bits + 0x1000 : bits; }
+// speed of integer arithmetic; a comparison of floats takes the sign away for nothing.)
+DEVICE uint32_t round_to_tf32(uint32_t bits) {
+  const float first_that_overflows = arch::bits_float(0x7f7ff000u);
+  return fabsf(arch::bits_float(bits)) < first_that_overflows ? bits + 0x1000 : bits;
+}
 
 // x = high + low / kLowScale, up to 2^-23 x, as what mma reads. High is the nearest tf32, which halves the largest low
 // and takes away its sign: what is dropped, low times low, then has no bias. The scale keeps the digits of a low that

@@ -12,13 +12,16 @@
 // Operands  are read in place, whichever of their dims has stride 1, from any address: 16 bytes at a time where base
 //           and strides allow, else 4, else 2. What lies outside the matrix arrives as zeros.
 // Loop      k tiles that are whole, inside the matrix and readable 16 bytes at a time go through a loop without branches;
-//           the last of a product, and all tiles of other operands, through one that decides how to copy.
+//           the last of a product, and all tiles of other operands, through one that decides how to copy. A tile's first
+//           products are ready when its loop begins, and what else there is to do is done among them.
 // Split k   A small output has its k tiles divided among several blocks. Each leaves its sums in the workspace; the
 //           last to arrive adds them up in the order of k, whichever block it is, and runs the epilogue.
 // Float32   Three products of tf32 lose the last bits of a single product, and cannot tell an infinity from an overflow
 //           of their own. Where k is short, or a thread's sums are not all finite, the thread forms its sums in
 //           float32's own arithmetic instead, straight from global memory.
 #pragma once
+
+#include <cstddef>
 
 #include "gemm/epilogue_sm80.cuh"
 #include "gemm/float32_sm80.cuh"
@@ -83,6 +86,8 @@ struct Gemm {
   struct Fragments {
     uint32_t a[kRows][4];
     uint32_t b[kColumns / 2][4];
+    // Three products of tf32: what `prepare` leaves of a, and of b's first column, where these become their high parts.
+    uint32_t low_a[kRows][4], low_b[2];
 
     DEVICE void load(arch::SharedAddress at_a, arch::SharedAddress at_b, int step) {
 #pragma unroll
@@ -91,8 +96,16 @@ struct Gemm {
       for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
     }
 
-    // What was loaded, as `multiply` takes it.
+    // What was loaded, as `multiply` takes it, which then can begin at once.
     DEVICE void prepare() {
+      if constexpr (arithmetic == Arithmetic::kThreeTf32) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int q = 0; q < 4; ++q) split_tf32(a[i][q], a[i][q], low_a[i][q]);
+#pragma unroll
+        for (int q = 0; q < 2; ++q) split_tf32(b[0][q], b[0][q], low_b[q]);
+      }
       if constexpr (arithmetic == Arithmetic::kTf32) {
 #pragma unroll
         for (auto& fragment : a)
@@ -130,24 +143,21 @@ struct Gemm {
     // they add to a sum (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores, arXiv 2203.03341),
     // so theirs begin at zero, the small terms first, and what rounds the long sums is float32's own addition.
     DEVICE void multiply_three_tf32(Accumulators& sums) const {
-      uint32_t a_high[kRows][4], a_low[kRows][4];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int q = 0; q < 4; ++q) split_tf32(a[i][q], a_high[i][q], a_low[i][q]);
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        uint32_t b_high[2], b_low[2];
+        uint32_t b_high[2] = {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]};
+        uint32_t b_low[2] = {low_b[0], low_b[1]};
+        if (j > 0)  // while those of the column before are multiplied
 #pragma unroll
-        for (int q = 0; q < 2; ++q) split_tf32(b[j / 2][j % 2 * 2 + q], b_high[q], b_low[q]);
+          for (int q = 0; q < 2; ++q) split_tf32(b_high[q], b_high[q], b_low[q]);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           float products[4] = {};
-          arch::mma_m16n8k8_tf32(products, a_low[i], b_high);
-          arch::mma_m16n8k8_tf32(products, a_high[i], b_low);
+          arch::mma_m16n8k8_tf32(products, low_a[i], b_high);
+          arch::mma_m16n8k8_tf32(products, a[i], b_low);
 #pragma unroll
           for (float& x : products) x *= 1 / kLowScale;
-          arch::mma_m16n8k8_tf32(products, a_high[i], b_high);
+          arch::mma_m16n8k8_tf32(products, a[i], b_high);
 #pragma unroll
           for (int q = 0; q < 4; ++q) sums[i][j][q] += products[q];
         }
@@ -261,51 +271,55 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
     }
   };
 
-  const auto copy_next = [&](int slot) {
-    typename Gemm::Stage& stage = shared.stages[slot];
+  // A stage is known by its bytes from the first.
+  using arch::SharedAddress;
+  using Stage = typename Gemm::Stage;
+  constexpr SharedAddress kStageBytes = sizeof(Stage), kLastStage = (Gemm::kStages - 1) * kStageBytes;
+  const SharedAddress stages = arch::shared_address(shared.stages);
+  const auto copy_next = [&](SharedAddress stage) {
     const bool last = of_product == 1;
     const int depth = last ? plan.k_tail : Gemm::kBlockK;
-    copy_a.copy(arch::shared_address(stage.a), depth);
-    copy_b.copy(arch::shared_address(stage.b), depth);
+    copy_a.copy(stages + stage + offsetof(Stage, a), depth);
+    copy_b.copy(stages + stage + offsetof(Stage, b), depth);
     --of_product;
     if (last && params.reduced_dims > 0) next_product();
   };
 
-  const arch::SharedAddress lane_a =
-      arch::shared_address(shared.stages[0].a) + Gemm::TileA::lane_offset(Gemm::warp_row() * Gemm::kWarpM);
-  const arch::SharedAddress lane_b =
-      arch::shared_address(shared.stages[0].b) + Gemm::TileB::lane_offset(Gemm::warp_column() * Gemm::kWarpN);
+  const SharedAddress lane_a = stages + offsetof(Stage, a) + Gemm::TileA::lane_offset(Gemm::warp_row() * Gemm::kWarpM);
+  const SharedAddress lane_b =
+      stages + offsetof(Stage, b) + Gemm::TileB::lane_offset(Gemm::warp_column() * Gemm::kWarpN);
   typename Gemm::Fragments fragments[2];
-  const auto load = [&](int set, int slot, int step) {
-    const auto stage = arch::SharedAddress(slot * sizeof(typename Gemm::Stage));
+  const auto load = [&](int set, SharedAddress stage, int step) {
     fragments[set].load(lane_a + stage, lane_b + stage, step);
   };
 
   constexpr int kAhead = Gemm::kStages - 1;
+  constexpr int kCopyStep = Gemm::kSteps > 2 ? 1 : 0;  // if possible not the first, whose products can begin at once
 #pragma unroll 1
-  for (int slot = 0; slot < kAhead; ++slot) {
-    if (slot < left) copy_next(slot);
+  for (int tile = 0; tile < kAhead; ++tile) {
+    if (tile < left) copy_next(tile * kStageBytes);
     arch::cp_async_commit();
   }
   arch::cp_async_wait<kAhead - 1>();
   arch::sync_threads();
   load(0, 0, 0);
   fragments[0].prepare();
-  int slot = 0;  // that is multiplied
-  // Multiplies a k tile; meanwhile `copy` starts filling the slot that was multiplied before.
+  SharedAddress stage = 0, free_stage = kLastStage;  // that is multiplied, and that was before
+  // Multiplies a k tile; meanwhile `copy` starts filling the stage that is free.
   const auto multiply_tile = [&](bool is_last, const auto& copy) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       if (step + 1 < Gemm::kSteps) {
-        load((step + 1) % 2, slot, step + 1);
+        load((step + 1) % 2, stage, step + 1);
       } else {
         arch::cp_async_wait<kAhead - 1>();
         arch::sync_threads();
-        if (!is_last) slot = slot + 1 == Gemm::kStages ? 0 : slot + 1;
-        load(0, slot, 0);  // after the last tile for nothing: a branch would cost registers
+        free_stage = stage;
+        if (!is_last) stage = stage == kLastStage ? 0 : stage + kStageBytes;
+        load(0, stage, 0);  // after the last tile for nothing: a branch would cost registers
       }
-      if (step == 0) {
-        copy(slot == 0 ? Gemm::kStages - 1 : slot - 1);
+      if (step == kCopyStep) {
+        copy(free_stage);
         arch::cp_async_commit();  // empty at the end, so that the count of groups holds
       }
       fragments[step % 2].multiply(sums);
@@ -323,14 +337,13 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
     }
 #pragma unroll 1
     for (; whole > 0; --whole) {
-      multiply_tile(false, [&](int free_slot) {
-        typename Gemm::Stage& stage = shared.stages[free_slot];
-        copy_a.copy_whole(arch::shared_address(stage.a));
-        copy_b.copy_whole(arch::shared_address(stage.b));
+      multiply_tile(false, [&](SharedAddress to) {
+        copy_a.copy_whole(stages + to + offsetof(Stage, a));
+        copy_b.copy_whole(stages + to + offsetof(Stage, b));
       });
     }
-    multiply_tile(left == 1, [&](int free_slot) {
-      if (left > kAhead) copy_next(free_slot);
+    multiply_tile(left == 1, [&](SharedAddress to) {
+      if (left > kAhead) copy_next(to);
     });
   }
 }
@@ -466,7 +479,7 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   }
   const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
                                                                     : launch_layout<T, arithmetic, true, false>
-                      : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
+                        : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
                                              : launch_layout<T, arithmetic, false, false>;
   launch(params, plan, stream);
   if (plan.bias_sums != nullptr)
