@@ -131,6 +131,8 @@ def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     assert static_gates.faults(kernels, (Rule("kernel", lead=1000),)) == []
     (fault,) = static_gates.faults(kernels, (Rule("kernel", lead=8),))
     assert fault.startswith("sm_90a kernel: expected at most 8 instructions before the first product of its loop, got")
+    (fault,) = static_gates.faults(kernels, (Rule("kernel", pause=8),))
+    assert fault.startswith("sm_90a kernel: expected at most 8 instructions between two products of its loop, got")
 
 
 def test_kernel_without_its_instructions_is_a_fault(tmp_path: Path) -> None:
@@ -193,17 +195,19 @@ LOOP = code(
 
 
 def test_instructions_of_a_turn_are_those_of_whole_vectors() -> None:
-    assert static_gates.find_loop(LOOP) == Loop(3 + 3 + 2, lead=3 + 3)
+    assert static_gates.find_loop(LOOP) == Loop(3 + 3 + 2, lead=3 + 3, pause=1 + 3 + 3)
     # Another branch closes no loop, another loop does not multiply.
     for end in range(1, 13):
         assert static_gates.find_loop(LOOP[:end]) == Loop()
     # The way out may be a call, with a branch back that is always taken.
     called = [*LOOP[:-1], (0xC0, "@P0 CALL.REL.NOINC 0xe0"), (0xD0, "BRA 0x10")]
-    assert static_gates.find_loop(called) == Loop(9, lead=6)
+    assert static_gates.find_loop(called) == Loop(9, lead=6, pause=8)
     without_copies = [(a, t.replace("LDGSTS", "LDG")) for a, t in LOOP]
-    assert static_gates.find_loop(without_copies) == Loop(4, lead=2), "the shortest way"
+    assert static_gates.find_loop(without_copies) == Loop(4, lead=2, pause=3), "the shortest way"
     products_first = [LOOP[0], (LOOP[1][0], LOOP[11][1]), *LOOP[2:]]
-    assert static_gates.find_loop(products_first) == Loop(8, lead=0)
+    assert static_gates.find_loop(products_first) == Loop(8, lead=0, pause=5)
+    between = [LOOP[0], (LOOP[1][0], LOOP[11][1]), LOOP[2], (LOOP[3][0], LOOP[11][1]), *LOOP[4:]]
+    assert static_gates.find_loop(between).pause > static_gates.find_loop(between).lead == 0
 
 
 def test_main_loops_have_been_found(kernels: list[Kernel]) -> None:

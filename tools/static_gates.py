@@ -34,8 +34,10 @@ class Rule:
 
     name: str
     contains: tuple[str, ...] = ()  # regular expressions, each of which must match an opcode from its beginning
+    contains_sm90: tuple[str, ...] = ()  # the same of code for sm_90 and later
     shared_bytes: int | None = None  # dynamic shared memory, where all instances ask for the same
     lead: int | None = None  # the most that `Loop.lead` may be
+    pause: int | None = None  # the most that `Loop.pause` may be
 
 
 # The first that fits a kernel counts; one that fits none is a fault.
@@ -48,17 +50,15 @@ RULES = (
     Rule("bucket_kernel<2", (r"LDG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     Rule("bucket_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
-    Rule("gemm_sm80<Gemm<float, 1, false, false", ("HMMA", "LDGSTS"), lead=20),
-    Rule("gemm_sm80<Gemm<float, 2, false, false", ("HMMA", "LDGSTS"), lead=64),
-    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, 256", ("HMMA", "LDSM", "LDGSTS"), lead=8),
-    # Two or three blocks of smaller tiles share a multiprocessor: their products fill the leads of each other.
-    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=16),
-    # Three products split a fragment just before they multiply it: there is no room for a set of both parts.
-    Rule("gemm_sm80<Gemm<float, 2", ("HMMA", "LDSM", "LDGSTS"), lead=64),
-    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=20),
+    Rule("gemm_sm80<Gemm<float, [12], false, false", ("HMMA", "LDGSTS"), lead=8, pause=112),
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, ", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=12),
+    # Several blocks of smaller tiles share a multiprocessor: their products fill the pauses of each other.
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=32),
+    # ptxas puts most of the rounding and splitting behind the products of a step, wherever the source has it.
+    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=112),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
-    Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128")),
+    Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128"), (r"REDG\.E\.ADD\.F32x4",)),
     Rule("attention_bwd_rows", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
     Rule("attention_bwd_finish", (r"STG\.E\.128",)),
     Rule("attention_bwd_sinks"),
@@ -257,7 +257,13 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
                 f"{where}expected at most {rule.lead} instructions before the first product of its loop, got "
                 f"{kernel.loop.lead}; a branch keeps the compiler from putting copies and loads among the products"
             )
-        for pattern in rule.contains:
+        if rule.pause is not None and kernel.loop.pause > rule.pause:
+            found.append(
+                f"{where}expected at most {rule.pause} instructions between two products of its loop, got "
+                f"{kernel.loop.pause}; they wait for each other, or the compiler has collected them"
+            )
+        newer = int(re.sub(r"\D", "", kernel.arch)) >= 90
+        for pattern in (*rule.contains, *(rule.contains_sm90 if newer else ())):
             if not any(re.match(pattern, opcode) for opcode in kernel.opcodes):
                 found.append(f"{where}expected an instruction {pattern}, got none among {kernel.opcodes.total()}")
     return found
@@ -303,8 +309,8 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
         lines = [
             f"## {arch}",
             "",
-            "| kernel | registers | threads | shared memory | blocks | loop | lead | instructions | of them |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| kernel | registers | threads | shared memory | blocks | loop | lead | pause | instructions | of them |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for kernel in (k for k in kernels if k.arch == arch):
             rule = rule_of(kernel, rules)
@@ -317,6 +323,7 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
                 f"{shared if dynamic is not None else '?'} | "
                 f"{'' if dynamic is not None else '≤ '}{'?' if blocks is None else blocks} | "
                 f"{kernel.loop.instructions or ''} | {kernel.loop.lead if kernel.loop.instructions else ''} | "
+                f"{kernel.loop.pause or ''} | "
                 f"{kernel.opcodes.total()} | {mix} |"
             )
         out[arch] = "\n".join(lines) + "\n"
@@ -339,7 +346,7 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
 
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
     """By architecture and name: the kernels in the document. Of shared memory, what it tells."""
-    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \|", re.MULTILINE)
+    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE)
     return {
         arch: {
             name: Kernel(
@@ -349,9 +356,9 @@ def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
                 int(registers),
                 shared_bytes=int(shared or 0),
                 threads=int(threads),
-                loop=Loop(int(loop or 0), int(lead or 0)),
+                loop=Loop(int(loop or 0), int(lead or 0), int(pause or 0)),
             )
-            for name, registers, threads, shared, loop, lead in row.findall(table)
+            for name, registers, threads, shared, loop, lead, pause in row.findall(table)
         }
         for arch, table in read_document(path)[1].items()
     }

@@ -21,7 +21,8 @@ class WorkspaceTile {
     for_fours([&](float* to, int m, int n) {
       const float y[4] = {factor * x[m][n][0], factor * x[m][n][1], factor * x[m][n][2], factor * x[m][n][3]};
       if (arch::has_vector_reductions())
-        arch::store_global(to, __builtin_bit_cast(arch::Words4, y));
+        arch::store_global(to, arch::Words4{{arch::float_bits(y[0]), arch::float_bits(y[1]), arch::float_bits(y[2]),
+                                             arch::float_bits(y[3])}});
       else
         for_scalars([&](int q) { arch::store_global(to + q * Tiles::kThreads, y[q]); });
     });
