@@ -46,7 +46,8 @@ void* shared_storage(size_t bytes);
 SharedAddress shared_address(const void* pointer);
 void load_shared(void* to, SharedAddress from, int bytes, Site site);
 void store_shared(SharedAddress to, const void* from, int bytes, Site site);
-void load_global(void* to, const void* from, int bytes, Site site);
+// Read-only: through the path for memory that nothing on the device writes while the kernel runs.
+void load_global(void* to, const void* from, int bytes, bool read_only, Site site);
 void store_global(void* to, const void* from, int bytes, Site site);
 float atomic_add(float* pointer, float value, Site site);
 int32_t atomic_add(int32_t* pointer, int32_t value, Site site);

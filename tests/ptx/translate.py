@@ -26,7 +26,7 @@ _SPECIAL = {
     "%nctaid.z": "simt::grid_size(2)",
     "%cluster_ctarank": "simt::cluster_rank()",
     "%cluster_nctarank": "simt::cluster_size()",
-    "%globaltimer": "0",  # stands still: nothing takes too long, and a wait that nobody ends is a deadlock
+    "%globaltimer": "thread.time()",  # a nanosecond later at each look: a wait that nobody ends is a deadlock sooner
 }
 _INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
 _BITS = ("b16", "b32", "b64")
@@ -526,16 +526,18 @@ def _ld(m: Modifiers, o: Operands, site: str) -> list[str]:
         m.must("u32", "b32")
         to = o.next()
         return [o.assign(to, "u32", f"thread.load_acquire({o.address('u64')}, {site})")]
+    read_only = "false"
     if space == "global":
         m.may("cs")
-        m.may("nc")
+        read_only = "true" if m.may("nc") else "false"
     count = _VECTORS[m.may("v2", "v4")]
     ptx = m.must(*_SCALARS)
     parts, size = _vector(count, o.next()), count * SIZES[ptx]
     if space == "param":
         return _load_into(o, parts, ptx, f"thread.load_parameter({{to}}, {o.address('u64')}, {size}, {site});")
     if space == "global":
-        return _load_into(o, parts, ptx, f"simt::load_global({{to}}, pointer({o.address('u64')}), {size}, {site});")
+        load = f"simt::load_global({{to}}, pointer({o.address('u64')}), {size}, {read_only}, {site});"
+        return _load_into(o, parts, ptx, load)
     function = "load_shared" if space == "shared" else "load_shared_cluster"
     return _load_into(o, parts, ptx, f"simt::{function}({{to}}, {o.address()}, {size}, {site});")
 
