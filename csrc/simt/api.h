@@ -143,6 +143,8 @@ inline float bits_float(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+// Instructions with .ftz take subnormal numbers for zeros, and give zeros for them.
+inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float to_float(bfloat16_t x) { return bits_float(uint32_t(x.bits) << 16); }
 inline float to_float(half_t x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;

@@ -90,13 +90,14 @@ def test_parameters_arrive(library: Library) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_what_a_device_takes(library: Library, name: str) -> None:
     np.testing.assert_array_equal(library.run(name, DATA), DATA[::-1] + 1)
-    asked = library.symbol("ptx_last_launch")
-    asked.restype = ctypes.c_char_p
-    assert asked().decode() == GOOD[name]
+    last_launch = library.symbol("ptx_last_launch")
+    last_launch.restype = ctypes.c_char_p
+    asked = last_launch().decode()
+    assert asked == GOOD[name], f"the launch asks for {asked}"
 
 
 def test_no_error_is_left_for_the_next_caller(library: Library) -> None:
-    assert library.run("no_error_is_left", DATA)[0] == 0
+    assert library.run("no_error_is_left", DATA)[0] == 0, "an error is left"
 
 
 @pytest.mark.parametrize("name", REFUSED)
