@@ -165,6 +165,13 @@ static const Register one_fence_case({"fence_of_one_thread", 128, 4 * 96, [](con
                                         rt::launch<one_fence_kernel>("one_fence", {.grid = {2}, .threads = 32}, in,
                                                                      out);
                                       }});
+// Four stores of one source line, each of which other lanes skip.
+CONFORMANCE(stores_that_lanes_skip, 32, 0, 128, 4 * 128) {
+  const int lane = thread_index();
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (lane % 4 != i) store_global(out + 32 * i + lane, in[lane]);
+}
 // The input ends at a page that nobody can touch.
 CONFORMANCE(loads_past_the_end, 32, 0, 256, 128) { out[0] = in[64 + thread_index()]; }
 

@@ -79,7 +79,8 @@ def data_of(library: Library, name: str) -> np.ndarray:
 
 def test_every_case_is_used(library: Library) -> None:
     names = {*GOOD, *REFUSED, *BAD_MAPS, *STOPPED, "map_good", "parameters", "wait_that_is_over", "divides_by_zero"}
-    assert set(library.index) == names | {"plain_race", "fence_of_one_thread", "no_error_is_left"}
+    names |= {"plain_race", "fence_of_one_thread", "no_error_is_left", "stores_that_lanes_skip"}
+    assert set(library.index) == names
 
 
 def test_parameters_arrive(library: Library) -> None:
@@ -136,6 +137,15 @@ def test_a_division_by_zero_is_found(library: Library) -> None:
     data[2] = 1
     with pytest.raises(Fault, match=r"div at launches\.cu:\d+, .*: a division by zero"):
         library.run("divides_by_zero", data)
+
+
+def test_accesses_are_counted_by_instruction(library: Library) -> None:
+    """By source line, as the direct emulation counts, the first store of each lane would be one access of 8 sectors."""
+    library.reset()
+    out = library.run("stores_that_lanes_skip", DATA).reshape(4, 32)
+    skipped = np.arange(4)[:, None] == np.arange(32) % 4
+    np.testing.assert_array_equal(out, np.where(skipped, 0xFFFFFFFF, DATA))
+    assert library.counters()["global_store_sectors"] == 4 * 4
 
 
 @pytest.mark.parametrize("name", ["plain_race", "fence_of_one_thread"])
