@@ -50,8 +50,12 @@ class Kernels:
 
 
 def sources(every_dtype: bool) -> list[Path]:
-    """The CUDA sources of the package; without those that are for one dtype, if it is not bfloat16."""
-    found = sorted(path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda")
+    """The CUDA sources of the package; without those that are for one dtype, if it is not bfloat16.
+
+    GEMM's, which take longest to compile, come first, so that none is left alone at the end.
+    """
+    found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda"]
+    found.sort(key=lambda path: (path.parent.name != "gemm", path))
     return [path for path in found if every_dtype or not {"f16", "f32", "tf32"} & set(path.stem.split("_"))]
 
 

@@ -60,13 +60,23 @@ OPS: dict[str, Callable[[], None]] = {
 }
 
 
+def check_op(library: kernels.Kernels, case: str) -> None:
+    for options in conformance.MODES:
+        with kernels.emulated(library, threads=1, **options):  # type: ignore[arg-type]
+            OPS[case]()
+
+
+@pytest.mark.parametrize("case", OPS)
+def test_ops_without_a_fault(case: str) -> None:
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    check_op(kernels.load(), case)
+
+
 def check(path: Path, fault: Fault) -> None:
     """Runs the case in all modes of the conformance tests. Raises what is wrong."""
     if fault.case in OPS:
-        library = kernels.Kernels(path)
-        for options in conformance.MODES:
-            with kernels.emulated(library, threads=1, **options):  # type: ignore[arg-type]
-                OPS[fault.case]()
+        check_op(kernels.Kernels(path), fault.case)
     elif fault.source == "launches":
         check_launch(Library(path), fault.case)
     else:
@@ -146,7 +156,7 @@ def what_finds(fault: Fault, csrc: Path, folder: Path) -> str:
 
 
 def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
-    """The same case without the fault passes in test_conformance.py, test_runtime.py and the suites of the ops."""
+    """Without the fault the case passes, here or in test_conformance.py, test_runtime.py and test_hints.py."""
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
     fault = FAULTS[name]
