@@ -258,7 +258,9 @@ fault("registers taken that are not a multiple of 8", "arch/wgmma.cuh",
 fault("wgmma compiled away", "arch/wgmma.cuh", "#if defined(__CUDA_ARCH_FEAT_SM90_ALL)",
       "#if defined(__CUDA_ARCH_FEAT_SM90A)", WGMMA, "wgmma_f16_8_k128_k128")
 
-# What only a device's speed depends on.
+# What means nothing to the emulator.
+fault("an order within the device alone", "arch/memory.cuh", "st.global.release.sys", "st.global.release.gpu",
+      GRID, "hints", "has no st.global.release.sys")
 fault("a store that stays in the caches", "arch/memory.cuh",
       "__stcs(static_cast<uint4*>(pointer), __builtin_bit_cast(uint4, v))",
       "*static_cast<uint4*>(pointer) = __builtin_bit_cast(uint4, v)", MEMORY, "hints", "has no st.global.cs.v4")
