@@ -1,5 +1,5 @@
-"""What means nothing to the emulator is in nvcc's code nevertheless: what makes a device fast (cache policies, prefetches,
-bounds), and the scope of an order between devices, as the emulator has only one."""
+"""What means nothing to the emulator is in nvcc's code nevertheless: what makes a device fast (cache policies,
+prefetches, bounds), and the scope of an order between devices, as the emulator has only one."""
 
 from __future__ import annotations
 
