@@ -152,9 +152,7 @@ def emulation_of(name: str, all_ptx: bool) -> AbstractContextManager[testing.Emu
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
     arch = "sm_80" if name == "ptx" else name.removeprefix("ptx_")
-    settings = {"compute_capability": int(arch[3:5]), "lazy": True, "pct": True, "seed": seed, "check_races": False}
-    settings |= {"ordered_sums": False, "threads": 0, "skip": None}
-    return testing._emulated_by(kernels.load(arch, all_ptx), settings)
+    return kernels.emulated(kernels.load(arch, all_ptx), arch, mode="lazy", schedule="pct", seed=seed)
 
 
 def is_alive(pid: int) -> bool:

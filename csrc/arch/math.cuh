@@ -106,9 +106,9 @@ DEVICE uint32_t pack(float low, float high) {
 DEVICE uint32_t float_bits(float x) { return simt::float_bits(x); }
 DEVICE float bits_float(uint32_t x) { return simt::bits_float(x); }
 DEVICE uint32_t to_tf32(float x) { return simt::to_tf32(x); }
-DEVICE float fast_exp2(float x) { return std::exp2(x); }
-DEVICE float fast_log2(float x) { return std::log2(x); }
-DEVICE float fast_reciprocal(float x) { return 1.0f / x; }
+DEVICE float fast_exp2(float x) { return simt::flush(std::exp2(simt::flush(x))); }
+DEVICE float fast_log2(float x) { return simt::flush(std::log2(simt::flush(x))); }
+DEVICE float fast_reciprocal(float x) { return simt::flush(1.0f / simt::flush(x)); }
 DEVICE float fast_tanh(float x) { return std::tanh(x); }
 DEVICE float exp(float x) { return std::exp(x); }
 DEVICE float erf(float x) { return std::erf(x); }

@@ -177,12 +177,14 @@ DEVICE void store_shared(SharedAddress address, const Vector& v, Site site = {})
 template <class Vector>
 DEVICE Vector load_global(const void* pointer, Site site = {}) {
   Vector v;
-  simt::load_global(&v, pointer, sizeof v, site);
+  simt::load_global(&v, pointer, sizeof v, true, site);
   return v;
 }
 template <class Vector>
 DEVICE Vector load_global_streaming(const void* pointer, Site site = {}) {
-  return load_global<Vector>(pointer, site);
+  Vector v;
+  simt::load_global(&v, pointer, sizeof v, false, site);
+  return v;
 }
 template <class Vector>
 DEVICE void store_global(void* pointer, const Vector& v, Site site = {}) {

@@ -48,7 +48,8 @@ void* shared_storage(size_t bytes);
 SharedAddress shared_address(const void* pointer);
 void load_shared(void* to, SharedAddress from, int bytes, Site site);
 void store_shared(SharedAddress to, const void* from, int bytes, Site site);
-void load_global(void* to, const void* from, int bytes, Site site);
+// Read-only: through the path for memory that nothing on the device writes while the kernel runs.
+void load_global(void* to, const void* from, int bytes, bool read_only, Site site);
 void store_global(void* to, const void* from, int bytes, Site site);
 float atomic_add(float* pointer, float value, Site site);
 int32_t atomic_add(int32_t* pointer, int32_t value, Site site);
@@ -145,6 +146,8 @@ inline float bits_float(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+// Instructions with .ftz take subnormal numbers for zeros, and give zeros for them.
+inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float to_float(bfloat16_t x) { return bits_float(uint32_t(x.bits) << 16); }
 inline float to_float(half_t x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;

@@ -92,7 +92,7 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
                      Site site) {
   const bool atomic = kind == Access::kAtomic;
   const bool async = kind == Access::kAsyncRead || kind == Access::kAsyncWrite;
-  const bool writes = kind != Access::kRead && kind != Access::kAsyncRead;
+  const bool writes = kind != Access::kRead && kind != Access::kReadOnly && kind != Access::kAsyncRead;
   const uint32_t index = actor.agent;
   const Clock& seen = actor.known.seen;
   const Epoch now{run_, index, actor.clock, intern(instruction, site), actor.thread, atomic, async};
@@ -104,6 +104,14 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   for (uintptr_t at = begin / kCellBytes * kCellBytes; at < begin + uintptr_t(bytes); at += kCellBytes) {
     Cell& c = cell(at);
+    if (writes ? c.read_only != 0 : kind == Access::kReadOnly && c.write.run != 0) {
+      const What& other = whats_[writes ? c.read_only - 1 : c.write.what];
+      machine_.fail(instruction, site,
+                    "%s is read through the read-only path, and written by the same launch; see %s at %s",
+                    machine_.describe_address(reinterpret_cast<const void*>(at)).c_str(), other.instruction,
+                    place(other.site).c_str());
+    }
+    if (kind == Access::kReadOnly) c.read_only = now.what + 1;
     if (c.write.run == 0) {
       if (c.shared && !writes)
         machine_.fail(instruction, site, "reads %s, which nobody has written",

@@ -40,8 +40,9 @@ struct Knowledge {
   }
 };
 
-// The asynchronous ones are of TMA and wgmma; cp.async counts as plain.
-enum class Access : uint8_t { kRead, kWrite, kAtomic, kAsyncRead, kAsyncWrite };
+// The asynchronous ones are of TMA and wgmma; cp.async counts as plain. What is read as read-only must not be written by
+// the same launch, before or after, whatever the order.
+enum class Access : uint8_t { kRead, kReadOnly, kWrite, kAtomic, kAsyncRead, kAsyncWrite };
 
 // Something that an engine does in the background: a copy, a matrix product.
 struct Operation {
@@ -108,6 +109,7 @@ class Checker {
     Epoch write;
     Epoch read;
     std::unique_ptr<std::vector<Epoch>> more_reads;
+    uint32_t read_only = 0;  // what has read it as read-only: 1 + index into whats_; 0: nothing
     bool shared = false;
   };
   struct Agent {

@@ -47,10 +47,10 @@ void store_shared(SharedAddress to, const void* from, int bytes, Site site) {
   check(Access::kWrite, at, bytes, "store_shared", site);
   std::memcpy(at, from, size_t(bytes));
 }
-void load_global(void* to, const void* from, int bytes, Site site) {
+void load_global(void* to, const void* from, int bytes, bool read_only, Site site) {
   check_global(from, bytes, "load_global", site);
   machine->note_access(Machine::Space::kGlobalLoad, reinterpret_cast<uintptr_t>(from), bytes, site);
-  check(Access::kRead, from, bytes, "load_global", site);
+  check(read_only ? Access::kReadOnly : Access::kRead, from, bytes, "load_global", site);
   const GlobalAccess noted("load_global", site);
   std::memcpy(to, from, size_t(bytes));
 }

@@ -27,6 +27,8 @@ from .parse import parse
 HERE = Path(__file__).resolve().parent
 NO_NVCC = "needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for"
 FOLDER = _build.SOURCE_ROOT / "build" / "ptx"
+# The modules that make the C++ of a PTX file.
+TRANSLATOR = ("parse", "operands", "arithmetic", "effects", "translate", "emit")
 # PTX rounds each operation on its own, lets integers wrap, and has no types.
 CPP_FLAGS = (
     "-std=c++20",
@@ -136,7 +138,7 @@ def compile_translation(ptx: Path) -> Path:
     """The object of a PTX file, translated."""
     cpp = ptx.with_suffix(".cpp")
     text = ptx.read_text()
-    translator = [(HERE / name).read_text() for name in ("parse.py", "translate.py", "emit.py")]
+    translator = [(HERE / f"{name}.py").read_text() for name in TRANSLATOR]
     key = hashlib.sha256(repr((text, translator)).encode()).hexdigest()
     key_file = cpp.with_suffix(".cpp.key")
     if not (cpp.exists() and key_file.exists() and key_file.read_text() == key):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .operands import Names, cpp_type
 from .parse import Entry, Instruction, Label, Module, Registers, Scope, Unsupported, split_operands
-from .translate import Names, cpp_type, translate
+from .translate import translate
 
 _SITE = "<site>"
 _PER_LINE = 16

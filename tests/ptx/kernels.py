@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from cuda_ext import _build, _emulator
+from cuda_ext import _build, _emulator, testing
 
 from . import build
 
 SIMT = build.HERE.parent / "simt"
+# What goes with the kernels: the emulator's face for Python, and the table of launchers for the ops.
+OTHERS = [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])]
 
 
 class Kernels:
@@ -48,8 +51,12 @@ class Kernels:
 
 
 def sources(every_dtype: bool) -> list[Path]:
-    """The CUDA sources of the package; without those that are for one dtype, if it is not bfloat16."""
-    found = sorted(path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda")
+    """The CUDA sources of the package; without those that are for one dtype, if it is not bfloat16.
+
+    GEMM's, which take longest to compile, come first, so that none is left alone at the end.
+    """
+    found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda"]
+    found.sort(key=lambda path: (path.parent.name != "gemm", path))
     return [path for path in found if every_dtype or not {"f16", "f32", "tf32"} & set(path.stem.split("_"))]
 
 
@@ -60,6 +67,32 @@ def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
     A launch of one that was left out raises RuntimeError with "is not in this library".
     """
     name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
-    others = [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])]
-    library = build.build_library(name, sources(every_dtype), others, arch=arch, stands_in=True)
-    return Kernels(library)
+    return Kernels(build.build_library(name, sources(every_dtype), OTHERS, arch=arch, stands_in=True))
+
+
+def emulated(
+    kernels: Kernels,
+    arch: str = "sm_80",
+    mode: str = "eager",
+    schedule: str = "fifo",
+    seed: int = 0,
+    *,
+    check_races: bool = False,
+    ordered_sums: bool = False,
+    threads: int = 0,
+) -> AbstractContextManager[testing.Emulation]:
+    """`cuda_ext.testing.emulated` with these kernels.
+
+    arch: the device, which is no older than what they are compiled for.
+    """
+    settings = {
+        "compute_capability": int(arch.removeprefix("sm_").rstrip("a")),
+        "lazy": mode == "lazy",
+        "pct": schedule == "pct",
+        "seed": seed,
+        "check_races": check_races,
+        "ordered_sums": ordered_sums,
+        "threads": threads,
+        "skip": None,
+    }
+    return testing._emulated_by(kernels, settings)

@@ -67,6 +67,22 @@ LAUNCH(cluster_of_17, .grid = {34}, .threads = 32, .cluster = {17}, .nonportable
 LAUNCH(cluster_that_does_not_divide, .grid = {7}, .threads = 32, .cluster = {2}, .shared_bytes = sizeof(Words));
 LAUNCH(programmatic, .threads = 32, .shared_bytes = sizeof(Words), .programmatic = true);
 
+// A kernel that is launched with more shared memory the second time.
+GLOBAL(32, 1) grows_kernel(const uint32_t* in, uint32_t* out) { out[thread_index()] = in[31 - thread_index()] + 1; }
+static const Register grows_case({"shared_grows", 128, 128, [](const uint32_t* in, uint32_t* out) {
+                                    for (const size_t kib : {60, 100})
+                                      rt::launch<grows_kernel>("shared_grows",
+                                                               {.threads = 32, .shared_bytes = kib << 10}, in, out);
+                                  }});
+// What the runtime says after a launch that it has refused, and that its caller has been told of.
+static const Register error_case({"no_error_is_left", 128, 4, [](const uint32_t* in, uint32_t* out) {
+                                    try {
+                                      rt::launch<grows_kernel>("no_error_is_left", {.threads = 33}, in, out);
+                                    } catch (const std::runtime_error&) {
+                                      out[0] = cudaGetLastError();
+                                    }
+                                  }});
+
 // What a launcher that forgets something would do.
 GLOBAL(32, 1) unprepared_kernel(uint32_t* out) { out[thread_index()] = 0; }
 static const Register unprepared_case({"shared_49_kib_without_asking", 4, 128, [](const uint32_t*, uint32_t* out) {
@@ -149,6 +165,13 @@ static const Register one_fence_case({"fence_of_one_thread", 128, 4 * 96, [](con
                                         rt::launch<one_fence_kernel>("one_fence", {.grid = {2}, .threads = 32}, in,
                                                                      out);
                                       }});
+// Four stores of one source line, each of which other lanes skip.
+CONFORMANCE(stores_that_lanes_skip, 32, 0, 128, 4 * 128) {
+  const int lane = thread_index();
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (lane % 4 != i) store_global(out + 32 * i + lane, in[lane]);
+}
 // The input ends at a page that nobody can touch.
 CONFORMANCE(loads_past_the_end, 32, 0, 256, 128) { out[0] = in[64 + thread_index()]; }
 

@@ -227,6 +227,8 @@ class Thread {
     std::memcpy(to, pointer(from), size_t(bytes));
   }
 
+  uint64_t time() { return ++time_; }
+
   uint32_t load_acquire(uint64_t address, Site site) {
     return simt::load_acquire(pointer<uint32_t>(address), look_, site);
   }
@@ -242,6 +244,7 @@ class Thread {
   const std::byte* parameters_;
   uint64_t parameter_bytes_;
   simt::Look look_;
+  uint64_t time_ = 0;
 };
 
 }  // namespace cuda_ext::ptx

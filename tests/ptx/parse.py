@@ -78,6 +78,8 @@ _FILE = re.compile(r'\.file\s+(\d+) "([^"]*)"')
 _ENTRY = re.compile(r"\.entry (\w+)\((.*)\)(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?$")
 _SHARED = re.compile(r"\.extern \.shared \.align (\d+) \.b8 (\w+)\[\]$")
+# Where the emulator puts a block's shared memory. A device need not, unless it is told.
+_SHARED_ALIGNMENT = 1024
 _INSTRUCTION = re.compile(r"(?:@(!?[%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _LABEL = re.compile(r"([\w$]+):\s*")
 
@@ -112,6 +114,8 @@ class _Parser:
             elif ".entry " in line:
                 at = self._entry(module, at)
             elif match := _SHARED.match(line.rstrip(";")):
+                if int(match[1]) < _SHARED_ALIGNMENT:
+                    raise self._refuse(at + 1, f"expected shared memory aligned to {_SHARED_ALIGNMENT}, got {line!r}")
                 module.shared.add(match[2])
             elif line and not line.startswith((".version", ".address_size", ".file")):
                 raise self._refuse(at + 1, f"expected an entry or dynamic shared memory, got {line!r}")

@@ -61,6 +61,7 @@ std::map<const void*, std::string>& registered_names() {
   return all;
 }
 std::mutex mutex;
+std::string last_launch;
 
 // "gemm_sm80" of "void cuda_ext::sm80::gemm_sm80<...>(...)".
 std::string short_name(const std::string& mangled) {
@@ -112,7 +113,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
   const Device device;
   const dim3 grid = config.gridDim, block = config.blockDim;
   dim3 cluster(1, 1, 1);
-  bool cooperative = false;
+  bool cooperative = false, programmatic = false;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config.attrs[i];
     switch (attribute.id) {
@@ -123,7 +124,8 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
         break;
       case cudaLaunchAttributeCooperative: cooperative = attribute.val.cooperative != 0; break;
       case cudaLaunchAttributeProgrammaticStreamSerialization:
-        if (attribute.val.programmaticStreamSerializationAllowed != 0 && device.compute_capability < 90)
+        programmatic = attribute.val.programmaticStreamSerializationAllowed != 0;
+        if (programmatic && device.compute_capability < 90)
           return refuse(cudaErrorNotSupported, "programmatic launches take a device of compute capability 9.0");
         break;
       default:
@@ -171,6 +173,14 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
   geometry.cluster = {int(cluster.x), int(cluster.y), int(cluster.z)};
   geometry.shared_bytes = config.dynamicSmemBytes;
   geometry.together = cooperative ? 0 : entry.waits_for_others ? kSome : 1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    last_launch = "grid " + text(grid) + ", " + std::to_string(block.x) + " threads, " +
+                  std::to_string(config.dynamicSmemBytes) + " bytes";
+    if (blocks_of_cluster > 1) last_launch += ", cluster " + text(cluster);
+    if (cooperative) last_launch += ", cooperative";
+    if (programmatic) last_launch += ", programmatic";
+  }
   simt::launch(function.name.c_str(), geometry, [&] { entry.run(parameters.get()); });
   return cudaSuccess;
 }
@@ -240,6 +250,9 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* name, i
                             int*) {
   ptx::registered_names()[host] = name;
 }
+// The last launch that was accepted, as it was asked for: "grid (8, 1, 1), 32 threads, 128 bytes, cooperative".
+__attribute__((visibility("default"))) const char* ptx_last_launch() { return ptx::last_launch.c_str(); }
+
 // What <<<>>> calls; nvcc refers to it for every kernel.
 unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) {
   throw simt::Fault("a launch with <<<>>>; kernels are started by rt::launch");

@@ -17,8 +17,6 @@ from ptx import build, kernels
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
 from cost import assert_same_cost
 
-SETTINGS = {"compute_capability": 80, "lazy": True, "pct": False, "seed": 0, "check_races": False}
-SETTINGS |= {"ordered_sums": False, "threads": 1, "skip": None}
 # Of the direct emulation these leave out plain loads and stores, which no call of the emulator does.
 WITHOUT_PLAIN_ACCESSES = {"global_load_bytes", "global_store_bytes"}
 # It tells accesses of a warp apart by source line, nvcc's code by instruction: where lanes skip one of an unrolled
@@ -73,7 +71,7 @@ def measure(case: Callable[[], None], emulation: testing.Emulation) -> dict[str,
 def counted() -> dict[str, dict[str, int]]:
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
-    with testing._emulated_by(kernels.load(), SETTINGS) as emulation:
+    with kernels.emulated(kernels.load(), mode="lazy", threads=1) as emulation:
         return {name: measure(case, emulation) for name, case in CASES.items()}
 
 

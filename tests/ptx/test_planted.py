@@ -1,130 +1,182 @@
-"""Errors that only nvcc's code can have, in asm strings, `#if` branches, launches and tensor maps: each is found."""
+"""Faults that only nvcc's code can have: each is found, or changes no instruction."""
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from ptx import build
+import cuda_ext
+from cuda_ext import testing
+from ptx import build, kernels, parse
+from ptx import test_runtime as runtime
+from ptx.faults import FAULTS, SAME, Fault, table
+from ptx.test_hints import missing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
 import test_conformance as conformance
 from harness import HERE as SIMT
-from harness import Fault, Library
-
-
-@dataclass(frozen=True)
-class Error:
-    file: str  # under csrc
-    right: str
-    wrong: str
-    source: str  # of the case that finds it
-    case: str
-    arch: str = "sm_80"
-
-
-ERRORS = {
-    "a transposition is left out": Error(
-        "arch/mma.cuh", "m8n8.x2.trans.shared.b16 {%0", "m8n8.x2.shared.b16 {%0", "mma", "ldmatrix_x2_trans"
-    ),
-    "rows of a fragment are swapped": Error(
-        "arch/mma.cuh", '"r"(a[0]), "r"(a[1])', '"r"(a[1]), "r"(a[0])', "mma", "mma_f16"
-    ),
-    "halves of a register are swapped": Error(
-        "arch/math.cuh",
-        'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));',
-        'asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(low), "f"(high));',
-        "memory",
-        "conversions",
-    ),
-    "bytes that are not there are copied": Error(
-        "arch/async_copy.cuh", "[%0], [%1], %2, %3;", "[%0], [%1], %2, %2;", "memory", "cp_async"
-    ),
-    "a wait lets copies through": Error(
-        "arch/async_copy.cuh", '%0;" ::"n"(pending)', '%0;" ::"n"(pending + 3)', "memory", "cp_async"
-    ),
-    "a fence is left out": Error("arch/thread.cuh", "{ __threadfence(); }", "{}", "grid", "fences"),
-    "a release is relaxed": Error(
-        "arch/memory.cuh", "st.global.release.gpu.u32 [%0], %1;", "st.global.u32 [%0], %1;", "grid", "blocks_in_turn"
-    ),
-    "a wait is for the other parity": Error(
-        "arch/barrier.cuh", '"r"(parity)', '"r"(parity ^ 1)', "sm90", "barrier_ring", "sm_90a"
-    ),
-    "a proxy fence is compiled away": Error(
-        "arch/barrier.cuh",
-        "fence_async_shared(Site = {}) {\n#if __CUDA_ARCH__ >= 900",
-        "fence_async_shared(Site = {}) {\n#if __CUDA_ARCH__ >= 9000",
-        "sm90", "tma_store_2d_128_swizzle128_bfloat16", "sm_90a",
-    ),
-    "coordinates of a tile are swapped": Error(
-        "arch/tma.cuh", 'CUDA_EXT_TMA_RANK(2, "{%3, %4}"', 'CUDA_EXT_TMA_RANK(2, "{%4, %3}"',
-        "sm90", "tma_load_2d_64_swizzle64_float16", "sm_90a",
-    ),
-    "a tensor map has another stride": Error(
-        "rt/tensor_map.cuh", "cuuint64_t(t.strides[d - 1])", "cuuint64_t(t.strides[0])",
-        "sm90", "tma_load_3d_48_none_float16", "sm_90a",
-    ),
-    "a launch has no cluster": Error(
-        "rt/launch.cuh", "launch.numAttrs++];\n    attribute.id = cudaLaunchAttributeClusterDimension",
-        "launch.numAttrs];\n    attribute.id = cudaLaunchAttributeClusterDimension",
-        "cluster", "cluster_loads", "sm_90a",
-    ),
-    "orders of the operands are swapped": Error(
-        "arch/wgmma.cuh", '"r"(scale_d), "n"(a_major), "n"(b_major)', '"r"(scale_d), "n"(b_major), "n"(a_major)',
-        "wgmma", "wgmma_bf16_200_k128_m16", "sm_90a",
-    ),
-}  # fmt: skip
-
+from harness import Library
 
 # These without --all-ptx: one of each kind.
-QUICK = ("rows of a fragment are swapped", "a release is relaxed", "a proxy fence is compiled away",
-         "a tensor map has another stride", "a launch has no cluster")  # fmt: skip
+QUICK = ("mma with rows of A swapped", "a read-only load of what the kernel writes", "a proxy fence compiled away",
+         "a cluster not asked for")  # fmt: skip
+LONGEST = 300  # seconds: a case takes a few, and more on a loaded machine
 FORK = multiprocessing.get_context("fork")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", ERRORS if metafunc.config.getoption("--all-ptx") else QUICK)
+        metafunc.parametrize("name", FAULTS if metafunc.config.getoption("--all-ptx") else QUICK)
 
 
-def find(path: Path, case: str, answer: Connection) -> None:
-    """Sends what is wrong with `case` of a library, in one of the modes of the conformance tests."""
-    library, rng = Library(path), np.random.default_rng()
+def check_product(m: int, n: int, k: int) -> None:
+    """Of whole numbers, whose sums are exact."""
+    a, b = (torch.randint(-2, 3, shape).bfloat16() for shape in ((m, k), (k, n)))
+    out = cuda_ext.gemm(a, b, out_dtype=torch.float32)
+    assert torch.equal(out, a.float() @ b.float()), "the products differ from the reference"
+
+
+def check_attention() -> None:
+    q, k, v = (torch.randn(1, 130, 2, 64).bfloat16() for _ in range(3))
+    out = cuda_ext.flash_attention(q, k, v, causal=True)
+    reference = testing.reference_attention(q.double(), k.double(), v.double(), causal=True)
+    assert (out - reference).abs().max() < 0.05, "the rows differ from the reference"
+
+
+# For kernels of the package.
+OPS: dict[str, Callable[[], None]] = {
+    "attention": check_attention,
+    "gemm": lambda: check_product(127, 130, 67),
+    "split_k": lambda: check_product(64, 64, 2048),
+}
+
+
+def check_op(library: kernels.Kernels, case: str) -> None:
     for options in conformance.MODES:
-        data = conformance.inputs_of(case, library.in_bytes(case) // 4, rng)
-        try:
+        with kernels.emulated(library, threads=1, **options):  # type: ignore[arg-type]
+            OPS[case]()
+
+
+@pytest.mark.parametrize("case", OPS)
+def test_ops_without_a_fault(case: str) -> None:
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    check_op(kernels.load(), case)
+
+
+def check(path: Path, fault: Fault) -> None:
+    """Runs the case in all modes of the conformance tests. Raises what is wrong."""
+    if fault.case in OPS:
+        check_op(kernels.Kernels(path), fault.case)
+    elif fault.source == "launches":
+        check_launch(Library(path), fault.case)
+    else:
+        library, rng = Library(path), np.random.default_rng()
+        for options in conformance.MODES:
+            data = conformance.inputs_of(fault.case, library.in_bytes(fault.case) // 4, rng)
             with library.options(**options):
-                conformance.assert_same(case, library.run(case, data), conformance.references[case](data))
-        except (AssertionError, Fault) as error:
-            return answer.send(str(error))
+                got = library.run(fault.case, data)
+            conformance.assert_same(fault.case, got, conformance.references[fault.case](data))
+
+
+def check_launch(library: Library, case: str) -> None:
+    if case in runtime.GOOD:
+        runtime.test_what_a_device_takes(library, case)
+    elif case in runtime.REFUSED:
+        runtime.test_what_a_driver_refuses(library, case)
+    else:
+        runtime.test_no_error_is_left_for_the_next_caller(library)
+
+
+def find(path: Path, fault: Fault, answer: Connection) -> None:
+    """Sends what is wrong."""
+    try:
+        check(path, fault)
+    except BaseException as error:  # pytest's failures are no Exception
+        return answer.send(str(error) or repr(error))
     answer.send("")
 
 
-def test_an_error_is_found(name: str, tmp_path: Path) -> None:
-    """The same case without the error passes in test_conformance.py."""
-    if build.find_toolkit() is None:
-        pytest.skip(build.NO_NVCC)
-    error = ERRORS[name]
-    csrc = shutil.copytree(build._emulator.CSRC, tmp_path / "csrc")
-    file = csrc / error.file
-    assert error.right in file.read_text(), "the text that the error changes is no longer there"
-    file.write_text(file.read_text().replace(error.right, error.wrong, 1))
-    path = build.build_library(
-        "wrong", [SIMT / f"conformance_{error.source}.cu"], [(SIMT / "library.cpp", ())], arch=error.arch, csrc=csrc,
-        folder=tmp_path,
-    )  # fmt: skip
+def source_of(fault: Fault, csrc: Path) -> Path:
+    if "/" in fault.source:
+        return csrc / f"{fault.source}.cu"
+    return (build.HERE if fault.source == "launches" else SIMT) / f"{fault.source}.cu"
+
+
+def instructions(csrc: Path, fault: Fault, folder: Path) -> list[tuple[str, list[str]]]:
+    """What nvcc makes of the source, entry by entry; registers are numbered by their first use."""
+    toolkit = build.find_toolkit()
+    assert toolkit is not None
+    folder.mkdir()
+    _, ptx = build.compile_with_nvcc(toolkit, source_of(fault, csrc), fault.arch, csrc, folder)
+    module = parse.parse(ptx.read_text(), ptx.name)
+
+    def lines(entry: parse.Entry) -> list[str]:
+        numbers: dict[str, str] = {}
+        texts = [
+            f"{each.predicate} {each.opcode} {', '.join(each.operands)}"
+            for each in entry.body
+            if isinstance(each, parse.Instruction)
+        ]
+        return [
+            re.sub(r"%[a-z]+\d+", lambda register: numbers.setdefault(register[0], f"%{len(numbers)}"), text)
+            for text in texts
+        ]
+
+    return [(entry.name, lines(entry)) for entry in module.entries]
+
+
+def what_finds(fault: Fault, csrc: Path, folder: Path) -> str:
+    others = kernels.OTHERS if "/" in fault.source else kernels.OTHERS[:1]
+    try:
+        path = build.build_library(
+            "wrong", [source_of(fault, csrc)], others, arch=fault.arch, csrc=csrc, folder=folder, stands_in=True
+        )
+    except (RuntimeError, parse.Unsupported) as error:
+        return str(error)
+    if fault.case == "hints":
+        return "; ".join(missing(fault.source, folder / f"{fault.source}-{fault.arch}.ptx"))
     # In a process of its own: room for a library's thread-local variables is never given back.
     received, sent = FORK.Pipe(duplex=False)
-    child = FORK.Process(target=find, args=(path, error.case, sent))
+    child = FORK.Process(target=find, args=(path, fault, sent))
     child.start()
-    assert received.poll(60), "no answer within a minute"
-    found = received.recv()
+    sent.close()
+    assert received.poll(LONGEST), f"no answer within {LONGEST} s"
+    try:
+        found: str = received.recv()
+    except EOFError:
+        found = "the process has died"
     child.join()
-    assert found, "nothing has found the error"
+    return found
+
+
+def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
+    """Without the fault the case passes, here or in test_conformance.py, test_runtime.py and test_hints.py."""
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    fault = FAULTS[name]
+    csrc = shutil.copytree(build._emulator.CSRC, tmp_path / "csrc")
+    file = csrc / fault.file
+    assert fault.right in file.read_text(), "the text that the fault changes is no longer there"
+    file.write_text(file.read_text().replace(fault.right, fault.wrong, 1))
+    if fault.found == SAME:
+        right = instructions(build._emulator.CSRC, fault, tmp_path / "right")
+        assert instructions(csrc, fault, tmp_path / "wrong") == right
+        return
+    found = what_finds(fault, csrc, tmp_path / "built")
+    assert found, "nothing has found the fault"
+    assert re.search(fault.found, found), f"something else has found the fault: {found}"
+
+
+def test_every_fault_is_documented() -> None:
+    """`PYTHONPATH=.:tests python -c "from ptx.faults import table; print(table())"` prints the table."""
+    assert table() in (build._build.SOURCE_ROOT / "docs" / "emulator.md").read_text()

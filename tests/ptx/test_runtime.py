@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -16,7 +17,15 @@ from harness import Fault, Library
 HERE = Path(__file__).resolve().parent
 CUDA_ERROR_INVALID_VALUE = 1
 
-GOOD = ["shared_100_kib", "cooperative", "cluster_of_8", "cluster_of_16", "programmatic"]
+# And what the runtime is asked for.
+GOOD = {
+    "shared_100_kib": "grid (1, 1, 1), 32 threads, 102400 bytes",
+    "shared_grows": "grid (1, 1, 1), 32 threads, 102400 bytes",
+    "cooperative": "grid (4, 1, 1), 32 threads, 102400 bytes, cooperative",
+    "cluster_of_8": "grid (8, 1, 1), 32 threads, 128 bytes, cluster (8, 1, 1)",
+    "cluster_of_16": "grid (16, 1, 1), 32 threads, 128 bytes, cluster (16, 1, 1)",
+    "programmatic": "grid (1, 1, 1), 32 threads, 128 bytes, programmatic",
+}
 REFUSED = {
     "shared_228_kib": "shared_228_kib: needs 233472 bytes of shared memory a block, and device 0 has 232448",
     "shared_49_kib_without_asking": "50176 bytes of shared memory; allowed for this kernel are 49152",
@@ -70,7 +79,8 @@ def data_of(library: Library, name: str) -> np.ndarray:
 
 def test_every_case_is_used(library: Library) -> None:
     names = {*GOOD, *REFUSED, *BAD_MAPS, *STOPPED, "map_good", "parameters", "wait_that_is_over", "divides_by_zero"}
-    assert set(library.index) == names | {"plain_race", "fence_of_one_thread"}
+    names |= {"plain_race", "fence_of_one_thread", "no_error_is_left", "stores_that_lanes_skip"}
+    assert set(library.index) == names
 
 
 def test_parameters_arrive(library: Library) -> None:
@@ -81,6 +91,14 @@ def test_parameters_arrive(library: Library) -> None:
 @pytest.mark.parametrize("name", GOOD)
 def test_what_a_device_takes(library: Library, name: str) -> None:
     np.testing.assert_array_equal(library.run(name, DATA), DATA[::-1] + 1)
+    last_launch = library.symbol("ptx_last_launch")
+    last_launch.restype = ctypes.c_char_p
+    asked = last_launch().decode()
+    assert asked == GOOD[name], f"the launch asks for {asked}"
+
+
+def test_no_error_is_left_for_the_next_caller(library: Library) -> None:
+    assert library.run("no_error_is_left", DATA)[0] == 0, "an error is left"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -119,6 +137,15 @@ def test_a_division_by_zero_is_found(library: Library) -> None:
     data[2] = 1
     with pytest.raises(Fault, match=r"div at launches\.cu:\d+, .*: a division by zero"):
         library.run("divides_by_zero", data)
+
+
+def test_accesses_are_counted_by_instruction(library: Library) -> None:
+    """By source line, as the direct emulation counts, the first store of each lane would be one access of 8 sectors."""
+    library.reset()
+    out = library.run("stores_that_lanes_skip", DATA).reshape(4, 32)
+    skipped = np.arange(4)[:, None] == np.arange(32) % 4
+    np.testing.assert_array_equal(out, np.where(skipped, 0xFFFFFFFF, DATA))
+    assert library.counters()["global_store_sectors"] == 4 * 4
 
 
 @pytest.mark.parametrize("name", ["plain_race", "fence_of_one_thread"])

@@ -142,6 +142,23 @@ REFUSED = {
     ),
     "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd1, {%r1, %r2}];": r"got \.prefetch",
     "call.uni (param0), f, (param1);": "unknown opcode",
+    "add.rn.s32 %r1, %r2, %r3;": r"expected the modifier \.f32 or \.f64, got \.s32",
+    "add.u16 %rs1, %r1, %rs2;": "expected a register of type u16, got %r1 of type b32",
+    "add.u32 %rd1, %r1, %r2;": "expected a register for a value of type u32, got %rd1",
+    "mov.u64 %rd1, %tid.x;": "expected a register of type u64, got %tid.x of type u32",
+    "mov.u32 %r1, %globaltimer;": "expected a register of type u32, got %globaltimer of type u64",
+    "setp.lt.b32 %p1, %r1, %r2;": r"expected \.eq or \.ne for bits",
+    "ld.global.v4.f64 {%fd0, %fd1, %fd2, %fd3}, [%rd1];": "expected a vector of at most 16 bytes",
+    "ld.global.f16 %rs1, [%rd1];": r"got \.f16",
+    "red.global.acq_rel.gpu.add.u32 [%rd1], %r1;": r"got \.acq_rel",
+    "red.global.add.v2.f32 [%rd1], {%f1, %f2};": r"got \.v2",
+    "red.global.add.v4.f32 [%rd1], {%f1, %f2};": "expected 4 operands in braces, got 2",
+    "atom.global.add.v4.f32 {%f1, %f2, %f3, %f4}, [%rd1], {%f1, %f2, %f3, %f4};": r"got \.v4",
+    "wgmma.mma_async.sync.aligned.m64n12k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3,%f4,%f5}, %rd1, %rd2, %p1, 1, 1, 0, 1;": (
+        "expected a multiple of 8 up to 256 for N, got 12"
+    ),
+    "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[%r1], [%rd1, {%r2}], [%r3], %r4;": "expected a register of type u16, got %r4",
 }
 
 
@@ -163,6 +180,13 @@ def test_the_unknown_is_refused(text: str) -> None:
 def test_what_is_no_entry_is_refused(line: str, message: str) -> None:
     with pytest.raises(parse.Unsupported, match=message):
         parse.parse(f"{HEAD}{line}\n", "x.ptx")
+
+
+def test_shared_memory_that_may_be_anywhere_is_refused() -> None:
+    declaration = ".extern .shared .align {} .b8 shared[];"
+    assert parse.parse(f"{HEAD}{declaration.format(1024)}\n", "x.ptx").shared == {"shared"}
+    with pytest.raises(parse.Unsupported, match=r"x\.ptx:4: expected shared memory aligned to 1024, got .*\.align 16"):
+        parse.parse(f"{HEAD}{declaration.format(16)}\n", "x.ptx")
 
 
 def test_local_memory_and_other_bounds_are_refused() -> None:
@@ -238,6 +262,10 @@ COMPUTED = {
     "mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r9, {%rs2, %rs1};": [(0x12345678, 0, 0x56781234)],
     "mov.b32 %r9, %f1;": [(bits(1.5), 0, bits(1.5))],
     "abs.s32 %r9, %r1;": [(0xFFFFFFFB, 0, 5)],
+    "ex2.approx.ftz.f32 %f9, %f1;": [(bits(-126.0), 0, 0x00800000), (bits(-127.0), 0, 0), (1, 0, bits(1.0))],
+    "ex2.approx.f32 %f9, %f1;": [(bits(-127.0), 0, 0x00400000)],
+    "rcp.approx.ftz.f32 %f9, %f1;": [(0x80000001, 0, INF | 1 << 31), (bits(-(2.0**127)), 0, 1 << 31)],
+    "lg2.approx.ftz.f32 %f9, %f1;": [(1, 0, INF | 1 << 31), (bits(8.0), 0, bits(3.0))],
 }  # fmt: skip
 OUTPUT = (("%rd5", "_rd5"), ("%f9", "as_bits(_f9)"), ("%r9", "_r9"))
 

@@ -43,6 +43,32 @@ GLOBAL(32, 1) cluster_loads_kernel(const uint32_t* in, uint32_t* out) {
 }
 CLUSTER_CASE(cluster_loads, RowStorage, 2 * kBlocks * 128, 4 * kBlocks * 4 + 2 * kBlocks * 128);
 
+// The other widths, and stores of all: block r writes its row to the next block, which gives it out as it got it, and what
+// the one before that has.
+struct RowsStorage {
+  alignas(16) uint32_t own[32], got[3][32];
+};
+GLOBAL(32, 1) cluster_vectors_kernel(const uint32_t* in, uint32_t* out) {
+  SHARED_STORAGE(RowsStorage, shared);
+  const int lane = lane_index(), block = block_x(), next = (cluster_rank() + 1) % kBlocks;
+  const uint32_t* const row = in + block * 32;
+  store_shared(shared_address(&shared.own[lane]), row[lane]);
+  const auto there = [&](int width) { return mapa(shared_address(shared.got[width]), next); };
+  if (lane < 8) store_shared_cluster(there(0) + 16 * uint32_t(lane), load_global<Words4>(row + 4 * lane));
+  if (lane < 16) store_shared_cluster(there(1) + 8 * uint32_t(lane), load_global<Words2>(row + 2 * lane));
+  store_shared_cluster(there(2) + 4 * uint32_t(lane), row[lane]);
+  cluster_arrive();
+  cluster_wait();
+  uint32_t* const to = out + block * 5 * 32;
+  for (int width = 0; width < 3; ++width) to[32 * width + lane] = shared.got[width][lane];
+  const SharedAddress peer = mapa(shared_address(shared.own), next);
+  if (lane < 16) store_global(to + 96 + 2 * lane, load_shared_cluster<Words2>(peer + 8 * uint32_t(15 - lane)));
+  to[128 + lane] = load_shared_cluster<uint32_t>(peer + 4 * uint32_t(31 - lane));
+  cluster_arrive();
+  cluster_wait();
+}
+CLUSTER_CASE(cluster_vectors, RowsStorage, 2 * kBlocks * 128, 2 * kBlocks * 5 * 128);
+
 struct MailStorage {
   alignas(16) uint32_t mail[32];
   Barrier full;
@@ -96,7 +122,7 @@ GLOBAL(32, 1) multicast_kernel(GRID_CONSTANT TensorMap map, uint32_t* out) {
   cluster_wait();
 }
 static const Register multicast_case(
-    {"multicast", 2 * kBlocks * 128, 2 * kBlocks * kBlocks * 128, [](const uint32_t* in, uint32_t* out) {
+    {"multicast", 2 * kBlocks * 128, 2 * kBlocks* kBlocks * 128, [](const uint32_t* in, uint32_t* out) {
        const TensorMap map = rt::make_tensor_map("multicast", {.data = in,
                                                                .element = rt::Element::kFloat32,
                                                                .rank = 2,

@@ -31,14 +31,27 @@ CONFORMANCE(shared_vectors, 32, sizeof(Bytes2048), 512, 3 * 512) {
   store_global(out + 128 + 2 * t, load_shared<Words2>(base + 8 * uint32_t(31 - t)));
   out[256 + t] = load_shared<uint32_t>(base + 4 * uint32_t(31 - t));
 }
-CONFORMANCE(atomics, 64, 0, 256, 16) {
+// The widths that global_vectors leaves out.
+CONFORMANCE(global_widths, 32, 0, 512, 512 + 512 + 128 + 64 + 128) {
   const int t = thread_index();
-  if (t < 4) out[t] = 0;
+  store_global_streaming(out + 4 * t, load_global_streaming<Words4>(in + 4 * t));
+  for (int i = 0; i < 2; ++i) store_global(out + 128 + 64 * i + 2 * t, load_global<Words2>(in + 64 * i + 2 * t));
+  store_global_streaming(out + 256 + t, load_global_streaming<uint32_t>(in + t));
+  auto* const halves = reinterpret_cast<uint16_t*>(out + 288);
+  store_global_streaming(halves + t, load_global<uint16_t>(reinterpret_cast<const uint16_t*>(in) + t));
+  out[304 + t] = load_global<uint8_t>(reinterpret_cast<const uint8_t*>(in) + t);
+}
+CONFORMANCE(atomics, 64, 0, 256, 32) {
+  const int t = thread_index();
+  if (t < 8) out[t] = 0;
   arch::sync_threads();
   atomic_add(out, in[t]);
   reduce_add(reinterpret_cast<float*>(out + 1), float(in[t] % 256));
   reduce_or(out + 2, 1u << in[t] % 32);
   atomic_add_acq_rel(out + 3, 1);
+  reduce_add(out + 4, in[t]);
+  atomic_add(reinterpret_cast<float*>(out + 5), float(in[t] % 256));
+  atomic_add(reinterpret_cast<uint64_t*>(out + 6), in[t] | uint64_t(in[t]) << 32);
 }
 // Four threads add to each four.
 CONFORMANCE(vector_reductions, 32, 0, 512, 128) {

@@ -95,8 +95,9 @@ CONFORMANCE(barrier_order, 32, sizeof(BulkStorage), 512, 4 + 512) {
   }
 }
 
-// in (256 words) to out: in two loads, out in three stores of two groups, the first part turned about on the way.
-CONFORMANCE(bulk_copies, 32, sizeof(BulkStorage), 1024, 1024) {
+// in (256 words) to out: in two loads, out in three stores of two groups, the first part turned about on the way. After
+// the wait for them the thread reads the first and the last word of what it has stored.
+CONFORMANCE(bulk_copies, 32, sizeof(BulkStorage), 1024, 1024 + 4) {
   SHARED_STORAGE(BulkStorage, shared);
   const int lane = lane_index();
   if (lane == 0) {
@@ -121,6 +122,7 @@ CONFORMANCE(bulk_copies, 32, sizeof(BulkStorage), 1024, 1024) {
     bulk_commit();
     bulk_wait_read<1>();
     bulk_wait<0>();
+    out[256] = load_global_streaming<uint32_t>(out) ^ load_global_streaming<uint32_t>(out + 255);
   }
 }
 

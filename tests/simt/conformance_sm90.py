@@ -32,7 +32,7 @@ for _count in (1, 2, 4):
 
 references["barrier_ring"] = lambda x: x.reshape(8, 32)[:, ::-1].ravel()
 references["barrier_order"] = lambda x: np.concatenate([x[:1], x])
-references["bulk_copies"] = lambda x: np.concatenate([x[31::-1], x[32:]])
+references["bulk_copies"] = lambda x: np.concatenate([x[31::-1], x[32:], x[31:32] ^ x[255:]])
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,13 @@ def cluster_loads(x: np.ndarray) -> np.ndarray:
     return np.concatenate([ids.astype(np.uint32), np.roll(rows, -1, axis=1)[:, :, ::-1].ravel()])
 
 
+def cluster_vectors(x: np.ndarray) -> np.ndarray:
+    rows = x.reshape(2, BLOCKS, 32)
+    before, after = np.roll(rows, 1, axis=1), np.roll(rows, -1, axis=1)
+    pairs = after.reshape(2, BLOCKS, 16, 2)[:, :, ::-1].reshape(rows.shape)
+    return np.stack([before, before, before, pairs, after[:, :, ::-1]], axis=2).ravel()
+
+
 def cluster_stores(x: np.ndarray) -> np.ndarray:
     return np.roll(x.reshape(2, BLOCKS, 32), -1, axis=1)[:, :, ::-1].ravel()
 
@@ -162,6 +169,7 @@ def programmatic_launch(x: np.ndarray) -> np.ndarray:
 references |= {
     "cluster_loads": cluster_loads,
     "cluster_stores": cluster_stores,
+    "cluster_vectors": cluster_vectors,
     "multicast": multicast,
     "programmatic_launch": programmatic_launch,
 }

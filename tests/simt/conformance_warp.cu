@@ -8,6 +8,11 @@ using namespace arch;
 
 constexpr size_t kWarpBytes = 32 * 4;
 
+DEVICE void store_words(uint32_t* to, uint64_t value) {
+  to[0] = uint32_t(value);
+  to[1] = uint32_t(value >> 32);
+}
+
 CONFORMANCE(shuffle, 32, 0, 2 * kWarpBytes, kWarpBytes) {
   const int lane = lane_index();
   out[lane] = arch::shuffle(in[lane], int(in[32 + lane] % 32));
@@ -30,6 +35,12 @@ CONFORMANCE(shuffle_diverged, 32, 0, kWarpBytes, kWarpBytes) {
     out[lane] = arch::shuffle(in[lane], (lane + 2) % 32, 0x55555555);
   else
     out[lane] = arch::shuffle(in[lane], (lane + 30) % 32, 0xaaaaaaaa);
+}
+CONFORMANCE(shuffle_words_of_64_bits, 32, 0, 2 * kWarpBytes, 4 * kWarpBytes) {
+  const int lane = lane_index();
+  const uint64_t value = in[2 * lane] | uint64_t(in[2 * lane + 1]) << 32;
+  const uint64_t moved[] = {arch::shuffle(value, 31 - lane), arch::shuffle_xor(value, 4)};
+  for (int i = 0; i < 2; ++i) store_words(out + 64 * i + 2 * lane, moved[i]);
 }
 CONFORMANCE(ballot, 32, 0, kWarpBytes, 3 * kWarpBytes) {
   const int lane = lane_index();
@@ -66,7 +77,21 @@ CONFORMANCE(sync_warp, 32, sizeof(Words128), kWarpBytes, kWarpBytes) {
   arch::sync_warp();
   out[lane] = shared.x[31 - lane];
 }
-// Warps 0 and 1 hand values to warps 2 and 3, who alone wait; then the other way round under another number.
+// Pairs of lanes swap, those of even lanes and those of odd ones apart.
+CONFORMANCE(sync_part_of_a_warp, 32, sizeof(Words128), kWarpBytes, kWarpBytes) {
+  SHARED_STORAGE(Words128, shared);
+  const int lane = lane_index();
+  if (lane % 2 == 0) {
+    shared.x[lane] = in[lane];
+    arch::sync_warp(0x55555555);
+    out[lane] = shared.x[lane ^ 2];
+  } else {
+    shared.x[lane] = in[lane];
+    arch::sync_warp(0xaaaaaaaa);
+    out[lane] = shared.x[lane ^ 2];
+  }
+}
+// Each half hands values to the other, and arrives there before it waits itself: nobody may wait at the first barrier.
 CONFORMANCE(named_barriers, 128, sizeof(Words128), 512, 512) {
   SHARED_STORAGE(Words128, shared);
   const int t = thread_index();
@@ -77,9 +102,9 @@ CONFORMANCE(named_barriers, 128, sizeof(Words128), 512, 512) {
     out[t] = shared.x[64 + t];
   } else {
     shared.x[t] = in[t];
+    named_barrier_arrive(2, 128);
     named_barrier_sync(1, 128);
     out[t] = shared.x[t - 64];
-    named_barrier_arrive(2, 128);
   }
 }
 

@@ -39,6 +39,7 @@ enum Bug {
   kRelaxedArrival = kNumPipelineBugs,
   kNoBlockBarrierBeforeArrival,
   kPlainCounter,
+  kReadOnlyLoadOfPartials,
   kNumBugs
 };
 
@@ -148,7 +149,7 @@ last_block(const uint32_t* in, uint32_t* out, uint32_t* partial, uint32_t* count
     if (bug == kRelaxedArrival) {
       arrived = atomic_add(counter, 1u);
     } else if (bug == kPlainCounter) {
-      arrived = load_global<uint32_t>(counter);
+      arrived = load_global_streaming<uint32_t>(counter);
       store_global(counter, arrived + 1);
     } else {
       arrived = atomic_add_acq_rel(counter, 1);
@@ -158,7 +159,10 @@ last_block(const uint32_t* in, uint32_t* out, uint32_t* partial, uint32_t* count
   sync_threads();
   if (load_shared<uint32_t>(shared_address(&shared.arrived)) != uint32_t(blocks - 1)) return;
   uint32_t sum = 0;
-  for (int b = 0; b < blocks; ++b) sum += load_global<uint32_t>(partial + b * kThreads + t);
+  for (int b = 0; b < blocks; ++b) {
+    const uint32_t* const from = partial + b * kThreads + t;
+    sum += bug == kReadOnlyLoadOfPartials ? load_global<uint32_t>(from) : load_global_streaming<uint32_t>(from);
+  }
   store_global(out + t, sum);
 }
 
@@ -177,8 +181,10 @@ void run_last_block(const uint32_t* in, uint32_t* out) {
 constexpr size_t kPipelineIn = kABytes + kBBytes, kPipelineOut = 32 * 8 * 4;
 constexpr size_t kLastBlockIn = 4 * kThreads * 4, kLastBlockOut = (5 * kThreads + 1) * 4;
 
-#define PIPELINE(bug) {#bug, kPipelineIn, kPipelineOut, run_pipeline<bug>}
-#define LAST_BLOCK(bug) {#bug, kLastBlockIn, kLastBlockOut, run_last_block<bug>}
+#define PIPELINE(bug) \
+  { #bug, kPipelineIn, kPipelineOut, run_pipeline < bug> }
+#define LAST_BLOCK(bug) \
+  { #bug, kLastBlockIn, kLastBlockOut, run_last_block < bug> }
 static const Case planted[] = {{"pipeline", kPipelineIn, kPipelineOut, run_pipeline<kNone>},
                                {"last_block", kLastBlockIn, kLastBlockOut, run_last_block<kNone>},
                                PIPELINE(kWaitsOneGroupLess),
@@ -202,7 +208,8 @@ static const Case planted[] = {{"pipeline", kPipelineIn, kPipelineOut, run_pipel
                                PIPELINE(kBarrierInABranch),
                                LAST_BLOCK(kRelaxedArrival),
                                LAST_BLOCK(kNoBlockBarrierBeforeArrival),
-                               LAST_BLOCK(kPlainCounter)};
+                               LAST_BLOCK(kPlainCounter),
+                               LAST_BLOCK(kReadOnlyLoadOfPartials)};
 static const bool registered = [] {
   for (const Case& c : planted) cases().push_back(c);
   return true;

@@ -97,20 +97,23 @@ def grid_indices(x: np.ndarray) -> np.ndarray:
 @reference
 def blocks_in_turn(x: np.ndarray) -> np.ndarray:
     sums = np.zeros(32, np.uint32)
-    for row in x.reshape(5, 32)[::-1]:
+    for row in x.reshape(8, 32)[::-1]:
         sums = 3 * sums + row
-    return np.concatenate([[np.uint32(5)], np.full(31, 0xFFFFFFFF, np.uint32), sums])
+    return np.concatenate([[np.uint32(8)], np.full(31, 0xFFFFFFFF, np.uint32), sums])
 
 
 references["blocks_in_turn_system"] = blocks_in_turn
 
 
 @reference
-def fences(x: np.ndarray) -> np.ndarray:
-    rows = x ^ np.uint32(0x55)
+def fences(x: np.ndarray, key: int = 0x55) -> np.ndarray:
+    rows = x ^ np.uint32(key)
     head = np.full(64, 0xFFFFFFFF, np.uint32)
     head[:2] = 4, rows.sum(dtype=np.uint32)
     return np.concatenate([head, rows])
+
+
+references["last_block"] = lambda x: fences(x, 0xAA)
 
 
 @reference
@@ -138,6 +141,17 @@ def sync_warp(x: np.ndarray) -> np.ndarray:
 
 
 @reference
+def sync_part_of_a_warp(x: np.ndarray) -> np.ndarray:
+    return x[LANES ^ 2]
+
+
+@reference
+def shuffle_words_of_64_bits(x: np.ndarray) -> np.ndarray:
+    pairs = x.view(np.uint64)
+    return np.concatenate([pairs[::-1], pairs[LANES ^ 4]]).view(np.uint32)
+
+
+@reference
 def named_barriers(x: np.ndarray) -> np.ndarray:
     return np.concatenate([x[64:], x[:64]])
 
@@ -147,6 +161,11 @@ def global_vectors(x: np.ndarray) -> np.ndarray:
     out = np.full(512, 0xFFFFFFFF, np.uint32)
     out[:128], out[128:192], out[256:288], out[384:400] = x[:128], x[128:192], x[256:288], x[384:400]
     return out
+
+
+@reference
+def global_widths(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([x, x, x[:32], x[:16], x.view(np.uint8)[:32].astype(np.uint32)])
 
 
 @reference
@@ -161,7 +180,9 @@ def shared_vectors(x: np.ndarray) -> np.ndarray:
 @reference
 def atomics(x: np.ndarray) -> np.ndarray:
     bits = np.bitwise_or.reduce(np.uint32(1) << x % 32)
-    return np.array([x.sum(dtype=np.uint32), np.float32((x % 256).sum()).view(np.uint32), bits, 64], np.uint32)
+    total, floats = x.sum(dtype=np.uint32), np.float32((x % 256).sum()).view(np.uint32)
+    wide = (x.astype(np.uint64) * np.uint64(2**32 + 1)).sum().view((np.uint32, 2))
+    return np.array([total, floats, bits, 64, total, floats, *wide], np.uint32)
 
 
 @reference

@@ -8,8 +8,9 @@ from harness import HERE, Fault, Library, SyncSite
 
 KERNELS = ("pipeline", "last_block")
 SEEDS = (1, 2, 3)
-# Order between blocks, which run one after the other here, is seen by the race checker alone.
-NEEDS_CHECKER = {"kRelaxedArrival", "kNoBlockBarrierBeforeArrival", "kPlainCounter"}
+# Order between blocks, which run one after the other here, is seen by the race checker alone, as is memory that is
+# both written and read through the read-only path.
+NEEDS_CHECKER = {"kRelaxedArrival", "kNoBlockBarrierBeforeArrival", "kPlainCounter", "kReadOnlyLoadOfPartials"}
 
 
 @pytest.fixture(scope="session")
@@ -118,6 +119,15 @@ def test_loss_of_any_synchronisation_is_noticed(library: Library, hooked: Librar
         )
     }
     assert survivors == set(HARMLESS)
+
+
+def test_a_read_only_load_of_what_the_kernel_has_written_is_named(hooked: Library) -> None:
+    data = inputs(hooked, "last_block", np.random.default_rng(0))
+    message = (
+        r"load_global at planted.cu:\d+: .* is read through the read-only path, and written .*; see store_global at"
+    )
+    with hooked.options(check_races=True), pytest.raises(Fault, match=message):
+        hooked.run("kReadOnlyLoadOfPartials", data)
 
 
 def test_deadlock_prints_who_waits_where(library: Library) -> None:
