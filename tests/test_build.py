@@ -575,6 +575,28 @@ class TestSetup:
             "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation .\n"
         )
 
+    @pytest.mark.parametrize(
+        ("version", "says"),
+        [("76.1.0", "expected setuptools 77 or newer, got 76.1.0; install it with"), ("", "setuptools is missing;")],
+    )
+    def test_a_setuptools_that_cannot_build_is_named(self, run_python: RunPython, version: str, says: str) -> None:
+        code = f"""
+import importlib.metadata, runpy, sys
+def version(name, ask=importlib.metadata.version):
+    if name != "setuptools":
+        return ask(name)
+    if not {version!r}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return {version!r}
+importlib.metadata.version = version
+sys.argv = ["setup.py", "build_ext", "--inplace"]
+runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
+"""
+        done = run_python("-c", code)
+        assert done.returncode == 1
+        assert done.stdout.startswith(f"cuda_ext: {says}")
+        assert done.stdout.endswith("-m pip install 'setuptools>=77'\n")
+
     def test_failure_is_one_message(self, tmp_path: Path, run_python: RunPython) -> None:
         source = copy_sources(tmp_path)
         done = run_python(str(source / "setup.py"), "--quiet", "build_ext", "--inplace", CUDA_EXT_CUDA="2")
