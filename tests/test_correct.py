@@ -1,0 +1,77 @@
+"""The quick cases of the GPU check: right on this machine's kernels, and each kind of error is named."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import cuda_ext
+from benchmarks import correct
+from cuda_ext import testing
+
+
+@pytest.mark.parametrize("family", correct.FAMILIES)
+def test_the_kernels_are_right(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert correct.main(family, "simt") == 0
+    *cases, last = capsys.readouterr().out.splitlines()[1:]
+    assert len(cases) >= 6 and all(line.endswith(": right") for line in cases)
+    assert last == f"correct: {len(cases)} right, 0 not"
+
+
+@pytest.mark.parametrize("family", correct.FAMILIES)
+def test_large_cases_are_more(family: str) -> None:
+    small, large = ([name for name, _ in correct.FAMILIES[family](large)] for large in (False, True))
+    assert large[: len(small)] == small and len(large) > len(small)
+    assert len(set(large)) == len(large)
+
+
+def test_a_wrong_element_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def wrong(a, b):
+        out = testing.reference_gemm(a, b)
+        return out + torch.zeros_like(out).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1.0).to(out))
+
+    monkeypatch.setattr(cuda_ext, "gemm", wrong)
+    cases = itertools.islice(correct.gemm_cases(False), 2)
+    assert correct.run(cases, on_gpu=False) == 2
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("gemm bfloat16 nn 136 x 72 x 104: WRONG: output: largest error 1.0")
+    assert " at (3, 5) (got " in first and second.startswith("gemm bfloat16 nt ")
+    assert last == "correct: 0 right, 2 not"
+
+
+def test_a_backward_is_not_blamed_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*tensors, **options):
+        raise AssertionError("the forward was run")
+
+    monkeypatch.setattr(cuda_ext, "flash_attention", broken)
+    assert correct.run(itertools.islice(correct.attention_cases(False, backward=True), 1), on_gpu=False) == 0
+    assert correct.run(itertools.islice(correct.attention_cases(False, backward=False), 1), on_gpu=False) == 1
+
+
+def test_head_dims_that_were_left_out_are_no_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    def left_out():
+        raise RuntimeError("flash_attention: expected head dims whose CUDA kernels are in this library, those of 64")
+
+    right = torch.ones(1)
+    cases = [("a", left_out), ("b", lambda: {"output": (right, right.double())})]
+    assert correct.run(iter(cases), on_gpu=False) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("a: left out of this build: flash_attention: expected")
+    assert correct.run(iter(cases[:1]), on_gpu=False) == 1  # nothing was right
+
+
+def test_a_lost_gpu_is_blamed_on_the_case_that_lost_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand much more")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    assert correct.run(iter([("a", fails), ("b", dict), ("c", dict)]), on_gpu=True) == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "a: FAILED: CUDA error: an illegal memory access was encountered",
+        "b: NOT RUN: the GPU was lost in a",
+        "c: NOT RUN: the GPU was lost in a",
+        "correct: 0 right, 3 not",
+    ]
