@@ -28,17 +28,17 @@ def test_large_cases_are_more(family: str) -> None:
 
 
 def test_a_wrong_element_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def wrong(a, b):
-        out = testing.reference_gemm(a, b)
-        return out + torch.zeros_like(out).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1.0).to(out))
+    def wrong(*tensors, **options):
+        out = testing.reference_linear(*tensors, **options)
+        return out + torch.zeros_like(out).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(9.0).to(out))
 
-    monkeypatch.setattr(cuda_ext, "gemm", wrong)
-    cases = itertools.islice(correct.gemm_cases(False), 2)
-    assert correct.run(cases, on_gpu=False) == 2
+    monkeypatch.setattr(cuda_ext, "linear", wrong)
+    cases = (case for case in correct.gemm_cases(False) if case[0].startswith(("linear", "gated_mlp")))
+    assert correct.run(cases, on_gpu=False) == 1
     first, second, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("gemm bfloat16 nn 136 x 72 x 104: WRONG: output: largest error 1.0")
-    assert " at (3, 5) (got " in first and second.startswith("gemm bfloat16 nt ")
-    assert last == "correct: 0 right, 2 not"
+    assert first.startswith("linear bfloat16 gelu 33 x 72 x 40: WRONG: output: largest error 9.0")
+    assert " at (3, 5) (got " in first and second.endswith(": right")
+    assert last == "correct: 1 right, 1 not"
 
 
 def test_a_backward_is_not_blamed_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
