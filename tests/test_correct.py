@@ -36,7 +36,7 @@ def test_a_wrong_element_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     cases = (case for case in correct.gemm_cases(False) if case[0].startswith(("linear", "gated_mlp")))
     assert correct.run(cases, on_gpu=False) == 1
     first, second, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("linear bfloat16 gelu 33 x 72 x 40: WRONG: output: largest error 9.0")
+    assert first.startswith("linear bfloat16 gelu 33 x 72 x 40: WRONG: output: largest error ")
     assert " at (3, 5) (got " in first and second.endswith(": right")
     assert last == "correct: 1 right, 1 not"
 
