@@ -82,6 +82,7 @@ class State:
         """Brings what earlier calls have learned from a stage into `out`."""
         if not self._read(stage):
             self.forget(stage)
+        if stage.repeats:
             return
         folder = self.of(stage)
         with suppress(OSError):
