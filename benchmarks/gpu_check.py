@@ -46,23 +46,29 @@ BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
 CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: left out|^correct: |:$"
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
+MEASURING = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("gpu_"))
 FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
+# The first case of each suite that a CPU has soon measured; the first of a suite is measured in any case.
+FEW = (
+    "^gemm forward [^+]*(512 × 512 × 512|tiny) float32|^flash_attention full forward .*S=1024 H=8 D=64 float32|"
+    "^pack forward .*ResNet-50 float32$|^feed-forward"
+)
 MODEL = "model.md"  # in the folder of the stage "model"
 
 
-def benchmark_stage(device: str, estimate: float, minutes: str = "{minutes}") -> Stage:
+def benchmark_stage(device: str, estimate: float, *more: str) -> Stage:
     """One command for all suites: it measures the ceilings once, and has a process for each suite itself."""
-    options = ("--device", device, "--minutes", minutes, "--out", "{out}", "--resume")
+    options = ("--device", device, "--minutes", "{minutes}", "--out", "{out}", "--resume")
     return Stage(
         "benchmarks",
-        (("{python}", "-m", "benchmarks", "{parts}", *options),),
+        (("{python}", "-m", "benchmarks", "{parts}", *options, *more),),
         estimate,
         least=20,
         fills=True,
         needs=("build",),
         # Not the suite "build": how long that takes is told by the stage.
         parts=("gemm", "attention", "bucket", "train", "overhead"),
-        sources=("benchmarks",),
+        sources=tuple(f"benchmarks/{path.name}" for path in MEASURING),
     )
 
 
@@ -75,7 +81,7 @@ def correctness_stages(backend: str, estimate: float) -> list[Stage]:
             estimate,
             needs=("build",),
             key=CORRECT,
-            sources=("benchmarks",),
+            sources=("benchmarks/correct.py", "benchmarks/measure.py"),
         )
         for family in FAMILIES
     ]
@@ -157,7 +163,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
 
 def model_stage(arguments: tuple[str, ...], estimate: float) -> Stage:
     command = ("{python}", "-m", "benchmarks.predicted", *arguments, "--to", f"{{state}}/{MODEL}")
-    return Stage("model", (command,), estimate, repeats=True, key=r"^\| ", sources=("benchmarks",))
+    return Stage("model", (command,), estimate, repeats=True, key=r"^\| ")
 
 
 def stages_of_dry_run() -> list[Stage]:
@@ -178,8 +184,7 @@ def stages_of_dry_run() -> list[Stage]:
             sources=("tests/simt", "tests/ptx"),
         ),
         *correctness_stages("simt", 3),
-        # Each suite measures something, however short its time.
-        replace(benchmark_stage("cpu", 25, minutes="0.1"), least=5),
+        replace(benchmark_stage("cpu", 25, "--minutes", "0.2", "--only", FEW), least=5),
         Stage(
             "tests",
             ((python, "tests/relay.py", "--patience", "300", "--record", "{state}/record", *tests),),

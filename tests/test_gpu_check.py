@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, is_alive
 
-from benchmarks import gpu_check
+from benchmarks import build_in_time, correct, gpu_check, worker
 from benchmarks.gpu_report import MAX_BYTES, FolderError, prepare, tidy
 from benchmarks.results import OURS, Measurement, read
 from benchmarks.stages import LOG_HEAD, LOG_TAIL, Stage
@@ -41,8 +42,8 @@ hang()
 FORK = multiprocessing.get_context("fork")
 
 
-def python(name: str, code: str, *arguments: str, weight: float = 1.0, **options: object) -> Stage:
-    return Stage(name, (("{python}", "-c", code, *arguments),), weight, **options)  # type: ignore[arg-type]
+def python(name: str, code: str, *arguments: str, estimate: float = 1.0, **options: object) -> Stage:
+    return Stage(name, (("{python}", "-c", code, *arguments),), estimate, **options)  # type: ignore[arg-type]
 
 
 def drive(stages: list[Stage], options: list[str], terminal: Path) -> None:
@@ -57,6 +58,8 @@ def drive(stages: list[Stage], options: list[str], terminal: Path) -> None:
 def start(out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5) -> ForkProcess:
     """In a process of its own, because it adopts and ends processes; PyTorch is loaded once for all."""
     options = ["--dry-run", "--out", str(out), "--minutes", str(minutes), *arguments]
+    if "--state" not in arguments:
+        options += ["--state", str(out.with_name(f"{out.name}.state"))]
     process = FORK.Process(target=drive, args=(stages, options, out.with_name("terminal")))
     process.start()
     return process
@@ -133,16 +136,16 @@ while not pids.exists() or pids.read_text().count("\\n") < 2:
 def test_total_time_is_kept_though_all_stages_hang(tmp_path: Path) -> None:
     stages = [python(f"hangs{i}", HANG, str(tmp_path / "pids"), least=1) for i in range(9)]
     status, terminal, found = check(tmp_path / "out", stages, minutes=0.1)
+    assert "no time left" in terminal
     passed = re.search(r"^\[0:(\d\d) of 0:06\] .*report.md$", terminal, re.MULTILINE)
     assert passed and int(passed[1]) < 20, terminal  # a busy machine is given some more
     assert status == 1
     assert set(found.values()) == {"STOPPED", "not run"}, terminal
-    assert "no time left" in terminal
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_alive(int(pid))]
 
 
 def test_what_a_stage_leaves_goes_to_those_after_it(tmp_path: Path) -> None:
-    stages = [python("long", "", weight=3), python("next", ""), python("small", "", most=7.5)]
+    stages = [python("long", "", estimate=3), python("next", ""), python("small", "", most=7.5)]
     _, terminal, _ = check(tmp_path / "out", stages)
     limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
     # Of 27 s, with 3 to end in: 3/5, then 1/2 of nearly all, where it is 1/5 of what there was in the beginning.
@@ -329,7 +332,8 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("gpu_check: expected a CUDA GPU, found none (torch ")
     assert "--dry-run needs none" in done.stderr
-    assert not (tmp_path / "out").exists()
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert report.startswith("# GPU check: not run: expected a CUDA GPU, found none (torch ")
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "soon"])
@@ -380,39 +384,45 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(gpu_check._build, "add_scripts_to_path", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     found = {item.partition(":")[0] for item in gpu_check.missing()}
-    assert {"pytest", "numpy", "setuptools", "hypothesis", "ninja"} < found
+    assert {"pytest", "numpy", "hypothesis", "ninja"} < found
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "68.1.2")
+    problem = next(item for item in gpu_check.missing() if item.startswith("setuptools"))
+    assert "the library cannot be built; expected setuptools 77 or newer, got 68.1.2; install it with" in problem
 
 
 @pytest.mark.parametrize("table", [gpu_check.stages_on_gpu, gpu_check.stages_of_dry_run])
 def test_the_stages_refer_to_what_there_is(table) -> None:
-    stages = table()
+    stages = table() if table is gpu_check.stages_of_dry_run else table(16)
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
-    assert names == ["environment", "build", "conformance", "tests", "memcheck", "racecheck", "benchmarks"]
-    assert stages[-1].parts == ("gemm", "bucket", "attention", "train", "overhead")
+    families = [f"correct-{family}" for family in correct.FAMILIES]
+    later = ["benchmarks", "tests", "memcheck", "racecheck", "model"]
+    assert names == ["environment", "build", "conformance", *families, *later]
+    (measures,) = [stage for stage in stages if stage.parts]
+    assert measures.parts == ("gemm", "attention", "bucket", "train", "overhead")
+    assert all(stage.estimate >= 1 for stage in stages)
     for i, stage in enumerate(stages):
         assert set(stage.needs) <= set(names[:i])
+        for name in stage.sources:
+            assert (ROOT / name).exists()
         for word in {word for command in stage.commands for word in command}:
             assert not word.endswith(".py") or (ROOT / word).is_file()
-            assert not word.startswith("{") or word in {
-                "{python}",
-                "{out}",
-                "{scratch}",
-                "{minutes}",
-                "{parts}",
-                "{sanitizer}",
-            }
+            known = {"{python}", "{out}", "{scratch}", "{minutes}", "{parts}", "{sanitizer}", "{state}"}
+            assert set(re.findall(r"\{\w+\}", word)) <= known
 
 
 def test_dry_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     # It ends when all is done; the minutes are for a slow machine.
-    done = run("--dry-run", "--minutes", "28", "--out", str(out))
+    done = run("--dry-run", "--minutes", "28", "--out", str(out), "--state", str(tmp_path / "state"))
     names = [stage.name for stage in gpu_check.stages_of_dry_run()]
     assert done.returncode == 0, done.stdout + (out / "report.md").read_text()
     assert verdicts(out) == dict.fromkeys(names, "passed")
     with tarfile.open(out / "golden.tar.gz") as tar:
         assert "emulator/shuffle.npz" in tar.getnames()
     measured = read(out / "results.jsonl")
-    assert {m.suite for m in measured if m.seconds and m.side == OURS} == set(gpu_check.benchmark_stage("cpu").parts)
+    assert {m.suite for m in measured if m.seconds and m.side == OURS} == set(gpu_check.benchmark_stage("cpu", 1).parts)
     assert len([path for path in out.rglob("*") if path.is_file()]) <= 8
+    report = (out / "report.md").read_text()
+    assert f"- Of {len(names)} stages: {len(names)} passed\n- 20" in report
+    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal with made-up times" in report
