@@ -79,6 +79,7 @@ def correctness_stages(backend: str, estimate: float) -> list[Stage]:
             f"correct-{family}",
             (("{python}", "-m", "benchmarks.correct", family, backend),),
             estimate,
+            least=estimate / 2,
             needs=("build",),
             key=CORRECT,
             sources=("benchmarks/correct.py", "benchmarks/measure.py"),

@@ -165,7 +165,7 @@ class Report:
         lines = []
         for outcome in known.values():
             if outcome.verdict == FAILED or (outcome.verdict == STOPPED and outcome.stage.name != self._running):
-                said = outcome.key_lines or outcome.tail[-1:]
+                said = outcome.key_lines or [line for line in outcome.tail if not line.startswith("=== ")][-1:]
                 words = ": ".join(filter(None, [outcome.reason, *said[:1]]))
                 lines.append(
                     f"**{'BROKEN' if outcome.verdict == FAILED else 'STOPPED'}: {outcome.stage.name}**: {words}"
@@ -221,9 +221,11 @@ def summary(file: Path) -> list[str]:
     """How much faster ours is than each opponent, over all cases of a suite, and what was not measured."""
     if not file.is_file():
         return ["No measurements."]
+    whole = file.read_bytes().rpartition(b"\n")[0]  # a line may be on its way
     try:
-        measurements = results.read(file)
-    except results.ResultsError as error:
+        lines = whole.decode().splitlines()
+        measurements = [results.parse(line, f"{file}:{i}") for i, line in enumerate(lines, 1)]
+    except (results.ResultsError, UnicodeDecodeError) as error:
         return [f"The measurements cannot be read: {error}"]
     lines = ["| suite | dtype | opponent | its time over ours, geometric mean | cases |", "|---|---|---|---:|---:|"]
     for (suite, dtype, side), (ratio, count) in results.geometric_means(measurements).items():

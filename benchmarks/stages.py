@@ -47,7 +47,7 @@ class Stage:
     # Seconds that it should take. Its limit is PATIENCE times that, or its share of the time that is left, by the
     # estimates of this and all later stages, if that is more.
     estimate: float
-    least: float = 5.0  # seconds under which it is not worth starting
+    least: float = 1.0  # seconds under which it is not worth starting
     most: float = math.inf  # seconds that it is never given more than
     needs: tuple[str, ...] = ()  # stages without whose success it is not run
     always: bool = False  # also where only other stages are asked for
@@ -126,7 +126,8 @@ class Log:
             self.key_lines.append(text[:LINE])
 
     def say(self, text: str) -> None:
-        self.write(f"{text}\n".encode())
+        """On lines of its own."""
+        self.write(f"{chr(10) if self._line else ''}{text}\n".encode())
 
     def close(self) -> None:
         """Writes the end."""
