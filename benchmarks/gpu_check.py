@@ -185,7 +185,7 @@ def stages_of_dry_run() -> list[Stage]:
             sources=("tests/simt", "tests/ptx"),
         ),
         *correctness_stages("simt", 3),
-        replace(benchmark_stage("cpu", 25, "--minutes", "0.2", "--only", FEW), least=5),
+        replace(benchmark_stage("cpu", 25, "--minutes", "0.02", "--only", FEW), least=5),
         Stage(
             "tests",
             ((python, "tests/relay.py", "--patience", "300", "--record", "{state}/record", *tests),),

@@ -215,7 +215,7 @@ class Run:
             values = {**self.words, "state": str(self.state(stage)), "minutes": minutes}
             spread = [part for word in words for part in (stage.parts if word == "{parts}" else (word,))]
             command = [_filled(word, values) for word in spread]
-            log.say(f"\n=== {stage.name}: {' '.join(command)}")
+            log.say(f"\n=== {stage.name}: {' '.join(' '.join(command).split())}")
             began = time.monotonic()
             try:
                 status = self._command(command, environment, end, grace, log)
