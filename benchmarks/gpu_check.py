@@ -48,26 +48,25 @@ CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: left out|^correct: |:$"
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
 MEASURING = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("gpu_"))
 FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
-# The first case of each suite that a CPU has soon measured; the first of a suite is measured in any case.
+# One case of each family that a CPU has soon measured; the first of a suite is measured in any case.
 FEW = (
-    "^gemm forward [^+]*(512 × 512 × 512|tiny) float32|^flash_attention full forward .*S=1024 H=8 D=64 float32|"
-    "^pack forward .*ResNet-50 float32$|^feed-forward"
+    "^gemm forward .*512 × 512 × 512 float32$|^flash_attention full forward .*S=1024 H=8 D=64 float32$|"
+    "^pack forward .*ResNet-50 float32$"
 )
 MODEL = "model.md"  # in the folder of the stage "model"
 
 
-def benchmark_stage(device: str, estimate: float, *more: str) -> Stage:
+def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more: str) -> Stage:
     """One command for all suites: it measures the ceilings once, and has a process for each suite itself."""
     options = ("--device", device, "--minutes", "{minutes}", "--out", "{out}", "--resume")
     return Stage(
         "benchmarks",
         (("{python}", "-m", "benchmarks", "{parts}", *options, *more),),
         estimate,
-        least=20,
+        least=estimate / 15,
         fills=True,
         needs=("build",),
-        # Not the suite "build": how long that takes is told by the stage.
-        parts=("gemm", "attention", "bucket", "train", "overhead"),
+        parts=suites,
         sources=tuple(f"benchmarks/{path.name}" for path in MEASURING),
     )
 
@@ -144,7 +143,9 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         # Mostly PyTorch's start and that of CUDA.
         *correctness_stages("cuda", 15),
         # 210 cases, 1.2 s each, and the start of six processes.
-        benchmark_stage("cuda", 300),
+        benchmark_stage(
+            "cuda", 300, ("gemm", "attention", "bucket", "train", "overhead")
+        ),  # the stage tells of "build"
         # 700 tests, 0.2 s each, and a few that compile.
         Stage(
             "tests",
@@ -170,8 +171,7 @@ def model_stage(arguments: tuple[str, ...], estimate: float) -> Stage:
 def stages_of_dry_run() -> list[Stage]:
     """The estimates were measured on two cores of a server, once everything had been compiled; in a fresh checkout the
     emulator takes two minutes more."""
-    selection = ("-m", "simt", "-k", "any_tensors or come_back or gate_comes_first")
-    tests = ("tests/test_bucket.py", "tests/test_gemm.py", *selection)
+    tests = ("tests/test_bucket.py", "tests/test_gemm.py", "-m", "simt", "-k", "come_back or gate_comes_first")
     python = "{python}"
     return [
         Stage("environment", (DESCRIBE,), 3, always=True, repeats=True, key=INFO),
@@ -185,7 +185,7 @@ def stages_of_dry_run() -> list[Stage]:
             sources=("tests/simt", "tests/ptx"),
         ),
         *correctness_stages("simt", 3),
-        replace(benchmark_stage("cpu", 25, "--minutes", "0.02", "--only", FEW), least=5),
+        benchmark_stage("cpu", 12, ("gemm", "attention", "bucket"), "--minutes", "0.02", "--only", FEW),
         Stage(
             "tests",
             ((python, "tests/relay.py", "--patience", "300", "--record", "{state}/record", *tests),),
@@ -198,7 +198,7 @@ def stages_of_dry_run() -> list[Stage]:
         *(
             Stage(
                 tool,
-                ((python, "-m", "benchmarks.small_cases", "simt", tool),),
+                ((python, "-m", "benchmarks.small_cases", "simt", tool, "bfloat16"),),
                 estimate,
                 needs=("build",),
                 sources=("benchmarks/small_cases.py",),
