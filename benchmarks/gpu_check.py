@@ -36,7 +36,7 @@ from benchmarks.gpu_report import LOG, FolderError, Report, clock, empty, merge_
 from benchmarks.gpu_state import State
 from benchmarks.results import slug
 from benchmarks.stages import Outcome, Run, Stage
-from cuda_ext import _build, _stamp, _toolchain
+from cuda_ext import _build, _emulator, _stamp, _toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 # Not `python -m cuda_ext.info`, whose exit status is 1 as long as the library has not been built.
@@ -95,7 +95,8 @@ def build_seconds(cores: int) -> float:
 
 
 def stages_on_gpu(cores: int) -> list[Stage]:
-    """In the order of their worth. The estimates are for an H100 or H200, and reasoned from counts, not measured."""
+    """In the order of their worth. The estimates are for an H100 or H200, and reasoned from counts, not measured; the
+    table in docs/gpu-check.md has them too."""
     # Other files may import what is not installed.
     marks = re.compile(r"mark\.(every_backend|cuda)\b")
     files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text()))
@@ -169,17 +170,24 @@ def model_stage(arguments: tuple[str, ...], estimate: float) -> Stage:
 
 
 def stages_of_dry_run() -> list[Stage]:
-    """The estimates were measured on two cores of a server, once everything had been compiled; in a fresh checkout the
-    emulator takes two minutes more."""
+    """The estimates were measured on two cores of a server."""
+    compiled = (_emulator.FOLDER / "_simt_hooks.so").exists()
     tests = ("tests/test_bucket.py", "tests/test_gemm.py", "-m", "simt", "-k", "come_back or gate_comes_first")
     python = "{python}"
     return [
         Stage("environment", (DESCRIBE,), 3, always=True, repeats=True, key=INFO),
-        Stage("build", ((python, "-m", "benchmarks.usable_build"),), 2, always=True, repeats=True, key=BUILD),
+        Stage(
+            "build",
+            ((python, "-m", "benchmarks.usable_build"),),
+            3 if compiled else 110,
+            always=True,
+            repeats=True,
+            key=BUILD,
+        ),
         Stage(
             "conformance",
             ((python, "tests/simt/record.py", "--emulated", "--golden", "{scratch}"),),
-            4,
+            4 if compiled else 30,
             key=CONFORMANCE,
             archive="golden.tar.gz",
             sources=("tests/simt", "tests/ptx"),

@@ -657,6 +657,20 @@ def test_the_families_are_those_with_cases() -> None:
     assert tuple(correct.FAMILIES) == gpu_check.FAMILIES
 
 
+def test_the_document_has_the_stages_and_their_estimates() -> None:
+    rows = re.findall(
+        r"^\| (`.*`) \| .* \| ([\d, each]+) \|$", (ROOT / "docs" / "gpu-check.md").read_text(), re.MULTILINE
+    )
+    told: dict[str, float] = {}
+    for names, seconds in rows:
+        stages = re.findall(r"`([\w-]+)`", names)
+        numbers = [float(number) for number in re.findall(r"\d+", seconds)]
+        told |= zip(stages, numbers if len(numbers) == len(stages) else numbers * len(stages))
+    expected = {stage.name: stage.estimate for stage in gpu_check.stages_on_gpu(16)}
+    assert list(told) == list(expected)
+    assert {name: abs(told[name] - expected[name]) <= 5 for name in told} == dict.fromkeys(told, True), expected
+
+
 def test_leaves_its_folder_where_the_environment_says(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("--dry-run", OUT=str(tmp_path / "file" / "out"))
