@@ -647,6 +647,24 @@ if not dims or len(sys.argv) > 2:
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
 
 
+def test_sources_that_were_copied_anew_keep_their_times(tmp_path: Path) -> None:
+    folder, record = tmp_path / "csrc", tmp_path / "build" / "times.json"
+    (folder / "gemm").mkdir(parents=True)
+    same, changed = folder / "gemm" / "same.cu", folder / "changed.h"
+
+    def times(copied: float) -> list[float]:
+        for path in (same, changed):
+            os.utime(path, (copied, copied))
+        build_in_time.keep_times(folder, record)
+        return [path.stat().st_mtime for path in (same, changed)]
+
+    same.write_text("as it was")
+    changed.write_text("before")
+    assert times(10) == [10, 10] and times(20) == [10, 10]
+    changed.write_text("after")
+    assert times(30) == [10, 30] and times(40) == [10, 30]
+
+
 def test_chosen_head_dims_are_built_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", "256")
     code = "import os, sys; sys.exit(os.environ['CUDA_EXT_HEAD_DIMS'] != '256')"
