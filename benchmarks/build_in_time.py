@@ -28,7 +28,7 @@ SHARE = 0.65  # of the time, for all head dims
 
 
 def keep_times(folder: Path, record: Path) -> None:
-    """Gives sources that are as they were in the last call the times that they had: a checkout that was copied here anew
+    """Gives sources that are as in the last call the times that they had then: a checkout that was copied here anew
     would be younger than what was compiled of it, and ninja would compile it again."""
     try:
         known: dict[str, list[Any]] = json.loads(record.read_text())
