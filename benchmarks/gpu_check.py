@@ -46,7 +46,9 @@ BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
 CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: left out|^correct: |:$"
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
-MEASURING = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("gpu_"))
+# Of benchmarks, what the stage of that name does not depend on.
+OTHERS = re.compile("gpu_|correct|predicted|build_in_time|small_cases|usable_build")
+MEASURING = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if not OTHERS.match(path.name))
 FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
 # One case of each family that a CPU has soon measured; the first of a suite is measured in any case.
 FEW = (

@@ -36,9 +36,23 @@ def test_a_wrong_element_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     cases = (case for case in correct.gemm_cases(False) if case[0].startswith(("linear", "gated_mlp")))
     assert correct.run(cases, on_gpu=False) == 1
     first, second, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("linear bfloat16 gelu 33 x 72 x 40: WRONG: output: largest error ")
-    assert " at (3, 5) (got " in first and second.endswith(": right")
+    assert first.startswith(
+        "linear bfloat16 gelu 33 x 72 x 40: WRONG: output: 1 of 2376 elements are wrong by more than "
+    )
+    assert ", the first at (3, 5): expected " in first and second.endswith(": right")
     assert last == "correct: 1 right, 1 not"
+
+
+def test_infinities_are_compared_and_no_nan_is_right() -> None:
+    exact = torch.tensor([1.0, -torch.inf, 0.5], dtype=torch.float64)
+    correct.expect("lse", exact.float(), exact, tf32=False)
+    for value, i in ((torch.nan, 0), (torch.inf, 2), (0.0, 1), (torch.nan, 1)):
+        got = exact.float()
+        got[i] = value
+        with pytest.raises(AssertionError, match=rf"^lse: 1 of 3 elements are wrong by more .* first at \({i},\): exp"):
+            correct.expect("lse", got, exact, tf32=False)
+    with pytest.raises(AssertionError, match=r"^lse: expected shape \(3,\), got \(2,\)"):
+        correct.expect("lse", exact[:2].float(), exact, tf32=False)
 
 
 def test_a_backward_is_not_blamed_for_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
