@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 
 import cuda_ext
 from benchmarks import correct
-from cuda_ext import testing
+from cuda_ext import _emulator, testing
 
 
 @pytest.mark.parametrize("family", correct.FAMILIES)
@@ -89,3 +90,22 @@ def test_a_lost_gpu_is_blamed_on_the_case_that_lost_it(
         "c: NOT RUN: the GPU was lost in a",
         "correct: 0 right, 3 not",
     ]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("capability", "processors"), [(90, 132), (80, 108)])
+def test_large_cases_divide_work_among_blocks_and_do_not_at_every_head_dim(
+    capability: int, processors: int, backward: bool
+) -> None:
+    """On an H100 and an A100. What an undivided kernel stores is stored elsewhere by one that is divided."""
+    choose = _emulator.load().attention_choice
+    splits: dict[int, set[bool]] = {}
+    for name, _ in correct.attention_cases(True, backward):
+        found = re.fullmatch(r"\w+ (\w+) B=(\d+) S=(\d+) H=(\d+)/(\d+) D=(\d+)/(\d+).*", name)
+        assert found
+        batch, length, heads, heads_kv, dim, dim_v = map(int, found.groups()[1:])
+        window = (-1, 0 if "causal" in name else -1)
+        sizes = ((length, length), (heads, heads_kv), (dim, dim_v), batch)
+        choice = choose(backward, found[1], *sizes, window, capability, processors)
+        splits.setdefault(choice.tile["dim"], set()).add(choice.splits > 1)
+    assert splits == dict.fromkeys((64, 128, 192, 256), {False, True})
