@@ -108,4 +108,4 @@ def test_large_cases_divide_work_among_blocks_and_do_not_at_every_head_dim(
         sizes = ((length, length), (heads, heads_kv), (dim, dim_v), batch)
         choice = choose(backward, found[1], *sizes, window, capability, processors)
         splits.setdefault(choice.tile["dim"], set()).add(choice.splits > 1)
-    assert splits == dict.fromkeys((64, 128, 192, 256), {False, True})
+    assert splits == {dim: {False, True} for dim in (64, 128, 192, 256)}
