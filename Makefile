@@ -44,7 +44,7 @@ build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})
 
 # Without .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
-gpu-check: ## learn all there is from a CUDA GPU, in 9 minutes (ARGS=--help tells more)
+gpu-check: ## learn all there is from a CUDA GPU, in 9 minutes; again: the rest (ARGS=--help tells more)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(VENV)/.test ## ruff and mypy

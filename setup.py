@@ -6,18 +6,20 @@ import os
 import sys
 from pathlib import Path
 
-try:
-    from setuptools import Extension, setup
-    from setuptools.command.bdist_wheel import bdist_wheel
-    from setuptools.command.egg_info import egg_info
-except ImportError:
-    sys.exit(f"cuda_ext: setuptools is missing; install it with\n  {sys.executable} -m pip install 'setuptools>=77'")
-
 ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT))
 
 from cuda_ext import _build, _stamp  # noqa: E402
+from cuda_ext import _toolchain as toolchain  # noqa: E402
+
+# An older one stops at pyproject.toml, with a message that names neither itself nor what to do.
+if problem := toolchain.setuptools_problem():
+    sys.exit(f"cuda_ext: {problem}")
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
+from setuptools.command.egg_info import egg_info  # noqa: E402
 
 try:
     torch_helpers = _build.torch_helpers()

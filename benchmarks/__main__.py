@@ -31,6 +31,7 @@ import torch
 from benchmarks import environment, results, runner
 from benchmarks.measure import AGAIN
 from benchmarks.results import OURS, Measurement
+from benchmarks.stages import UNFINISHED
 
 OTHER_COMMANDS = ("report", "compare", "model", "readme")
 
@@ -62,7 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 2
     plan.log = folder / "log.txt"
+    if options.resume:
+        try:
+            earlier = results.read(folder / "results.jsonl")
+        except results.ResultsError as error:
+            print(f"benchmarks: --resume: {error}; choose another folder by --out", file=sys.stderr)
+            return 2
+        plan.done = {m.problem for m in earlier if not m.failure.startswith(results.OUT_OF_TIME)}
     measured = run(plan, target)
+    if options.resume:
+        measured = earlier + measured
     if not measured:
         print("benchmarks: nothing was measured", file=sys.stderr)
         return 1
@@ -72,7 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record(measured)
     if options.aa:
         return judge(measured)
-    return 0 if any(m.seconds for m in measured) else 1
+    if not any(m.seconds for m in measured):
+        return 1
+    return UNFINISHED if options.resume and unfinished(measured, plan.suites) else 0
+
+
+def unfinished(measured: list[Measurement], suites: Sequence[str]) -> bool:
+    """Whether there was no time for some case."""
+    done = {m.problem for m in measured if not m.failure.startswith(results.OUT_OF_TIME)}
+    return any(m.problem not in done for m in measured if m.suite in suites)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -117,6 +135,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="of PyTorch and of ours (default: PyTorch's default)")
     parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: a fresh one)")
     parser.add_argument("--list", action="store_true", help="list the cases, and measure nothing")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="measure only what results.jsonl in the folder does not have yet; the exit status is 75 as long as there "
+        "was no time for some case",
+    )
     parser.add_argument("--no-plots", action="store_true", help="write results.jsonl alone")
     options = parser.parse_args(arguments)
     unknown = [suite for suite in options.suites if suite not in runner.SUITES]

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks import present
 from benchmarks.present import Run, counted
-from benchmarks.results import OURS, Measurement, ResultsError, by_case
+from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_case
 
 LEAST = 0.03
 FACTOR = 4.0
@@ -103,7 +103,7 @@ def _compare_device(device: str, before: Cases, after: Cases, result: Comparison
         if old is None or old.seconds is None:
             continue
         name = f"{old.suite}: {present.heading(old, old.case)}"
-        if new is None or new.failure.startswith(present.OUT_OF_TIME):
+        if new is None or new.failure.startswith(OUT_OF_TIME):
             result.vanished.append(name)
         elif new.seconds is None:
             result.failing[name] = new.failure or present.NO_REASON

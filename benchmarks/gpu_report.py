@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.stages import PASSED, Log, Outcome, Stage
+from benchmarks.stages import FAILED, IN_PART, PASSED, SKIPPED, STOPPED, Log, Outcome, Stage
 
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
 TITLE = "# GPU check"
 LOG = "logs.txt"
+REWRITE = 10.0  # seconds after which the report is written anew while a stage runs
 
 
 class FolderError(Exception):
@@ -42,12 +45,20 @@ def prepare(out: Path) -> None:
 
 
 def pack(scratch: Path, archive: Path) -> None:
-    """Moves what is in `scratch` into `archive`."""
+    """Writes what is in `scratch` into `archive`."""
     if any(scratch.iterdir()):
-        with tarfile.open(archive, "w:gz") as tar:
+        with suppress(OSError), tarfile.open(archive, "w:gz") as tar:
             for path in sorted(scratch.iterdir()):
                 tar.add(path, arcname=path.name)
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def empty(folder: Path) -> None:
+    """Removes what is in it."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def merge_logs(out: Path) -> None:
@@ -115,38 +126,82 @@ class Report:
     machine: dict[str, Any]
     stages: Sequence[Stage]
     outcomes: list[Outcome] = field(default_factory=list)
+    earlier: Mapping[str, Outcome] = field(default_factory=dict)  # by name: what an earlier call finished
+    model: Path | None = None  # a table in Markdown: what was predicted, and what came
     gone: list[str] = field(default_factory=list)  # what was left out of the folder
     began: float = field(default_factory=time.monotonic)
+    _running: str = ""
+    _written: float = 0.0
 
     def write(self, running: str = "") -> None:
-        lines = [f"{TITLE}: {self.heading}", "", *(f"- {fact}" for fact in self.facts)]
-        lines += [f"- {clock(time.monotonic() - self.began)} so far" if running else f"- {self._verdict()}", ""]
-        lines += [*self._table(running), "", *summary(self.out / "results.jsonl")]
-        for outcome in self.outcomes:
+        """`running`: the stage that is about to begin, if the check has not ended."""
+        self._running, self._written = running, time.monotonic()
+        lines = [f"{TITLE}: {self.heading}", "", *(f"- {line}" for line in self.verdict())]
+        lines += [*(f"- {fact}" for fact in self.facts)]
+        lines += [f"- {clock(time.monotonic() - self.began)} {'so far' if running else 'in all'}", "", *self._table()]
+        lines += ["", "## Predicted, and what came", "", *self._model()]
+        lines += ["", "## Measurements", "", *summary(self.out / "results.jsonl")]
+        for outcome in self._known().values():
             if outcome.limit:
                 lines += ["", f"## {outcome.stage.name}: {outcome.verdict}", "", "```", *what_matters(outcome), "```"]
         if self.gone:
             lines += ["", "## Left out", "", *(f"- {item}" for item in self.gone)]
         lines += ["", "## The machine", "", "```", *(f"{key}: {value}" for key, value in self.machine.items()), "```"]
         scratch = self.out / ".report.md"
-        scratch.write_text("\n".join([*lines, ""]))
-        scratch.replace(self.out / "report.md")
+        try:
+            scratch.write_text("\n".join([*lines, ""]))
+            scratch.replace(self.out / "report.md")
+        except OSError as error:
+            print(f"gpu_check: the report cannot be written: {error}", file=sys.stderr)
 
-    def _verdict(self) -> str:
-        verdicts = [outcome.verdict for outcome in self.outcomes]
+    def write_again(self) -> None:
+        """Now and then while a stage runs: what it has measured by now."""
+        if time.monotonic() - self._written > REWRITE:
+            self.write(self._running)
+
+    def verdict(self) -> list[str]:
+        """What is broken, by name and with the line that says most; then what is left for another call."""
+        known = self._known()
+        lines = []
+        for outcome in known.values():
+            if outcome.verdict == FAILED or (outcome.verdict == STOPPED and outcome.stage.name != self._running):
+                said = outcome.key_lines or [line for line in outcome.tail if not line.startswith("=== ")][-1:]
+                words = ": ".join(filter(None, [outcome.reason, *said[:1]]))
+                lines.append(
+                    f"**{'BROKEN' if outcome.verdict == FAILED else 'STOPPED'}: {outcome.stage.name}**: {words}"
+                )
+        left = [name for name, outcome in known.items() if outcome.verdict in (STOPPED, SKIPPED, IN_PART)]
+        left += [stage.name for stage in self.stages if stage.name not in known]
+        verdicts = [outcome.verdict for outcome in known.values()]
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-        return f"Took {clock(time.monotonic() - self.began)}: {counts}"
-
-    def _table(self, running: str) -> list[str]:
-        lines = ["| stage | verdict | seconds | limit | |", "|---|---|---:|---:|---|"]
-        by_name = {outcome.stage.name: outcome for outcome in self.outcomes}
-        for name in (stage.name for stage in self.stages):
-            if o := by_name.get(name):
-                times = f"{o.seconds:.1f} | {o.limit:.0f}" if o.limit else "|"
-                lines.append(f"| {name} | {o.verdict} | {times} | {o.reason} |")
-            else:
-                lines.append(f"| {name} | {'running' if name == running else 'to come'} | | | |")
+        lines.append(f"Of {len(self.stages)} stages: {counts or 'none has ended'}")
+        if left:
+            lines.append(f"Not finished: {', '.join(left)}; the same command goes on with them")
         return lines
+
+    def _known(self) -> dict[str, Outcome]:
+        """By name, in the order of the stages."""
+        known = {**self.earlier, **{outcome.stage.name: outcome for outcome in self.outcomes}}
+        return {stage.name: known[stage.name] for stage in self.stages if stage.name in known}
+
+    def _table(self) -> list[str]:
+        lines = ["| stage | verdict | estimated, s | limit, s | taken, s | |", "|---|---|---:|---:|---:|---|"]
+        known = self._known()
+        for stage in self.stages:
+            if o := known.get(stage.name):
+                times = f"{o.limit:.0f} | {o.seconds:.1f}" if o.limit else "|"
+                remark = ", ".join(filter(None, [o.reason, o.when and f"by a call of {o.when}"]))
+                lines.append(f"| {stage.name} | {o.verdict} | {stage.estimate:.0f} | {times} | {remark} |")
+            else:
+                verdict = "running" if stage.name == self._running else "to come"
+                lines.append(f"| {stage.name} | {verdict} | {stage.estimate:.0f} | | | |")
+        taken = sum(outcome.seconds for outcome in known.values())
+        return [*lines, f"| all | | {sum(stage.estimate for stage in self.stages):.0f} | | {taken:.1f} | |"]
+
+    def _model(self) -> list[str]:
+        if self.model is None or not self.model.is_file():
+            return ["Not compared; `python -m benchmarks.predicted results.jsonl` does it anywhere."]
+        return self.model.read_text().splitlines()
 
 
 def what_matters(outcome: Outcome) -> list[str]:
@@ -166,9 +221,11 @@ def summary(file: Path) -> list[str]:
     """How much faster ours is than each opponent, over all cases of a suite, and what was not measured."""
     if not file.is_file():
         return ["No measurements."]
+    whole = file.read_bytes().rpartition(b"\n")[0]  # a line may be on its way
     try:
-        measurements = results.read(file)
-    except results.ResultsError as error:
+        lines = whole.decode().splitlines()
+        measurements = [results.parse(line, f"{file}:{i}") for i, line in enumerate(lines, 1)]
+    except (results.ResultsError, UnicodeDecodeError) as error:
         return [f"The measurements cannot be read: {error}"]
     lines = ["| suite | dtype | opponent | its time over ours, geometric mean | cases |", "|---|---|---|---:|---:|"]
     for (suite, dtype, side), (ratio, count) in results.geometric_means(measurements).items():

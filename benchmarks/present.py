@@ -10,13 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.results import OURS, Measurement, ResultsError, by_case, read
+from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_case, read
 
 SUITES = ("gemm", "attention", "bucket", "train", "overhead", "build")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "")
 
 RATIO_MEANS = "1.27× = ours takes 1/1.27 of the time: above 1 ours is faster, below 1 the other side is"
-OUT_OF_TIME = "out of time"  # how the failure of a case begins that was never tried
 NO_REASON = "no time, and no reason given"
 
 

@@ -10,7 +10,16 @@ from pathlib import Path
 
 from benchmarks import present
 from benchmarks.present import Run, counted
-from benchmarks.results import OURS, ROOT, Measurement, ResultsError, by_case, geometric_means, iter_devices
+from benchmarks.results import (
+    OURS,
+    OUT_OF_TIME,
+    ROOT,
+    Measurement,
+    ResultsError,
+    by_case,
+    geometric_means,
+    iter_devices,
+)
 
 README = ROOT.parent.parent / "README.md"
 BEGIN = "<!-- written by python -m benchmarks readme -->"
@@ -37,7 +46,7 @@ def newest(folder: Path) -> Run:
     suites: dict[str, list[Measurement]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         found = [m for sides in by_case(present.read_some(path)).values() for m in sides.values()]
-        measurements = [m for m in found if not m.failure.startswith(present.OUT_OF_TIME)]
+        measurements = [m for m in found if not m.failure.startswith(OUT_OF_TIME)]
         suites |= {suite: [m for m in measurements if m.suite == suite] for suite in {m.suite for m in measurements}}
     measurements = [m for suite in sorted(suites, key=present.suite_order) for m in suites[suite]]
     if not measurements:

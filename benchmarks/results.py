@@ -17,6 +17,7 @@ from typing import Any
 
 FORMAT = 1
 OURS = "cuda_ext"
+OUT_OF_TIME = "out of time"  # how the failure of a case begins that was never tried
 ROOT = Path(__file__).resolve().parent / "results"
 
 

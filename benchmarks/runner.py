@@ -51,6 +51,7 @@ class Plan:
     against_itself: bool = False
     threads: int = 0
     seed: int = 0
+    done: set[tuple[str, ...]] = field(default_factory=set)  # `Measurement.problem` of what need not be measured
     silence: float = SILENCE
     log: Path | None = None  # what the processes print
     command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "benchmarks.worker"])
@@ -87,6 +88,7 @@ def _run_suite(
 ) -> Iterator[list[Measurement]]:
     first, total, skip = 0, 1, dict[int, dict[str, str]]()
     order: dict[str, Any] = {"suite": suite, "deadline": deadline, "ceilings": ceilings, "only": plan.only}
+    order["done"] = sorted(problem for problem in plan.done if problem[1] == suite)
 
     def patience() -> float:
         """For the next word: shorter when the time of the run is over, except for the case that is measured anyway."""

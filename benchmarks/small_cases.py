@@ -1,7 +1,8 @@
 """Every op with CUDA kernels, forward and backward, at sizes that fill no tile: for tools that watch every access.
 
     compute-sanitizer --tool memcheck python -m benchmarks.small_cases cuda
-    python -m benchmarks.small_cases simt racecheck       # the emulator in the place of GPU and tool
+    python -m benchmarks.small_cases simt racecheck             # the emulator in the place of GPU and tool
+    python -m benchmarks.small_cases simt memcheck bfloat16     # one dtype
 
 Nothing is compared here; the tests do that.
 """
@@ -55,11 +56,14 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "flash_attention", lambda: attention(dtype)
 
 
-def main(backend: str, tool: str = "racecheck") -> None:
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+def main(backend: str, tool: str = "racecheck", *dtypes: str) -> None:
     watched = testing.emulated(mode="lazy", check_races=tool == "racecheck") if backend == "simt" else nullcontext()
     with watched, torch.device("cuda" if backend == "cuda" else "cpu"):
         print(f"small cases on {torch.ones(1).sum().device}", flush=True)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in [DTYPES[name] for name in dtypes or DTYPES]:
             for name, case in cases(dtype):
                 try:
                     case()
@@ -72,6 +76,7 @@ def main(backend: str, tool: str = "racecheck") -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["cuda"], ["simt"], ["simt", "memcheck"], ["simt", "racecheck"]):
-        sys.exit(f"{__doc__}\nexpected cuda, simt memcheck or simt racecheck, got {sys.argv[1:]}")
+    known = (["cuda"], ["simt"], ["simt", "memcheck"], ["simt", "racecheck"])
+    if sys.argv[1:3] not in known or not set(sys.argv[3:]) <= set(DTYPES):
+        sys.exit(f"{__doc__}\nexpected cuda, simt memcheck or simt racecheck, and dtypes; got {sys.argv[1:]}")
     main(*sys.argv[1:])

@@ -1,7 +1,7 @@
-"""Commands one after the other, each within its share of the time that is left, whatever it does.
+"""Commands one after the other, each within a limit that follows from its estimate, whatever it does.
 
-A stage that fails, hangs, ignores SIGTERM, leaves processes behind or prints without end costs its own share and
-nothing of the others'.
+A stage that fails, hangs, ignores SIGTERM, leaves processes behind, prints without end or fills the disk costs its own
+time and nothing of the others'.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import ctypes
 import math
 import os
 import re
+import resource
 import select
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PASSED, FAILED, STOPPED, SKIPPED = "passed", "FAILED", "STOPPED", "not run"
-UNAVAILABLE = "not available"
+UNAVAILABLE, IN_PART = "not available", "in part"
+UNFINISHED = 75  # the exit status of a command that did what it had time for, and would do the rest in another call
+
+# A stage whose estimate is wrong may take this many times as long; those after it wait.
+PATIENCE = 2.0
+# A stage that leaves less free of a disk is stopped, or than half of what was free before it.
+LEAST_FREE = 2 << 30
 
 LOG_HEAD, LOG_TAIL = 512 << 10, 256 << 10  # bytes kept of a stage's log
 KEY_LINES, TAIL_LINES, LINE = 60, 30, 300
@@ -35,12 +44,18 @@ class Stage:
 
     name: str
     commands: tuple[tuple[str, ...], ...]
-    weight: float  # its limit is the time that is left, times this, over the weights of this and all later stages
-    least: float = 5.0  # seconds under which it is not worth starting
+    # Seconds that it should take. Its limit is PATIENCE times that, or its share of the time that is left, by the
+    # estimates of this and all later stages, if that is more.
+    estimate: float
+    least: float = 1.0  # seconds under which it is not worth starting
     most: float = math.inf  # seconds that it is never given more than
     needs: tuple[str, ...] = ()  # stages without whose success it is not run
     always: bool = False  # also where only other stages are asked for
+    fills: bool = False  # it takes the time it is given: the estimate, and no more where there is no more
     parts: tuple[str, ...] = ()  # names by which a part of it can be asked for
+    # What it depends on in the checkout, beside csrc and cuda_ext: it is repeated when something there has changed.
+    sources: tuple[str, ...] = ()
+    repeats: bool = False  # in every call, also when it has passed in an earlier one
     key: str = ""  # the lines of its log that say most
     sign: str = ""  # what is printed once its tool works; a failure before is the tool's, not the code's
     archive: str = ""  # the file for what it leaves in {scratch}
@@ -54,19 +69,20 @@ class Outcome:
     reason: str = ""
     seconds: float = 0.0
     limit: float = 0.0
+    when: str = ""  # the time of the earlier call that it is from, if it is
     key_lines: list[str] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
-        return self.verdict in (PASSED, UNAVAILABLE)
+        return self.verdict in (PASSED, UNAVAILABLE, IN_PART)
 
 
 class Log:
     """What a stage prints, to a file while it is printed: the beginning, and at last the end, of what is too long."""
 
     def __init__(self, file: Path, key: str = "", sign: str = "") -> None:
-        self._file = file.open("ab")
+        self._file = file.open("ab", buffering=0)
         self._room = LOG_HEAD
         self._end = bytearray()
         self._left_out = 0
@@ -85,8 +101,7 @@ class Log:
 
     def write(self, data: bytes) -> None:
         head, rest = data[: self._room], data[self._room :]
-        self._file.write(head)
-        self._file.flush()
+        self._put(head)
         self._room -= len(head)
         self._end += rest
         if excess := max(0, len(self._end) - LOG_TAIL):
@@ -96,6 +111,10 @@ class Log:
         self._line = self._line[-LOG_TAIL:]  # a line without an end
         for line in lines:
             self._take(line)
+
+    def _put(self, data: bytes) -> None:
+        with suppress(OSError):  # a full disk costs the log, not the check
+            self._file.write(data)
 
     def _take(self, line: bytes) -> None:
         # A progress bar overwrites its line.
@@ -107,15 +126,16 @@ class Log:
             self.key_lines.append(text[:LINE])
 
     def say(self, text: str) -> None:
-        self.write(f"{text}\n".encode())
+        """On lines of its own."""
+        self.write(f"{chr(10) if self._line else ''}{text}\n".encode())
 
     def close(self) -> None:
         """Writes the end."""
         if self._line:
             self._take(self._line)
         if self._left_out:
-            self._file.write(f"\n[... {self._left_out} bytes left out ...]\n".encode())
-        self._file.write(bytes(self._end))
+            self._put(f"\n[... {self._left_out} bytes left out ...]\n".encode())
+        self._put(bytes(self._end))
         self._file.close()
 
 
@@ -124,9 +144,13 @@ class Run:
     """Stages within a time.
 
     end: on the clock of time.monotonic; no stage goes on after it.
-    words: what "{name}" in a command is replaced with, beside {minutes}, the time for a command that ends by itself.
+    words: what "{name}" in a command is replaced with, beside {minutes}, the time for a command that ends by itself,
+        and {state}, a folder that the stage finds again in a later call.
     environment: for all stages.
+    earlier: the outcome that a stage has had already, if it has one.
+    state: the folder of a stage.
     before, after: told of each stage that is started, with its limit in seconds, and of each outcome.
+    meanwhile: called about once a second while a stage runs.
     """
 
     folder: Path
@@ -134,8 +158,11 @@ class Run:
     end: float
     words: Mapping[str, str]
     environment: Mapping[str, str]
+    earlier: Callable[[Stage], Outcome | None] = lambda stage: None
+    state: Callable[[Stage], Path] = lambda stage: Path()
     before: Callable[[Stage, float], None] = lambda stage, limit: None
     after: Callable[[Outcome], None] = lambda outcome: None
+    meanwhile: Callable[[], None] = lambda: None
     outcomes: list[Outcome] = field(default_factory=list)
     interrupted: str = ""  # the name of the signal that asked for an end
 
@@ -143,7 +170,11 @@ class Run:
         _adopt_orphans()
         with self._signals():
             for i, stage in enumerate(stages):
-                outcome = self._one(stage, [later for later in stages[i:] if not self._lacks(later)])
+                if outcome := self.earlier(stage):
+                    self.outcomes.append(outcome)
+                    continue
+                coming = [later for later in stages[i:] if not self._lacks(later) and not self.earlier(later)]
+                outcome = self._one(stage, coming)
                 self.outcomes.append(outcome)
                 self.after(outcome)
 
@@ -157,7 +188,9 @@ class Run:
         if lacks := self._lacks(stage):
             return Outcome(stage, SKIPPED, f"needs {' and '.join(lacks)}")
         left = self.end - time.monotonic()
-        limit = min(stage.most, left * stage.weight / sum(later.weight for later in coming))
+        share = left * stage.estimate / sum(later.estimate for later in coming)
+        wanted = stage.estimate * (1.0 if stage.fills else PATIENCE)
+        limit = min(stage.most, left, max(share, wanted))
         if limit < stage.least:
             reason = f"no time left: it would have {max(0.0, limit):.0f} s and needs {stage.least:.0f} s"
             return Outcome(stage, SKIPPED, reason)
@@ -178,10 +211,11 @@ class Run:
             grace = min(3.0, (end - time.monotonic()) / 10)
             # A command that is told when to end needs some time after it, for what it has begun.
             left = max(0.0, end - grace - time.monotonic())
-            values = {**self.words, "minutes": f"{(left - min(45.0, left / 3)) / 60:.2f}"}
+            minutes = f"{(left - min(45.0, left / 3)) / 60:.2f}"
+            values = {**self.words, "state": str(self.state(stage)), "minutes": minutes}
             spread = [part for word in words for part in (stage.parts if word == "{parts}" else (word,))]
             command = [_filled(word, values) for word in spread]
-            log.say(f"\n=== {stage.name}: {' '.join(command)}")
+            log.say(f"\n=== {stage.name}: {' '.join(' '.join(command).split())}")
             began = time.monotonic()
             try:
                 status = self._command(command, environment, end, grace, log)
@@ -193,17 +227,25 @@ class Run:
             if self.interrupted:
                 outcome.verdict, outcome.reason = STOPPED, f"interrupted by {self.interrupted}"
                 return
+            if isinstance(status, str):
+                outcome.verdict, outcome.reason = STOPPED, status
+                return
             if status is None:
                 outcome.verdict, outcome.reason = STOPPED, f"not done within its {outcome.limit:.0f} s"
                 return
-            if status != 0:
+            if status == UNFINISHED:
+                if outcome.verdict == PASSED:
+                    outcome.verdict, outcome.reason = IN_PART, "the time was not enough; the next call goes on"
+            elif status != 0:
                 outcome.verdict, outcome.reason = FAILED, _describe(status)
 
     def _command(
         self, command: Sequence[str], environment: Mapping[str, str], end: float, grace: float, log: Log
-    ) -> int | None:
-        """The exit status, or None if the command had to be stopped."""
+    ) -> int | str | None:
+        """The exit status, None if the command had to be stopped at its end, or for what other reason it had to be."""
         earlier = _children()
+        disks = _Disks((self.folder, self.log.parent, Path(tempfile.gettempdir())))
+        full, second = "", time.monotonic()
         process = subprocess.Popen(
             command,
             cwd=self.folder,
@@ -212,6 +254,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_no_core_dump,
         )
         assert process.stdout is not None
         pipe = process.stdout.fileno()
@@ -219,6 +262,11 @@ class Run:
         asked_to_end = False
         try:
             while process.poll() is None and time.monotonic() < end:
+                if time.monotonic() - second > 1:
+                    second = time.monotonic()
+                    self.meanwhile()
+                    if full := disks.problem():
+                        break
                 if not asked_to_end and (self.interrupted or time.monotonic() >= end - grace):
                     asked_to_end, end = True, min(end, time.monotonic() + grace)
                     with suppress(ProcessLookupError):
@@ -226,7 +274,7 @@ class Run:
                 select.select([pipe], [], [], 0.05)
                 if not _read(pipe, log):
                     time.sleep(0.05)
-            stopped = asked_to_end or process.poll() is None
+            ended = process.poll() is not None and not asked_to_end and not full
         finally:
             # Also after a good end: what a stage leaves running would disturb those that measure.
             with suppress(ProcessLookupError):
@@ -237,7 +285,7 @@ class Run:
             while _read(pipe, log) and select.select([pipe], [], [], 0)[0] and time.monotonic() < deadline:
                 pass
             process.stdout.close()
-        return None if stopped else process.wait()
+        return process.wait() if ended else full or None
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -257,9 +305,11 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)
 
 
-def _describe(status: int | None) -> str:
+def _describe(status: int | str | None) -> str:
     if status is None:
         return "stopped"
+    if isinstance(status, str):
+        return f"stopped: {status}"
     return f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
 
 
@@ -271,6 +321,24 @@ def _read(pipe: int, log: Log) -> bool:
         return False
     log.write(data)
     return bool(data)
+
+
+class _Disks:
+    """The file systems of some folders, and what was free on them."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._least = {folder: min(LEAST_FREE, shutil.disk_usage(folder).free // 2) for folder in folders}
+
+    def problem(self) -> str:
+        """What has become of them, if that is bad."""
+        for folder, least in self._least.items():
+            if (free := shutil.disk_usage(folder).free) < least:
+                return f"it has left {free >> 20} MiB free on the disk of {folder}"
+        return ""
+
+
+def _no_core_dump() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _adopt_orphans() -> None:

@@ -1,4 +1,5 @@
-"""Sees to a library that can be loaded here: the one there is, however it was built, or else a new one for the CPU."""
+"""Sees to a library that can be loaded here, the one there is, however it was built, or else a new one for the CPU; and
+to the kernels for the emulator, without and with the check of races."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from cuda_ext import _build, _stamp
+from cuda_ext import _build, _emulator, _stamp
 
 
 def main() -> int:
@@ -15,10 +16,14 @@ def main() -> int:
     except ImportError as error:
         print(f"cuda_ext: no library that fits ({error}); compiling one for the CPU", flush=True)
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        return subprocess.run(command, cwd=_build.SOURCE_ROOT, env={**os.environ, "CUDA_EXT_CUDA": "0"}).returncode
+        status = subprocess.run(command, cwd=_build.SOURCE_ROOT, env={**os.environ, "CUDA_EXT_CUDA": "0"}).returncode
+        if status:
+            return status
     stamp = _stamp.read()
     state = "unchanged" if stamp["sources"] == _build.sources_digest() else "changed since; `make build` compiles them"
     print(f"cuda_ext: the library is built for {', '.join(['the CPU', *stamp['archs']])}; its sources are {state}")
+    for hooks in (False, True):
+        _emulator.load(hooks)
     return 0
 
 

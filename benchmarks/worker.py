@@ -30,7 +30,7 @@ from typing import Any, TextIO
 import torch
 
 from benchmarks import environment, measure
-from benchmarks.results import OURS, Measurement
+from benchmarks.results import OURS, OUT_OF_TIME, Measurement
 
 # Of a case, so that a suite's first ones do not take the time of its others where there is plenty.
 LONGEST = 6.0
@@ -62,7 +62,13 @@ def run(order: dict[str, Any], report: TextIO) -> None:
     device = order["device"]
     method = measure.Method(device, timer=order["timer"], against_itself=order["against_itself"])
     surroundings = environment.describe(device)
-    cases = list(selected(order["suite"], device, order["only"]))
+    done = {tuple(problem) for problem in order["done"]}
+    suite, only = order["suite"], order["only"]
+    cases = [
+        case
+        for case in selected(suite, device, only)
+        if (device, suite, case.op, case.phase, case.name, case.dtype) not in done
+    ]
     _write(report, {"total": len(cases)})
     missing: set[str] = set()
     pace = Pace()
@@ -86,7 +92,7 @@ def run(order: dict[str, Any], report: TextIO) -> None:
         left = max(0.0, order["deadline"] - time.time())
         # The first case is measured in any case: a slow machine spends the time of a short run on its imports.
         if left == 0 and number > 0:
-            rows = [dataclasses.replace(base, failure="out of time")]
+            rows = [dataclasses.replace(base, failure=OUT_OF_TIME)]
         else:
             share = min(LONGEST, 0.8 * left / (len(cases) - number))
             patience = max(LEAST_PATIENCE, PATIENCE * share) if number else math.inf

@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -41,6 +42,8 @@ LOG_SUFFIX = ".log"
 # Processor seconds that an average file takes: for what the user is told to wait. A CUDA file also takes some for each
 # architecture.
 SECONDS_PER_CXX_FILE, SECONDS_PER_CUDA_FILE, SECONDS_PER_ARCH = 15, 4, 13
+# The largest head dims of attention's CUDA kernels, each in sources of its own; any other takes those of the next.
+HEAD_DIMS = (64, 128, 192, 256)
 LINK_FLAGS = ("-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed")
 
 
@@ -61,6 +64,7 @@ class Plan:
     archs: tuple[str, ...]
     jobs: int
     without_cuda: str = ""
+    head_dims: tuple[int, ...] = HEAD_DIMS  # of attention's CUDA kernels
 
     @property
     def cuda(self) -> bool:
@@ -70,7 +74,9 @@ class Plan:
     def sources(self) -> list[Path]:
         suffixes = {".cpp", ".cu"} if self.cuda else {".cpp"}
         emulator = {CSRC / "simt", CSRC / "emulated"}  # a library of its own
-        return sorted(path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator)
+        found = [path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator]
+        left_out = set(HEAD_DIMS) - set(self.head_dims)
+        return sorted((path for path in found if _head_dim(path) not in left_out), key=_turn)
 
     @property
     def minutes(self) -> int:
@@ -108,7 +114,9 @@ class Plan:
             "// Written by the build.\n#pragma once\n\n"
             f"#define CUDA_EXT_WITH_CUDA {int(self.cuda)}\n"
             f'#define CUDA_EXT_CUDA_VERSION "{cuda_version}"\n'
-            f'#define CUDA_EXT_CUDA_ARCHS "{self.arch_names}"\n',
+            f'#define CUDA_EXT_CUDA_ARCHS "{self.arch_names}"\n'
+            f'#define CUDA_EXT_HEAD_DIMS "{self.head_dim_names}"\n'
+            + "".join(f"#define CUDA_EXT_HEAD_DIM_{dim} {int(dim in self.head_dims)}\n" for dim in HEAD_DIMS),
         )
         (folder / "cuda").unlink(missing_ok=True)
         if self.toolkit:
@@ -138,9 +146,14 @@ class Plan:
         return ", ".join(dict.fromkeys(toolchain.sm_name(arch) for arch in self.archs))
 
     @property
+    def head_dim_names(self) -> str:
+        return ", ".join(map(str, self.head_dims))
+
+    @property
     def summary(self) -> str:
         if self.toolkit:
-            return f"the CPU and CUDA kernels ({self.arch_names}; CUDA {self.toolkit.version})"
+            dims = "" if self.head_dims == HEAD_DIMS else f"; head dims {self.head_dim_names} only"
+            return f"the CPU and CUDA kernels ({self.arch_names}; CUDA {self.toolkit.version}{dims})"
         return f"the CPU kernels only ({self.without_cuda})"
 
     def stamp(self) -> dict[str, Any]:
@@ -150,6 +163,7 @@ class Plan:
             "compiler": self.compiler,
             "cuda": self.toolkit.version if self.toolkit else None,
             "archs": list(self.archs),
+            "head_dims": list(self.head_dims),
             "without_cuda": self.without_cuda,
             "cxx_flags": list(CXX_FLAGS),
             "nvcc_flags": self.nvcc_flags if self.cuda else [],
@@ -159,7 +173,8 @@ class Plan:
 
 
 def make_plan() -> Plan:
-    """Decides what to build from CUDA_EXT_CUDA, TORCH_CUDA_ARCH_LIST, MAX_JOBS and the machine, and prints it.
+    """Decides what to build from CUDA_EXT_CUDA, CUDA_EXT_HEAD_DIMS, TORCH_CUDA_ARCH_LIST, MAX_JOBS and the machine, and
+    prints it.
 
     Raises BuildError when the build cannot work.
     """
@@ -179,13 +194,40 @@ def make_plan() -> Plan:
     try:
         archs = toolchain.choose_archs(_capabilities()) if toolkit else ()
         jobs = toolchain.choose_jobs(cores, memory)
+        head_dims = choose_head_dims()
     except ValueError as error:
         raise BuildError(f"cuda_ext: {error}") from error
-    plan = Plan(str(torch.__version__), compiler, toolkit, archs, jobs, choice.without_cuda)
+    plan = Plan(str(torch.__version__), compiler, toolkit, archs, jobs, choice.without_cuda, head_dims)
     amount = f"{len(plan.sources)} files, {jobs} jobs ({cores} cores, {memory:.0f} GiB free)"
     minutes = f"about {plan.minutes} min from scratch"
     print(f"cuda_ext: building {plan.summary} with {compiler}: {amount}, {minutes}", flush=True)
     return plan
+
+
+def choose_head_dims() -> tuple[int, ...]:
+    """Those that CUDA_EXT_HEAD_DIMS lists, such as "64,128", else all of HEAD_DIMS. Raises ValueError."""
+    listed = os.environ.get("CUDA_EXT_HEAD_DIMS", "").strip()
+    words = [word for word in listed.replace(",", " ").split() if word]
+    if unknown := [word for word in words if word not in map(str, HEAD_DIMS)]:
+        names = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(
+            f"CUDA_EXT_HEAD_DIMS: expected some of {names}, got {', '.join(unknown)}; a head dim between them takes "
+            "the kernels of the next larger one"
+        )
+    return tuple(dim for dim in HEAD_DIMS if str(dim) in words) or HEAD_DIMS
+
+
+def _head_dim(source: Path) -> int:
+    """Of HEAD_DIMS, for the source of one of them; else 0."""
+    match = re.search(r"_d(\d+)\.cu$", source.name)
+    return int(match[1]) if match else 0
+
+
+def _turn(source: Path) -> tuple[bool, bool, Path]:
+    """Orders sources. Ninja begins them in this order: those that take longest first, so that no core waits for them in
+    the end, and last the head dims that a build can do without, so that one that is stopped has the others."""
+    slowest = source.stem.startswith("gemm_sm80") or source.name == "attention.cpp"
+    return _head_dim(source) > 128, not slowest, source
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ NAMED_ARCHS = {"ampere": "8.0;8.6", "ada": "8.9", "hopper": "9.0a", "blackwell":
 # The largest compiler process of this project (a binding that includes ATen and the dispatcher), with some room.
 MEMORY_PER_JOB_GIB = 1.5
 
+# The oldest setuptools that understands pyproject.toml: a license that is text (PEP 639).
+OLDEST_SETUPTOOLS = 77
+
 STANDARD_PLACES = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
 
 # What a toolkit must have, by the extra of the cuda-toolkit wheel that brings it; one of the alternatives is enough.
@@ -226,6 +229,19 @@ def choose_jobs(cores: int, memory_gib: float) -> int:
             raise ValueError(f"MAX_JOBS: expected a positive integer, got {chosen!r}")
         return int(chosen)
     return max(1, int(min(cores, memory_gib / MEMORY_PER_JOB_GIB)))
+
+
+def setuptools_problem() -> str:
+    """Why the setuptools of this Python cannot build the package and what to do, or "" when it can."""
+    remedy = f"install it with\n  {sys.executable} -m pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
+    try:
+        version = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        return f"setuptools is missing; {remedy}"
+    major = re.match(r"\d+", version)
+    if major and int(major[0]) >= OLDEST_SETUPTOOLS:
+        return ""
+    return f"expected setuptools {OLDEST_SETUPTOOLS} or newer, got {version}; {remedy}"
 
 
 def compiler_version() -> str:

@@ -98,7 +98,9 @@ def _verdict(error: Exception | None) -> str:
     stamp = _stamp.read()
     if stamp["cuda"]:
         archs = ", ".join(_toolchain.sm_name(arch) for arch in stamp["archs"])
-        kernels = f"CPU and CUDA kernels ({archs}; CUDA {stamp['cuda']})"
+        head_dims = stamp.get("head_dims", list(_build.HEAD_DIMS))
+        dims = "" if head_dims == list(_build.HEAD_DIMS) else f"; head dims {', '.join(map(str, head_dims))} only"
+        kernels = f"CPU and CUDA kernels ({archs}; CUDA {stamp['cuda']}{dims})"
     else:
         kernels = f"CPU kernels only ({stamp['without_cuda']})"
     return f"cuda_ext {cuda_ext.__version__} works, with {kernels}, for torch {stamp['torch']}, in {_stamp.PACKAGE}"

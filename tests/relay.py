@@ -1,10 +1,11 @@
 """Runs tests to the last one, in another process whenever one of them spoils the process it runs in.
 
-    python tests/relay.py [--patience SECONDS] [arguments of pytest]
+    python tests/relay.py [--patience SECONDS] [--record FILE] [arguments of pytest]
 
 After a bad access to the memory of a GPU every later CUDA call of the process fails, and a kernel that waits for ever
 ends no process at all. The tests that are left then go on in a new one. As a plugin of pytest (`-p relay`) this file
-keeps the record that makes it possible: which test was begun, and how each ended.
+keeps the record that makes it possible: which test was begun, and how each ended. With --record it outlives this
+process: what is stopped before the end goes on in another call.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def run_once(arguments: Sequence[str], record: Path, patience: float) -> tuple[i
             except subprocess.TimeoutExpired:
                 process.kill()
             return process.wait(), "hung"
+    if process.returncode == -signal.SIGTERM:  # as this process, which will find out in a moment
+        raise KeyboardInterrupt
     return process.returncode, "crashed" if process.returncode not in range(6) else ""
 
 
@@ -104,12 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--patience", type=float, default=60, help="seconds without a test that ends (default: 60)")
+    parser.add_argument("--record", type=Path, help="a file: tests that have ended by it are not run again")
     options, rest = parser.parse_known_args(arguments)
+    print(f"relay: pytest {pytest.__version__}", flush=True)
     # Asked to end, as all of its process group, it still says what it knows.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder, "record")
+        record = options.record or Path(folder, "record")
         record.touch()
+        # What was begun when an earlier call was stopped is begun anew.
+        ended = [(test, word) for test, word in outcomes(record).items() if word != BEGUN]
+        record.write_text("".join(f"{word}\t{test}\n" for test, word in ended))
         good = True
         try:
             while True:

@@ -596,6 +596,42 @@ class TestCommand:
         assert first == earlier and {row.side for row in rows} == {OURS, "PyTorch", "torch.mul"}
         assert all(row.seconds and row.environment["torch"] == torch.__version__ for row in rows)
 
+    def test_resume_measures_what_is_left(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        def row(case: str, failure: str = "") -> Measurement:
+            seconds = None if failure else 1e-3
+            return Measurement(
+                "gemm", "a", "forward", "g", case, "float32", OURS, "cpu", seconds=seconds, failure=failure
+            )
+
+        earlier = [row("measured"), row("wrong", "wrong: much"), row("left", results.OUT_OF_TIME)]
+        (tmp_path / "results.jsonl").write_text("".join(m.to_json() + "\n" for m in earlier))
+        asked: list[set[tuple[str, ...]]] = []
+
+        found: list[Measurement] = []
+
+        def run(plan: runner.Plan, target: object) -> list[Measurement]:
+            asked.append({problem[4:5] for problem in plan.done})
+            return found
+
+        monkeypatch.setattr(command, "run", run)
+        options = ("gemm", "--device", "cpu", "--no-plots", "--out", str(tmp_path), "--resume")
+        for rows, status in (([], 75), ([row("left", results.OUT_OF_TIME)], 75), ([row("left")], 0)):
+            found[:] = rows
+            assert self.run(capsys, *options)[0] == status
+        assert asked == [{("measured",), ("wrong",)}] * 3
+        (tmp_path / "results.jsonl").write_text("no measurement\n")
+        status, output = self.run(capsys, *options)
+        assert status == 2 and "benchmarks: --resume: " in output and "choose another folder by --out" in output
+
+    def test_what_is_done_is_not_measured_again(self, planted: dict[str, dict[str, Measurement]]) -> None:
+        done = {next(iter(sides.values())).problem for case, sides in planted.items() if case not in ("wrong", "last")}
+        plan = runner.Plan(["gemm"], "cpu", minutes=60, silence=600.0, command=PLANTED, done=done)
+        progress = Recorder()
+        found = {row.case for rows in runner.run(plan, progress) for row in rows}
+        assert found == {"wrong", "last"} and progress.total == progress.cases == 2
+
     def test_judges_ours_against_ours_by_the_median(self, capsys: pytest.CaptureFixture[str]) -> None:
         def rows(*ratios: float) -> list[Measurement]:
             return [dataclasses.replace(BASE, side=AGAIN, seconds=1.0, ratio=ratio) for ratio in ratios]

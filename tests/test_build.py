@@ -403,6 +403,77 @@ class TestPrepare:
         assert not (tmp_path / "build/cuda").is_symlink()
 
 
+class TestHeadDims:
+    @pytest.mark.parametrize(
+        ("listed", "dims"),
+        [("", (64, 128, 192, 256)), ("64,128", (64, 128)), (" 256 64 ", (64, 256)), ("128", (128,))],
+    )
+    def test_the_variable_lists_them(self, monkeypatch: pytest.MonkeyPatch, listed: str, dims: tuple[int, ...]) -> None:
+        monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", listed)
+        assert _build.choose_head_dims() == dims
+
+    def test_others_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_EXT_CUDA", "0")
+        monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", "64,96")
+        with pytest.raises(
+            _build.BuildError, match="HEAD_DIMS: expected some of 64, 128, 192, 256, got 96; a head dim"
+        ):
+            _build.make_plan()
+
+    def test_sources_of_the_others_are_not_compiled(self, tmp_path: Path) -> None:
+        plan = make_plan(Toolkit("pip", tmp_path, "13.0"))
+        few = dataclasses.replace(plan, head_dims=(64, 128))
+        left_out = {path.name for path in set(plan.sources) - set(few.sources)}
+        kinds = [(phase, dtype) for phase in ("fwd", "bwd") for dtype in ("bf16", "f16")]
+        assert left_out == {f"attention_{phase}_sm80_{dtype}_d{dim}.cu" for phase, dtype in kinds for dim in (192, 256)}
+        # Last, so that a build which is stopped has all others.
+        assert {path.name for path in plan.sources[-8:]} == left_out
+        assert few.summary.endswith("; head dims 64, 128 only)") and "head dims" not in plan.summary
+        assert few.stamp()["head_dims"] == [64, 128]
+
+    def test_kernels_that_are_left_out_say_so(self, tmp_path: Path) -> None:
+        toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
+        plan = dataclasses.replace(make_plan(toolkit), head_dims=(64, 128))
+        plan.prepare(tmp_path / "build")
+        caller = tmp_path / "caller.cpp"
+        caller.write_text(
+            """
+#include <cstdio>
+#include "attention/attention_bwd_sm80.h"
+using namespace cuda_ext;
+template <class F> void say(F f) {
+  try { f(); } catch (const std::exception& error) { std::puts(error.what()); }
+}
+int main() {
+  AttentionBackwardParams p;
+  p.dim = 160;
+  p.dim_v = 128;
+  say([&] { sm80::AttentionForwardSm80<half_t, 2>::workspace(p); });
+  say([&] { sm80::AttentionForwardSm80<bfloat16_t, 3>::launch(p, {}, nullptr); });
+  say([&] { sm80::AttentionBackwardSm80<bfloat16_t, 2>::workspace(p); });
+  say([&] { sm80::AttentionBackwardSm80<half_t, 3>::launch(p, {}, nullptr); });
+}
+"""
+        )
+        source = ROOT / "csrc" / "attention" / "attention_left_out.cpp"
+        target = tmp_path / "left_out.o"
+        flags = ["-std=c++20", f"-I{ROOT / 'csrc'}", f"-I{tmp_path / 'build/include'}"]
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run([compiler, *flags, str(caller), str(target), "-o", str(tmp_path / "caller")], check=True)
+        done = subprocess.run([str(tmp_path / "caller")], capture_output=True, text=True, check=True)
+        told = (
+            ": expected head dims whose CUDA kernels are in this library, those of 64, 128, got 160 of query and key "
+            "and 128 of value; build it again without CUDA_EXT_HEAD_DIMS, which left theirs out"
+        )
+        ops = ["flash_attention", "flash_attention", "flash_attention_backward", "flash_attention_backward"]
+        assert done.stdout.splitlines() == [op + told for op in ops]
+        # A kernel that is built has one definition, its own.
+        symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
+        assert ", 2>::launch(" in symbols and ", 3>::launch(" in symbols
+        assert ", 0>::" not in symbols and ", 1>::" not in symbols
+
+
 def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     helpers = _build.torch_helpers()
     for name in ("MAX_JOBS", "CUDA_HOME"):
@@ -574,6 +645,28 @@ class TestSetup:
             "cuda_ext is compiled against the torch it will run with, and this environment has none. Run: "
             "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation .\n"
         )
+
+    @pytest.mark.parametrize(
+        ("version", "says"),
+        [("76.1.0", "expected setuptools 77 or newer, got 76.1.0; install it with"), ("", "setuptools is missing;")],
+    )
+    def test_a_setuptools_that_cannot_build_is_named(self, run_python: RunPython, version: str, says: str) -> None:
+        code = f"""
+import importlib.metadata, runpy, sys
+def version(name, ask=importlib.metadata.version):
+    if name != "setuptools":
+        return ask(name)
+    if not {version!r}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return {version!r}
+importlib.metadata.version = version
+sys.argv = ["setup.py", "build_ext", "--inplace"]
+runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
+"""
+        done = run_python("-c", code)
+        assert done.returncode == 1
+        assert done.stdout.startswith(f"cuda_ext: {says}")
+        assert done.stdout.endswith("-m pip install 'setuptools>=77'\n")
 
     def test_failure_is_one_message(self, tmp_path: Path, run_python: RunPython) -> None:
         source = copy_sources(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -11,16 +12,22 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from conftest import ROOT, is_alive
 
-from benchmarks import gpu_check
+from benchmarks import build_in_time, correct, gpu_check, gpu_report
+from benchmarks import stages as stages_module
 from benchmarks.gpu_report import MAX_BYTES, FolderError, prepare, tidy
+from benchmarks.gpu_state import State
 from benchmarks.results import OURS, Measurement, read
-from benchmarks.stages import LOG_HEAD, LOG_TAIL, Stage
+from benchmarks.stages import LOG_HEAD, LOG_TAIL, Log, Outcome, Stage
 from cuda_ext import _toolchain
 
 # Ignores SIGTERM, and so does its child in a session of its own; both say who they are.
@@ -41,23 +48,32 @@ hang()
 FORK = multiprocessing.get_context("fork")
 
 
-def python(name: str, code: str, *arguments: str, weight: float = 1.0, **options: object) -> Stage:
-    return Stage(name, (("{python}", "-c", code, *arguments),), weight, **options)  # type: ignore[arg-type]
+def python(name: str, code: str, *arguments: str, estimate: float = 1.0, **options: object) -> Stage:
+    return Stage(name, (("{python}", "-c", code, *arguments),), estimate, **options)  # type: ignore[arg-type]
 
 
-def drive(stages: list[Stage], options: list[str], terminal: Path) -> None:
+def drive(stages: list[Stage], options: list[str], terminal: Path, probe: Callable[[float], Any]) -> None:
     file = os.open(terminal, os.O_WRONLY | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-    gpu_check.probe = lambda patience: {"device": "a stand-in"}  # the machine is asked about elsewhere
+    gpu_check.probe = probe
     sys.exit(gpu_check.main(options, stages))
 
 
-def start(out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5) -> ForkProcess:
+def stand_in(patience: float) -> dict[str, Any]:
+    """The machine is asked about elsewhere."""
+    return {"device": "a stand-in"}
+
+
+def start(
+    out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5, probe: Callable[[float], Any] = stand_in
+) -> ForkProcess:
     """In a process of its own, because it adopts and ends processes; PyTorch is loaded once for all."""
     options = ["--dry-run", "--out", str(out), "--minutes", str(minutes), *arguments]
-    process = FORK.Process(target=drive, args=(stages, options, out.with_name("terminal")))
+    if "--state" not in arguments:
+        options += ["--state", str(out.with_name(f"{out.name}.state"))]
+    process = FORK.Process(target=drive, args=(stages, options, out.with_name("terminal"), probe))
     process.start()
     return process
 
@@ -133,21 +149,94 @@ while not pids.exists() or pids.read_text().count("\\n") < 2:
 def test_total_time_is_kept_though_all_stages_hang(tmp_path: Path) -> None:
     stages = [python(f"hangs{i}", HANG, str(tmp_path / "pids"), least=1) for i in range(9)]
     status, terminal, found = check(tmp_path / "out", stages, minutes=0.1)
+    assert "no time left" in terminal
     passed = re.search(r"^\[0:(\d\d) of 0:06\] .*report.md$", terminal, re.MULTILINE)
     assert passed and int(passed[1]) < 20, terminal  # a busy machine is given some more
     assert status == 1
     assert set(found.values()) == {"STOPPED", "not run"}, terminal
-    assert "no time left" in terminal
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_alive(int(pid))]
 
 
 def test_what_a_stage_leaves_goes_to_those_after_it(tmp_path: Path) -> None:
-    stages = [python("long", "", weight=3), python("next", ""), python("small", "", most=7.5)]
+    stages = [python("long", "", estimate=3), python("next", ""), python("small", "", most=7.5)]
     _, terminal, _ = check(tmp_path / "out", stages)
     limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
     # Of 27 s, with 3 to end in: 3/5, then 1/2 of nearly all, where it is 1/5 of what there was in the beginning.
     seconds = {name: int(limit.removeprefix("0:")) for name, limit in limits.items()}
     assert 14 <= seconds["long"] <= 16 and 8 <= seconds["next"] <= 13 and seconds["small"] == 7
+
+
+def test_a_crash_is_named_with_what_it_did_last(tmp_path: Path) -> None:
+    code = "import os, signal; print('forward D=64:', end=' ', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
+    stages = [python("crashes", code, key=":$"), python("last", "print('fine')")]
+    status, terminal, found = check(tmp_path / "out", stages)
+    assert (status, found) == (1, {"crashes": "FAILED", "last": "passed"})
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert report.splitlines()[2] == "- **BROKEN: crashes**: ended by SIGSEGV: forward D=64:"
+    assert "**BROKEN: crashes**: ended by SIGSEGV: forward D=64:" in terminal
+
+
+BROKEN_GEMM = """
+import sys
+import cuda_ext
+from cuda_ext import testing
+cuda_ext.gated_mlp = lambda *tensors, **options: -testing.reference_gated_mlp(*tensors, **options)
+from benchmarks import correct
+sys.exit(correct.main("gemm", "simt"))
+"""
+
+
+def test_the_first_lines_name_the_family_that_is_broken(tmp_path: Path) -> None:
+    (known,) = [stage for stage in gpu_check.stages_of_dry_run() if stage.name == "correct-gemm"]
+    stages = [python("environment", ""), replace(known, commands=(("{python}", "-c", BROKEN_GEMM),), needs=())]
+    status, _, found = check(tmp_path / "out", [*stages, python("last", "")], minutes=2)
+    assert (status, found["correct-gemm"], found["last"]) == (1, "FAILED", "passed")
+    lines = (tmp_path / "out" / "report.md").read_text().splitlines()
+    assert lines[0] == "# GPU check: a stand-in, dry run"
+    named = "- **BROKEN: correct-gemm**: exit status 1: gated_mlp bfloat16 17 x 24, 40: WRONG: output: "
+    assert lines[2].startswith(named), lines[2]
+    assert lines[3] == "- Of 3 stages: 2 passed, 1 FAILED"
+
+
+def test_a_stage_that_fills_the_disk_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = tmp_path / "flood"
+
+    def disk_usage(path: object) -> SimpleNamespace:
+        return SimpleNamespace(free=(1 << 20) if flood.exists() else (64 << 30))
+
+    monkeypatch.setattr(stages_module.shutil, "disk_usage", disk_usage)
+    floods = f"import pathlib, time; pathlib.Path({str(flood)!r}).touch(); time.sleep(99)"
+    # What it has left in its scratch is removed at once.
+    fills = "import pathlib, sys; pathlib.Path(sys.argv[1], 'much').write_bytes(bytes(1 << 20))"
+    looks = f"import os, sys; os.remove({str(flood)!r}); sys.exit(len(os.listdir(sys.argv[1])))"
+    stages = [python("fills", fills, "{scratch}"), python("floods", floods), python("looks", looks, "{scratch}")]
+    status, _, found = check(tmp_path / "out", stages)
+    assert (status, found) == (1, {"fills": "passed", "floods": "STOPPED", "looks": "passed"})
+    assert "it has left 1 MiB free on the disk of " in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_disk_that_is_full_costs_the_log_and_not_the_check(tmp_path: Path) -> None:
+    with Log(Path("/dev/full")) as log:
+        log.say("lost")
+        log.say("last words")
+    assert list(log.tail) == ["lost", "last words"]
+
+
+def test_without_pytest_the_tests_are_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pytest.py").write_text("raise ModuleNotFoundError(\"No module named 'pytest'\")")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    for table in (gpu_check.stages_of_dry_run(), gpu_check.stages_on_gpu(2)):
+        (tests,) = [stage for stage in table if stage.name == "tests"]
+        stages = [replace(tests, needs=(), least=1), python("last", "")]
+        status, _, found = check(tmp_path / "out", stages)
+        assert (status, found) == (0, {"tests": "not available", "last": "passed"})
+        assert "No module named 'pytest'" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_it_needs_neither_git_nor_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, terminal, _ = check(tmp_path / "out", [python("a", "")])
+    assert status == 0 and "Source: not a git checkout, csrc " in terminal
 
 
 def test_an_enormous_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
@@ -194,6 +283,193 @@ def test_partial_results_are_there_when_it_is_killed(tmp_path: Path) -> None:
     lines = (out / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["side"] for line in lines[:2]] == ["torch", "other"]
     assert "measured" in (out / "logs.txt").read_text()
+    # Another call has the finished stage and what the other had measured, in a folder of its own.
+    stages[1] = python("more", MEASURE, "{out}", measurement("third", 4.0))
+    status, terminal, found = check(tmp_path / "new", stages, "--state", str(tmp_path / "out.state"))
+    assert (status, found) == (0, {"gemm": "passed", "more": "passed"})
+    assert "Finished by an earlier call (--again repeats them): gemm\n" in terminal
+    assert [m.side for m in read(tmp_path / "new" / "results.jsonl")] == ["torch", "third"]
+
+
+def test_a_report_is_there_from_the_first_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(patience: float) -> None:
+        (tmp_path / "asked").touch()
+        time.sleep(60)
+
+    process = start(tmp_path / "out", [python("a", "")], probe=probe)
+    while not (tmp_path / "asked").exists():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# GPU check: asking the machine what it is\n")
+    assert verdicts(tmp_path / "out") == {"a": "to come"}
+
+
+def test_a_report_grows_while_a_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "REWRITE", 0.1)
+    out = tmp_path / "out"
+    process = start(out, [python("more", MEASURE + "time.sleep(99)", "{out}", measurement("torch", 2.0))])
+    end = time.monotonic() + 60
+    wait_for(out / "report.md", 1)
+    while "| gemm | bfloat16 | torch | 2.00 | 1 |" not in (out / "report.md").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    assert verdicts(out) == {"more": "running"}
+
+
+COUNTS = """
+import pathlib, sys
+runs = pathlib.Path(sys.argv[1])
+runs.write_text((runs.read_text() if runs.exists() else "") + sys.argv[2] + " ")
+"""
+GOES_ON = (
+    COUNTS
+    + """
+import time
+halfway = pathlib.Path(sys.argv[3], "halfway")
+if not halfway.exists():
+    halfway.touch()
+    time.sleep(99)
+print("went on")
+"""
+)
+TAKES_ITS_TIME = (
+    COUNTS
+    + """
+part = pathlib.Path(sys.argv[3], "part")
+if not part.exists():
+    part.touch()
+    sys.exit(75)
+"""
+)
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+    runs, state = tmp_path / "runs", ("--state", str(tmp_path / "state"))
+    golden = "pathlib.Path(sys.argv[3], 'answer').touch(); print('golden')"
+    stages = [
+        python("fails", COUNTS + "sys.exit(3)", str(runs), "fails"),
+        python("records", COUNTS + golden, str(runs), "records", "{scratch}", archive="golden.tar.gz"),
+        python("measures", MEASURE, "{out}", measurement("torch", 2.0)),
+        python("hangs", GOES_ON, str(runs), "hangs", "{state}", most=3, least=1),
+        python("partial", TAKES_ITS_TIME, str(runs), "partial", "{state}"),
+        python("always", COUNTS, str(runs), "always", repeats=True),
+    ]
+    names = [stage.name for stage in stages]
+    status, terminal, found = check(tmp_path / "first", stages, *state)
+    assert found == dict(zip(names, ["FAILED", "passed", "passed", "STOPPED", "in part", "passed"])), terminal
+    assert runs.read_text() == "fails records hangs partial always "
+    lines = (tmp_path / "first" / "report.md").read_text().splitlines()
+    assert lines[2] == "- **BROKEN: fails**: exit status 3"
+    assert lines[3].startswith("- **STOPPED: hangs**: not done within its 3 s")
+    assert "- Not finished: hangs, partial; the same command goes on with them" in lines
+
+    status, terminal, found = check(tmp_path / "second", stages, *state)
+    assert (status, found) == (1, dict(zip(names, ["FAILED", *["passed"] * 5]))), terminal
+    assert runs.read_text().split()[5:] == ["hangs", "partial", "always"]
+    report = (tmp_path / "second" / "report.md").read_text()
+    assert "**BROKEN: fails**" in report and "by a call of 20" in report and "Not finished" not in report
+    assert "| gemm | bfloat16 | torch | 2.00 | 1 |" in report
+    log = (tmp_path / "second" / "logs.txt").read_text()
+    assert "=== From an earlier call:" in log and "golden" in log and "went on" in log
+    with tarfile.open(tmp_path / "second" / "golden.tar.gz") as tar:
+        assert tar.getnames() == ["answer"]
+
+    check(tmp_path / "third", stages, *state, "--again", "fails")
+    assert runs.read_text().split()[8:] == ["fails", "always"]
+    check(tmp_path / "fourth", stages[:2], *state, "--again", "all")
+    assert runs.read_text().split()[10:] == ["fails", "records"]
+    status, terminal, _ = check(tmp_path / "none", stages, *state, "--again", "nothing")
+    assert status == 2 and "--again: expected some of fails, records, " in terminal
+
+
+def test_parts_that_were_left_out_are_run(tmp_path: Path) -> None:
+    runs, state = tmp_path / "runs", ("--state", str(tmp_path / "state"))
+    stages = [python("benchmarks", COUNTS, str(runs), "{parts}", parts=("gemm", "train"))]
+    for i, (only, ran) in enumerate([("gemm", 1), ("gemm", 1), ("gemm,train", 2), ("train", 2)]):
+        check(tmp_path / f"out{i}", stages, *state, "--only", only)
+        assert len(runs.read_text().split()) == ran
+
+
+def test_a_library_with_other_head_dims_is_tested_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, dims, state = tmp_path / "runs", tmp_path / "dims", ("--state", str(tmp_path / "state"))
+    dims.write_text("64, 128")
+    monkeypatch.setattr(gpu_check, "head_dims", dims.read_text)
+    stages = [
+        python("build", "", repeats=True),
+        python("tests", COUNTS, str(runs), "tests", needs=("build",)),
+        python("conformance", COUNTS, str(runs), "conformance"),
+    ]
+    for name in ("first", "second"):
+        check(tmp_path / name, stages, *state)
+        report = (tmp_path / name / "report.md").read_text()
+        assert "- The library has attention's CUDA kernels of head dims 64, 128 only: tests of others fail" in report
+    assert runs.read_text() == "tests conformance "
+    stages[0] = python("build", f"open({str(dims)!r}, 'w')", repeats=True)
+    check(tmp_path / "third", stages, *state)
+    assert runs.read_text() == "tests conformance tests "
+    assert "head dims" not in (tmp_path / "third" / "report.md").read_text()
+
+
+def test_sources_that_have_changed_start_a_stage_afresh(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for name in ("csrc/a.cu", "cuda_ext/b.py", "tests/c.py", "tests/d.png", "setup.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("before")
+    (tmp_path / "out").mkdir()
+    stages = [Stage("correct", (("a",),), 1), Stage("tests", (("b",),), 1, sources=("tests",))]
+
+    def finished(*facts: str) -> list[str]:
+        state = State(tmp_path / "state", root, facts, tmp_path / "out")
+        return [stage.name for stage in stages if state.earlier(stage)]
+
+    def finish() -> None:
+        state = State(tmp_path / "state", root, ["GPU"], tmp_path / "out")
+        for stage in stages:
+            state.begin(stage)
+            state.end(Outcome(stage, "passed"))
+
+    finish()
+    assert finished("GPU") == ["correct", "tests"] and finished("another GPU") == []
+    for name, left in (("tests/c.py", ["correct"]), ("csrc/a.cu", []), ("setup.py", []), ("tests/d.png", None)):
+        finish()
+        (root / name).write_text("after")
+        assert finished("GPU") == (["correct", "tests"] if left is None else left)
+    finish()
+    stages[0] = replace(stages[0], commands=(("other",),))
+    assert finished("GPU") == ["tests"]
+
+
+def test_a_checkout_that_cannot_be_written_costs_the_second_call_only(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    state = ("--state", str(tmp_path / "file" / "state"))
+    stages = [python("gemm", MEASURE, "{out}", measurement("torch", 2.0))]
+    for name in ("first", "second"):
+        assert check(tmp_path / name, stages, *state)[::2] == (0, {"gemm": "passed"})
+
+
+def test_estimates_are_told_before_and_beside_the_times(tmp_path: Path) -> None:
+    stages = [python("short", "", estimate=3), python("long", "", estimate=40)]
+    _, terminal, _ = check(tmp_path / "out", stages)
+    assert "Seconds that stages should take: short 3, long 40; 43 of 30\n" in terminal
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert re.search(r"^\| long \| passed \| 40 \| 2[67] \| 0\.\d \|  \|$", report, re.MULTILINE)
+    assert re.search(r"^\| all \| \| 43 \| \| [01]\.\d \| \|$", report, re.MULTILINE)
+
+
+def test_early_stages_get_what_they_need_and_later_ones_wait(tmp_path: Path) -> None:
+    stages = [
+        python("builds", "", estimate=6),
+        python("measures", "", estimate=6, fills=True),
+        python("tests", "", estimate=100, least=50),
+    ]
+    _, terminal, found = check(tmp_path / "out", stages)
+    limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
+    # Twice the estimate, beside a hundred seconds to come; but no more than that for one that takes what it is given.
+    assert limits["builds"] in ("0:11", "0:12") and limits["measures"] in ("0:05", "0:06")
+    assert found["tests"] == "not run"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -319,8 +595,10 @@ def test_only_some_stages(tmp_path: Path) -> None:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu_check", *arguments]
+    # Twenty processes that measure which lines of the package they reach, which other tests do, take twice as long.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
     return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1800
+        command, cwd=ROOT, env={**inherited, **environment}, capture_output=True, text=True, timeout=1800
     )
 
 
@@ -329,7 +607,8 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("gpu_check: expected a CUDA GPU, found none (torch ")
     assert "--dry-run needs none" in done.stderr
-    assert not (tmp_path / "out").exists()
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert report.startswith("# GPU check: not run: expected a CUDA GPU, found none (torch ")
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "soon"])
@@ -346,6 +625,68 @@ def test_builds_on_every_core_unless_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu_check.build_variables("9.0a")["MAX_JOBS"] == "16"
     monkeypatch.setenv("MAX_JOBS", "3")
     assert gpu_check.build_variables("9.0a")["MAX_JOBS"] == "3"
+
+
+def test_a_build_that_takes_too_long_is_one_of_fewer_head_dims(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+import os, pathlib, sys, time
+dims, built = os.environ["CUDA_EXT_HEAD_DIMS"], pathlib.Path(sys.argv[1])
+built.write_text((built.read_text() if built.exists() else "") + f"[{dims}]")
+if not dims or len(sys.argv) > 2:
+    time.sleep(99)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "built")]
+    assert build_in_time.main(["--minutes", "0.02"], command) == 0
+    assert (tmp_path / "built").read_text() == "[][64,128]"
+    assert "cuda_ext: all head dims take longer than 1 s; going on with 64,128 only, and with" in capfd.readouterr().out
+    assert build_in_time.main(["--minutes", "0.02"], [*command, "hangs"]) == 1
+    assert "the next call goes on with what is left to compile" in capfd.readouterr().out
+    (tmp_path / "built").unlink()
+    assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
+
+
+def test_sources_that_were_copied_anew_keep_their_times(tmp_path: Path) -> None:
+    folder, record = tmp_path / "csrc", tmp_path / "build" / "times.json"
+    (folder / "gemm").mkdir(parents=True)
+    same, changed = folder / "gemm" / "same.cu", folder / "changed.h"
+
+    def times(copied: float) -> list[float]:
+        for path in (same, changed):
+            os.utime(path, (copied, copied))
+        build_in_time.keep_times(folder, record)
+        return [path.stat().st_mtime for path in (same, changed)]
+
+    same.write_text("as it was")
+    changed.write_text("before")
+    assert times(10) == [10, 10] and times(20) == [10, 10]
+    changed.write_text("after")
+    assert times(30) == [10, 30] and times(40) == [10, 30]
+
+
+def test_chosen_head_dims_are_built_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", "256")
+    code = "import os, sys; sys.exit(os.environ['CUDA_EXT_HEAD_DIMS'] != '256')"
+    assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", code]) == 0
+
+
+def test_the_families_are_those_with_cases() -> None:
+    assert tuple(correct.FAMILIES) == gpu_check.FAMILIES
+
+
+def test_the_document_has_the_stages_and_their_estimates() -> None:
+    rows = re.findall(
+        r"^\| (`.*`) \| .* \| ([\d, each]+) \|$", (ROOT / "docs" / "gpu-check.md").read_text(), re.MULTILINE
+    )
+    told: dict[str, float] = {}
+    for names, seconds in rows:
+        stages = re.findall(r"`([\w-]+)`", names)
+        numbers = [float(number) for number in re.findall(r"\d+", seconds)]
+        told |= zip(stages, numbers if len(numbers) == len(stages) else numbers * len(stages))
+    expected = {stage.name: stage.estimate for stage in gpu_check.stages_on_gpu(16)}
+    assert list(told) == list(expected)
+    assert {name: abs(told[name] - expected[name]) <= 5 for name in told} == dict.fromkeys(told, True), expected
 
 
 def test_leaves_its_folder_where_the_environment_says(tmp_path: Path) -> None:
@@ -380,39 +721,46 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(gpu_check._build, "add_scripts_to_path", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     found = {item.partition(":")[0] for item in gpu_check.missing()}
-    assert {"pytest", "numpy", "setuptools", "hypothesis", "ninja"} < found
+    assert {"pytest", "numpy", "hypothesis", "ninja"} < found
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "68.1.2")
+    problem = next(item for item in gpu_check.missing() if item.startswith("setuptools"))
+    assert "the library cannot be built; expected setuptools 77 or newer, got 68.1.2; install it with" in problem
 
 
 @pytest.mark.parametrize("table", [gpu_check.stages_on_gpu, gpu_check.stages_of_dry_run])
 def test_the_stages_refer_to_what_there_is(table) -> None:
-    stages = table()
+    stages = table() if table is gpu_check.stages_of_dry_run else table(16)
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
-    assert names == ["environment", "build", "conformance", "tests", "memcheck", "racecheck", "benchmarks"]
-    assert stages[-1].parts == ("gemm", "bucket", "attention", "train", "overhead")
+    families = [f"correct-{family}" for family in correct.FAMILIES]
+    later = ["benchmarks", "tests", "memcheck", "racecheck", "model"]
+    assert names == ["environment", "build", "conformance", *families, *later]
+    (measures,) = [stage for stage in stages if stage.parts]
+    more = () if table is gpu_check.stages_of_dry_run else ("train", "overhead")
+    assert measures.parts == ("gemm", "attention", "bucket", *more)
+    assert all(stage.estimate >= 1 for stage in stages)
     for i, stage in enumerate(stages):
         assert set(stage.needs) <= set(names[:i])
+        for name in stage.sources:
+            assert (ROOT / name).exists()
         for word in {word for command in stage.commands for word in command}:
             assert not word.endswith(".py") or (ROOT / word).is_file()
-            assert not word.startswith("{") or word in {
-                "{python}",
-                "{out}",
-                "{scratch}",
-                "{minutes}",
-                "{parts}",
-                "{sanitizer}",
-            }
+            known = {"{python}", "{out}", "{scratch}", "{minutes}", "{parts}", "{sanitizer}", "{state}"}
+            assert set(re.findall(r"\{\w+\}", word)) <= known
 
 
 def test_dry_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     # It ends when all is done; the minutes are for a slow machine.
-    done = run("--dry-run", "--minutes", "28", "--out", str(out))
+    done = run("--dry-run", "--minutes", "28", "--out", str(out), "--state", str(tmp_path / "state"))
     names = [stage.name for stage in gpu_check.stages_of_dry_run()]
     assert done.returncode == 0, done.stdout + (out / "report.md").read_text()
     assert verdicts(out) == dict.fromkeys(names, "passed")
     with tarfile.open(out / "golden.tar.gz") as tar:
         assert "emulator/shuffle.npz" in tar.getnames()
     measured = read(out / "results.jsonl")
-    assert {m.suite for m in measured if m.seconds and m.side == OURS} == set(gpu_check.benchmark_stage("cpu").parts)
+    assert {m.suite for m in measured if m.seconds and m.side == OURS} == {"gemm", "attention", "bucket"}
     assert len([path for path in out.rglob("*") if path.is_file()]) <= 8
+    report = (out / "report.md").read_text()
+    assert f"- Of {len(names)} stages: {len(names)} passed\n- 20" in report
+    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal with made-up times" in report

@@ -109,7 +109,24 @@ def test_says_what_it_knows_when_it_is_stopped(relay: Relay) -> None:
     output = process.stdout.read()
     assert process.wait(100) == 1
     assert "relay: stopped before the end" in output
-    assert output.endswith(("relay: 1 passed, 1 begun\n", "relay: 1 passed, 1 crashed\n"))
+    assert output.endswith("relay: 1 passed, 1 begun\n")
+
+
+def test_another_call_goes_on_where_one_was_stopped(relay: Relay, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    record.write_text(
+        "begun\ttest_trouble.py::test_first\npassed\ttest_trouble.py::test_first\n"
+        "begun\ttest_trouble.py::test_fails\nfailed\ttest_trouble.py::test_fails\n"
+        "begun\ttest_trouble.py::test_last\n"
+    )
+    process = relay("--record", str(record), "-k", "first or fails or last")
+    output, _ = process.communicate(timeout=100)
+    assert "test_last PASSED" in output and "test_first PASSED" not in output and "test_fails FAILED" not in output
+    assert process.returncode == 1
+    assert output.endswith("failed test_trouble.py::test_fails\nrelay: 2 passed, 1 failed\n")
+    process = relay("--record", str(record), "-k", "first or last")
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 1 and output.endswith("relay: 2 passed, 1 failed\n")
 
 
 def test_without_hypothesis_its_tests_are_skipped(tmp_path: Path) -> None:
