@@ -1,7 +1,7 @@
 """Builds kernels for the emulator of csrc/simt, with the C++ compiler alone, and loads it into this process.
 
 Kernels are compiled a second time, as C++, and linked with the emulator instead of the CUDA runtime. That happens when
-it is first asked for, in build/simt of the source checkout, and takes about half a minute; afterwards only what has
+it is first asked for, in build/simt of the source checkout, and takes one to three minutes of two cores; afterwards only what has
 changed is compiled.
 """
 
@@ -114,7 +114,7 @@ def load(hooks: bool = False) -> ModuleType:
     headers = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include")
     flags = [f"-isystem{path}" for path in headers]
     if not (FOLDER / f"{_name(hooks)}.so").exists():
-        print("cuda_ext: compiling the CUDA kernels for the emulator, which takes a minute", file=sys.stderr)
+        print("cuda_ext: compiling the CUDA kernels for the emulator, which takes one to three minutes", file=sys.stderr)
     path = build_library(_name(hooks), kernels, [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
     spec = importlib.util.spec_from_file_location("_simt", path)
     assert spec is not None and spec.loader is not None

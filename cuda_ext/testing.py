@@ -97,7 +97,7 @@ def emulated(
 
     The kernels are the very sources that nvcc compiles, started by the same launchers with the same heuristics; an op
     without a CUDA kernel raises NotImplementedError. The first use compiles them with the C++ compiler, which takes
-    about a minute and a source checkout. All threads of the process are affected; blocks may be nested.
+    one to three minutes and a source checkout. All threads of the process are affected; blocks may be nested.
 
     Args:
         arch: the GPU that is emulated: "sm_80", "sm_89", which has less shared memory, or "sm_90a".

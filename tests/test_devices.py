@@ -158,6 +158,6 @@ def test_more_heads_than_a_grid_has_rows() -> None:
 
 def test_the_count_is_checked() -> None:
     for processors in (0, -1, 1.5):
-        with pytest.raises(ValueError, match=r"expected processors to be an int of at least 1"):
-            with testing.emulated(processors=processors):  # type: ignore[arg-type]
-                pass
+        expected = pytest.raises(ValueError, match=r"expected processors to be an int of at least 1")
+        with expected, testing.emulated(processors=processors):  # type: ignore[arg-type]
+            pass

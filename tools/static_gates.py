@@ -172,8 +172,8 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
     body = [(address, text) for address, text in code if address >= first]
     if not any("MMA." in text for _, text in body):
         return Loop()
-    # By address, the best way there: its copies, its instructions (negative, so that the most is the best), and how many
-    # of them, from the first on, stand between products.
+    # By address, the best way there: its copies, its instructions (negative: the fewest are best), and how many of them
+    # stand before the first product, between two, and behind the last.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {first: (0, 0, (0,))}
     for (address, text), (following, _) in zip(body, body[1:]):
         if address not in best:
@@ -346,7 +346,9 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
 
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
     """By architecture and name: the kernels in the document. Of shared memory, what it tells."""
-    row = re.compile(r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE)
+    row = re.compile(
+        r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE
+    )
     return {
         arch: {
             name: Kernel(

@@ -160,8 +160,8 @@ fault("a cluster not asked for", "rt/launch.cuh",
 fault("a cluster along z", "rt/launch.cuh", "clusterDim = {unsigned(config.cluster.x), unsigned(config.cluster.y), "
       "unsigned(config.cluster.z)}", "clusterDim = {unsigned(config.cluster.z), unsigned(config.cluster.y), "
       "unsigned(config.cluster.x)}", CLUSTER, "cluster_loads", "does not divide the grid")
-fault("more than 8 blocks of a cluster not asked for", "rt/launch.cuh", "  if (config.nonportable_cluster)\n    check(",
-      "  if (false)\n    check(", LAUNCHES, "cluster_of_16", "this kernel takes at most 8")
+fault("more than 8 blocks of a cluster not asked for", "rt/launch.cuh",
+      "  if (config.nonportable_cluster)", "  if (false)", LAUNCHES, "cluster_of_16", "this kernel takes at most 8")
 fault("blocks that wait not launched together", "rt/launch.cuh", "if (config.waits == Waits::kForAny)", "if (false)",
       GRID, "blocks_in_turn", DEADLOCK)
 fault("a programmatic launch that is none", "rt/launch.cuh", "if (config.programmatic)", "if (false)",
@@ -231,6 +231,8 @@ fault("a cluster of one, compiled for all", "arch/cluster.cuh", "#if __CUDA_ARCH
       "#if __CUDA_ARCH__ >= 9000\n#define CUDA_EXT_SM90", CLUSTER, "cluster_loads", VALUES)
 fault("stmatrix without .trans", "arch/mma.cuh", "stmatrix.sync.aligned.m8n8.x4.trans", "stmatrix.sync.aligned.m8n8.x4",
       SM90, "stmatrix_x4_trans")
+fault("a vector of sums with words swapped", "arch/memory.cuh", '"f"(values[0]), "f"(values[1])',
+      '"f"(values[1]), "f"(values[0])', MEMORY + "@90", "vector_reductions")
 fault("elect.sync of one lane", "arch/warp.cuh", "elect.sync _|p, 0xffffffff;", "elect.sync _|p, 1;",
       WARP + "@90", "elect_one", "the mask 0x00000001 leaves out")
 

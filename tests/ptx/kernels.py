@@ -35,9 +35,7 @@ class Kernels:
     def configure(self, *, compute_capability: int, lazy: bool, pct: bool, seed: int, check_races: bool,
                   ordered_sums: bool, threads: int, skip: tuple[str, int, str] | None,
                   processors: int = 4) -> None:  # fmt: skip
-        self._library.configure(
-            lazy, pct, seed, check_races, threads, ordered_sums, compute_capability, processors
-        )
+        self._library.configure(lazy, pct, seed, check_races, threads, ordered_sums, compute_capability, processors)
         self._library.skip(skip)
 
     def counters(self) -> dict[str, int]:
