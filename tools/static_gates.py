@@ -136,7 +136,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
             # From sm_90 on cuobjdump includes what the system reserves, of the kernels for which ptxas notes it.
             if kernel.shared_bytes >= RESERVED_SHARED_BYTES and not arch.startswith("sm_8"):
                 kernel.shared_bytes -= RESERVED_SHARED_BYTES
-    instruction = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)[^;]*)")
+    instruction = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]*)[^;]*)")
     code: list[tuple[int, str]] = []
     for arch, line in _by_arch(_dump(binary, "-sass")):
         if match := re.match(r"\s*Function : (\S+)", line):
