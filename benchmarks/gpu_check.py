@@ -445,11 +445,14 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
             report.write_again()
 
         def after(outcome: Outcome) -> None:
-            if outcome.stage.archive:
-                pack(Path(scratch), out / outcome.stage.archive)
-            empty(Path(scratch))
-            merge_logs(out)
-            report.gone += tidy(out, stages)
+            try:
+                if outcome.stage.archive:
+                    pack(Path(scratch), out / outcome.stage.archive)
+                empty(Path(scratch))
+                merge_logs(out)
+                report.gone += tidy(out, stages)
+            except OSError as error:  # a full disk, say
+                report.gone.append(f"what `{outcome.stage.name}` left: {error}")
             state.end(outcome)
             if outcome.stage.name == "build" and head_dims() != state.facts[-1]:
                 # What was learned with another library does not hold for this one.
