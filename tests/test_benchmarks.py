@@ -199,7 +199,7 @@ class TestMeasure:
 
 class TestWorker:
     ORDER: dict[str, Any] = {  # noqa: RUF012
-        "suite": "planted", "device": "cpu", "timer": "", "against_itself": False, "only": "", "ceilings": {},
+        "suite": "planted", "device": "cpu", "timer": "", "against_itself": False, "only": "", "done": [], "ceilings": {},
         "first": 0, "skip": {}, "deadline": 0.0,
     }  # fmt: skip
 
