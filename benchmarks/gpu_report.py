@@ -9,7 +9,6 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -47,7 +46,7 @@ def prepare(out: Path) -> None:
 def pack(scratch: Path, archive: Path) -> None:
     """Writes what is in `scratch` into `archive`."""
     if any(scratch.iterdir()):
-        with suppress(OSError), tarfile.open(archive, "w:gz") as tar:
+        with tarfile.open(archive, "w:gz") as tar:
             for path in sorted(scratch.iterdir()):
                 tar.add(path, arcname=path.name)
 

@@ -34,7 +34,8 @@ LEAST_FREE = 2 << 30
 
 LOG_HEAD, LOG_TAIL = 512 << 10, 256 << 10  # bytes kept of a stage's log
 KEY_LINES, TAIL_LINES, LINE = 60, 30, 300
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)  # before a fork, after which no library should be loaded
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_no_core_dump,
+            preexec_fn=_prepare,
         )
         assert process.stdout is not None
         pipe = process.stdout.fileno()
@@ -337,13 +338,19 @@ class _Disks:
         return ""
 
 
-def _no_core_dump() -> None:
+def _prepare() -> None:
+    """In the new process: it leaves no core dump, and ends with this one, however that ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _adopt_orphans() -> None:
     """Makes processes whose parent ends children of this one, in whatever session they are, so that they are found."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    _libc.prctl(option, value, 0, 0, 0)
 
 
 def _parents() -> dict[int, int]:

@@ -116,7 +116,8 @@ def load(hooks: bool = False) -> ModuleType:
     if not (FOLDER / f"{_name(hooks)}.so").exists():
         print("cuda_ext: compiling the CUDA kernels for the emulator, which takes one to three minutes", file=sys.stderr)
     path = build_library(_name(hooks), kernels, [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
-    spec = importlib.util.spec_from_file_location("_simt", path)
+    # By a name of its own: of two modules of one name pybind11 hands out the first again, whatever the file.
+    spec = importlib.util.spec_from_file_location(f"{_name(hooks)}._simt", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -58,6 +58,19 @@ def test_kernels_of_other_sources_are_refused() -> None:
         ops._emulate(table.data_ptr())
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_kernels_with_and_without_hooks_are_loaded_side_by_side(run_python: Callable, first: bool) -> None:
+    """Whichever comes first: kernels without hooks hide the races of plain accesses."""
+    code = f"""
+from cuda_ext import _emulator
+for hooks in ({first}, {not first}):
+    print(_emulator.load(hooks).__file__.rpartition("/")[2])
+"""
+    done = run_python("-c", code)
+    names = {False: "_simt.so", True: "_simt_hooks.so"}
+    assert done.returncode == 0 and done.stdout.split() == [names[first], names[not first]], done.stdout
+
+
 def test_without_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_emulator, "CSRC", tmp_path / "csrc")
     with pytest.raises(

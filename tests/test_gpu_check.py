@@ -260,6 +260,9 @@ print("measured", flush=True)
 """
 
 
+SLEEPS = "import os; print(os.getpid(), file=open(sys.argv[3], 'w'), flush=True); time.sleep(99)"
+
+
 def measurement(side: str, ratio: float | None = None, failure: str = "") -> str:
     seconds = None if failure else 1e-3
     m = Measurement(
@@ -272,12 +275,16 @@ def test_partial_results_are_there_when_it_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     stages = [
         python("gemm", MEASURE, "{out}", measurement("torch", 2.0)),
-        python("more", MEASURE + "time.sleep(99)", "{out}", measurement("other", 0.5)),
+        python("more", MEASURE + SLEEPS, "{out}", measurement("other", 0.5), str(tmp_path / "pid")),
     ]
     process = start(out, stages)
-    wait_for(out / "results.jsonl", 2)
+    (pid,) = wait_for(tmp_path / "pid", 1)
     process.kill()
     process.join()
+    end = time.monotonic() + 60
+    while is_alive(int(pid)):  # what nobody waits for
+        assert time.monotonic() < end
+        time.sleep(0.01)
     assert verdicts(out) == {"gemm": "passed", "more": "running"}
     assert "| gemm | bfloat16 | torch | 2.00 | 1 |" in (out / "report.md").read_text()
     lines = (out / "results.jsonl").read_text().splitlines()
