@@ -1,8 +1,8 @@
 """Builds kernels for the emulator of csrc/simt, with the C++ compiler alone, and loads it into this process.
 
 Kernels are compiled a second time, as C++, and linked with the emulator instead of the CUDA runtime. That happens when
-it is first asked for, in build/simt of the source checkout, and takes one to three minutes of two cores; afterwards only what has
-changed is compiled.
+it is first asked for, in build/simt of the source checkout, and takes one to three minutes of two cores. Afterwards
+only what has changed is compiled.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def load(hooks: bool = False) -> ModuleType:
     headers = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include")
     flags = [f"-isystem{path}" for path in headers]
     if not (FOLDER / f"{_name(hooks)}.so").exists():
-        print("cuda_ext: compiling the CUDA kernels for the emulator, which takes one to three minutes", file=sys.stderr)
+        print("cuda_ext: compiling the CUDA kernels for the emulator takes one to three minutes", file=sys.stderr)
     path = build_library(_name(hooks), kernels, [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
     # By a name of its own: of two modules of one name pybind11 hands out the first again, whatever the file.
     spec = importlib.util.spec_from_file_location(f"{_name(hooks)}._simt", path)
