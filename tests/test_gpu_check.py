@@ -360,7 +360,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
         python("fails", COUNTS + "sys.exit(3)", str(runs), "fails"),
         python("records", COUNTS + golden, str(runs), "records", "{scratch}", archive="golden.tar.gz"),
         python("measures", MEASURE, "{out}", measurement("torch", 2.0)),
-        python("hangs", GOES_ON, str(runs), "hangs", "{state}", most=3, least=1),
+        python("hangs", GOES_ON, str(runs), "hangs", "{state}", most=6, least=1),
         python("partial", TAKES_ITS_TIME, str(runs), "partial", "{state}"),
         python("always", COUNTS, str(runs), "always", repeats=True),
     ]
@@ -370,7 +370,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     assert runs.read_text() == "fails records hangs partial always "
     lines = (tmp_path / "first" / "report.md").read_text().splitlines()
     assert lines[2] == "- **BROKEN: fails**: exit status 3"
-    assert lines[3].startswith("- **STOPPED: hangs**: not done within its 3 s")
+    assert lines[3].startswith("- **STOPPED: hangs**: not done within its 6 s")
     assert "- Not finished: hangs, partial; the same command goes on with them" in lines
 
     status, terminal, found = check(tmp_path / "second", stages, *state)
@@ -462,8 +462,8 @@ def test_estimates_are_told_before_and_beside_the_times(tmp_path: Path) -> None:
     _, terminal, _ = check(tmp_path / "out", stages)
     assert "Seconds that stages should take: short 3, long 40; 43 of 30\n" in terminal
     report = (tmp_path / "out" / "report.md").read_text()
-    assert re.search(r"^\| long \| passed \| 40 \| 2[67] \| 0\.\d \|  \|$", report, re.MULTILINE)
-    assert re.search(r"^\| all \| \| 43 \| \| [01]\.\d \| \|$", report, re.MULTILINE)
+    assert re.search(r"^\| long \| passed \| 40 \| 2\d \| \d\.\d \|  \|$", report, re.MULTILINE)
+    assert re.search(r"^\| all \| \| 43 \| \| \d\.\d \| \|$", report, re.MULTILINE)
 
 
 def test_early_stages_get_what_they_need_and_later_ones_wait(tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_early_stages_get_what_they_need_and_later_ones_wait(tmp_path: Path) -> 
     _, terminal, found = check(tmp_path / "out", stages)
     limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
     # Twice the estimate, beside a hundred seconds to come; but no more than that for one that takes what it is given.
-    assert limits["builds"] in ("0:11", "0:12") and limits["measures"] in ("0:05", "0:06")
+    assert limits["builds"] in ("0:11", "0:12") and limits["measures"] in ("0:04", "0:05", "0:06")
     assert found["tests"] == "not run"
 
 
@@ -645,10 +645,10 @@ if not dims or len(sys.argv) > 2:
     time.sleep(99)
 """
     command = [sys.executable, "-c", code, str(tmp_path / "built")]
-    assert build_in_time.main(["--minutes", "0.02"], command) == 0
+    assert build_in_time.main(["--minutes", "0.1"], command) == 0
     assert (tmp_path / "built").read_text() == "[][64,128]"
-    assert "cuda_ext: all head dims take longer than 1 s; going on with 64,128 only, and with" in capfd.readouterr().out
-    assert build_in_time.main(["--minutes", "0.02"], [*command, "hangs"]) == 1
+    assert "cuda_ext: all head dims take longer than 4 s; going on with 64,128 only, and with" in capfd.readouterr().out
+    assert build_in_time.main(["--minutes", "0.05"], [*command, "hangs"]) == 1
     assert "the next call goes on with what is left to compile" in capfd.readouterr().out
     (tmp_path / "built").unlink()
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
