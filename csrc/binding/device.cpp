@@ -66,10 +66,17 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
     check_architecture(op, device);
     kernels = &linked;
   }
+#else
+  TORCH_CHECK_NOT_IMPLEMENTED(!device.is_cuda(), CUDA_EXT_OP(""), op, ": expected tensors on the CPU, got device ",
+                              device,
+                              ": this build of cuda_ext has no CUDA kernels, and `python -m cuda_ext.info` says "
+                              "why; rebuild with CUDA_EXT_CUDA=1 pip install --no-build-isolation .");
 #endif
-  TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr && type != at::kDouble, CUDA_EXT_OP(""), op,
-                              ": no CUDA kernel is built for ", type, " on device ", device,
-                              "; move the tensors to the CPU with .cpu()");
+  TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr, CUDA_EXT_OP(""), op,
+                              ": expected tensors on a CUDA device or the CPU, ", "got device ", device);
+  TORCH_CHECK_NOT_IMPLEMENTED(type != at::kDouble, CUDA_EXT_OP(""), op,
+                              ": expected float16, bfloat16 or float32 for the CUDA kernels, got float64; convert the "
+                              "tensors, or move them to the CPU with .cpu()");
   return kernels;
 }
 
