@@ -18,15 +18,8 @@ std::mutex guards_mutex;
 int guards = 0;
 struct sigaction previous_actions[std::size(kSignals)];
 
-struct BadAccess {
-  const void* memory;
-  const void* code;
-};
-thread_local BadAccess bad_access;
-thread_local std::byte* landing_top = nullptr;
-
 // Runs as if the kernel had called it, on a stack of its own: the fiber's may be the bad memory.
-[[noreturn]] void land() { machine->bad_memory(bad_access.memory, bad_access.code); }
+[[noreturn]] void land() { machine->bad_memory(machine->guard().memory, machine->guard().code); }
 
 void on_signal(int signal, siginfo_t* info, void* context) {
   if (machine == nullptr || !machine->is_running()) {  // not a kernel: whoever was there before takes it again
@@ -35,13 +28,15 @@ void on_signal(int signal, siginfo_t* info, void* context) {
     return;
   }
   auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext;
-  const uintptr_t top = reinterpret_cast<uintptr_t>(landing_top) & ~uintptr_t(15);
+  MemoryGuard& guard = machine->guard();
+  guard.memory = info->si_addr;
+  const uintptr_t top = reinterpret_cast<uintptr_t>(guard.landing_top()) & ~uintptr_t(15);
 #if defined(__x86_64__)
-  bad_access = {info->si_addr, reinterpret_cast<const void*>(registers.gregs[REG_RIP])};
+  guard.code = reinterpret_cast<const void*>(registers.gregs[REG_RIP]);
   registers.gregs[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&land));
   registers.gregs[REG_RSP] = greg_t(top - 8);  // as after a call
 #else
-  bad_access = {info->si_addr, reinterpret_cast<const void*>(registers.pc)};
+  guard.code = reinterpret_cast<const void*>(registers.pc);
   registers.pc = reinterpret_cast<uintptr_t>(&land);
   registers.sp = top;
 #endif
@@ -50,7 +45,6 @@ void on_signal(int signal, siginfo_t* info, void* context) {
 }  // namespace
 
 MemoryGuard::MemoryGuard() : signal_stack_(kSignalStackBytes), landing_stack_(kLandingStackBytes) {
-  landing_top = landing_stack_.data() + landing_stack_.size() - 64;
   stack_t mine{}, before{};
   mine.ss_sp = signal_stack_.data();
   mine.ss_size = signal_stack_.size();

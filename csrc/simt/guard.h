@@ -15,6 +15,11 @@ class MemoryGuard {
   MemoryGuard(const MemoryGuard&) = delete;
   MemoryGuard& operator=(const MemoryGuard&) = delete;
 
+  // The access that the last signal told of, and the top of the stack on which the kernel's thread then goes on.
+  const void* memory = nullptr;
+  const void* code = nullptr;
+  std::byte* landing_top() { return landing_stack_.data() + landing_stack_.size() - 64; }
+
  private:
   std::vector<std::byte> signal_stack_, landing_stack_;
   void* previous_stack_;

@@ -81,8 +81,8 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
   std::mutex failure_mutex;
   std::exception_ptr failure;
   const auto work = [&] {
-    const MemoryGuard guard;
-    Machine emulated(kernel, geometry, thread);
+    MemoryGuard guard;
+    Machine emulated(kernel, geometry, thread, guard);
     try {
       for (int64_t first; (first = next.fetch_add(together)) < clusters;) {
         std::vector<int64_t> batch(size_t(std::min(together, clusters - first)));

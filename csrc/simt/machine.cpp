@@ -5,12 +5,15 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <mutex>
 #include <utility>
 
 #include "simt/checker.h"
 
 namespace cuda_ext::simt {
 
+// The only thread-local variable: what a library has of them comes out of the little room that a process keeps for
+// libraries which it loads late.
 thread_local Machine* machine = nullptr;
 
 namespace {
@@ -18,8 +21,21 @@ namespace {
 constexpr uint32_t kCanaryBytes = 256;
 constexpr auto kCanary = std::byte{0xa5};
 
-// Stacks are kept for the next launch of this thread.
-thread_local std::vector<Stack> stack_pool;
+// Stacks are kept for later launches.
+std::mutex free_stacks_mutex;
+std::vector<std::vector<Stack>> free_stacks;
+
+std::vector<Stack> take_stacks() {
+  const std::lock_guard<std::mutex> lock(free_stacks_mutex);
+  if (free_stacks.empty()) return {};
+  std::vector<Stack> stacks = std::move(free_stacks.back());
+  free_stacks.pop_back();
+  return stacks;
+}
+void give_back(std::vector<Stack> stacks) {
+  const std::lock_guard<std::mutex> lock(free_stacks_mutex);
+  free_stacks.push_back(std::move(stacks));
+}
 
 std::string format_text(const char* format, va_list arguments) {
   va_list again;
@@ -70,10 +86,12 @@ void fiber_main() {
   machine->finish_current();
 }
 
-Machine::Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread)
+Machine::Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread, MemoryGuard& guard)
     : kernel_(kernel),
       geometry_(geometry),
       thread_(thread),
+      guard_(guard),
+      stacks_(take_stacks()),
       options_(options()),
       random_state_(options_.seed * 0x9e3779b97f4a7c15 + 0x1234567) {
   if (options_.check_races) checker_ = std::make_unique<Checker>(*this);
@@ -82,6 +100,7 @@ Machine::Machine(const char* kernel, const Geometry& geometry, const std::functi
 Machine::~Machine() {
   for (auto& block : blocks_)
     if (block->shared != nullptr) std::free(block->shared);
+  give_back(std::move(stacks_));
 }
 
 uint64_t Machine::random() {  // splitmix64
@@ -137,8 +156,8 @@ void Machine::start_block(int64_t cluster, int rank) {
     fiber.lane = t % kLanes;
     fiber.thread = t;
     fiber.index = block->number * threads + t;
-    if (stack_pool.size() <= size_t(fiber.index)) stack_pool.emplace_back();
-    fiber.stack = &stack_pool[fiber.index];
+    if (stacks_.size() <= size_t(fiber.index)) stacks_.emplace_back();
+    fiber.stack = &stacks_[fiber.index];
   }
   blocks_.push_back(std::move(block));
 }
@@ -153,7 +172,7 @@ void Machine::run(const std::vector<int64_t>& clusters) {
   order_.clear();
   turn_ = 0;
   const size_t num_threads = clusters.size() * size_t(geometry_.cluster.count()) * size_t(geometry_.block);
-  if (stack_pool.capacity() < num_threads) stack_pool.reserve(num_threads);
+  stacks_.reserve(num_threads);
   if (checker_) checker_->start_blocks(num_threads);
   for (const int64_t cluster : clusters) {
     clusters_.push_back(std::make_unique<Cluster>());
@@ -164,7 +183,7 @@ void Machine::run(const std::vector<int64_t>& clusters) {
     fibers_left_ += geometry_.block;
     for (int t = 0; t < geometry_.block; ++t) {
       Fiber& fiber = block->fibers[t];
-      fiber.stack_pointer = stack_pool[fiber.index].prepare(fiber_main, size_t(fiber.index));
+      fiber.stack_pointer = stacks_[fiber.index].prepare(fiber_main, size_t(fiber.index));
     }
   }
   count(Count::kBlocks) += blocks_.size();

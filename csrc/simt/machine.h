@@ -203,9 +203,11 @@ struct Block {
 // Something the hardware does on its own: when it acts, fibers may become runnable.
 using Action = std::function<void()>;
 
+class MemoryGuard;
+
 class Machine {
  public:
-  Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread);
+  Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread, MemoryGuard& guard);
   ~Machine();
 
   // Runs cluster `cluster` of the grid (a block, where there are no clusters) to its end.
@@ -214,6 +216,7 @@ class Machine {
   Fiber& current() { return *current_; }
   bool is_running() const { return current_ != nullptr; }
   const Geometry& geometry() const { return geometry_; }
+  MemoryGuard& guard() { return guard_; }
   bool ordered_sums() const { return options_.ordered_sums; }
   bool lazy() const { return options_.completion == Completion::kLazy; }
   Checker* checker() { return checker_.get(); }
@@ -295,6 +298,8 @@ class Machine {
   const char* kernel_;
   Geometry geometry_;
   const std::function<void()>& thread_;
+  MemoryGuard& guard_;
+  std::vector<Stack> stacks_;  // of the fibers
   Options options_;
   Counters counters_{};
   std::unique_ptr<Checker> checker_;

@@ -49,6 +49,7 @@ class Library:
     """Kernels and the emulator in one shared library."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._c = ctypes.CDLL(str(path))
         self._c.conformance_name.restype = ctypes.c_char_p
         self._c.conformance_in_bytes.restype = ctypes.c_size_t

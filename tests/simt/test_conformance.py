@@ -6,6 +6,8 @@ bits.
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -368,6 +370,14 @@ def library(request: pytest.FixtureRequest) -> Library:
 @every_build()
 def test_every_case_has_a_reference(library: Library, request: pytest.FixtureRequest) -> None:
     assert set(library.index) == cases_of(request.node.callspec.params["library"])
+
+
+@every_build()
+def test_a_process_can_load_many_libraries(library: Library) -> None:
+    """glibc keeps a few hundred bytes for the thread-local variables of all libraries that a process loads late."""
+    table = subprocess.run(["readelf", "-lW", library.path], capture_output=True, text=True, check=True).stdout
+    (size,) = re.findall(r"^ +TLS +(?:0x[0-9a-f]+ +){4}(0x[0-9a-f]+)", table, re.MULTILINE)
+    assert int(size, 16) <= 32
 
 
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
