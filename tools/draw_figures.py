@@ -2,8 +2,8 @@
 
     python tools/draw_figures.py      # writes docs/figures/*.svg
 
-`tests/test_docs.py` fails while the committed figures are not the ones that this script draws, and while FLOORS is not
-what the sources include and import.
+`tests/test_docs.py` fails if the committed figures differ from what this script draws, or LAYERS from what the sources
+include and import.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Room:
-    """Files that import from the same places. ``uses``: the keys of the rooms that they import from."""
+class Part:
+    """Files that import from the same places. ``uses``: the keys of the parts that they import from."""
 
     key: str
     title: str
@@ -36,52 +36,52 @@ class Room:
     fill: str
 
 
-class Floor:
-    def __init__(self, name: str, *rooms: Room) -> None:
-        self.name, self.rooms = name, rooms
+class Layer:
+    def __init__(self, name: str, *parts: Part) -> None:
+        self.name, self.parts = name, parts
 
 
-# From top to bottom and from left to right: a room uses only rooms that come after it.
-FLOORS = (
-    Floor(
+# From top to bottom and from left to right: a part uses only parts that come after it.
+LAYERS = (
+    Layer(
         "5 what is built\non the ops",
-        Room("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
-        Room("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
-        Room("distributed", "cuda_ext/distributed", "gradients over ranks", "public ops, support", PYTHON),
-        Room("testing", "cuda_ext/testing.py", "references, emulated()", "support", PYTHON),
+        Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
+        Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
+        Part("distributed", "cuda_ext/distributed", "gradients over ranks", "public ops, support", PYTHON),
+        Part("testing", "cuda_ext/testing.py", "references, emulated()", "support", PYTHON),
     ),
-    Floor(
+    Layer(
         "4 public ops",
-        Room("public ops", "cuda_ext/{gemm, attention, bucket, ops}.py", "functions, fakes, vmap", "support", PYTHON),
-        Room("support", "cuda_ext/_*.py, dev.py, info.py", "loading, building, shared checks", "", PYTHON),
+        Part("public ops", "cuda_ext/{gemm, attention, bucket, ops}.py", "functions, fakes, vmap", "support", PYTHON),
+        Part("support", "cuda_ext/_*.py, dev.py, info.py", "loading, building, shared checks", "", PYTHON),
     ),
-    Floor(
+    Layer(
         "3 ops in C++",
-        Room("emulated", "csrc/emulated", "the module _simt", "table, attention, gemm, bucket, simt", KERNEL),
-        Room("attention op", "csrc/attention", "op: includes torch", "gemm op, binding, attention, base", TORCH),
-        Room("bucket op", "csrc/bucket", "op: includes torch", "binding, bucket", TORCH),
-        Room("gemm op", "csrc/gemm", "op: includes torch", "binding, gemm", TORCH),
-        Room("binding", "csrc/binding", "shared: includes torch", "table, cpu, cuda, base", TORCH),
-        Room("table", "cuda_kernels.h", "csrc/binding: launchers", "attention, gemm, bucket", KERNEL),
+        Part("emulated", "csrc/emulated", "the module _simt", "table, attention, gemm, bucket, simt", KERNEL),
+        Part("attention op", "csrc/attention", "op: includes torch", "gemm op, binding, attention, base", TORCH),
+        Part("bucket op", "csrc/bucket", "op: includes torch", "binding, bucket", TORCH),
+        Part("gemm op", "csrc/gemm", "op: includes torch", "binding, gemm", TORCH),
+        Part("binding", "csrc/binding", "shared: includes torch", "table, cpu, cuda, base", TORCH),
+        Part("table", "cuda_kernels.h", "csrc/binding: launchers", "attention, gemm, bucket", KERNEL),
     ),
-    Floor(
+    Layer(
         "2 kernels and\nlaunchers",
-        Room("attention", "csrc/attention", "kernels, CPU and CUDA", "tile, rt, arch, cpu, base", KERNEL),
-        Room("gemm", "csrc/gemm", "kernels, CPU and CUDA", "tile, rt, arch, cpu, base", KERNEL),
-        Room("bucket", "csrc/bucket", "kernels, CPU and CUDA", "rt, arch, cpu, base", KERNEL),
-        Room("tile", "csrc/tile", "tiles that kernels share", "arch", KERNEL),
+        Part("attention", "csrc/attention", "kernels, CPU and CUDA", "tile, rt, arch, cpu, base", KERNEL),
+        Part("gemm", "csrc/gemm", "kernels, CPU and CUDA", "tile, rt, arch, cpu, base", KERNEL),
+        Part("bucket", "csrc/bucket", "kernels, CPU and CUDA", "rt, arch, cpu, base", KERNEL),
+        Part("tile", "csrc/tile", "tiles that kernels share", "arch", KERNEL),
     ),
-    Floor(
+    Layer(
         "1 hardware",
-        Room("rt", "csrc/rt", "launch, device, tensor map", "arch, simt", HARDWARE),
-        Room("arch", "csrc/arch", "one function per instruction", "simt, base", HARDWARE),
-        Room("cpu", "csrc/cpu", "vectors, instruction sets", "base", HARDWARE),
-        Room("cuda", "csrc/cuda", "device probe", "", HARDWARE),
+        Part("rt", "csrc/rt", "launch, device, tensor map", "arch, simt", HARDWARE),
+        Part("arch", "csrc/arch", "one function per instruction", "simt, base", HARDWARE),
+        Part("cpu", "csrc/cpu", "vectors, instruction sets", "base", HARDWARE),
+        Part("cuda", "csrc/cuda", "device probe", "", HARDWARE),
     ),
-    Floor(
+    Layer(
         "0 foundation",
-        Room("simt", "csrc/simt", "the emulator", "base", BASE),
-        Room("base", "csrc/base", "dtypes, Philox, workspace", "", BASE),
+        Part("simt", "csrc/simt", "the emulator", "base", BASE),
+        Part("base", "csrc/base", "dtypes, Philox, workspace", "", BASE),
     ),
 )
 
@@ -104,12 +104,12 @@ class Drawing:
         bold: bool = False,
         colour: str = INK,
         mono: bool = False,
-        room: float | None = None,
+        limit: float | None = None,
     ) -> None:
-        """`y` is the baseline. Raises ValueError if the text may be wider than `room`."""
+        """`y` is the baseline. Raises ValueError if the text may be wider than `limit`."""
         width = len(text) * size * (MONO_WIDTH if mono else SANS_WIDTH)
-        if room is not None and width > room:
-            raise ValueError(f"{self.title}: {text!r} takes about {width:.0f} of {room:.0f} pixels; shorten it")
+        if limit is not None and width > limit:
+            raise ValueError(f"{self.title}: {text!r} takes about {width:.0f} of {limit:.0f} pixels; shorten it")
         left = {"start": x, "middle": x - width / 2, "end": x - width}[anchor]
         if left < 0 or left + width > self.width:
             raise ValueError(f"{self.title}: {text!r} leaves the figure")
@@ -142,9 +142,9 @@ class Drawing:
             raise ValueError(f"{self.title}: the box of {title!r} is too low for its {len(lines)} notes")
         top = y + (height - len(lines) * pitch) / 2 + 4
         middle = x + width / 2
-        self.text(middle, top, title, anchor="middle", bold=True, mono=mono, room=width - 6)
+        self.text(middle, top, title, anchor="middle", bold=True, mono=mono, limit=width - 6)
         for number, line in enumerate(lines, 1):
-            self.text(middle, top + number * pitch, line, size=11, anchor="middle", colour=GREY, room=width - 6)
+            self.text(middle, top + number * pitch, line, size=11, anchor="middle", colour=GREY, limit=width - 6)
 
     def line(self, *points: Point, colour: str = INK, arrow: bool = True, dashed: bool = False) -> None:
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
@@ -178,18 +178,18 @@ class Drawing:
         )
 
 
-def floors() -> Drawing:
+def layers() -> Drawing:
     margin, label, gap, height, pitch = 12, 104, 10, 80, 94
-    d = Drawing(1080, 2 * margin + len(FLOORS) * pitch - 14, "Who may include or import whom")
-    for row, floor in enumerate(FLOORS):
+    d = Drawing(1080, 2 * margin + len(LAYERS) * pitch - 14, "Who may include or import whom")
+    for row, layer in enumerate(LAYERS):
         y = margin + row * pitch
-        for number, line in enumerate(floor.name.split("\n")):
-            d.text(margin, y + 36 + 16 * number, line, bold=True, room=label)
-        width = (d.width - 2 * margin - label - gap * (len(floor.rooms) - 1)) / len(floor.rooms)
-        for column, room in enumerate(floor.rooms):
+        for number, line in enumerate(layer.name.split("\n")):
+            d.text(margin, y + 36 + 16 * number, line, bold=True, limit=label)
+        width = (d.width - 2 * margin - label - gap * (len(layer.parts) - 1)) / len(layer.parts)
+        for column, part in enumerate(layer.parts):
             x = margin + label + column * (width + gap)
-            lines = wrap(f"uses {room.uses or 'no other'}", int((width - 8) / (11 * SANS_WIDTH)))
-            d.box((x, y, width, height), room.fill, room.title, "\n".join([room.note, *lines]))
+            lines = wrap(f"uses {part.uses or 'no other'}", int((width - 8) / (11 * SANS_WIDTH)))
+            d.box((x, y, width, height), part.fill, part.title, "\n".join([part.note, *lines]))
     return d
 
 
@@ -348,7 +348,9 @@ def backward() -> Drawing:
     d.line((middle, 75), (160, 75), (160, 152))
     d.line((middle + width, 75), (920, 75), (920, 152))
 
-    d.box((left, 300, width, 62), PYTHON, "Arena", "arena.py: one flat buffer for each\ndtype, allocated once")
+    d.box(
+        (left, 300, width, 62), PYTHON, "Arena", "arena.py: flat memory of a dtype,\nallocated once, cut into buckets"
+    )
     maps = "bucket.py, csrc/binding/gradient_slots.cpp:\nwhich view of a bucket belongs\nto which parameter"
     d.box((middle, 300, width, 78), TORCH, "GradientSlots", maps)
     holds = "gradient_bucket.py: wire (what travels),\nviews (parameter.grad), arrived, missing,\n"
@@ -371,7 +373,7 @@ def backward() -> Drawing:
 
     d.line((480, 530), (480, 378), colour=BLUE)
     d.step(480, 434, 1)
-    d.note(496, 430, "the product stores weight\ngradients in the wire, / ranks", colour=BLUE)
+    d.note(496, 430, "the product stores weight\ngradients in their bucket", colour=BLUE)
     d.line((640, 530), (640, 500), (760, 500), (760, 250), (850, 250), (850, 230), colour=BLUE)
     d.step(760, 440, 2)
     d.note(776, 418, "a gradient\nhas come", colour=BLUE)
@@ -438,7 +440,7 @@ def emulator() -> Drawing:
     d.line((270, 242), (310, 242))
 
     d.rectangle(310, 44, 480, 320, "#f6f8fa")
-    d.text(324, 66, "Machine: blocks that are resident on one thread of the host", bold=True, room=460)
+    d.text(324, 66, "Machine: blocks that are resident on one thread of the host", bold=True, limit=460)
     poison = "1 KiB reserved, then NaNs until it is written"
     d.box((324, 80, 452, 36), HARDWARE, "shared memory of the block", poison, mono=False)
     fills = {"r": KERNEL, "p": BASE, "m": "#f6c79b", "x": "#4aa564"}
@@ -459,11 +461,11 @@ def emulator() -> Drawing:
         324,
         336,
         "A bar is a fiber: one CUDA thread and its stack of 96 KiB. One runs;\n"
-        "cuda_ext_simt_switch (fiber.cpp) saves its registers, loads the next's.",
+        "cuda_ext_simt_switch (fiber.cpp) saves its registers and loads the next.",
     )
 
-    d.text(830, 66, "in_flight_: started, not done", bold=True, room=240)
-    d.box((830, 80, 230, 48), HARDWARE, "bulk engine", "tma.cpp: tiles, bytes, reductions", mono=False)
+    d.text(830, 66, "in_flight_: started, not done", bold=True, limit=240)
+    d.box((830, 80, 230, 48), HARDWARE, "bulk engine", "tma.cpp: loads of tiles and bytes", mono=False)
     d.box((830, 140, 230, 48), HARDWARE, "tensor cores", "wgmma.cpp: products of a warpgroup", mono=False)
     d.line((790, 152), (830, 152), colour=BLUE)
     d.line((945, 188), (945, 242), (790, 242), colour=BLUE)
@@ -505,13 +507,13 @@ def emulator() -> Drawing:
         x, width = 20 + 175 * number, 165
         d.rectangle(x, 420, width, 124, BASE)
         d.text(x + width / 2, 442, name, anchor="middle", bold=True, mono=True)
-        d.text(x + width / 2, 464, instructions, size=11, anchor="middle", room=width)
+        d.text(x + width / 2, 464, instructions, size=11, anchor="middle", limit=width)
         d.note(x + width / 2, 489, what, anchor="middle")
     return d
 
 
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
-    f"{draw.__name__}.svg": draw for draw in (floors, linear, attention, backward, overlap, emulator)
+    f"{draw.__name__}.svg": draw for draw in (layers, linear, attention, backward, overlap, emulator)
 }
 
 
