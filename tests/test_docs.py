@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import draw_figures
 DOCS, CSRC, PACKAGE = ROOT / "docs", ROOT / "csrc", ROOT / "cuda_ext"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 OVERVIEW = (DOCS / "architecture.md").read_text()
+SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp", ".inc"}
 FILE = re.compile(r"[\w./*-]+\.(?:py|h|cuh|cu|cpp|inc|md|json|txt|svg)")
 PARTS = {part.key: set(part.uses.split(", ")) - {""} for layer in draw_figures.LAYERS for part in layer.parts}
 
@@ -75,6 +77,24 @@ def test_figures_are_those_that_are_drawn() -> None:
     committed = {path.name: path.read_text() for path in draw_figures.FIGURES.iterdir()}
     assert committed == drawn, "run python tools/draw_figures.py"
     assert {f"figures/{name}" for name in drawn} <= set(links(DOCS / "architecture.md"))
+
+
+def test_names_in_the_figures_exist() -> None:
+    texts = [
+        unescape(text) for draw in draw_figures.DRAWINGS.values() for text in re.findall(r">([^<]+)<", draw().svg())
+    ]
+    sources = {
+        path.name: path.read_text()
+        for folder in (CSRC, PACKAGE)
+        for path in folder.rglob("*.*")
+        if path.suffix in SUFFIXES
+    }
+    known = set(re.findall(r"\w+", " ".join(sources.values())))
+    words = {word for text in texts for word in re.findall(r"[\w.]+", text) if "_" in word or "." in word}
+    files = {word for word in words if Path(word).suffix in SUFFIXES}
+    assert len(files) > 15 and len(words) > 50
+    assert not {file for file in files if file not in sources}
+    assert not {word for word in words - files if not set(word.strip(".").split(".")) <= known}
 
 
 # The layers, as the sources have them.
