@@ -1,9 +1,8 @@
 """Checkpoints that survive a power cut, a full disk and a killed process.
 
-Each is a file of its own, ``checkpoint-<step>.pt``, readable by `torch.load`. It is written under another name,
-synced to the disk, and only then renamed, so that a file with a checkpoint's name is complete or damaged by something
-else; whoever reads it notices damage. The one before it is kept, and nothing here ever writes over a file that does not
-load.
+Each checkpoint is one file, ``checkpoint-<step>.pt``, readable by `torch.load`. It is written under a temporary name,
+synced to the disk and only then renamed, so a file with a checkpoint's name is complete unless something else damaged
+it; `read` detects such damage. The previous checkpoint is kept, and nothing here overwrites a file that does not load.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch.save turns some failures of the disk into RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save reports some disk errors as RuntimeError
         partial.unlink(missing_ok=True)
         raise UserError(
             f"cannot write {path} ({error}): make room there or choose another --out; older checkpoints are untouched"
         ) from error
     os.replace(partial, path)
-    if os.name == "posix":  # the rename itself reaches the disk with its directory
+    if os.name == "posix":  # the rename is on disk only once the directory is synced
         directory = os.open(folder, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
@@ -55,13 +54,13 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 class Damaged(Exception):
-    """A checkpoint cannot be gone on from; the message says why."""
+    """A checkpoint that cannot be resumed from; the message says why."""
 
 
 def read(path: Path, required: Iterable[str]) -> dict[str, Any]:
-    """What `save` got, on the CPU. ``required`` are the keys it has to have. Raises Damaged."""
+    """The state given to `save`, on the CPU. ``required`` are the keys it must contain. Raises Damaged."""
     try:
-        # torch.save writes a zip archive, with a checksum of each tensor that torch.load does not look at.
+        # torch.save writes a zip archive with a checksum for each tensor, which torch.load does not verify.
         with zipfile.ZipFile(path) as archive:
             if record := archive.testzip():
                 raise Damaged(f"{record} does not have the checksum it was written with")
@@ -69,7 +68,7 @@ def read(path: Path, required: Iterable[str]) -> dict[str, Any]:
         missing = [key for key in required if key not in state]
     except (Damaged, MemoryError):
         raise
-    except Exception as error:  # zipfile and torch.load raise whatever the damaged bytes lead them into
+    except Exception as error:  # on damaged bytes zipfile and torch.load can raise anything
         raise Damaged(str(error).strip().split("\n")[0] or type(error).__name__) from error
     if missing:
         raise Damaged(f"no {', '.join(missing)} in it")
@@ -77,7 +76,7 @@ def read(path: Path, required: Iterable[str]) -> dict[str, Any]:
 
 
 def newest(folder: Path, required: Iterable[str]) -> Path:
-    """The newest checkpoint of a folder, checked as `read` does."""
+    """The newest checkpoint of a folder, verified by `read`. Raises UserError if there is none or it is damaged."""
     found = checkpoints(folder)
     if not found:
         raise UserError(
@@ -101,8 +100,8 @@ def newest(folder: Path, required: Iterable[str]) -> Path:
 
 
 def newest_sound(folder: Path, required: Iterable[str], say: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint of a folder that `read` can read, or None. Newer ones are kept under another name, so that
-    the run that goes on does not write over them; ``say`` is told of each."""
+    """The newest checkpoint of a folder that `read` accepts, or None. Newer, damaged ones are renamed, so that the
+    resumed run does not overwrite them; ``say`` is called with a message for each."""
     for path in reversed(checkpoints(folder)):
         try:
             read(path, required)
@@ -123,14 +122,14 @@ def _described(path: Path, reason: Damaged) -> str:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or where that is taken, the first of path-2, path-3, ... that is not."""
+    """``path``, or the first of path-2, path-3, ... that does not exist."""
     candidates = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(p for p in itertools.chain([path], candidates) if not p.exists())
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Moves the checkpoints of an earlier run into a new folder beside them, so that a new run neither overwrites nor
-    removes them."""
+    """Moves the checkpoints of an earlier run into a new subfolder, so that a new run neither overwrites nor removes
+    them. Returns the subfolder, or None if there are no checkpoints."""
     if not (found := checkpoints(folder)):
         return None
     number = 1

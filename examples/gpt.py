@@ -1,7 +1,7 @@
-"""A byte-level GPT in the style of Llama: the model, its plain PyTorch twin, and what is done with a trained one.
+"""A byte-level, Llama-style GPT: the model, the same model in plain PyTorch, scoring and sampling.
 
 Pre-norm blocks of grouped-query attention with rotary positions and a SwiGLU feed-forward layer, RMSNorm, no biases
-(Touvron et al., arXiv 2302.13971). Bytes are the tokens, so there is no tokenizer, and any file is a text.
+(Touvron et al., arXiv 2302.13971). Tokens are bytes, so there is no tokenizer, and any file can be the text.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (B, S) int64 -> logits of the byte after each (B, S, 256) float32; with ``targets`` (B, S) the mean loss
-    in nats, a scalar."""
+    """Maps bytes (B, S) int64 to logits of the next byte (B, S, 256) float32, or with ``targets`` (B, S) to the mean
+    loss in nats, a scalar."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class GPT(nn.Module):
         self.reset_parameters(config.layers)
 
     def reset_parameters(self, layers: int) -> None:
-        """Normal with the deviation 1 / sqrt(fan in), as a product keeps its size then, except that
+        """Normal with standard deviation 1 / sqrt(fan in), which preserves the scale of activations, except that
 
-        - what is added to the residual stream is smaller by sqrt(2 x layers), so that the stream keeps its size;
-        - embeddings have the deviation 0.5, with which this model learns faster than with 1 / 16.
+        - projections into the residual stream are smaller by sqrt(2 x layers), which preserves the scale of the stream;
+        - embeddings have standard deviation 0.5, with which this model learns faster than with 1 / 16.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -116,7 +116,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainGPT(GPT):
-    """The same model from the parts of PyTorch alone. Its state dict is ``cuda_ext.nn.unpacked`` of that of `GPT`."""
+    """The same model in plain PyTorch. Its state dict is ``cuda_ext.nn.unpacked`` of that of `GPT`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -129,9 +129,9 @@ def check_one_step(
 ) -> list[str]:
     """Compares one step, its loss and every gradient, with the same model in plain PyTorch.
 
-    The truth for both is plain PyTorch in float64. Returns what it found, a line each. Raises UserError if the
-    largest error of a gradient, relative to the largest element of that gradient, is more than 3 times that of plain
-    PyTorch in the same dtype: both round alike, but not in the same places.
+    The reference for both is plain PyTorch in float64. Returns the findings, one line each. Raises UserError if the
+    largest gradient error, relative to the largest element of that gradient, is more than 3 times that of plain PyTorch
+    in the same dtype: both round equally often, but not in the same places.
     """
     plain = PlainGPT(config).to(inputs.device)
     plain.load_state_dict(unpacked(model))
@@ -168,11 +168,11 @@ def check_one_step(
 def bits_per_byte(
     model: nn.Module, text: Tensor, context: int, batch: int, rank: int = 0, world_size: int = 1
 ) -> Tensor:
-    """The cost of ``text`` (length,) uint8 under the model: float64 (2,) = bits, bytes, of the share of this rank.
+    """The cost of ``text`` (length,) uint8 under the model: float64 (2,) = [bits, bytes] of this rank's share.
 
-    Windows of ``context`` bytes start every context/2 bytes, and each but the first scores only what the one before
-    it has not, so that every byte but the very first is predicted once, and from at least context/2 bytes where there
-    are so many.
+    Windows of ``context`` bytes start every context/2 bytes. Each window after the first scores only the bytes that the
+    previous one did not, so every byte except the first is predicted exactly once, from at least context/2 preceding
+    bytes if the text has them.
     """
     stride = context // 2
     starts = list(range(0, max(len(text) - 1 - (context - stride), 1), stride))[rank::world_size]
@@ -192,7 +192,7 @@ def bits_per_byte(
 def generate(
     model: nn.Module, prompt: bytes, length: int, context: int, *, temperature: float = 0.7, seed: int = 0
 ) -> bytes:
-    """``prompt`` and ``length`` sampled bytes after it, each from at most ``context`` bytes before it."""
+    """``prompt`` followed by ``length`` sampled bytes, each conditioned on at most ``context`` previous bytes."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor(list(prompt), device=device)

@@ -1,4 +1,4 @@
-"""What a training run shows: the progress bar, the table of losses, the plot, and what it says when it cannot go on."""
+"""The output of a training run: progress bar, table of losses, plot, and errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.console import Console
 
 
 class UserError(Exception):
-    """Something the user can put right; the message says how."""
+    """An error that the user can fix; the message says how."""
 
 
 class Progress:
-    """A bar with loss, tokens per second and remaining time on a terminal; elsewhere a line every 10 seconds."""
+    """On a terminal, a bar with loss, tokens per second and remaining time; elsewhere, a line every 10 seconds."""
 
     def __init__(self, console: Console, step: int, steps: int, tokens_per_step: int) -> None:
         self.console, self.first, self.step, self.steps, self.tokens_per_step = (
@@ -39,7 +39,7 @@ class Progress:
             disable=not console.is_terminal or console.quiet,
         )
         self.task = self.bar.add_task("", completed=step, total=steps, loss="-", speed="-", eta="-")
-        self.loss, self.weight = 0.0, 0.0  # running means with the weight of the last 20 steps or so
+        self.loss, self.weight = 0.0, 0.0  # running means over about the last 20 steps
         self.last_line = 0.0
 
     def __enter__(self) -> Progress:
@@ -51,7 +51,7 @@ class Progress:
         self.bar.stop()
 
     def update(self, loss: float) -> None:
-        """After a step: its loss in bits per byte."""
+        """Call after each step, with its loss in bits per byte."""
         self.step += 1
         self.loss, self.weight = 0.95 * self.loss + 0.05 * loss, 0.95 * self.weight + 0.05
         now = time.perf_counter()
@@ -74,14 +74,14 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is no training time."""
+        """Time spent inside does not count as training time."""
         start = time.perf_counter()
         yield
         self.start += time.perf_counter() - start
 
 
 def write_losses(path: Path, losses: list[float], held_out: list[tuple[int, float]]) -> None:
-    """A row per step: step, training loss, and where it was scored the held-out loss, in bits per byte."""
+    """Writes one row per step: step, training loss and, if scored, the held-out loss, in bits per byte."""
     scored = dict(held_out)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -90,7 +90,7 @@ def write_losses(path: Path, losses: list[float], held_out: list[tuple[int, floa
 
 
 def write_plot(path: Path, losses: list[float], held_out: list[tuple[int, float]]) -> None:
-    """The training loss of every step and its running mean, and the held-out loss where it was scored, as PNG."""
+    """Plots the training loss of every step, its running mean and the held-out losses, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

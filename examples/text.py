@@ -1,4 +1,4 @@
-"""The text a model learns from: where it comes from, and in which order it is read."""
+"""The training text: its source, and the order in which it is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def read_text(path: Path | None) -> Tensor:
-    """The bytes of a file, or of the language reference that every Python carries, as uint8 (length,)."""
+    """The bytes of a file, or of the language reference that ships with Python, as uint8 (length,)."""
     if path is None:
         from pydoc_data.topics import topics
 
@@ -25,8 +25,8 @@ def read_text(path: Path | None) -> Tensor:
 
 
 def split_text(text: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """What is learnt, and the last tenth, which is held out; UserError if that is too little for ``context``."""
-    least = max(20 * context // 9 + 1, 20)  # two windows and a byte to learn, two bytes held out
+    """The training text, and the last tenth, which is held out. Raises UserError if it is too short for ``context``."""
+    least = max(20 * context // 9 + 1, 20)  # two windows and a byte for training, two bytes held out
     if len(text) < least:
         raise UserError(
             f"--data: expected at least {least} bytes for --context {context}, got {len(text)}: "
@@ -37,14 +37,14 @@ def split_text(text: Tensor, context: int) -> tuple[Tensor, Tensor]:
 
 
 class Windows:
-    """Training windows in an order that the seed alone decides, so that a resumed run needs no state of it.
+    """Training windows in an order that depends only on the seed, so that a resumed run needs no saved state for it.
 
-    Every epoch cuts the text into windows from a random phase on and goes through them in a random order.
+    Every epoch cuts the text into windows, starting at a random offset, and visits them in random order.
     """
 
     def __init__(self, text: Tensor, context: int, seed: int) -> None:
         self.text, self.context, self.seed = text, context, seed
-        self.per_epoch = (len(text) - 1) // context - 1  # the random phase takes up to one window
+        self.per_epoch = (len(text) - 1) // context - 1  # the random offset uses up to one window
         self.starts = functools.lru_cache(maxsize=2)(self._starts)
 
     def _starts(self, epoch: int) -> Tensor:
@@ -53,7 +53,7 @@ class Windows:
         return phase + self.context * torch.randperm(self.per_epoch, generator=generator)
 
     def __call__(self, numbers: range) -> tuple[Tensor, Tensor]:
-        """The windows of these numbers, and the same one byte further on, each int64 (len(numbers), context)."""
+        """The windows with these numbers and their targets, one byte later; each int64 (len(numbers), context)."""
         starts = torch.stack([self.starts(n // self.per_epoch)[n % self.per_epoch] for n in numbers])
         windows = self.text[starts[:, None] + torch.arange(self.context + 1)].long()
         return windows[:, :-1], windows[:, 1:]

@@ -1,12 +1,12 @@
-"""Trains a byte-level GPT on text, on one or several processes, with the ops of cuda_ext underneath.
+"""Trains a byte-level GPT on text with the ops of cuda_ext, on one or several processes.
 
     python examples/train_gpt.py                                  # one process
     torchrun --nproc-per-node 2 examples/train_gpt.py             # two: what `make demo` runs
 
-Without --data it reads the Python language reference that every Python carries (pydoc_data.topics, about 465 kB). The
-last tenth of the text is held out: never trained on, and scored at the end. Everything a run makes goes to --out:
-checkpoints, loss.csv, loss.png and sample.txt. Ctrl-C saves a checkpoint first; --resume goes on from the newest one
-and gives the losses of a run that was never interrupted. With torchrun --max-restarts, --auto-resume does so by itself.
+Without --data it reads the language reference that ships with Python (pydoc_data.topics, about 465 kB). The last tenth
+of the text is held out: it is never trained on, and scored at the end. A run writes its results to --out: checkpoints,
+loss.csv, loss.png and sample.txt. Ctrl-C saves a checkpoint before the run stops; --resume continues from the newest
+one, with the losses of an uninterrupted run. For torchrun --max-restarts, --auto-resume does this automatically.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def start_process_group(choice: str, timeout: float, console: Console) -> torch.device:
-    """Joins the processes that torchrun started, or forms a group of one, and says where this one computes."""
+    """Joins the processes that torchrun started, or forms a group of one. Returns the device of this process."""
     local_rank, local_processes = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     console.quiet = int(os.environ.get("RANK", 0)) > 0
     gpus = torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""A training run: its state, one step of it, how it stops, how it goes on, and what it leaves behind."""
+"""A training run: state, optimiser step, stopping, resuming and results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from text import Windows, read_text, split_text
 
 from cuda_ext.distributed import BucketedDataParallel
 
-# what decides the losses of a run, and so has to stay when it is resumed
+# settings that determine the losses of a run, and so must not change when it is resumed
 MODEL = ("layers", "features", "hidden_features", "heads", "kv_heads")
 SETTINGS = (*MODEL, "context", "batch", "accumulate", "steps", "lr", "weight_decay", "clip", "seed", "dtype")
 STATE = ("settings", "step", "model", "optimizer", "rng", "losses", "held_out")
@@ -32,7 +32,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 class StopRequest:
-    """Notes SIGINT and SIGTERM, which would otherwise end the process in the middle of a step, while it is entered."""
+    """Records SIGINT and SIGTERM inside a with block; otherwise they would end the process in the middle of a step."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -50,7 +50,7 @@ class StopRequest:
 
 
 class Training:
-    """The state of a run: the model, its optimiser, and what happened so far."""
+    """The state of a run: the model, its optimiser and the losses so far."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device, console: Console) -> None:
         self.arguments, self.device, self.console = arguments, device, console
@@ -80,15 +80,15 @@ class Training:
         )
         self.step = 0
         self.losses: list[float] = []  # bits per byte of every step
-        self.held_out: list[tuple[int, float]] = []  # after how many steps, bits per byte
+        self.held_out: list[tuple[int, float]] = []  # (steps done, bits per byte)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == "bfloat16")
 
     def resume(self) -> bool:
-        """Goes on from the newest checkpoint; with --auto-resume from the newest sound one, or False if there is none.
+        """Resumes from the newest checkpoint, or with --auto-resume the newest intact one; False if there is none.
 
-        The first process chooses and the others are told, as files may be renamed meanwhile.
+        The first process chooses the file for all, because files may be renamed meanwhile.
         """
         a = self.arguments
         choice: list[Path | str | None] = [None]
@@ -128,7 +128,7 @@ class Training:
         return True
 
     def save(self) -> Path | None:
-        """Every process takes part; the first one writes and gets the path."""
+        """Collective: all processes take part; the first one writes the file and returns its path."""
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         rng = [None] * self.world_size
         with self.model.collective(f"the checkpoint after step {self.step}"):
@@ -144,7 +144,7 @@ class Training:
         return path
 
     def score_held_out(self) -> float:
-        """Bits per byte of the whole held-out text, every process scoring its share."""
+        """Bits per byte of the whole held-out text; each process scores its share."""
         with self.autocast():
             share = bits_per_byte(
                 self.gpt, self.held_out_text, self.arguments.context, 16, self.rank, self.world_size
@@ -154,7 +154,7 @@ class Training:
         return float(share[0] / share[1])
 
     def train_step(self, stop: bool) -> bool:
-        """One step of the optimiser; whether any process was asked to stop."""
+        """Runs one optimiser step. Returns whether any process was asked to stop."""
         a = self.arguments
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, a.steps, a.lr)
@@ -174,13 +174,13 @@ class Training:
         self.optimizer.zero_grad()
         total[1] = float(stop)
         with self.model.collective(f"the mean of the losses of step {self.step + 1}"):
-            dist.all_reduce(total)  # the stop travels with the loss, so that all processes stop after the same step
+            dist.all_reduce(total)  # summed with the loss, so that all processes stop after the same step
         self.losses.append(float(total[0]) / self.world_size / math.log(2))
         self.step += 1
         return bool(total[1] > 0)
 
     def run(self) -> bool:
-        """Trains to the last step; False if it was stopped before."""
+        """Trains to the last step. Returns False if it was stopped earlier."""
         a = self.arguments
         self.model = BucketedDataParallel(self.gpt)
         with StopRequest() as stop, Progress(self.console, self.step, a.steps, a.batch * a.context) as progress:
@@ -205,7 +205,7 @@ class Training:
         return True
 
     def finish(self) -> None:
-        """The plot, the sample, and the last line."""
+        """Writes the losses, the plot and the sample, and prints the final score."""
         a = self.arguments
         with self.autocast():
             sample = generate(self.gpt, a.prompt.encode(), a.sample_bytes, a.context, seed=a.seed)
