@@ -15,7 +15,7 @@ from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_
 SUITES = ("gemm", "attention", "bucket", "train", "overhead", "build")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "")
 
-RATIO_MEANS = "1.27× = ours takes 1/1.27 of the time: above 1 ours is faster, below 1 the other side is"
+RATIO_MEANS = "1.27× = baseline time / our time: above 1 ours is faster, below 1 the baseline is"
 NO_REASON = "no time, and no reason given"
 
 

@@ -34,7 +34,7 @@ def section(root: Path = ROOT, link: str = "benchmarks/results") -> str:
     parts = [_device(run, f"{link}/{folder.name}/{PLOT}.svg") for folder, run in folders.items()]
     missing = [name for name in DEVICES if not any(_is(run, name) for run in folders.values())]
     if parts:
-        parts.insert(0, f"Geometric means of the other side's time over ours: {present.RATIO_MEANS}.")
+        parts.insert(0, f"Geometric means over the cases. {present.RATIO_MEANS}.")
     if missing:
         suites = "" if parts else f" (suites {_list(present.SUITES)})"
         parts.append(f"Not measured yet: {_list(missing)}{suites}.")
@@ -80,7 +80,7 @@ def _device(run: Run, plot: str) -> str:
         "",
         f"{'; '.join(about)}. Ceilings, measured in the same run: {_list(ceilings) or 'none'}.",
         "",
-        "| suite | dtype | other side, geometric mean (cases) | worst … best | largest case: speed, of the ceiling |",
+        "| suite | dtype | baseline, geometric mean (cases) | worst … best | largest case: speed, of the ceiling |",
         "|---|---|---|---|---|",
         *_rows(run),
     ]

@@ -20,7 +20,7 @@ PLOTS = {
     "summary": "Every case is a dot, each diamond the geometric mean of its row.",
     "speed": "Speed against size. Where a size has several cases, dots are the cases and lines join their medians.",
     "roofline": "Speed against arithmetic intensity, under the two ceilings measured in the same run.",
-    "ratios": "Time of each other side over ours, case by case. Grey: not run, and why.",
+    "ratios": "Baseline time / our time, case by case. Grey: not run, and why.",
 }
 # name -> what it means, and whether it is a number
 COLUMNS = {
@@ -143,7 +143,7 @@ def _means(runs: list[Run]) -> Html:
     )
     if not keys:
         return _section("Ratios", "None: no side beside ours has a time.")
-    columns = [_column(name) for name in ("suite", "dtype", "other side")] + [
+    columns = [_column(name) for name in ("suite", "dtype", "baseline")] + [
         _column(_name(run, runs), True) for run in runs
     ]
     rows = (
@@ -151,7 +151,7 @@ def _means(runs: list[Run]) -> Html:
             (_mean(of_run.get((suite, dtype, side))) for of_run in means))
         for suite, dtype, side in keys
     )  # fmt: skip
-    about = f"Time of the other side over ours, over all cases. {present.RATIO_MEANS}."
+    about = f"Geometric means over all cases. {present.RATIO_MEANS}."
     return _section("Geometric means", about, _table("Geometric means of the ratios", columns, rows, "narrow"))
 
 
