@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import re
 import shutil
 import sys
@@ -80,7 +81,7 @@ def check(path: Path, fault: Fault) -> None:
     elif fault.source == "launches":
         check_launch(Library(path), fault.case)
     else:
-        library, rng = Library(path), np.random.default_rng()
+        library, rng = Library(path), np.random.default_rng(random.getrandbits(64))
         for options in conformance.MODES:
             data = conformance.inputs_of(fault.case, library.in_bytes(fault.case) // 4, rng)
             with library.options(**options):

@@ -4,6 +4,7 @@ bytes beside the outputs, schedules, races, the loss of synchronisation, and cou
 from __future__ import annotations
 
 import itertools
+import random
 import re
 
 import numpy as np
@@ -52,7 +53,7 @@ def hooked() -> GemmLibrary:
 
 def integers(shape: tuple[int, ...], largest: int = 3) -> np.ndarray:
     """Whole numbers so small that every sum here is exact in float32."""
-    return np.random.default_rng().integers(-largest, largest + 1, shape).astype(np.float32)
+    return np.random.default_rng(random.getrandbits(64)).integers(-largest, largest + 1, shape).astype(np.float32)
 
 
 def aligned_gap(inner: int, alignment: int) -> int:
@@ -218,7 +219,7 @@ TOLERANCE = 1e-6
 def test_activations_forward_and_backward(library: GemmLibrary, activation: str, gated: bool) -> None:
     m, n, k = 40, 68, 16
     parts = 2 if gated else 1
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     a, b = place(rng.normal(size=(m, k)), "float16"), place(rng.normal(size=(k, parts * n)), "float16")
     call = Gemm(a, b, Target((m, n), "float32"), n=n, activation=activation, gated=gated)
     library.gemm(call)
@@ -253,7 +254,7 @@ def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str, sh
 
 def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> None:
     m, n, k = 64, 64, 512
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     a, b = place(rng.normal(size=(m, k)), "float32"), place(rng.normal(size=(k, n)), "float32")
     in_float32 = np.zeros((m, n), np.float32)
     for i in range(k):
@@ -280,7 +281,7 @@ def float32_product(library: GemmLibrary, a: np.ndarray, b: np.ndarray, tf32: bo
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 9, 40])
 def test_three_tf32_products_of_a_short_sum(library: GemmLibrary, k: int) -> None:
     """In float32's last places of the terms: up to 8 of them half a place each, beyond that 4 for splitting them."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     a, b = rng.normal(size=(70, k)).astype(np.float32), rng.normal(size=(k, 72)).astype(np.float32)
     out, exact = float32_product(library, a, b), a.astype(np.float64) @ b.astype(np.float64)
     if k == 1:
@@ -291,7 +292,7 @@ def test_three_tf32_products_of_a_short_sum(library: GemmLibrary, k: int) -> Non
 
 @pytest.mark.parametrize("size", [1e-34, 1e-36, 1e-37])
 def test_three_tf32_products_of_tiny_numbers(library: GemmLibrary, size: float) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     a, b = (size * rng.uniform(1, 2, (40, 24))).astype(np.float32), rng.uniform(1, 2, (24, 40)).astype(np.float32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     for out in (float32_product(library, a, b), float32_product(library, b.T, a.T).T):
@@ -378,7 +379,7 @@ def test_activation_grad_of_a_bias_alone_only_sums(library: GemmLibrary) -> None
 
 
 def test_activation_grad_sums_do_not_depend_on_the_schedule(library: GemmLibrary) -> None:
-    grad_out = place(np.random.default_rng().normal(size=(500, 70)), "float32")
+    grad_out = place(np.random.default_rng(random.getrandbits(64)).normal(size=(500, 70)), "float32")
     seen = set()
     for seed in range(3):
         sums = Target((70,), "float32")
@@ -466,7 +467,7 @@ def test_activation_grad_has_no_races(hooked: GemmLibrary) -> None:
 @pytest.mark.parametrize("shape", [(20, 20, 2400), (250, 500, 70)])
 def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     a, b = place(rng.normal(size=(m, k)), "bfloat16"), place(rng.normal(size=(k, n)), "bfloat16")
     call = Gemm(a, b, Target((m, n), "float32"), preact=place(rng.normal(size=(m, n)), "float32"), activation="silu")
     call.bias_grad = Target((n,), "float32")

@@ -5,6 +5,7 @@ That they are free of races is in test_planted_sm90.py.
 
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -58,7 +59,7 @@ def check_gemm(library: Library, name: str, size: tuple[int, int, int], rng: np.
 @pytest.mark.parametrize("name", GEMMS)
 @every_build
 def test_gemm_is_exact(library: Library, name: str, options: dict[str, object]) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     for size in SIZES:
         with library.options(**options):  # type: ignore[arg-type]
             check_gemm(library, name, size, rng)
@@ -76,7 +77,7 @@ def check_attention(library: Library, sizes: tuple[int, int], rng: np.random.Gen
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
 @every_build
 def test_attention_is_exact(library: Library, options: dict[str, object]) -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(random.getrandbits(64))
     for sizes in ((1, 1), (64, 64), (128, 65), (130, 63), (200, 320)):
         with library.options(**options):  # type: ignore[arg-type]
             check_attention(library, sizes, rng)
