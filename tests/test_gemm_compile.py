@@ -232,6 +232,6 @@ def test_float64_has_no_cuda_kernel(call: str) -> None:
     )
     kwargs = dict(zip(kwargs, values, strict=True))
     name = op._schema.name.removesuffix("_forward")  # the public op's name is the one the caller knows
-    message = f"{name}: expected float16, bfloat16 or float32 for the CUDA kernels, got float64; convert"
+    message = f"{name}: expected a dtype of at most 32 bits for the CUDA kernels, got float64; convert"
     with testing.emulated(), pytest.raises(NotImplementedError, match=message):
         op(*args, **kwargs)

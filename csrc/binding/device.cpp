@@ -75,7 +75,7 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
   TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr, CUDA_EXT_OP(""), op,
                               ": expected tensors on a CUDA device or the CPU, ", "got device ", device);
   TORCH_CHECK_NOT_IMPLEMENTED(type != at::kDouble, CUDA_EXT_OP(""), op,
-                              ": expected float16, bfloat16 or float32 for the CUDA kernels, got float64; convert the "
+                              ": expected a dtype of at most 32 bits for the CUDA kernels, got float64; convert the "
                               "tensors, or move them to the CPU with .cpu()");
   return kernels;
 }
