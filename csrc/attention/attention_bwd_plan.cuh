@@ -91,19 +91,19 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
   return plan;
 }
 
-// Divides the workspace.
-inline WorkspaceCursor place(const AttentionBackwardParams& p, const AttentionBackwardConfig& config, void* data,
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const AttentionBackwardConfig& config, void* data,
                              BackwardPlan& plan) {
   WorkspaceCursor cursor(data);
   const int64_t rows = p.heads * plan.head_rows;
-  cursor.take(plan.minus_lse, rows);
-  cursor.take(plan.minus_delta, rows);
-  cursor.take(plan.grad_query, rows * config.dim);
-  if (p.deterministic) cursor.take(plan.turns, rows / config.block_m);
+  cursor.allocate(plan.minus_lse, rows);
+  cursor.allocate(plan.minus_delta, rows);
+  cursor.allocate(plan.grad_query, rows * config.dim);
+  if (p.deterministic) cursor.allocate(plan.turns, rows / config.block_m);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;
-    cursor.take(plan.grad_key, tiles * config.block_n * config.dim);
-    cursor.take(plan.grad_value, tiles * config.block_n * config.dim_v);
+    cursor.allocate(plan.grad_key, tiles * config.block_n * config.dim);
+    cursor.allocate(plan.grad_value, tiles * config.block_n * config.dim_v);
   }
   return cursor;
 }

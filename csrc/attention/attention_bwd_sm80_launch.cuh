@@ -11,7 +11,7 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   using T = typename Kernel::Element;
   constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
   BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
-  place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
+  assign_workspace(p, config, workspace.data, plan).expect_fits("attention_bwd_sm80", workspace);
 
   launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
 
@@ -52,7 +52,7 @@ size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& 
   if (params.heads == 0) return 0;
   constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
   BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
-  return place(params, config, nullptr, plan).used();
+  return assign_workspace(params, config, nullptr, plan).used();
 }
 
 // Calls f(Backward<..>{}) for what the parameters ask for.

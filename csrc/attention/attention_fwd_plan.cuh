@@ -65,12 +65,12 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   return plan;
 }
 
-// Divides the workspace.
-inline WorkspaceCursor place(const AttentionParams& p, void* data, ForwardPlan& plan) {
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const AttentionParams& p, void* data, ForwardPlan& plan) {
   WorkspaceCursor cursor(data);
   if (plan.splits > 1) {
-    cursor.take(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
-    cursor.take(plan.partial_lse, plan.splits * lse_rows(p));
+    cursor.allocate(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
+    cursor.allocate(plan.partial_lse, plan.splits * lse_rows(p));
   }
   return cursor;
 }
