@@ -1,4 +1,4 @@
-// Launches attention's forward: plan, workspace, and the instantiation that the parameters need.
+// Launches attention forward: plan, workspace, and the instantiation that the parameters require.
 #pragma once
 
 #include "attention/attention_combine.cuh"
@@ -14,7 +14,7 @@ size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
   return assign_workspace(params, nullptr, plan).used();
 }
 
-// Calls f(Forward<..>{}) for what the parameters ask for.
+// Calls f(Forward<..>{}) with the instantiation that the parameters require.
 template <class T, int tile, class F>
 auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
   constexpr const AttentionConfig& config = kForwardTiles[tile];
