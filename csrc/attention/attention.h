@@ -6,8 +6,8 @@
 
 namespace cuda_ext {
 
-// A (batch, seq, heads, dim) tensor whose last dim is contiguous; strides in elements. Packed sequences (total, heads, dim)
-// have a batch stride of zero and are addressed by row in the packing.
+// A (batch, seq, heads, dim) tensor whose last dim is contiguous; strides in elements. Packed sequences (total, heads,
+// dim) have a batch stride of zero and are addressed by row in the packing.
 struct HeadsView {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -23,8 +23,8 @@ enum class BiasKind : uint8_t {
   kBoolean,       // bytes: 1 where a key is visible, 0 where it is hidden
 };
 
-// Seed and offset of random numbers. In a captured CUDA graph they are in memory, because each replay has new ones: written
-// by the graph's generator, or by forward for its backward. `offset` is then added to the one in memory.
+// Seed and offset of random numbers. In a captured CUDA graph they are in memory, because each replay has new ones:
+// written by the graph's generator, or by forward for its backward. `offset` is then added to the one in memory.
 struct RngSource {
   const uint64_t* seed_at = nullptr;  // null: use `seed` and `offset`
   const uint64_t* offset_at = nullptr;
@@ -60,8 +60,8 @@ struct AttentionParams {
   const void* sinks = nullptr;  // (heads,): one more logit per row, without a value
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
-  // Added to the logits after softcap and ALiBi. Strides in elements over (batch, heads, seqlen_q, seqlen_k); 0 broadcasts.
-  // Not available for packed sequences.
+  // Added to the logits after softcap and ALiBi. Strides in elements over (batch, heads, seqlen_q, seqlen_k); 0
+  // broadcasts. Not available for packed sequences.
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};
@@ -81,8 +81,8 @@ struct AttentionBackwardParams : AttentionParams {
   void* grad_sinks = nullptr;      // like sinks; null when not wanted
   bool deterministic = false;      // the same bits in every run; always so on a CPU, for the same number of threads
 
-  // In the shape of the bias, contiguous, in the accumulation type; null when not wanted. The launch adds to it, so it must be
-  // zero before. Strides over the same four dims as bias_strides; 0 broadcasts.
+  // In the shape of the bias, contiguous, in the accumulation type; null when not wanted. The launch adds to it, so it
+  // must be zero before. Strides over the same four dims as bias_strides; 0 broadcasts.
   void* grad_bias = nullptr;
   int64_t grad_bias_strides[4] = {};
   int64_t grad_bias_elements = 0;

@@ -1,5 +1,5 @@
-// The small kernels of attention backward, before and after the main one: row sums, conversion of float32 sums to gradients,
-// and the gradient of sinks.
+// The small kernels of attention backward, before and after the main one: row sums, conversion of float32 sums to
+// gradients, and the gradient of sinks.
 #pragma once
 
 #include "attention/attention_bwd_plan.cuh"
@@ -8,8 +8,8 @@
 
 namespace cuda_ext::sm80 {
 
-// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed. Grid: (tiles of queries
-// of all sequences) x heads, heads innermost. 8 lanes share a row.
+// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed. Grid: (tiles of
+// queries of all sequences) x heads, heads innermost. 8 lanes share a row.
 template <class T, int block_m, int dim, int threads>
 GLOBAL(threads, 1)
 attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
@@ -69,8 +69,8 @@ struct FinishParams {
   bool of_queries = false;
 };
 
-// Adds the parts of a gradient and stores it. Grid: (tiles of all sequences) x heads, heads innermost. One barrier, between
-// staging the tile in shared memory (kRows, kColumns) and storing it.
+// Adds the parts of a gradient and stores it. Grid: (tiles of all sequences) x heads, heads innermost. One barrier,
+// between staging the tile in shared memory (kRows, kColumns) and storing it.
 template <class T, class Tiles>
 GLOBAL(Tiles::kThreads, 1)
 attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
@@ -144,7 +144,7 @@ void launch_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, voi
 // Launches attention_bwd_finish for one gradient.
 template <class T, class Tiles>
 void launch_finish(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish,
-                     void* stream) {
+                   void* stream) {
   const int blocks =
       finish.of_queries ? int(p.heads) * (plan.head_rows / Tiles::kRows) : plan.schedule.pairs * plan.schedule.tiles;
   if (blocks == 0 || finish.width == 0) return;

@@ -36,8 +36,8 @@ struct BackwardPlan {
   float* grad_value = nullptr;
 };
 
-// In the workspace the tiles of a head's queries are contiguous, and each sequence starts with a new tile. Returns the first
-// tile of a sequence.
+// In the workspace the tiles of a head's queries are contiguous, and each sequence starts with a new tile. Returns the
+// first tile of a sequence.
 template <int block_m>
 DEVICE int first_tile(const AttentionParams& p, const BackwardPlan& plan, int batch) {
   return p.cu_seqlens_q == nullptr ? batch * plan.query_tiles
@@ -92,8 +92,8 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
 }
 
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-inline WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const AttentionBackwardConfig& config, void* data,
-                             BackwardPlan& plan) {
+inline WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
+                                        void* data, BackwardPlan& plan) {
   WorkspaceCursor cursor(data);
   const int64_t rows = p.heads * plan.head_rows;
   cursor.allocate(plan.minus_lse, rows);

@@ -1,36 +1,38 @@
-// Flash attention backward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2), for float16 and
-// bfloat16.
+// Flash attention backward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2), for float16
+// and bfloat16.
 //
 // Problem        AttentionBackwardParams in attention.h:
 //                P = exp(logits - lse)     dP = dO V^T     dS = P o (dP - delta), delta = rowsum(dO o O) - dlse
 //                dV = P^T dO               dQ = scale dS K               dK = scale dS^T Q
-// Kernels        1. attention_bwd_rows: delta and lse of every row, and zeros for the sums of dQ. 2. attention_bwd_sm80, in
-//                this file. 3. attention_bwd_finish: dQ (and dK, dV if they have several parts) from float32 sums.
-//                4. attention_bwd_sinks. All but the second are in attention_bwd_passes.cuh.
-// Tile           A block has block_n keys of one key head, and loops over the tiles of block_m queries that see any of them,
-//                of all query heads of the group one after the other. dK and dV are complete after the loop. If that makes
-//                too few blocks, the loop is divided among several, whose parts kernel 3 adds. Sizes: kBackwardTiles in
-//                tile_size.h.
-// Warps          Scores are transposed, (keys, queries). A warp has 16 or 32 keys, and its P^T and dS^T, in the layout of mma
-//                results, are operands of dV and dK without leaving registers. dQ is a sum over keys, so dS goes through
-//                shared memory, and all warps share dQ's tile. If warps share keys (kSplit > 1: each has half of the queries
-//                and half of the head dims), P goes through shared memory, too.
+// Kernels        1. attention_bwd_rows: delta and lse of every row, and zeros for the sums of dQ.
+//                2. attention_bwd_sm80: this file.
+//                3. attention_bwd_finish: dQ (and dK, dV if they have several parts) from float32 sums.
+//                4. attention_bwd_sinks: the gradient of sinks. 1, 3 and 4 are in attention_bwd_passes.cuh.
+// Tile           A block has block_n keys of one key head, and loops over the tiles of block_m queries that see any of
+//                them, of all query heads of the group one after the other. dK and dV are complete after the loop. If
+//                that makes too few blocks, the loop is divided among several, whose parts kernel 3 adds. Sizes:
+//                kBackwardTiles in tile_size.h.
+// Warps          Scores are transposed, (keys, queries). A warp has 16 or 32 keys, and its P^T and dS^T, in the layout
+//                of mma results, are operands of dV and dK without leaving registers. dQ is a sum over keys, so dS goes
+//                through shared memory, and all warps share dQ's tile. If warps share keys (kSplit > 1: each has half
+//                of the queries and half of the head dims), P goes through shared memory, too.
 // Barriers       sync_threads, all threads. Three per step. First: queries and output gradients have arrived, and the
-//                previous dS has been read. Second: dS is written and the output gradients have been read; the next begin
-//                to arrive. Third: the queries have been read; the next begin to arrive during the product of dQ. Two more
-//                per step with `deterministic`, one before the loop, after the task is written, and two around the final
-//                stores. If warps share keys, the second only says that P and dS are written, and both copies start after
-//                the third.
-// Shared memory  keys (block_n, dim), values (block_n, dim_v), queries (block_m, dim), output gradients (block_m, dim_v), dS
-//                (block_n, block_m), P likewise if kSplit > 1, -lse and -delta (block_m), the block's BackwardTask. dK and dV
-//                are finally staged in the memory of keys and values.
-// Registers      Per warp, dK and dV of its keys during the whole loop; scores and dP, later its part of dQ; all in float32.
-// dQ             is summed in the workspace by float32 reductions: of four adjacent elements at once on sm_90, otherwise of
-//                one element per lane, adjacent across the warp. Their order varies, so the last bits differ between runs.
-//                With `deterministic` the blocks add to a tile in the order of their keys, which is also the order in which
-//                blocks start, so that they cannot deadlock.
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias and non-positive scales, by run-time flags.
-//                The gradient of a bias is added to global memory by float32 reductions.
+//                previous dS has been read. Second: dS is written and the output gradients have been read; the next
+//                begin to arrive. Third: the queries have been read; the next begin to arrive during the product of dQ.
+//                Two more per step with `deterministic`, one before the loop, after the task is written, and two around
+//                the final stores. If warps share keys, the second only says that P and dS are written, and both copies
+//                start after the third.
+// Shared memory  keys (block_n, dim), values (block_n, dim_v), queries (block_m, dim), output gradients (block_m,
+//                dim_v), dS (block_n, block_m), P likewise if kSplit > 1, -lse and -delta (block_m), the block's
+//                BackwardTask. dK and dV are finally staged in the memory of keys and values.
+// Registers      Per warp, dK and dV of its keys during the whole loop; scores and dP, later its part of dQ; all in
+//                float32.
+// dQ             is summed in the workspace by float32 reductions: of four adjacent elements at once on sm_90,
+//                otherwise of one element per lane, adjacent across the warp. Their order varies, so the last bits
+//                differ between runs. With `deterministic` the blocks add to a tile in the order of their keys, which
+//                is also the order in which blocks start, so that they cannot deadlock.
+// General        A second instantiation supports softcap, ALiBi, dropout, a bias and non-positive scales, by run-time
+//                flags. The gradient of a bias is added to global memory by float32 reductions.
 #pragma once
 
 #include <cstddef>
@@ -135,8 +137,8 @@ struct GeneralStep {
   int64_t bias, grad_bias;  // offsets of the head's first elements
 };
 
-// Initialises accumulators with one value per column. Starting scores at -lse and dP at -delta makes P = 2^(factor scores) and
-// dS = P dP.
+// Initialises accumulators with one value per column. Starting scores at -lse and dP at -delta makes P = 2^(factor
+// scores) and dS = P dP.
 template <class Tiles>
 DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
   const int thread = arch::thread_index_anew();
@@ -173,8 +175,8 @@ DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename 
       }
 }
 
-// The same for the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout drops are
-// 0; the others are not yet divided by 1 - dropout_p.
+// The same for the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout
+// drops are 0; the others are not yet divided by 1 - dropout_p.
 template <class Kernel>
 DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
                                      typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
@@ -193,8 +195,8 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
     for (int m = 0; m < Scores::kRowTiles; ++m) {
       uint32_t random[4] = {};
       if (plan.dropout.drop_below > 0)
-        plan.dropout.words_of_columns(general.first_row + first_query + column,
-                                      first_key + Scores::row(m, 0, thread), random);
+        plan.dropout.words_of_columns(general.first_row + first_query + column, first_key + Scores::row(m, 0, thread),
+                                      random);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
@@ -224,8 +226,8 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
   }
 }
 
-// Grid: tiles of keys of all key heads and sequences, `splits` blocks for each. One function, because all its parts share
-// registers across the loop.
+// Grid: tiles of keys of all key heads and sequences, `splits` blocks for each. One function, because all its parts
+// share registers across the loop.
 template <class Kernel>
 GLOBAL(Kernel::kThreads, Kernel::kMinBlocks)
 attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
@@ -264,8 +266,8 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       last = tile_at(end - 1);
     }
     if (arch::thread_index() == 0) {
-      store_struct(shared.task.queries,
-                 {block.batch, sequence.q_begin, sequence.q_len, first_tile<kBlockM>(p, plan, block.batch) * kBlockM});
+      store_struct(shared.task.queries, {block.batch, sequence.q_begin, sequence.q_len,
+                                         first_tile<kBlockM>(p, plan, block.batch) * kBlockM});
       store_struct(shared.task.keys, {visible, first_key});
       store_struct(shared.task.head, {block.head, sequence.k_begin});
       store_struct(shared.task.steps, {seen.begin, seen.end, last});

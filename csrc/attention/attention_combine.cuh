@@ -9,8 +9,8 @@
 
 namespace cuda_ext::sm80 {
 
-// out = the outputs of a row's splits, weighted by exp(their log-sum-exp - that of the row), which is stored in lse. One warp
-// per row; no shared memory and no barriers.
+// out = the outputs of a row's splits, weighted by exp(their log-sum-exp - that of the row), which is stored in lse.
+// One warp per row; no shared memory and no barriers.
 template <class T, int threads>
 GLOBAL(threads, 1)
 attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {

@@ -1,26 +1,30 @@
 // Flash attention forward for sm_80 and later (Dao, "FlashAttention-2", arXiv 2307.08691), for float16 and bfloat16.
 //
 // Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
-// Tile           A block has block_m rows: queries of one head or, if there are few queries, of all heads that share a key
-//                head, which is then read once for all of them ("packed"). It loops over the keys that any of its rows sees,
-//                block_n at a time, from the last to the first, so that only the first steps meet a causal mask. Sizes:
-//                kForwardTiles in tile_size.h.
+// Tile           A block has block_m rows: queries of one head or, if there are few queries, of all heads that share a
+//                key head, which is then read once for all of them ("packed"). It loops over the keys that any of its
+//                rows sees, block_n at a time, from the last to the first, so that only the first steps meet a causal
+//                mask. Sizes: kForwardTiles in tile_size.h.
 // Warps          All have the same role: each owns 16 kRowTiles rows of the tile, and all threads take part in copies.
-// Pipeline       One tile of keys and one of values, filled by cp.async: values arrive during Q K^T, the next keys during
-//                softmax and P V.
-// Barriers       sync_threads, all threads. One before the loop, after the task is written. Two per step, each after the
-//                thread's wait for its own copies: the tile has arrived, and the one that is replaced next has been read.
+// Pipeline       One tile of keys and one of values, filled by cp.async: values arrive during Q K^T, the next keys
+//                during softmax and P V.
+// Barriers       sync_threads, all threads. One before the loop, after the task is written. Two per step, each after
+//                the thread's wait for its own copies: the tile has arrived, and the one that is replaced next has been
+//                read.
 // Shared memory  queries (block_m, dim), keys (block_n, dim), values (block_n, dim_v), as OperandTiles; the block's
-//                ForwardTask. At the end the output is staged in the queries' memory, which is not read any more after the
-//                second barrier of the last step.
-// Registers      Per warp, logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) in float32, in the layout of mma
-//                results. This is also the layout of mma's first operand, so weights go from softmax to P V in registers.
-//                Both take up to 192 of 255 registers, so everything else is recomputed at each use, from the thread index
-//                or from the task in shared memory. In that case the sums of weights are in shared memory, too.
+//                ForwardTask. At the end the output is staged in the queries' memory, which is not read any more after
+//                the second barrier of the last step.
+// Registers      Per warp, logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) in float32, in the layout of
+//                mma results. This is also the layout of mma's first operand, so weights go from softmax to P V in
+//                registers. Both take up to 192 of 255 registers, so everything else is recomputed at each use, from
+//                the thread index or from the task in shared memory. In that case the sums of weights are in shared
+//                memory, too.
 // Softmax        Online; outputs are rescaled only when the maximum of a row has grown by more than 2^8 (softmax.cuh).
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias and non-positive scales, by run-time flags.
-// Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores its
-//                output and log-sum-exp in the workspace, and a second kernel combines them (attention_combine.cuh).
+// General        A second instantiation supports softcap, ALiBi, dropout, a bias and non-positive scales, by run-time
+//                flags.
+// Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores
+//                its output and log-sum-exp in the workspace, and a second kernel combines them
+//                (attention_combine.cuh).
 #pragma once
 
 #include <cstddef>
@@ -102,11 +106,11 @@ struct Forward {
   };
 };
 
-// Applies scale, softcap, ALiBi and bias to the logits of keys from `first_key` on. row_at(m, half): this thread's row in the
-// tile.
+// Applies scale, softcap, ALiBi and bias to the logits of keys from `first_key` on. row_at(m, half): this thread's row
+// in the tile.
 template <class T, class Tiles, class RowAt>
 DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardPlan& plan,
-                         const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
+                          const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
@@ -134,7 +138,8 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
     }
 }
 
-// Grid: (tiles of all heads and sequences, splits). One function, because all its parts share registers across the loop.
+// Grid: (tiles of all heads and sequences, splits). One function, because all its parts share registers across the
+// loop.
 template <class Kernel>
 GLOBAL(Kernel::kThreads, Kernel::kMinBlocks)
 attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
@@ -167,7 +172,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if (arch::thread_index() == 0) {
       store_struct(shared.task.rows, rows);
       store_struct(shared.task.position,
-                 {at.batch, sequence.q_begin, sequence.k_begin, rows.first_head / int(p.heads / p.heads_kv)});
+                   {at.batch, sequence.q_begin, sequence.k_begin, rows.first_head / int(p.heads / p.heads_kv)});
       store_struct(shared.task.keys, {visible, begin});
     }
   }
@@ -197,16 +202,17 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::thread_index()], sums);
     if (begin < end)
       copy_lines<TileQ, Kernel::kThreads>(
-          arch::shared_address(shared.q), rows.count - rows.first, int(p.dim),
-          [&](int i) { return row_of<const T>(p.query, position.batch, position.q_begin + rows.query(i), rows.head(i)); });
+          arch::shared_address(shared.q), rows.count - rows.first, int(p.dim), [&](int i) {
+            return row_of<const T>(p.query, position.batch, position.q_begin + rows.query(i), rows.head(i));
+          });
   }
 
   const auto copy = [&]<class Tile>(const HeadsView& view, int offset, int tile, int64_t width, const int64_t& pass) {
     const ForwardTask::Position position = load_struct(shared.task.position);
     const int first = tile * kBlockN;
     LinesCopy<Tile, Kernel::kThreads>::start(
-        base + offset, row_of<const T>(view, position.batch, position.k_begin + first, position.head_kv), view.seq_stride, pass,
-        load_struct(shared.task.keys).visible.k_len - first, int(width));
+        base + offset, row_of<const T>(view, position.batch, position.k_begin + first, position.head_kv),
+        view.seq_stride, pass, load_struct(shared.task.keys).visible.k_len - first, int(width));
     arch::cp_async_commit();
   };
   const auto copy_keys = [&](int tile) {
@@ -233,12 +239,13 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const Visibility visible = load_struct(shared.task.keys).visible;
     const int first_key = tile * kBlockN;
     if constexpr (Kernel::kGeneral)
-      modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len, row_at,
-                                  first_key);
+      modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len,
+                                   row_at, first_key);
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       // The key of this thread's first column.
       const int origin = first_key + LogitTiles::column(arch::thread_index_anew());
-      apply_mask<LogitTiles>(logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
+      apply_mask<LogitTiles>(logits,
+                             [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
     if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::thread_index_anew()]);
     softmax.update(logits, out, sums, plan.factor);

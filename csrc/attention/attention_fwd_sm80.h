@@ -71,8 +71,8 @@ inline size_t attention_forward_sm80_workspace(const AttentionParams& params) {
                                                                [&](auto forward) { return forward.workspace(params); });
 }
 
-// Launches forward on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views fulfil
-// attention_sm80_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
+// Launches forward on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
+// fulfil attention_sm80_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
 inline void launch_attention_forward_sm80(const AttentionParams& params, Workspace workspace, void* stream) {
   sm80::with_attention_tile<sm80::AttentionForwardSm80>(
       "attention_fwd_sm80", sm80::kForwardTiles, params,

@@ -1,8 +1,8 @@
 // What attention's forward and backward share on the CPU: packing, masks, bias and dropout.
 //
-// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width).
-// S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane, so that no
-// horizontal operation is needed, and neither head dimension needs padding.
+// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim,
+// width). S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane,
+// so that no horizontal operation is needed, and neither head dimension needs padding.
 #pragma once
 
 #include "attention/attention.h"
@@ -12,7 +12,8 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save rescaling.
+// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
+// rescaling.
 constexpr int kMaxLag = 8;
 
 template <class T>
@@ -23,8 +24,8 @@ constexpr int64_t padded(int64_t n) {
   return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
-// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the few
-// cache sets that a power of two would map them to.
+// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the
+// few cache sets that a power of two would map them to.
 template <class T>
 constexpr int64_t row_pitch(int64_t n) {
   return padded<T>(n) + kLanes<T>;
@@ -217,8 +218,8 @@ CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   }
 }
 
-// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows of
-// the bias are read one vector of keys at a time if keys are contiguous.
+// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows
+// of the bias are read one vector of keys at a time if keys are contiguous.
 template <class T, class Element>
 void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
               int64_t width) {
@@ -253,8 +254,8 @@ CUDA_EXT_INLINE void with_bias(const AttentionParams& p, int64_t offset, F&& f) 
   });
 }
 
-// Applies the bias of one head, which begins at element `head_offset`, to the logits of keys [j_begin, j_begin + keys) and
-// queries [i_begin, i_end).
+// Applies the bias of one head, which begins at element `head_offset`, to the logits of keys [j_begin, j_begin + keys)
+// and queries [i_begin, i_end).
 template <class T>
 void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
                 int64_t keys, T* logits, int64_t width) {
@@ -263,8 +264,8 @@ void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, 
                [&](const auto* bias) { add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width); });
 }
 
-// ALiBi and the mask, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline, because
-// most blocks need neither.
+// ALiBi and the mask, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline,
+// because most blocks need neither.
 template <int Vectors, class T>
 __attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T slope, int64_t diagonal,
                                                     int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {

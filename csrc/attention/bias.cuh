@@ -1,5 +1,5 @@
-// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides, so it is read element by
-// element.
+// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides, so it is read
+// element by element.
 #pragma once
 
 #include <cmath>

@@ -52,8 +52,8 @@ struct Dropout {
   // Sets dropped weights to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
   // `first_key`, is a multiple of 4; number(m, half): the number of this thread's row.
   //
-  // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane computes the words of
-  // one of these rows, and they exchange halves.
+  // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane computes the
+  // words of one of these rows, and they exchange halves.
   template <int row_tiles, int key_tiles, class Number>
   DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number, int first_key) const {
     const int lane = arch::thread_index_anew() % 4;
@@ -78,11 +78,11 @@ struct Dropout {
     }
   }
 
-  // For transposed logits: the words of a thread's four elements of a tile. Rows are keys, of which the thread's first is
-  // `key`; columns are rows of the softmax, the thread's `number` and the next.
+  // For transposed logits: the words of a thread's four elements of a tile. Rows are keys, of which the thread's first
+  // is `key`; columns are rows of the softmax, the thread's `number` and the next.
   //
-  // Four adjacent keys are in four lanes, 4 apart, which need one word each of four counters: two groups of keys by two rows.
-  // So each lane computes the words of one counter, and the lanes transpose them.
+  // Four adjacent keys are in four lanes, 4 apart, which need one word each of four counters: two groups of keys by two
+  // rows. So each lane computes the words of one counter, and the lanes transpose them.
   DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
     const int lane = arch::thread_index_anew() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;

@@ -47,7 +47,8 @@ struct Visibility {
 
   DEVICE Span keys(int query) const { return {key_begin(query), key_end(query)}; }
 
-  // Queries that see any key in [first, last]. The end may exceed the number of queries. Keys from k_len on are seen by none.
+  // Queries that see any key in [first, last]. The end may exceed the number of queries. Keys from k_len on are seen by
+  // none.
   DEVICE int query_begin(int first) const { return first - high > 0 ? first - high : 0; }
   DEVICE int query_end(int last) const { return last - low + 1; }
   DEVICE Span queries(int key) const { return {query_begin(key), key < k_len ? query_end(key) : 0}; }
@@ -57,8 +58,8 @@ struct Visibility {
   }
 };
 
-// Sets hidden logits to -inf. s: (row_tiles, column_tiles) outputs of mma; range(m, half): the visible columns of a row of
-// this thread, relative to the thread's first column.
+// Sets hidden logits to -inf. s: (row_tiles, column_tiles) outputs of mma; range(m, half): the visible columns of a row
+// of this thread, relative to the thread's first column.
 template <class Tiles, class Range>
 DEVICE void apply_mask(typename Tiles::Accumulators& s, const Range& range) {
 #pragma unroll

@@ -20,8 +20,8 @@ DEVICE T* row_of(const HeadsView& view, int batch, int64_t row, int head) {
   return static_cast<T*>(view.data) + batch * view.batch_stride + row * view.seq_stride + head * view.head_stride;
 }
 
-// Starts copying a tile; row(i) points to line i, of `width` elements. Lines from `count` on and elements past the width are
-// filled with zeros.
+// Starts copying a tile; row(i) points to line i, of `width` elements. Lines from `count` on and elements past the
+// width are filled with zeros.
 template <class Tile, int threads, class Row>
 DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row) {
   constexpr int kCopies = Tile::kLines * Tile::kChunks / threads;
@@ -37,14 +37,15 @@ DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row
   }
 }
 
-// The same for equidistant lines, with cheaper addresses: a thread copies the same chunk of every kLinesPerPass-th line.
+// The same for equidistant lines, with cheaper addresses: a thread copies the same chunk of every kLinesPerPass-th
+// line.
 template <class Tile, int threads>
 struct LinesCopy {
   static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
   static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
 
-  // Bytes between the lines that a thread copies, for lines `stride` elements apart. Kernels receive it as a parameter, i.e.
-  // a constant that takes no registers.
+  // Bytes between the lines that a thread copies, for lines `stride` elements apart. Kernels receive it as a parameter,
+  // i.e. a constant that takes no registers.
   static int64_t pass(int64_t stride) { return kLinesPerPass * stride * int64_t(sizeof(typename Tile::Element)); }
 
   // Copies the lines that begin at `lines`, at most `count`.

@@ -11,9 +11,9 @@ struct TileIndex {
   int tile, head, batch;
 };
 
-// The order of tiles, for each head of each sequence ("pair"). Pairs are processed in sections whose keys and values fit in
-// L2 together. Within a section the last tiles of all pairs come first: with a causal mask they have the most work, and the
-// shortest tiles should come last.
+// The order of tiles, for each head of each sequence ("pair"). Pairs are processed in sections whose keys and values
+// fit in L2 together. Within a section the last tiles of all pairs come first: with a causal mask they have the most
+// work, and the shortest tiles should come last.
 struct Schedule {
   int tiles = 0;  // of the longest sequence
   int heads = 0;
@@ -29,8 +29,8 @@ struct Schedule {
   }
 };
 
-// Among how many blocks to divide the `steps` of one block, on a device that runs `at_once` blocks concurrently: the fewest
-// that fill the device to within 15 % of the best number.
+// Among how many blocks to divide the `steps` of one block, on a device that runs `at_once` blocks concurrently: the
+// fewest that fill the device to within 15 % of the best number.
 inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
   constexpr int kMaxSplits = 64;
   if (blocks * 5 >= at_once * 4 || steps < 2) return 1;

@@ -1,5 +1,5 @@
-// Small structs (8 or 16 bytes) in shared memory, read and written with one instruction. Loops that are short of registers
-// keep values there between uses: the task of a block, or values of a thread.
+// Small structs (8 or 16 bytes) in shared memory, read and written with one instruction. Loops that are short of
+// registers keep values there between uses: the task of a block, or values of a thread.
 #pragma once
 
 #include <type_traits>

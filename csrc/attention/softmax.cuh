@@ -20,18 +20,18 @@ struct alignas(8 * row_tiles) RowSums {
   }
 };
 
-// The softmax of 16 row_tiles rows that one warp owns. A thread has rows lane / 4 and lane / 4 + 8 of each 16, and a quarter
-// of their columns; four adjacent lanes share a row.
+// The softmax of 16 row_tiles rows that one warp owns. A thread has rows lane / 4 and lane / 4 + 8 of each 16, and a
+// quarter of their columns; four adjacent lanes share a row.
 template <int row_tiles>
 struct OnlineSoftmax {
   // The reference of the weights, in powers of two: the largest logit so far, or up to kMaxLag less.
   float max[row_tiles][2];
 
-  // Processes the next columns s, which become weights 2^(factor s - max); makes `out` and `sums` relative to the new maximum
-  // and adds the weights to `sums`. factor > 0. The weights of a row that has seen only -inf are 0.
+  // Processes the next columns s, which become weights 2^(factor s - max); makes `out` and `sums` relative to the new
+  // maximum and adds the weights to `sums`. factor > 0. The weights of a row that has seen only -inf are 0.
   template <int column_tiles, int out_tiles>
   DEVICE void update(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4],
-                   RowSums<row_tiles>& sums, float factor) {
+                     RowSums<row_tiles>& sums, float factor) {
     float new_max[row_tiles][2];
     bool lags = false;
 #pragma unroll
@@ -71,8 +71,8 @@ struct OnlineSoftmax {
   }
 
  private:
-  // `max` may be this much, in powers of two, below the largest logit seen. Weights up to 2^8 are as precise as weights up to
-  // 1, and outputs are rescaled once or twice per row instead of at every step.
+  // `max` may be this much, in powers of two, below the largest logit seen. Weights up to 2^8 are as precise as weights
+  // up to 1, and outputs are rescaled once or twice per row instead of at every step.
   static constexpr float kMaxLag = 8.0f;
 
   // Avoids -inf - (-inf) = NaN.

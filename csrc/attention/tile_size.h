@@ -17,7 +17,7 @@ struct AttentionConfig {
   int dim_v;    // of value and output
   int block_m;  // rows: queries of a head, or of all heads that share a key head
   KeysOfTile block_n;
-  int warps;  // each owns block_m / warps rows, so that softmax stays within a warp
+  int warps;       // each owns block_m / warps rows, so that softmax stays within a warp
   int min_blocks;  // per SM
 
   constexpr int threads() const { return 32 * warps; }
@@ -31,8 +31,9 @@ struct AttentionConfig {
   }
 };
 
-// By head dims, from small to large. All except `fast` fit in the 99 KiB of shared memory of sm_86 and sm_89: block_m queries,
-// block_n keys and values. With 32 rows per warp, each fragment of keys and values that is read serves two products.
+// By head dims, from small to large. All except `fast` fit in the 99 KiB of shared memory of sm_86 and sm_89: block_m
+// queries, block_n keys and values. With 32 rows per warp, each fragment of keys and values that is read serves two
+// products.
 constexpr AttentionConfig kForwardTiles[] = {
     // 50 or 32 KiB. Logits of 32 rows take 128 of 255 registers, their output 64.
     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = {128, 64, 64}, .warps = 4, .min_blocks = 2},
@@ -59,8 +60,8 @@ struct AttentionBackwardConfig {
   constexpr int threads() const { return 32 * warps; }
 };
 
-// By head dims, from small to large. All fit in 99 KiB of shared memory: block_n keys and values, block_m queries and output
-// gradients, and a tile of dS. dK and dV of a warp's keys are in registers during the whole loop.
+// By head dims, from small to large. All fit in 99 KiB of shared memory: block_n keys and values, block_m queries and
+// output gradients, and a tile of dS. dK and dV of a warp's keys are in registers during the whole loop.
 constexpr AttentionBackwardConfig kBackwardTiles[] = {
     // 49 KiB. With 32 keys per warp, each fragment of the queries serves two products; dK and dV take 128 registers.
     {.dim = 64, .dim_v = 64, .block_m = 32, .block_n = 128, .key_warps = 4},

@@ -7,7 +7,8 @@ namespace cuda_ext {
 
 enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
-// Storage types only: loads convert to float, in which arithmetic is done (cpu/simd.h on the host, arch/ on the device).
+// Storage types only: loads convert to float, in which arithmetic is done (cpu/simd.h on the host, arch/ on the
+// device).
 struct half_t {
   uint16_t bits;
 };
@@ -48,7 +49,8 @@ struct ComputeOf<double> {
 template <class Storage>
 using Compute = typename ComputeOf<Storage>::type;
 
-// Calls f with a value of the storage type that `dtype` names: dispatch(d, [&](auto tag) { using T = decltype(tag); ... }).
+// Calls f with a value of the storage type that `dtype` names: dispatch(d, [&](auto tag) { using T = decltype(tag); ...
+// }).
 template <class F>
 decltype(auto) dispatch(Dtype dtype, F&& f) {
   switch (dtype) {

@@ -1,5 +1,5 @@
-// HOST_DEVICE marks functions that host code and kernels call. It is not in arch/target.cuh with the other macros, because
-// headers without device code need it too.
+// HOST_DEVICE marks functions that host code and kernels call. It is not in arch/target.cuh with the other macros,
+// because headers without device code need it too.
 #pragma once
 
 #if defined(__CUDACC__)

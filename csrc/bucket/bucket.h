@@ -1,10 +1,10 @@
 // Gradient buckets: copies between many tensors of mixed dtype and one flat buffer, in one pass with scale, cast and
 // statistics.
 //
-// The work is divided by position in the buffer, not by tensor: block b owns elements [b, b + 1) * kBlockElements, finds its
-// first tensor by binary search, and continues from there. A thousand biases and one embedding therefore load threads (on a
-// GPU: thread blocks) equally. Each block stores one partial sum and these are added in order, so the statistics do not
-// depend on the number of threads.
+// The work is divided by position in the buffer, not by tensor: block b owns elements [b, b + 1) * kBlockElements,
+// finds its first tensor by binary search, and continues from there. A thousand biases and one embedding therefore load
+// threads (on a GPU: thread blocks) equally. Each block stores one partial sum and these are added in order, so the
+// statistics do not depend on the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace cuda_ext {
 
-// One tensor: `count` contiguous elements that correspond to bucket elements [begin, begin + count). If data is null, these
-// elements are neither read nor written, nor part of the statistics.
+// One tensor: `count` contiguous elements that correspond to bucket elements [begin, begin + count). If data is null,
+// these elements are neither read nor written, nor part of the statistics.
 struct BucketEntry {
   void* data;
   int64_t begin;
@@ -23,8 +23,8 @@ struct BucketEntry {
   Dtype dtype;
 };
 
-// Statistics of the values as stored in the destination, after scale and cast: the sum of their squares, and whether any of
-// them is infinite or NaN.
+// Statistics of the values as stored in the destination, after scale and cast: the sum of their squares, and whether
+// any of them is infinite or NaN.
 struct BucketStats {
   double squares = 0.0;
   bool nonfinite = false;
@@ -42,7 +42,8 @@ struct BucketParams {
 
 constexpr int64_t kBlockElements = 16384;
 
-// bucket = cast(tensors * scale), gaps = 0. A tensor that already lies in the bucket at its own elements is scaled in place.
+// bucket = cast(tensors * scale), gaps = 0. A tensor that already lies in the bucket at its own elements is scaled in
+// place.
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_pack, BucketParams)
 // tensors = cast(bucket * scale).
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_unpack, BucketParams)

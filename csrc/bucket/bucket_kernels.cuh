@@ -1,22 +1,22 @@
 // Gradient buckets on the GPU: pack, unpack and statistics of any number of tensors of mixed dtype.
 //
-// Problem        BucketParams in bucket.h. The kernels only move memory: each byte is read once and written once; scale,
-//                cast, sum of squares and non-finite flag are computed in registers on the way.
+// Problem        BucketParams in bucket.h. The kernels only move memory: each byte is read once and written once;
+//                scale, cast, sum of squares and non-finite flag are computed in registers on the way.
 // Table          The entries are passed as parameters of a small kernel, bucket_table_kernel, which writes them to the
-//                workspace and clears the counter below. Nothing on the host has to outlive the call, nothing is pinned,
-//                and a captured graph contains the entries in its nodes. A pack of up to 126 tensors without statistics
-//                needs no counter and is a single launch: the entries are parameters of bucket_pack_kernel, and each
-//                block copies those of its elements to shared memory, where lanes can index them.
+//                workspace and clears the counter below. Nothing on the host has to outlive the call, nothing is
+//                pinned, and a captured graph contains the entries in its nodes. A pack of up to 126 tensors without
+//                statistics needs no counter and is a single launch: the entries are parameters of bucket_pack_kernel,
+//                and each block copies those of its elements to shared memory, where lanes can index them.
 // Blocks         Block b owns bucket elements [b, b + 1) * kBlockElements, whatever tensors they belong to. Each of its
 //                warps owns an equal region of them and works independently (bucket_move.cuh).
-// Statistics     Squares are summed in float64, where a sum of finite float32 values cannot overflow: the non-finite flag
-//                is whether the sum is infinite or NaN. Sums over lanes, warps, blocks and grid are each added in an order
-//                that depends only on positions and alignments. The last block to arrive at a counter adds those of the
-//                blocks: each arrival releases the block's sum and acquires the earlier ones, and the barrier after it
-//                makes them visible to the other threads of the block.
-// In place       If a tensor already lies in the bucket at its own elements, each element is written by the lane that has
-//                read it, and with scale = 1 not at all. Therefore data must not be read through the read-only path, nor
-//                must the partial sums, which other blocks write; the table may be.
+// Statistics     Squares are summed in float64, where a sum of finite float32 values cannot overflow: the non-finite
+//                flag is whether the sum is infinite or NaN. Sums over lanes, warps, blocks and grid are each added in
+//                an order that depends only on positions and alignments. The last block to arrive at a counter adds
+//                those of the blocks: each arrival releases the block's sum and acquires the earlier ones, and the
+//                barrier after it makes them visible to the other threads of the block.
+// In place       If a tensor already lies in the bucket at its own elements, each element is written by the lane that
+//                has read it, and with scale = 1 not at all. Therefore data must not be read through the read-only
+//                path, nor must the partial sums, which other blocks write; the table may be.
 // Barriers       sync_threads, all threads: between storing and reading the warps' sums, and after the arrival at the
 //                counter; in bucket_pack_kernel one, after the copy of the table.
 // Shared memory  SharedStorage: one sum per warp and one flag. bucket_pack_kernel: SharedEntries, the table.
@@ -93,8 +93,8 @@ bucket_pack_kernel(GRID_CONSTANT PackParams params) {
   SHARED_STORAGE(SharedEntries, shared);
   const int64_t block_begin = arch::block_x() * kBlockElements, block_end = block_begin + kBlockElements;
   for (int i = arch::thread_index(); i < params.num_entries; i += Config::kThreads) {
-    // Reads of parameters at different addresses are serialised. So all entries are copied only as far as a search reads
-    // them, their ends. The rest is copied for the entries that overlap this block, and the first one after it.
+    // Reads of parameters at different addresses are serialised. So all entries are copied only as far as a search
+    // reads them, their ends. The rest is copied for the entries that overlap this block, and the first one after it.
     const int64_t end = params.entries[i].end;
     shared.entries[i].end = end;
     if (end > block_begin && (i == 0 || params.entries[i - 1].end < block_end)) shared.entries[i] = params.entries[i];

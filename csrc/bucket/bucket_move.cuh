@@ -1,10 +1,11 @@
-// How a warp moves its region of a bucket. It finds the first entry by a search in which each lane tests one entry (three
-// rounds for 1,000 tensors), and continues from there. There are two cases:
-//   - A long piece of one tensor moves in vectors, with 64 bytes in flight per lane. A vector is 16 bytes of the wider dtype
-//     if source and target can both be aligned to it, else the widest for which they can. Vectors start at a 32-byte sector
-//     of the target; the up to 15 elements before it, and the up to 7 after the last vector, move one per lane.
-//   - Short tensors and gaps move 256 elements at a time; each lane searches for the entries of its own elements. A region of
-//     one-element tensors then takes 8 rounds of the warp instead of one per tensor.
+// How a warp moves its region of a bucket. It finds the first entry by a search in which each lane tests one entry
+// (three rounds for 1,000 tensors), and continues from there. There are two cases:
+//   - A long piece of one tensor moves in vectors, with 64 bytes in flight per lane. A vector is 16 bytes of the wider
+//     dtype if source and target can both be aligned to it, else the widest for which they can. Vectors start at a
+//     32-byte sector of the target; the up to 15 elements before it, and the up to 7 after the last vector, move one
+//     per lane.
+//   - Short tensors and gaps move 256 elements at a time; each lane searches for the entries of its own elements. A
+//     region of one-element tensors then takes 8 rounds of the warp instead of one per tensor.
 // Gaps are zeroed by pack and skipped by the others; entries without data are skipped by all.
 #pragma once
 
@@ -104,7 +105,8 @@ DEVICE int head_of(const T* pointer, int count) {
   return head < count ? head : count;
 }
 
-// The element that this lane moves individually, in an array of `count` of which [head, count - tail) moves in vectors; or -1.
+// The element that this lane moves individually, in an array of `count` of which [head, count - tail) moves in vectors;
+// or -1.
 DEVICE int single_of(int head, int tail, int count) {
   constexpr int kFirstTailLane = kWarpSize / 2;
   const int lane = arch::lane_index();
@@ -195,7 +197,9 @@ DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t
   const int num_entries = int(last_entry - first_entry);
 
   // Every lane searches the entries of all its elements at once, by bisection.
-  int passed[kElements] = {};  // entries before the element's; then its entry, or kGap, or kAbsent if nothing is to be moved
+  // The number of entries before the element's. After the search: its entry, or kGap, or kAbsent if nothing is to be
+  // moved.
+  int passed[kElements] = {};
   int step = 1;
   while (step <= num_entries / 2) step *= 2;
   for (; step > 0; step /= 2) {

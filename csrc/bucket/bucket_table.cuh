@@ -1,4 +1,5 @@
-// The table of a bucket's entries: its layout on the device, the parameters that transfer it, and the search for an entry.
+// The table of a bucket's entries: its layout on the device, the parameters that transfer it, and the search for an
+// entry.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -65,8 +66,9 @@ DEVICE int count_low_bits(uint32_t bits) {
   return count + int(bits >> 31);  // five halvings count to 31
 }
 
-// The first entry from `entry` on that ends after `position`, or num_entries. Called by all lanes of a warp. Each lane tests
-// one of the next 32 entries, which suffices except in the first search of a region; then the end of one 32nd of the rest.
+// The first entry from `entry` on that ends after `position`, or num_entries. Called by all lanes of a warp. Each lane
+// tests one of the next 32 entries, which suffices except in the first search of a region; then the end of one 32nd of
+// the rest.
 template <class Table>
 DEVICE int64_t find_entry(const Move<Table>& params, int64_t entry, int64_t position) {
   int64_t last = params.num_entries;  // the answer is in [entry, last]

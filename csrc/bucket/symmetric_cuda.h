@@ -19,10 +19,10 @@ struct SymmetricParams {
   double timeout;              // seconds
 };
 
-// Sums the buckets of all ranks in place, once all have launched this with the same begin, count, dtype and staging. `stats`
-// on the device, (2,), receives the sum of squares, and 1 if a value is infinite or NaN, else 0. `stream` is a cudaStream_t.
-// Does not synchronise and can be captured in a CUDA graph. If a rank waits longer than the timeout, its kernel traps, which
-// is an error of the device. There is no kernel for float64: throws std::invalid_argument.
+// Sums the buckets of all ranks in place, once all have launched this with the same begin, count, dtype and staging.
+// `stats` on the device, (2,), receives the sum of squares, and 1 if a value is infinite or NaN, else 0. `stream` is a
+// cudaStream_t. Does not synchronise and can be captured in a CUDA graph. If a rank waits longer than the timeout, its
+// kernel traps, which is an error of the device. There is no kernel for float64: throws std::invalid_argument.
 void launch_symmetric_all_reduce_cuda(const SymmetricParams& params, float* stats, void* stream);
 
 }  // namespace cuda_ext

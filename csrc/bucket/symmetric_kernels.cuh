@@ -1,26 +1,26 @@
 // All-reduce in symmetric memory on the GPU: the algorithms of symmetric.h, each in one launch, without NCCL.
 //
-// Problem        SymmetricParams in symmetric_cuda.h: every bucket = round(sum of all buckets), added in float32, in the
-//                order of the ranks.
-// Work           The 16-byte vectors of a range are distributed cyclically over the threads of all blocks. Two-shot, the
-//                range is this rank's chunk, with 4 vectors per thread at a time: each is read from all ranks, and then
-//                written to all, starting with the next rank, so that ranks do not all write to the same one. One-shot,
-//                the range is the bucket, one vector per thread: it is written to the staging of all other ranks, and
-//                after the signal the rows of all ranks are read and their sum is written here. The rest of a range, less
-//                than 16 bytes, is done by threads of block 0, one element each.
-// Waiting        Block b waits only for blocks b of the other ranks: thread p signals rank p and waits for its signal, then
-//                the block synchronises. Two-shot, the first signal says that the bucket is packed (by an earlier kernel of
-//                the stream), the second that this block's part of the chunk is written. When all blocks of a launch have
-//                seen all second signals, no other rank accesses this rank's bucket any more. One-shot, the only signal
-//                says that this block's part of the bucket is in all stagings; the block sums the same part, and no rank
-//                accesses another's bucket. The grid depends only on count and ranks, so every block has its counterparts.
-//                Waits have a time limit, after which the kernel traps.
-// Epochs         are counted in the pad, not by the host, so that a captured graph can be replayed. Every block reads the
-//                slot's epoch; the last block to finish increments it.
-// Statistics     Squares of the stored values are summed in float64 by lane, warp and block. Two-shot, each block writes its
-//                sum to the pads of all ranks before its second signal; one-shot, where all ranks sum the same values, only
-//                to its own. The last block to finish adds them in the order of ranks and blocks, so that all ranks get the
-//                same bits. The non-finite flag is whether that sum is infinite or NaN.
+// Problem        SymmetricParams in symmetric_cuda.h: every bucket = round(sum of all buckets), added in float32, in
+//                the order of the ranks.
+// Work           The 16-byte vectors of a range are distributed cyclically over the threads of all blocks. Two-shot,
+//                the range is this rank's chunk, with 4 vectors per thread at a time: each is read from all ranks, and
+//                then written to all, starting with the next rank, so that ranks do not all write to the same one.
+//                One-shot, the range is the bucket, one vector per thread: it is written to the staging of all other
+//                ranks, and after the signal the rows of all ranks are read and their sum is written here. The rest of
+//                a range, less than 16 bytes, is done by threads of block 0, one element each.
+// Waiting        Block b waits only for blocks b of the other ranks: thread p signals rank p and waits for its signal,
+//                then the block synchronises. Two-shot, the first signal says that the bucket is packed (by an earlier
+//                kernel of the stream), the second that this block's part of the chunk is written. When all blocks of a
+//                launch have seen all second signals, no other rank accesses this rank's bucket any more. One-shot, the
+//                only signal says that this block's part of the bucket is in all stagings; the block sums the same
+//                part, and no rank accesses another's bucket. The grid depends only on count and ranks, so every block
+//                has its counterparts. Waits have a time limit, after which the kernel traps.
+// Epochs         are counted in the pad, not by the host, so that a captured graph can be replayed. Every block reads
+//                the slot's epoch; the last block to finish increments it.
+// Statistics     Squares of the stored values are summed in float64 by lane, warp and block. Two-shot, each block
+//                writes its sum to the pads of all ranks before its second signal; one-shot, where all ranks sum the
+//                same values, only to its own. The last block to finish adds them in the order of ranks and blocks, so
+//                that all ranks get the same bits. The non-finite flag is whether that sum is infinite or NaN.
 // Shared memory  SharedStorage of the bucket kernels: one sum per warp and one flag.
 #pragma once
 
@@ -68,8 +68,8 @@ DEVICE DevicePad::Slot& slot_of(const KernelParams& params, int rank) {
   return reinterpret_cast<DevicePad*>(params.segments[rank])->slots[params.slot];
 }
 
-// Signals `mark` to this block's counterparts on all ranks, and waits until all have signalled it. Each then sees what the
-// others wrote before.
+// Signals `mark` to this block's counterparts on all ranks, and waits until all have signalled it. Each then sees what
+// the others wrote before.
 DEVICE void sync_ranks(const KernelParams& params, int rank, int block, uint32_t mark, Site site = {}) {
   arch::sync_threads(site);
   const int peer = arch::thread_index();
@@ -111,8 +111,8 @@ DEVICE void for_range(int64_t begin, int64_t end, int block, int num_blocks, Bod
   if (block == 0 && vectors_end + thread < end) body(Span<1, 1>(), vectors_end + thread, int64_t(0), end);
 }
 
-// Writes the sum of source(rank) over all ranks, at the elements of a span, to target(i) for all i < num_targets. Returns this
-// thread's part of the sum of squares.
+// Writes the sum of source(rank) over all ranks, at the elements of a span, to target(i) for all i < num_targets.
+// Returns this thread's part of the sum of squares.
 template <class T, class Source, class Target, int width, int vectors>
 DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int num_targets, Target target, int64_t at,
                        int64_t stride, int64_t end) {
@@ -156,8 +156,8 @@ DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int n
 }
 
 // Called by all blocks. The last one adds the squares of `num_ranks` ranks from `first_rank` on, and ends the epoch.
-DEVICE void end_epoch(DevicePad::Slot& own, uint32_t epoch, int first_rank, int num_ranks, int num_blocks,
-                      float* stats, SharedStorage& shared) {
+DEVICE void end_epoch(DevicePad::Slot& own, uint32_t epoch, int first_rank, int num_ranks, int num_blocks, float* stats,
+                      SharedStorage& shared) {
   const int thread = arch::thread_index();
   if (thread == 0) shared.is_last = arch::atomic_add_acq_rel(&own.finished, 1) == uint32_t(num_blocks - 1);
   arch::sync_threads();

@@ -1,5 +1,5 @@
-// Two consecutive bfloat16 values along k, the first in the low half: the operand type of VDPBF16PS, which multiplies pairs
-// and adds both products to a float32. Instruction sets that have it define CUDA_EXT_BFLOAT16_PAIRS. For tests,
+// Two consecutive bfloat16 values along k, the first in the low half: the operand type of VDPBF16PS, which multiplies
+// pairs and adds both products to a float32. Instruction sets that have it define CUDA_EXT_BFLOAT16_PAIRS. For tests,
 // CUDA_EXT_BFLOAT16_PAIRS_MODEL replaces the instruction by arithmetic that every CPU has.
 #pragma once
 
@@ -25,8 +25,8 @@ CUDA_EXT_INLINE Vec<float> flush(Words bits) {
   return (Vec<float>)((bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits);
 }
 
-// As specified (Intel, Software Developer's Manual): adds the product of the second elements, then that of the first; each
-// sum is rounded to nearest even; subnormal operands and sums are flushed to zero.
+// As specified (Intel, Software Developer's Manual): adds the product of the second elements, then that of the first;
+// each sum is rounded to nearest even; subnormal operands and sums are flushed to zero.
 CUDA_EXT_INLINE Vec<float> multiply_add(Vec<float> sum, Words a, Words b) {
   sum = flush((Words)(flush((Words)sum) + flush(a & 0xffff0000) * flush(b & 0xffff0000)));
   return flush((Words)(sum + flush(a << 16) * flush(b << 16)));

@@ -1,6 +1,6 @@
-// What a CPU kernel needs from its host process: threads, a BLAS and scratch memory. Declared here without torch, so that
-// kernels compile in seconds and a program without torch can supply its own. ops/host.cpp implements them with torch's
-// thread pool, BLAS and allocator.
+// What a CPU kernel needs from its host process: threads, a BLAS and scratch memory. Declared here without torch, so
+// that kernels compile in seconds and a program without torch can supply its own. ops/host.cpp implements them with
+// torch's thread pool, BLAS and allocator.
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,8 @@ class FunctionRef<R(Args...)> {
 
 int num_threads();
 
-// Splits [0, count) into contiguous ranges of at least `grain` and runs body(begin, end) on the pool's threads. Results do
-// not depend on the ranges: kernels combine partial results in index order.
+// Splits [0, count) into contiguous ranges of at least `grain` and runs body(begin, end) on the pool's threads. Results
+// do not depend on the ranges: kernels combine partial results in index order.
 void parallel_for(int64_t count, int64_t grain, FunctionRef<void(int64_t begin, int64_t end)> body);
 
 // Tasks of unequal cost: each worker fetches the next one when it is free. Put the expensive ones first.
@@ -61,8 +61,8 @@ void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, f
 void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, double alpha, const double* a,
           int64_t lda, const double* b, int64_t ldb, double beta, double* c, int64_t ldc);
 
-// Scratch memory, freed with the object: 64-byte aligned, uninitialised, from the CPU allocator of the host process, so that
-// tools that measure that allocator see it.
+// Scratch memory, freed with the object: 64-byte aligned, uninitialised, from the CPU allocator of the host process, so
+// that tools that measure that allocator see it.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes);

@@ -1,5 +1,5 @@
-// All standard headers that CPU kernels use. They are included before the instruction set is raised: otherwise the linker
-// could choose, for the whole library, a copy of an inline standard function that older CPUs cannot execute.
+// All standard headers that CPU kernels use. They are included before the instruction set is raised: otherwise the
+// linker could choose, for the whole library, a copy of an inline standard function that older CPUs cannot execute.
 #pragma once
 
 #include <algorithm>

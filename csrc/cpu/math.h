@@ -1,6 +1,6 @@
 // exp, tanh and erf on vectors. float: polynomials with minimal relative error over the reduced range (stated for each,
-// without rounding errors of the evaluation). double: the standard library lane by lane, because float64 is for checking
-// gradients and need not be fast.
+// without rounding errors of the evaluation). double: the standard library lane by lane, because float64 is for
+// checking gradients and need not be fast.
 #pragma once
 
 #include "cpu/simd.h"

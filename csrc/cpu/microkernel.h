@@ -1,6 +1,6 @@
-// Matrix products of small operands that are already in cache, such as the blocks of attention, where a BLAS would spend
-// its time packing operands that are used once. A tile of C is in registers; each step of k loads one row of B and
-// broadcasts the tile's elements of A.
+// Matrix products of small operands that are already in cache, such as the blocks of attention, where a BLAS would
+// spend its time packing operands that are used once. A tile of C is in registers; each step of k loads one row of B
+// and broadcasts the tile's elements of A.
 #pragma once
 
 #include "cpu/bfloat16_pair.h"

@@ -1,6 +1,6 @@
-// Vectors of the instruction set that is being compiled, as GCC/Clang vector extensions: arithmetic operators work lane by
-// lane. Loads convert from the storage type (float, half_t, bfloat16_t, double) to the compute type; stores convert back and
-// round to nearest even.
+// Vectors of the instruction set that is being compiled, as GCC/Clang vector extensions: arithmetic operators work lane
+// by lane. Loads convert from the storage type (float, half_t, bfloat16_t, double) to the compute type; stores convert
+// back and round to nearest even.
 #pragma once
 
 #ifndef CUDA_EXT_ISA
@@ -223,8 +223,8 @@ CUDA_EXT_INLINE Vec<Compute<Storage>> round_to(Vec<Compute<Storage>> v) {
   return v;
 }
 
-// Non-temporal stores, for results larger than the caches: they neither read the lines they overwrite nor evict others. p
-// must be aligned to the bytes written. Call stream_end() on the same thread before another thread reads the result.
+// Non-temporal stores, for results larger than the caches: they neither read the lines they overwrite nor evict others.
+// p must be aligned to the bytes written. Call stream_end() on the same thread before another thread reads the result.
 template <class Storage>
 CUDA_EXT_INLINE void stream(Storage* p, Vec<Compute<Storage>> v) {
 #if defined(__x86_64__)
@@ -362,8 +362,8 @@ CUDA_EXT_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
 #endif
 }
 
-// Transposes squares of (span / unit)^2 units in rows first, first + step, ..., by interleaving rows i and i + count / 2 in
-// log2(span / unit) rounds.
+// Transposes squares of (span / unit)^2 units in rows first, first + step, ..., by interleaving rows i and i + count /
+// 2 in log2(span / unit) rounds.
 template <int unit, int span, class T>
 CUDA_EXT_INLINE void transpose_units(Vec<T> (&rows)[kLanes<T>], int first, int step) {
   constexpr int count = span / unit;
@@ -392,8 +392,8 @@ CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int i = 0; i < unit; ++i) transpose_units<unit, lanes, T>(rows, i, unit);
 }
 
-// Lane l = the sum of the lanes of rows[l]. Needs half as many shuffles as a transpose: each round adds the two vectors that
-// it interleaves.
+// Lane l = the sum of the lanes of rows[l]. Needs half as many shuffles as a transpose: each round adds the two vectors
+// that it interleaves.
 template <class T>
 CUDA_EXT_INLINE Vec<T> horizontal_sums(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int lanes = kLanes<T>, piece = 16 / int(sizeof(T));

@@ -1,9 +1,9 @@
-// Pieces of matrices in registers, and the activations applied to them, for the epilogue of a product and the gradient of an
-// activation.
+// Pieces of matrices in registers, and the activations applied to them, for the epilogue of a product and the gradient
+// of an activation.
 //
-// A thread has kVector adjacent columns of a few rows: as many as its registers permit, because that is the number of loads
-// in flight. Dtypes, activations and optional terms are selected at run time, uniformly across threads, so that one kernel
-// serves all combinations.
+// A thread has kVector adjacent columns of a few rows: as many as its registers permit, because that is the number of
+// loads in flight. Dtypes, activations and optional terms are selected at run time, uniformly across threads, so that
+// one kernel serves all combinations.
 #pragma once
 
 #include "arch/math.cuh"
@@ -183,7 +183,8 @@ struct ActivationBackward {
   const Output& grad_preact;  // may be absent
   const Output& hidden;       // h; may be absent
 
-  // `grad` is the gradient of h at `at`. Stores the gradient of z and adds it to the column sums (gated: of gate and up).
+  // `grad` is the gradient of h at `at`. Stores the gradient of z and adds it to the column sums (gated: of gate and
+  // up).
   template <int rows>
   DEVICE void run(const PiecePosition<rows>& at, Piece<rows>& grad, float (&sums)[2][kVector]) const {
     Piece<rows> z, h;
@@ -218,7 +219,8 @@ struct ActivationBackward {
 
  private:
   template <int rows>
-  DEVICE void store_gradient(const PiecePosition<rows>& at, int part, const Piece<rows>& grad, float (&sums)[kVector]) const {
+  DEVICE void store_gradient(const PiecePosition<rows>& at, int part, const Piece<rows>& grad,
+                             float (&sums)[kVector]) const {
     if (grad_preact.data != nullptr) write(grad_preact, 0, (gated ? 2 : 1) * n, at, part * n, grad);
     for_elements<rows>([&](int r, int i) {
       if (at.exists[r]) sums[i] += grad.at[r][i];

@@ -54,7 +54,8 @@ struct Gelu {
 };
 
 // The same paper's approximation, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2 u). In
-// the derivative, 1 - sigmoid is computed as a product, because the rounding error of a difference would be multiplied by x^3.
+// the derivative, 1 - sigmoid is computed as a product, because the rounding error of a difference would be multiplied
+// by x^3.
 struct GeluTanh {
   static constexpr double kScale = 2 * 0.79788456080286536;
   static constexpr double kCubic = 0.044715;

@@ -1,10 +1,10 @@
 // The gradient through an activation and the bias before it, in one pass over the gradient of the output.
 //
 // Problem        ActivationGradParams in gemm.h.
-// Tile           A block has kTileColumns columns and loops over block_rows rows. A warp processes whole rows of the tile, so
-//                that all accesses are full sectors, each once.
-// Sums           Each thread adds its columns, the block its threads through shared memory, and a small kernel the blocks, in
-//                an order that depends only on the shape.
+// Tile           A block has kTileColumns columns and loops over block_rows rows. A warp processes whole rows of the
+//                tile, so that all accesses are full sectors, each once.
+// Sums           Each thread adds its columns, the block its threads through shared memory, and a small kernel the
+//                blocks, in an order that depends only on the shape.
 // Barriers       One sync_threads, of all threads, in the block's sum.
 // Shared memory  (kTileRows, 2 kTileColumns) floats for that sum.
 #pragma once

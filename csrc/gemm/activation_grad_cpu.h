@@ -30,8 +30,8 @@ void sum_row_blocks(const Storage* matrix, int64_t row_stride, int64_t rows, int
   });
 }
 
-// A bias gradient alone: bias_grad (n,) = the sum of the rows of grad_out. If rows are short and contiguous, kFold rows are
-// treated as one long row; its sums have the memory layout of the sums of kFold row blocks.
+// A bias gradient alone: bias_grad (n,) = the sum of the rows of grad_out. If rows are short and contiguous, kFold rows
+// are treated as one long row; its sums have the memory layout of the sums of kFold row blocks.
 template <class T>
 void run_column_sums(const ActivationGradParams& params) {
   constexpr int64_t kFold = kLanes<T>;

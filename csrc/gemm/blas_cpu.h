@@ -12,10 +12,11 @@ bool blas_reads(const Operand& matrix, int64_t rows, int64_t columns) {
                                                (matrix.row_stride == 1 && matrix.column_stride >= rows));
 }
 
-// True for large products whose operands and result have the compute type. There the BLAS is about 8 % faster, because it
-// overlaps memory accesses better with arithmetic, and the epilogue finds the result in L3. Our kernels are faster for
-// 16-bit operands, and for few rows or columns if there is an epilogue to fuse. The exception is a row-major b whose
-// pieces arrive late, because it exceeds L2 or its rows compete for cache lines: then the BLAS wins from 9 rows on.
+// True for large products whose operands and result have the compute type. There the BLAS is about 8 % faster, because
+// it overlaps memory accesses better with arithmetic, and the epilogue finds the result in L3. Our kernels are faster
+// for 16-bit operands, and for few rows or columns if there is an epilogue to fuse. The exception is a row-major b
+// whose pieces arrive late, because it exceeds L2 or its rows compete for cache lines: then the BLAS wins from 9 rows
+// on.
 template <class T>
 bool prefers_blas(const GemmParams& params) {
   const bool is_far = params.b.column_stride == 1 && params.k * params.n * int64_t(sizeof(T)) >= 4 << 20;

@@ -1,5 +1,5 @@
-// Column sums in an order that depends only on the shape: each thread adds its rows, each block its threads, and a last small
-// kernel the blocks.
+// Column sums in an order that depends only on the shape: each thread adds its rows, each block its threads, and a last
+// small kernel the blocks.
 #pragma once
 
 #include "gemm/activation.cuh"

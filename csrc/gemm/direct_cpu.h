@@ -1,15 +1,15 @@
 // Products with few rows or a small b, whose elements are not read often enough to make packing worthwhile. The method
 // depends on the layout of b; all of them end with the tiles of the packed method, for its epilogue.
 //
-// b is column-major: dot products, with vectors along k. A lane sums every kLanes-th product of a block of kDotBlock; the
-// lanes are summed at the end of the block, so that the order does not depend on the number of rows.
-// b is row-major, and there are up to kStreamedRows rows: a few rows of b at a time are added to sums in L1, so that memory
-// is read sequentially.
-// Otherwise: groups of k steps. For each panel of kPanelColumns columns, the group's piece of b is multiplied by all rows;
-// it is read in place or copied to L1 first. Partial sums are kept in memory between groups.
+// b is column-major: dot products, with vectors along k. A lane sums every kLanes-th product of a block of kDotBlock;
+// the lanes are summed at the end of the block, so that the order does not depend on the number of rows.
+// b is row-major, and there are up to kStreamedRows rows: a few rows of b at a time are added to sums in L1, so that
+// memory is read sequentially.
+// Otherwise: groups of k steps. For each panel of kPanelColumns columns, the group's piece of b is multiplied by all
+// rows; it is read in place or copied to L1 first. Partial sums are kept in memory between groups.
 //
-// The last two sum in the order of the packed method, one block of kBlockK after the other, so that all three give the same
-// bits.
+// The last two sum in the order of the packed method, one block of kBlockK after the other, so that all three give the
+// same bits.
 #pragma once
 
 #include "gemm/direct_products_cpu.h"
@@ -248,8 +248,8 @@ struct DirectTask {
   }
 };
 
-// Limits up to which reading b in place costs less than packing it: few rows, or a b that stays in cache if there is one
-// task of rows or k is short.
+// Limits up to which reading b in place costs less than packing it: few rows, or a b that stays in cache if there is
+// one task of rows or k is short.
 constexpr int64_t kFewRows = 36;
 constexpr int64_t kSmallBytes = 64 << 10;
 

@@ -56,8 +56,8 @@ CUDA_EXT_INLINE Vec<T> sums_of_lanes(Vec<T> (&vectors)[kLanes<T>]) {
   return vectors[0];
 }
 
-// sums (rows, columns) = or, unless fresh, += a (rows, k) @ b (k, columns). Columns of b are ldb apart; both operands are
-// read along k.
+// sums (rows, columns) = or, unless fresh, += a (rows, k) @ b (k, columns). Columns of b are ldb apart; both operands
+// are read along k.
 template <int rows, int columns, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storage* b, int64_t ldb, bool fresh, T* sums,
                               int64_t sums_row) {

@@ -195,7 +195,9 @@ struct BackwardEpilogue {
   }
 };
 
-inline bool accumulates(const GemmParams& params) { return params.c.data != nullptr && params.c.data == params.out.data; }
+inline bool accumulates(const GemmParams& params) {
+  return params.c.data != nullptr && params.c.data == params.out.data;
+}
 
 // Whether a product needs more than a BLAS does, which can add to its output.
 inline bool has_epilogue(const GemmParams& params) {

@@ -1,15 +1,15 @@
 // The epilogue of an output tile: the formulas of GemmParams, on rows of the tile that are in shared memory as floats.
 //
-// A thread always has the same kVector adjacent columns. A warp reads and writes whole rows of the tile, so that all sectors
-// it accesses in global memory are fully used, and column sums stay in registers until the end.
+// A thread always has the same kVector adjacent columns. A warp reads and writes whole rows of the tile, so that all
+// sectors it accesses in global memory are fully used, and column sums stay in registers until the end.
 #pragma once
 
 #include "gemm/column_sums.cuh"
 
 namespace cuda_ext::epilogue {
 
-// Offset in elements of batch (or reduced product) `index`; dims are innermost first. The host has checked that there are
-// fewer than 2^31, because 64-bit divisions are slow.
+// Offset in elements of batch (or reduced product) `index`; dims are innermost first. The host has checked that there
+// are fewer than 2^31, because 64-bit divisions are slow.
 DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDims],
                          const int64_t (&strides)[kMaxBatchDims]) {
   int64_t elements = 0;
@@ -22,8 +22,8 @@ DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDi
   return elements;
 }
 
-// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if columns are
-// pairs, because the tile then has gate columns and, next to them, up columns.
+// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if columns
+// are pairs, because the tile then has gate columns and, next to them, up columns.
 struct TilePosition {
   int batch;
   int64_t row;

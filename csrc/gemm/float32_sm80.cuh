@@ -6,18 +6,18 @@
 
 namespace cuda_ext::sm80 {
 
-// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would turn a
-// finite number into an infinity. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed of
-// integer arithmetic. The comparison is one of floats because those have a free absolute value.)
+// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would turn
+// a finite number into an infinity. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
+// of integer arithmetic. The comparison is one of floats because those have a free absolute value.)
 DEVICE uint32_t round_to_tf32(uint32_t bits) {
   const float first_that_overflows = arch::bits_float(0x7f7ff000u);
   return fabsf(arch::bits_float(bits)) < first_that_overflows ? bits + 0x1000 : bits;
 }
 
-// x = high + low / kLowScale, up to 2^-23 x. high is the nearest tf32, not a truncated one: low is then half as large and of
-// either sign, so that the dropped products of two lows have no bias. The scale preserves the bits of a low that would be
-// subnormal. Some x cannot be split and turn the sums they enter into infinities or NaN: infinities and NaN (low is NaN), the
-// largest numbers (high overflows), and others beyond 2^126 (low overflows).
+// x = high + low / kLowScale, up to 2^-23 x. high is the nearest tf32, not a truncated one: low is then half as large
+// and of either sign, so that the dropped products of two lows have no bias. The scale preserves the bits of a low that
+// would be subnormal. Some x cannot be split and turn the sums they enter into infinities or NaN: infinities and NaN
+// (low is NaN), the largest numbers (high overflows), and others beyond 2^126 (low overflows).
 constexpr float kLowScale = 0x1p13f;
 DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
   high = (bits + 0x1000) & 0xffffe000u;
@@ -70,8 +70,7 @@ DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, 
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
           const int64_t b_column = column_of_b(params, at, column + j * 8 + q);
-          const float b =
-              b_column >= 0 ? arch::load_global<float>(from_b + b_column * params.b.column_stride) : 0.0f;
+          const float b = b_column >= 0 ? arch::load_global<float>(from_b + b_column * params.b.column_stride) : 0.0f;
 #pragma unroll
           for (int i = 0; i < 2 * Gemm::kRows; ++i) sums[i / 2][j][i % 2 * 2 + q] += a[i] * b;
         }

@@ -34,10 +34,10 @@ struct Output {
 //                                    out = g * activation'(z), hidden = h                 (m, n)
 //                           gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z    (m, 2n)
 // and bias_grad is the sum of out over its rows.
-// c may be out itself, with the same dtype and strides, to accumulate a product in place: each element is read by the thread
-// that writes it, before the write. Otherwise outputs must not overlap inputs.
-// The sum over r runs over the reduced batch dims, which yields the gradient of a broadcast operand. Batch and reduced sizes
-// are at least 1; k may be 0, and then sums are 0.
+// c may be out itself, with the same dtype and strides, to accumulate a product in place: each element is read by the
+// thread that writes it, before the write. Otherwise outputs must not overlap inputs.
+// The sum over r runs over the reduced batch dims, which yields the gradient of a broadcast operand. Batch and reduced
+// sizes are at least 1; k may be 0, and then sums are 0.
 struct GemmParams {
   int64_t m = 0;
   int64_t n = 0;

@@ -1,27 +1,31 @@
 // GEMM with fused epilogues for sm_80 and later, for float16, bfloat16 and float32.
 //
-// Problem        GemmParams in gemm.h: out = activation(alpha sum_r a_r b_r + beta c + bias) + residual, or its gradient.
-// Tile           A block computes (block_m, block_n) of the output and loops over k, and over the reduced products, block_k
-//                at a time. If the product is gated, the left half of the tile are gate columns and the right half the
-//                corresponding up columns, so that it covers block_n / 2 columns of the output. Sizes: kTiles in plan_sm80.h.
-// Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in copies.
+// Problem        GemmParams in gemm.h: out = activation(alpha sum_r a_r b_r + beta c + bias) + residual, or its
+//                gradient.
+// Tile           A block computes (block_m, block_n) of the output and loops over k, and over the reduced products,
+//                block_k at a time. If the product is gated, the left half of the tile are gate columns and the right
+//                half the corresponding up columns, so that it covers block_n / 2 columns of the output. Sizes: kTiles
+//                in plan_sm80.h.
+// Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
+//                copies.
 // Pipeline       A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies
-//                (cp.async.wait_group); then one sync_threads per k tile, of all threads, means both that the next tile has
-//                arrived and that the previous one has been read.
+//                (cp.async.wait_group); then one sync_threads per k tile, of all threads, means both that the next tile
+//                has arrived and that the previous one has been read.
 // Shared memory  (stages, A tile + B tile); after the loop reused for (64, block_n + 8) floats of the result at a time.
-// Registers      Per warp, (block_m / warps_m, block_n / warps_n) accumulators in float32 and two sets of operand fragments:
-//                one is loaded, and rounded if it is tf32, while the other is multiplied.
-// Operands       are read in place from any address, whichever of their dims has stride 1: 16 bytes at a time if base and
-//                strides permit, else 4, else 2. Elements outside the matrix are replaced by zeros.
-// Loops          k tiles that are complete, inside the matrix and readable 16 bytes at a time are processed by a loop without
-//                branches; the last of each product, and all tiles of other operands, by a loop that decides how to copy.
-//                The first fragments of a tile are loaded before its iteration begins; copies and loads for later tiles are
-//                interleaved with its products.
-// Split k        If the output has too few tiles, its k tiles are divided among several blocks. Each stores its sums in the
-//                workspace. The last one to arrive, whichever it is, adds them in the order of k and runs the epilogue.
-// Float32        Three tf32 products per product of float32 lose the last bits, and an infinity may be the product's or an
-//                overflow of the method. If k is short, or the sums of a thread are not all finite, the thread computes its
-//                sums in float32 arithmetic instead, directly from global memory.
+// Registers      Per warp, (block_m / warps_m, block_n / warps_n) accumulators in float32 and two sets of operand
+//                fragments: one is loaded, and rounded if it is tf32, while the other is multiplied.
+// Operands       are read in place from any address, whichever of their dims has stride 1: 16 bytes at a time if base
+//                and strides permit, else 4, else 2. Elements outside the matrix are replaced by zeros.
+// Loops          k tiles that are complete, inside the matrix and readable 16 bytes at a time are processed by a loop
+//                without branches; the last of each product, and all tiles of other operands, by a loop that decides
+//                how to copy. The first fragments of a tile are loaded before its iteration begins; copies and loads
+//                for later tiles are interleaved with its products.
+// Split k        If the output has too few tiles, its k tiles are divided among several blocks. Each stores its sums in
+//                the workspace. The last one to arrive, whichever it is, adds them in the order of k and runs the
+//                epilogue.
+// Float32        Three tf32 products per product of float32 lose the last bits, and an infinity may be the product's or
+//                an overflow of the method. If k is short, or the sums of a thread are not all finite, the thread
+//                computes its sums in float32 arithmetic instead, directly from global memory.
 #pragma once
 
 #include <cstddef>
@@ -57,8 +61,8 @@ struct Gemm {
   static constexpr int kSteps = kBlockK / TileA::kStep;
   static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
 
-  // The result is staged in shared memory in passes of 64 rows, kPassRows of each row of warps. Rows are padded by 8 floats
-  // to avoid bank conflicts: a warp stores float pairs of 8 rows at once.
+  // The result is staged in shared memory in passes of 64 rows, kPassRows of each row of warps. Rows are padded by 8
+  // floats to avoid bank conflicts: a warp stores float pairs of 8 rows at once.
   static constexpr int kStagedRows = 64;
   static constexpr int kPassRows = kStagedRows / kWarpsM;
   static constexpr int kPasses = kBlockM / kStagedRows;
@@ -140,10 +144,10 @@ struct Gemm {
         }
     }
 
-    // (high + low)_a (high + low)_b without the product of the lows, which is below float32's precision. Tensor cores truncate
-    // when they add to an accumulator (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores, arXiv
-    // 2203.03341). So each accumulator starts at zero, the small terms come first, and the long sums are ordinary float32
-    // additions, which round to nearest.
+    // (high + low)_a (high + low)_b without the product of the lows, which is below float32's precision. Tensor cores
+    // truncate when they add to an accumulator (Ootomo and Yokota, Recovering single precision accuracy from Tensor
+    // Cores, arXiv 2203.03341). So each accumulator starts at zero, the small terms come first, and the long sums are
+    // ordinary float32 additions, which round to nearest.
     DEVICE void multiply_three_tf32(Accumulators& sums) const {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
@@ -178,7 +182,8 @@ struct Gemm {
     return zeros[0] + zeros[1] + zeros[2] + zeros[3] == 0.0f;
   }
 
-  // Stores the part of a warp's sums that belongs to pass `pass` in shared memory. `pass` must be a compile-time constant.
+  // Stores the part of a warp's sums that belongs to pass `pass` in shared memory. `pass` must be a compile-time
+  // constant.
   DEVICE static void stage_result(float* result, const Accumulators& sums, int pass) {
     const int row = warp_row() * kPassRows + arch::lane_index() / 4;
     const int column = warp_column() * kWarpN + arch::lane_index() % 4 * 2;
@@ -197,12 +202,12 @@ struct Gemm {
 
   // A block's sums in the workspace, in the order of the registers: (kRows, kColumns, kThreads) vectors of 4.
   DEVICE static void store_partial(float* partial, const Accumulators& sums) {
-    partial += arch::thread_index_anew() * 4;  // recomputed, because keeping it during the loop over k would take registers
+    partial += arch::thread_index_anew() * 4;  // recomputed to save a register in the loop over k
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const float (&d)[4] = sums[i][j];
+        const float(&d)[4] = sums[i][j];
         arch::store_global(partial + (i * kColumns + j) * kThreads * 4,
                            arch::Words4{{arch::float_bits(d[0]), arch::float_bits(d[1]), arch::float_bits(d[2]),
                                          arch::float_bits(d[3])}});
@@ -221,7 +226,8 @@ struct Gemm {
   }
 };
 
-// Consecutive blocks should share operands in L2: they go through the tiles column by column within groups of kGroup rows.
+// Consecutive blocks should share operands in L2: they go through the tiles column by column within groups of kGroup
+// rows.
 DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int block_m, int columns) {
   constexpr int kGroup = 8;
   const int tiles = plan.row_tiles * plan.column_tiles, group_tiles = kGroup * plan.column_tiles;
@@ -231,8 +237,8 @@ DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int bloc
           columns};
 }
 
-// sums = the products of this block's k tiles: the kernel's main loop. Longer than other functions because its lambdas share
-// the pipeline's state, which must stay in registers.
+// sums = the products of this block's k tiles: the kernel's main loop. Longer than other functions because its lambdas
+// share the pipeline's state, which must stay in registers.
 template <class Gemm>
 DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
@@ -351,8 +357,8 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   }
 }
 
-// Stores this block's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are then the
-// total over all blocks.
+// Stores this block's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are then
+// the total over all blocks.
 template <class Gemm>
 DEVICE bool add_splits(const GemmPlan& plan, uint32_t& arrived, typename Gemm::Accumulators& sums) {
   constexpr int64_t kSize = Gemm::kBlockM * Gemm::kBlockN;
@@ -405,7 +411,8 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   }
   if (plan.bias_sums != nullptr) {
     arch::sync_threads();
-    tile_epilogue.store_sums(shared.result, plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
+    tile_epilogue.store_sums(shared.result,
+                             plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
   }
 }
 

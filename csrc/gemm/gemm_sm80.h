@@ -6,7 +6,8 @@
 
 namespace cuda_ext {
 
-// How float32 operands are multiplied: rounded to tf32 (11 bits), or in three products as sums of two tf32 (about 22 bits).
+// How float32 operands are multiplied: rounded to tf32 (11 bits), or in three products as sums of two tf32 (about 22
+// bits).
 enum class Float32Product : uint8_t { kThreeTf32, kTf32 };
 
 // Whether the kernels can read `operand` (rows, columns) in place; if not, the caller must make it contiguous first.

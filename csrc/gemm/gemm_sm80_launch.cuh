@@ -1,4 +1,5 @@
-// Launches the kernel of gemm_sm80.cuh: checks, plan, workspace, and the instantiation for dtype, layout and tile shape.
+// Launches the kernel of gemm_sm80.cuh: checks, plan, workspace, and the instantiation for dtype, layout and tile
+// shape.
 #pragma once
 
 #include <stdexcept>
@@ -26,7 +27,8 @@ inline WorkspaceCursor assign_workspace(const GemmParams& params, const GemmConf
     cursor.allocate(plan.arrivals, plan.tiles);
     cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
   }
-  if (params.bias_grad.data != nullptr) cursor.allocate(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
+  if (params.bias_grad.data != nullptr)
+    cursor.allocate(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
   return cursor;
 }
 
@@ -76,7 +78,8 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   check_operand("a", params.a, params.m, params.k);
   check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
   GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
-  assign_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan).expect_fits("gemm_sm80", workspace);
+  assign_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan)
+      .expect_fits("gemm_sm80", workspace);
   if (plan.splits > 1) {
     constexpr int kThreads = 256;
     const int blocks = int(ceil_div(plan.tiles, kThreads));

@@ -14,13 +14,15 @@ class TileCopy {
   static constexpr int kLinesPerPass = threads / Tile::kChunks;
   static constexpr int kPasses = Tile::kLines / kLinesPerPass;
   static_assert(kLinesPerPass * kPasses == Tile::kLines);
-  static_assert(kLinesPerPass % (!Tile::kKMajor && kBytesOfElement == 4 ? 4 : 8) == 0, "the permutation of chunks must be the same in all passes");
+  static_assert(kLinesPerPass % (!Tile::kKMajor && kBytesOfElement == 4 ? 4 : 8) == 0,
+                "all passes must permute chunks alike");
   static_assert(!Tile::kKMajor || kPasses % 2 == 0, "a pass must lie in one half of the tile");
 
  public:
-  // The tile at [first, first + kExtent) of an operand of `size` along the extent. With pairs the operand has 2 size, and
-  // the second half of the tile begins at first + size.
-  DEVICE TileCopy(const void* data, const ByteStrides& strides, int64_t first, int64_t size, bool pairs) : strides_(strides) {
+  // The tile at [first, first + kExtent) of an operand of `size` along the extent. With pairs the operand has 2 size,
+  // and the second half of the tile begins at first + size.
+  DEVICE TileCopy(const void* data, const ByteStrides& strides, int64_t first, int64_t size, bool pairs)
+      : strides_(strides) {
     const int line = arch::thread_index() / Tile::kChunks, chunk = arch::thread_index() % Tile::kChunks;
     const int half = pairs ? Tile::kExtent / 2 : Tile::kExtent;
     const int inside = size - first < half ? int(size - first) : half;  // of each half

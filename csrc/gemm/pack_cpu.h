@@ -1,9 +1,9 @@
 // Packing: copies blocks of a and b, of any dtype and strides, to float32 (float64) panels in the layout that the
 // microkernel reads.
 //
-// `depth` is the number of values along k in an element of a panel: 1, or 2 where bfloat16 values stay unconverted. Such a
-// pair is stored in a float32, which is only moved until the microkernel reads it as a BFloat16Pair; an odd k is padded with
-// a zero.
+// `depth` is the number of values along k in an element of a panel: 1, or 2 where bfloat16 values stay unconverted.
+// Such a pair is stored in a float32, which is only moved until the microkernel reads it as a BFloat16Pair; an odd k is
+// padded with a zero.
 #pragma once
 
 #include "cpu/microkernel.h"
@@ -16,7 +16,7 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 constexpr int kPanelVectors = 3;
 constexpr int kPanelRows = tile_rows(kPanelVectors);
 template <class T>
-constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
+constexpr int kPanelColumns = kPanelVectors* kLanes<T>;
 
 // k is divided into blocks of kBlockK: a packed panel of a (9 KB) then stays in L1, those of b in L2. The rounding of a
 // product depends on this number only, not on the threads or on where a tile starts.
@@ -52,8 +52,8 @@ CUDA_EXT_INLINE Vec<T> load_along_k(const Storage* p, int64_t k, int64_t count) 
   }
 }
 
-// to (columns, lines) = the transpose of from (lines, `columns` elements), where k values are left and lines, columns <=
-// lanes. Writes a whole vector for each column, with zeros after the last line.
+// to (columns, lines) = the transpose of from (lines, `columns` elements), where k values are left and lines, columns
+// <= lanes. Writes a whole vector for each column, with zeros after the last line.
 template <int depth, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t k,
                                      int64_t columns, T* to, int64_t to_stride) {
@@ -80,17 +80,17 @@ template <PanelOrder order>
 constexpr int64_t kPanelRowStride = order == PanelOrder::kRowMajor ? kBlockK : 1;
 template <PanelOrder order>
 constexpr int64_t kPanelStepStride = order == PanelOrder::kRowMajor ? 1 : kPanelRows;
-// One vector longer than the panel, because whole vectors are stored and the last may reach past the end. A multiple of a
-// vector, so that panels stay aligned.
+// One vector longer than the panel, because whole vectors are stored and the last may reach past the end. A multiple of
+// a vector, so that panels stay aligned.
 template <class T>
-constexpr int64_t kPanelSize = kPanelRows * kBlockK + kLanes<T>;
+constexpr int64_t kPanelSize = kPanelRows* kBlockK + kLanes<T>;
 
 inline PanelOrder panel_order(int64_t row_stride, int64_t k_stride) {
   return row_stride == 1 && k_stride != 1 ? PanelOrder::kColumnMajor : PanelOrder::kRowMajor;
 }
 
-// Packs a block of a into panels of kPanelRows rows each. `readable_rows` >= rows is the number of rows from `a` to the end
-// of the matrix.
+// Packs a block of a into panels of kPanelRows rows each. `readable_rows` >= rows is the number of rows from `a` to the
+// end of the matrix.
 template <int depth, class Storage, class T = Compute<Storage>>
 void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t readable_rows, int64_t k,
             T* panels) {

@@ -1,11 +1,12 @@
 // Products of packed operands, after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
 //
-// The output is cut into tasks of up to about 1000 x 480 elements, which threads fetch from a queue. A task goes through k
-// in blocks of kBlockK. For each block it packs the rows of b (which stay in L2) and then, kRowBlock rows at a time, the
-// rows of a, and multiplies every packed panel of a (which stays in L1) by every packed panel of b. Partial sums are kept in
-// scratch memory, tile by tile. After the last block a tile goes straight from the microkernel to the epilogue, which
-// finds it in L1, and from there to memory, once. Packing converts to float32, so 16-bit operands cost no more than
-// float32 ones. Where the CPU multiplies pairs of bfloat16, they stay pairs and cost half (`depth` 2: see pack_cpu.h).
+// The output is cut into tasks of up to about 1000 x 480 elements, which threads fetch from a queue. A task goes
+// through k in blocks of kBlockK. For each block it packs the rows of b (which stay in L2) and then, kRowBlock rows at
+// a time, the rows of a, and multiplies every packed panel of a (which stays in L1) by every packed panel of b. Partial
+// sums are kept in scratch memory, tile by tile. After the last block a tile goes straight from the microkernel to the
+// epilogue, which finds it in L1, and from there to memory, once. Packing converts to float32, so 16-bit operands cost
+// no more than float32 ones. Where the CPU multiplies pairs of bfloat16, they stay pairs and cost half (`depth` 2: see
+// pack_cpu.h).
 #pragma once
 
 #include "gemm/direct_products_cpu.h"
@@ -29,8 +30,8 @@ void multiply_panels(int64_t k, const T* a, const T* b, T* tile, bool accumulate
     tile_product<T, rows, vectors, false>(k, element_a, row, step, element_b, width, tile, width);
 }
 
-// One instantiation for each size, so that edges need no padding. Only one for float64, which need not be fast: at an edge
-// it also multiplies whatever lies next to it in memory, and those results are never read.
+// One instantiation for each size, so that edges need no padding. Only one for float64, which need not be fast: at an
+// edge it also multiplies whatever lies next to it in memory, and those results are never read.
 template <class T, int depth, PanelOrder order, size_t... index>
 MultiplyPanels<T> find_in_table(int64_t rows, int64_t vectors, std::index_sequence<index...>) {
   static constexpr MultiplyPanels<T> table[] = {
@@ -59,8 +60,8 @@ template <class T>
 constexpr int64_t kMaxTaskColumns = 480 / int64_t(sizeof(T) / sizeof(float));
 constexpr int64_t kMaxTaskRows = 15 * kRowBlock;
 
-// Chooses the grid with the lowest predicted time. A task costs its multiply-adds, and packing an element as much as 12 of
-// them.
+// Chooses the grid with the lowest predicted time. A task costs its multiply-adds, and packing an element as much as 12
+// of them.
 template <class T>
 Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t threads) {
   const int64_t max_columns = kMaxTaskColumns<T> / parts / kPanelColumns<T> * kPanelColumns<T>;

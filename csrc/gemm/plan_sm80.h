@@ -1,5 +1,5 @@
-// Chooses the tile shape of a GEMM on sm_80 and later, and how it is divided among blocks. Decided on the host, from sizes,
-// strides and alignments.
+// Chooses the tile shape of a GEMM on sm_80 and later, and how it is divided among blocks. Decided on the host, from
+// sizes, strides and alignments.
 #pragma once
 
 #include <algorithm>
@@ -32,8 +32,8 @@ enum class Arithmetic { k16Bit, kTf32, kThreeTf32 };
 constexpr int kNumArithmetics = 3;
 constexpr int element_bytes(Arithmetic arithmetic) { return arithmetic == Arithmetic::k16Bit ? 2 : 4; }
 
-// The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86 and sm_89, several
-// blocks where min_blocks > 1.
+// The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86 and sm_89,
+// several blocks where min_blocks > 1.
 constexpr int kMaxShapes = 3;
 constexpr int kNumShapes[kNumArithmetics] = {3, 3, 2};
 constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
@@ -53,8 +53,8 @@ constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
         {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
     },
     {
-        // Three products need both parts of every fragment in registers, so warp tiles are half as large and fewer blocks
-        // fit. They take so long that the smaller traffic of larger blocks would not matter.
+        // Three products need both parts of every fragment in registers, so warp tiles are half as large and fewer
+        // blocks fit. They take so long that the smaller traffic of larger blocks would not matter.
         {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 4, .warps_m = 4, .warps_n = 2, .min_blocks = 1},
         {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
     },
@@ -89,8 +89,8 @@ struct GemmPlan {
   float* bias_sums = nullptr;    // (row_tiles, n), gated: (row_tiles, 2n)
 };
 
-// The longest sums that are formed in float32 arithmetic instead of three tf32 products. With so short a k, the kernel is
-// limited by writing the result anyway.
+// The longest sums that are formed in float32 arithmetic instead of three tf32 products. With so short a k, the kernel
+// is limited by writing the result anyway.
 constexpr int64_t kMaxFloat32Sum = 8;
 
 // Device properties the heuristic uses; rates are per cycle and SM.
@@ -101,7 +101,8 @@ struct Rates {
   static constexpr double kSharedBytes = 128;
 };
 
-// Published or measured by others (L2: te42kyfo/gpu-benches), for one device per architecture; only their ratios matter.
+// Published or measured by others (L2: te42kyfo/gpu-benches), for one device per architecture; only their ratios
+// matter.
 inline Rates rates_of(const rt::Device& device) {
   // H100. mma.sync reaches 63 % of its 2048 multiply-adds.
   if (device.compute_capability >= 90) return {device.processors, {1300, 650, 650.0 / 3}, 36};
@@ -144,7 +145,7 @@ inline int checked_count(int64_t count, const char* what) {
 
 // `line_stride` in elements; `pairs`: the number of column pairs, 0 if columns are not paired; `extent`: of the tile.
 inline ByteStrides byte_strides(const GemmParams& params, const Operand& operand, const int64_t* reduced_strides,
-                           bool k_major, int64_t line_stride, int64_t pairs, int extent, const GemmConfig& tile) {
+                                bool k_major, int64_t line_stride, int64_t pairs, int extent, const GemmConfig& tile) {
   const int64_t size = size_of(operand.dtype);
   const int64_t chunks = (k_major ? tile.block_k : extent) * size / 16;  // of a line
   ByteStrides strides;
@@ -161,9 +162,9 @@ inline ByteStrides byte_strides(const GemmParams& params, const Operand& operand
   return strides;
 }
 
-// Predicted cycles until the busiest SM has finished. A k tile costs the maximum of its arithmetic, its transfer from L2,
-// and its traffic in shared memory, where each row is read by all warps that use it. At the end, the sums of a tile are
-// written; if k is split, they also go to the workspace and back.
+// Predicted cycles until the busiest SM has finished. A k tile costs the maximum of its arithmetic, its transfer from
+// L2, and its traffic in shared memory, where each row is read by all warps that use it. At the end, the sums of a tile
+// are written; if k is split, they also go to the workspace and back.
 inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arithmetic arithmetic, const Rates& rates) {
   constexpr double kStart = 1500;  // filling the pipeline and draining the stores, once per wave
   constexpr double kSplit = 4000;  // clear_arrivals, and waiting for the last block
@@ -198,8 +199,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
                                "tiles of the output");
     plan.row_tiles = int(row_tiles);
     plan.column_tiles = int(column_tiles);
-    plan.all_k_tiles =
-        checked_count(k_tiles * product_of(params.reduced_dims, params.reduced_sizes), "tiles along k");
+    plan.all_k_tiles = checked_count(k_tiles * product_of(params.reduced_dims, params.reduced_sizes), "tiles along k");
     plan.k_tiles = int(k_tiles);
     plan.k_tail = int(params.k - (k_tiles - 1) * tile.block_k);
     for (int splits = 1; splits <= kMaxSplits; ++splits) {
@@ -207,7 +207,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
         if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.sms) break;  // more than two waves
-        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;  // a split would be empty
+        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;     // a split would be empty
       }
       plan.splits = splits;
       const double cycles = expected_cycles(plan, tile, arithmetic, rates);
@@ -221,8 +221,9 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
   const bool a_k_major = is_k_major_a(params), b_k_major = is_k_major_b(params);
   best.in_float32 = params.k * product_of(params.reduced_dims, params.reduced_sizes) <= kMaxFloat32Sum;
   best.a = byte_strides(params, params.a, params.reduced_strides_a, a_k_major,
-                   a_k_major ? params.a.row_stride : params.a.column_stride, 0, tile.block_m, tile);
-  best.b = byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
+                        a_k_major ? params.a.row_stride : params.a.column_stride, 0, tile.block_m, tile);
+  best.b =
+      byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
                    b_k_major ? params.b.column_stride : params.b.row_stride, pairs ? params.n : 0, tile.block_n, tile);
   return best;
 }

@@ -1,5 +1,5 @@
-// Tells whether this library has kernels for a GPU. Without this check, code for another architecture is noticed only at the
-// first launch, which fails with "no kernel image is available".
+// Tells whether this library has kernels for a GPU. Without this check, code for another architecture is noticed only
+// at the first launch, which fails with "no kernel image is available".
 #pragma once
 
 namespace cuda_ext::cuda {

@@ -7,16 +7,18 @@ namespace cuda_ext::sm80 {
 
 enum class Side { kA, kB };
 
-// The address at which a lane begins to read a tile, as a part that depends on the lane and a constant offset (a multiple of
-// 128). Tiles of the same shape share the register of the former; the latter becomes part of the instructions.
+// The address at which a lane begins to read a tile, as a part that depends on the lane and a constant offset (a
+// multiple of 128). Tiles of the same shape share the register of the former; the latter becomes part of the
+// instructions.
 struct LaneAddress {
   arch::SharedAddress lane;
   int offset;
   DEVICE arch::SharedAddress operator^(int bits) const { return (lane ^ bits) + offset; }
 };
 
-// A tile of an operand in shared memory: (kLines, kChunks) chunks of 16 bytes. Lines run along the contiguous dim, which is k
-// if `k_major`. The chunks of a line are permuted, so that neither copies nor fragment loads have bank conflicts.
+// A tile of an operand in shared memory: (kLines, kChunks) chunks of 16 bytes. Lines run along the contiguous dim,
+// which is k if `k_major`. The chunks of a line are permuted, so that neither copies nor fragment loads have bank
+// conflicts.
 template <class T, Side side, bool k_major, int extent, int depth>
 struct OperandTile {
   using Element = T;
@@ -41,9 +43,9 @@ struct OperandTile {
     return line * kLineBytes + chunk * 16;
   }
 
-  // A fragment is 16 indices of the extent by 32 bytes along k, loaded as 4 quadrants of 8 x 16 bytes. Quadrants of A (one
-  // fragment of mma) are ordered along the extent first, those of B (two fragments of mma) along k first, so that each mma
-  // fragment is in consecutive registers.
+  // A fragment is 16 indices of the extent by 32 bytes along k, loaded as 4 quadrants of 8 x 16 bytes. Quadrants of A
+  // (one fragment of mma) are ordered along the extent first, those of B (two fragments of mma) along k first, so that
+  // each mma fragment is in consecutive registers.
 
   // The offset at which this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
   DEVICE static int lane_offset(int first, int lane = arch::lane_index()) {
@@ -58,8 +60,9 @@ struct OperandTile {
       return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
   }
 
-  // Loads fragment `i` of the warp in step `step`, from `at` = tile + lane_offset (possibly a LaneAddress). The permutation
-  // is an exclusive or. Within 128 bytes, to which tiles are aligned, so is a step to another chunk, with a constant.
+  // Loads fragment `i` of the warp in step `step`, from `at` = tile + lane_offset (possibly a LaneAddress). The
+  // permutation is an exclusive or. Within 128 bytes, to which tiles are aligned, so is a step to another chunk, with a
+  // constant.
   template <class Address>
   DEVICE static void load_fragment(uint32_t (&m)[4], Address at, int i, int step) {
     if constexpr (k_major) {

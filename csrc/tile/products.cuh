@@ -6,8 +6,8 @@
 
 namespace cuda_ext::sm80 {
 
-// The distribution of a (rows, columns) result over a grid of warps: each warp has consecutive rows, but every warps_n-th
-// group of 16 columns, which works for any number of groups.
+// The distribution of a (rows, columns) result over a grid of warps: each warp has consecutive rows, but every
+// warps_n-th group of 16 columns, which works for any number of groups.
 template <int rows, int columns, int warps_m, int warps_n>
 struct WarpTiles {
   static constexpr int kRows = rows, kColumns = columns;
@@ -63,8 +63,8 @@ struct SharedOperand {
   DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const { TileA::load_fragment(fragment, a, m, step); }
 };
 
-// The addresses at which this lane begins to read the rows of A, or the columns of B, that `Tiles` assigns to its warp, in a
-// tile `offset` bytes after `base`. Recomputed from the thread index at each use, to save registers in long loops.
+// The addresses at which this lane begins to read the rows of A, or the columns of B, that `Tiles` assigns to its warp,
+// in a tile `offset` bytes after `base`. Recomputed from the thread index at each use, to save registers in long loops.
 template <class Tiles, class Tile>
 DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
   const int thread = arch::thread_index_anew();

@@ -5,9 +5,9 @@
 
 namespace cuda_ext::sm80 {
 
-// A tile of float32 sums in the workspace, accessed only by these functions: the first four elements of all threads, then
-// their next four, and so on. If the device has vector reductions, the four of a thread are adjacent. Otherwise each
-// instruction accesses one element per lane, so those of a warp's lanes are adjacent.
+// A tile of float32 sums in the workspace, accessed only by these functions: the first four elements of all threads,
+// then their next four, and so on. If the device has vector reductions, the four of a thread are adjacent. Otherwise
+// each instruction accesses one element per lane, so those of a warp's lanes are adjacent.
 template <class Tiles>
 class WorkspaceTile {
  public:
