@@ -1,0 +1,25 @@
+"""Settings of Sphinx for the documentation site, which tools/build_docs.py builds."""
+
+import cuda_ext
+
+project = "cuda_ext"
+release = cuda_ext.__version__
+copyright = "cuda_ext contributors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+
+myst_heading_anchors = 4
+suppress_warnings = ["myst.header"]  # a heading after one two levels above: fine on GitHub, and here
+
+default_role = "literal"  # `name` in a docstring, as in the Markdown pages
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autoclass_content = "class"
+napoleon_numpy_docstring = False
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"cuda_ext {release}"
+html_copy_source = False
+html_show_sphinx = False
