@@ -48,7 +48,7 @@ LAYERS = (
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
         Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
         Part("distributed", "cuda_ext/distributed", "gradients over ranks", "public ops, support", PYTHON),
-        Part("testing", "cuda_ext/testing.py", "references, emulated()", "support", PYTHON),
+        Part("testing", "cuda_ext/testing", "references, emulated()", "support", PYTHON),
     ),
     Layer(
         "4 public ops",
