@@ -131,7 +131,7 @@ def uses_of_package() -> set[tuple[str, str]]:
         name = module.split(".")[1]
         if name in ("gemm", "attention", "bucket", "ops"):
             return "public ops"
-        return name if name in PARTS else "support"
+        return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"
 
     uses = set()
     for path in PACKAGE.rglob("*.py"):

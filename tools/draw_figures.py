@@ -54,11 +54,12 @@ LAYERS = (
         "4 public ops",
         Part(
             "public ops",
-            "cuda_ext/{gemm, attention, bucket, ops}.py",
-            "public ops: functions, fakes, vmap rules",
-            "support",
+            "cuda_ext/{gemm,attention,bucket,ops}.py",
+            "public ops",
+            "rules, support",
             PYTHON,
         ),
+        Part("rules", "cuda_ext/_rules", "fake kernels, FLOPs, vmap, DTensor", "support", PYTHON),
         Part("support", "cuda_ext/_*.py, dev.py, info.py", "support: loads the library, builds, checks", "", PYTHON),
     ),
     Layer(
