@@ -1,5 +1,5 @@
 // The launchers of the kernels that a library was built with, for the op _emulate.
-#include "binding/cuda_kernels.h"
+#include "launchers/cuda_kernels.h"
 
 extern "C" __attribute__((visibility("default"))) const void* ptx_kernels() {
   static const cuda_ext::CudaKernels kernels = cuda_ext::linked_cuda_kernels();
