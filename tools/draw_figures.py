@@ -50,17 +50,18 @@ LAYERS = (
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
         Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
         Part("distributed", "cuda_ext/distributed", "gradients over ranks", "public ops, support", PYTHON),
-        Part("testing", "cuda_ext/testing.py", "references, emulated()", "support", PYTHON),
+        Part("testing", "cuda_ext/testing", "references, emulated()", "support", PYTHON),
     ),
     Layer(
         "4 public ops",
         Part(
             "public ops",
-            "cuda_ext/{gemm, attention, bucket, ops}.py",
-            "functions, fake kernels, vmap rules",
-            "support",
+            "cuda_ext/{gemm,attention,bucket,ops}.py",
+            "public functions",
+            "rules, support",
             PYTHON,
         ),
+        Part("rules", "cuda_ext/_rules", "fake kernels, FLOPs, vmap, DTensor", "support", PYTHON),
         Part("support", "cuda_ext/_*.py, dev.py, info.py", "loads the library, builds it, checks", "", PYTHON),
     ),
     Layer(

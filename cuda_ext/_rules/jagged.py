@@ -1,6 +1,6 @@
 """The projections on jagged nested tensors: the op runs on their packed rows, so nothing is padded.
 
-PyTorch's nested tensors look their kernels up in a table. `cuda_ext._load` imports this once that table is imported.
+PyTorch's nested tensors look their kernels up in a table. `cuda_ext._rules` imports this once that table is imported.
 """
 
 from __future__ import annotations

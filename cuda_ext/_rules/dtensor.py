@@ -8,7 +8,7 @@ it, so never an activation.
 A gated weight is the rows of [gate; up], of which Shard(0) would give some ranks the gate and others the rest. So no
 rule takes one split by rows: it is gathered.
 
-`cuda_ext._load` imports this once `torch.distributed.tensor` is imported.
+`cuda_ext._rules` imports this once `torch.distributed.tensor` is imported.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
 from cuda_ext._load import ops
+from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._toolchain import NAMESPACE
 
 Placements = Sequence[Placement | None]
@@ -112,7 +113,7 @@ def _gemm(
     results: int, a: Any, b: Any, c: Any, bias: Any, *, activation: str | None = None, **options: Any
 ) -> Iterator[Rule]:
     rank = max(a.ndim, b.ndim)
-    keeps_preact = activation is not None and activation != "relu"
+    keeps_preact = needs_preact(activation)
 
     def out(place: Placement) -> Placements:
         return [place, place if keeps_preact else REPLICATE][:results]
@@ -159,7 +160,7 @@ def _linear(
     activation: str | None = None,
 ) -> Iterator[Rule]:
     last = input.ndim - 1
-    keeps_preact = gated or not (activation is None or (activation == "relu" and residual is None))
+    keeps_preact = needs_preact(activation, gated, residual is not None)
 
     def rule(place: Placement, places: Sequence[Placement]) -> Rule:
         return [place, place if keeps_preact else REPLICATE][:results], places[: 3 if gated else 4]
