@@ -28,7 +28,7 @@ import cuda_ext.nn
 from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.presets import PRESETS
+from cuda_ext.distributed.planning.presets import PRESETS
 
 # Linear layers of many sizes, from 2 thousand to 790 thousand weights.
 WIDTHS = (64, 96, 1024, 33, 256, 512, 768, 128, 384, 640)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cuda_ext.distributed import cost_model
-from cuda_ext.distributed.cost_model import (
+from cuda_ext.distributed.planning import choice as cost_model
+from cuda_ext.distributed.planning.choice import (
     Gradient,
     Hop,
     Link,
@@ -237,7 +237,7 @@ def test_choice_depends_on_its_arguments_alone() -> None:
     choice = choose(gradients, link, 0.1)
     assert choose(list(gradients), link, 0.1) == choice
     program = (
-        "from cost_model import Gradient, Link, choose\n"
+        "from choice import Gradient, Link, choose\n"
         f"choice = choose({gradients!r}, {link!r}, 0.1)\n"
         "print((choice.buckets, choice.timeline.total, choice.reason))"
     )

@@ -16,11 +16,11 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from cuda_ext.distributed import model_shapes, units
-from cuda_ext.distributed.__main__ import EPILOG, main
-from cuda_ext.distributed.cost_model import Gradient, Hop, choose, fill, ring, simulate, two_level
-from cuda_ext.distributed.model_shapes import Parameter, ShapesError
-from cuda_ext.distributed.presets import PRESETS, Transformer
+from cuda_ext.distributed.planning import model_shapes, units
+from cuda_ext.distributed.planning.choice import Gradient, Hop, choose, fill, ring, simulate, two_level
+from cuda_ext.distributed.planning.command import EPILOG, main
+from cuda_ext.distributed.planning.model_shapes import Parameter, ShapesError
+from cuda_ext.distributed.planning.presets import PRESETS, Transformer
 
 Capture = pytest.CaptureFixture[str]
 NETWORK = ["--bandwidth", "100Gbit", "--latency", "10us"]
@@ -372,8 +372,8 @@ def test_plot(tmp_path: Path, capsys: Capture, suffix: str) -> None:
 
 def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "cuda_ext.distributed.plan_plot", raising=False)
-    monkeypatch.delattr("cuda_ext.distributed.plan_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "cuda_ext.distributed.planning.plot", raising=False)
+    monkeypatch.delattr("cuda_ext.distributed.planning.plot", raising=False)
     path = tmp_path / "plan.png"
     complaint = refused(capsys, "llama-8b", "--ranks", "8", *NETWORK, *COMPUTING, "--plot", str(path))
     assert complaint.startswith("--plot: expected matplotlib, got ") and complaint.endswith("; pip install matplotlib")

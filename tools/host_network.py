@@ -1,6 +1,6 @@
 """What a host runs for `four_hosts.py measure`: all-reduce by size, and how much of it a backward pass does not hide.
 
-The second is also predicted, by the simulation of `cuda_ext.distributed.cost_model`, from the first, from the times at
+The second is also predicted, by the simulation of `cuda_ext.distributed.planning.choice`, from the first, from the times at
 which gradients come, and from what sums take from backward and from packing beside them.
 
 The backward pass is one of a model on another device. All hosts share the processors of one machine, and a backward
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.cost_model import Gradient, Link, byte_rate, byte_size, duration, fill, fit, simulate
 from cuda_ext.distributed.exchange import REDUCTIONS, choose_exchange
+from cuda_ext.distributed.planning.choice import Gradient, Link, byte_rate, byte_size, duration, fill, fit, simulate
 
 KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket that is summed

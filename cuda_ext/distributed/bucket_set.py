@@ -15,17 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed import plan
 from cuda_ext.distributed.arena import Arena, Room, layout
-from cuda_ext.distributed.cost_model import MOST_BUCKETS, Gradient, Link, byte_size, choose
 from cuda_ext.distributed.exchange import Exchange, choose_exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
-from cuda_ext.distributed.measure import LARGEST, measure_link
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.planning import assignment
+from cuda_ext.distributed.planning.choice import MOST_BUCKETS, Gradient, Link, byte_size, choose
+from cuda_ext.distributed.planning.measuring import LARGEST, measure_link
 from cuda_ext.distributed.reducer import Reducer
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.sharded import ShardedBucket
 
-SMALLEST_TO_DIVIDE = plan.MIB  # bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
+SMALLEST_TO_DIVIDE = (
+    assignment.MIB
+)  # bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
 MEASURING_SECONDS = 0.5
 PASSES_TO_LEARN = 3  # the first ones do things for the first time
 
@@ -57,7 +59,7 @@ class BucketSet:
         options: Options,
     ) -> None:
         self.device = device
-        self.capacity = plan.one_bucket("nothing built yet")
+        self.capacity = assignment.one_bucket("nothing built yet")
         self._reducer, self._group, self._mesh, self._options = reducer, group, mesh, options
         self._held = _Held()
         self._slots: dict[torch.dtype, bucket_ops.GradientSlots] = {}
@@ -70,7 +72,7 @@ class BucketSet:
         wire_dtype = self._options.wire_dtype
         self._names, self._trained = list(trained), list(trained.values())
         self._sizes = [
-            plan.Size(parameter.dtype, parameter.numel() * (wire_dtype or parameter.dtype).itemsize)
+            assignment.Size(parameter.dtype, parameter.numel() * (wire_dtype or parameter.dtype).itemsize)
             for parameter in self._trained
         ]
         # Backward makes gradients roughly in reverse order of registration; the first passes tell the true one.
@@ -79,7 +81,7 @@ class BucketSet:
         self._max_buckets = self._most_buckets()
         self._allocate()
         self.capacity = self._first_capacity()
-        self._cut(plan.assign(self._sizes, self._order, self.capacity, self._max_buckets))
+        self._cut(assignment.assign(self._sizes, self._order, self.capacity, self._max_buckets))
 
     @property
     def _bytes(self) -> int:
@@ -90,7 +92,9 @@ class BucketSet:
         if self._options.bucket_mb == "auto":
             return max(16, min(self._bytes // (256 << 10), MOST_BUCKETS))
         assert not isinstance(self._options.bucket_mb, str)
-        return max(16, 2 * len(plan.assign(self._sizes, self._order, plan.fixed_capacity(self._options.bucket_mb))))
+        return max(
+            16, 2 * len(assignment.assign(self._sizes, self._order, assignment.fixed_capacity(self._options.bucket_mb)))
+        )
 
     def _allocate(self) -> None:
         if self._exchange is not None:
@@ -120,18 +124,18 @@ class BucketSet:
                 values=Arena(torch.zeros(size, **options)) if self._options.shard_optimizer else None,
             )
 
-    def _first_capacity(self) -> plan.Capacity:
+    def _first_capacity(self) -> assignment.Capacity:
         if self._options.bucket_mb != "auto":
             assert not isinstance(self._options.bucket_mb, str)
-            return plan.fixed_capacity(self._options.bucket_mb)
+            return assignment.fixed_capacity(self._options.bucket_mb)
         if self._group.size() == 1 or self._bytes <= SMALLEST_TO_DIVIDE:
             self._learns_at = None
             what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(SMALLEST_TO_DIVIDE)}"
-            return plan.one_bucket(f"auto: {what}")
+            return assignment.one_bucket(f"auto: {what}")
         self._learns_at = self._reducer.passes + PASSES_TO_LEARN
         if self.sharded:  # its buckets stay as they are
-            return plan.first_capacity(self._measured_link())
-        return plan.capacity_before_measuring() if self._link is None else plan.first_capacity(self._link)
+            return assignment.first_capacity(self._measured_link())
+        return assignment.capacity_before_measuring() if self._link is None else assignment.first_capacity(self._link)
 
     def _measured_link(self) -> Link:
         """Measures in the memory of buckets, once. A collective, between two passes."""
@@ -232,7 +236,7 @@ class BucketSet:
         ready = dict(message[0])
         backward_seconds = max(ready.values())
         self._order = [*ready, *(n for n in self._order if n not in ready)]
-        assignment = plan.assign(self._sizes, self._order, self.capacity, self._max_buckets)
+        assignment = assignment.assign(self._sizes, self._order, self.capacity, self._max_buckets)
         launches: Sequence[int] = ()
         if auto:
             gradients = [
@@ -242,9 +246,9 @@ class BucketSet:
             choice = choose(gradients, self._measured_link(), backward_seconds)
             if len(choice.buckets) <= self._max_buckets:
                 assignment, launches = [list(bucket) for bucket in choice.buckets], choice.launches
-                self.capacity = plan.Capacity(choice.last, choice.largest, choice.reason)
+                self.capacity = assignment.Capacity(choice.last, choice.largest, choice.reason)
             if self._group.rank() == 0:
-                print(f"{plan.NAME}: {self.capacity.reason}", file=sys.stderr)
+                print(f"{NAME}: {self.capacity.reason}", file=sys.stderr)
         grouped = any(count > 1 for count in launches)
         if grouped or [set(indices) for indices in assignment] != [set(indices) for indices in self._assignment]:
             self._cut(assignment, launches)

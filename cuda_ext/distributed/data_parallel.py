@@ -14,13 +14,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from cuda_ext.distributed import plan
 from cuda_ext.distributed.bucket_set import BucketSet, Options
 from cuda_ext.distributed.coalescing import start_together
 from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group, resolve_mesh
 from cuda_ext.distributed.exchange import check_reduction
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.planning import assignment
 from cuda_ext.distributed.reducer import Reducer
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.sharded import (
     ShardedBucket,
     asked_for_optimizers,
@@ -115,7 +115,7 @@ class BucketedDataParallel(nn.Module, Joinable):
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         check_ranks_agree(parameters, buffers, self._agreed, group)
         check_wire_dtype(NAME, wire_dtype)
-        plan.check_bucket_mb(bucket_mb)
+        assignment.check_bucket_mb(bucket_mb)
         check_reduction(reduction)
         if error_feedback and wire_dtype is None:
             raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
@@ -512,4 +512,4 @@ class _JoinHook(JoinHook):
 
 
 def _mib(size: float) -> str:
-    return f"{size / plan.MIB:.3g} MiB"
+    return f"{size / assignment.MIB:.3g} MiB"

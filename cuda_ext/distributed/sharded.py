@@ -16,7 +16,7 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.reporting import NAME
 
 
 def asked_for_optimizers() -> bool:

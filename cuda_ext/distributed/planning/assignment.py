@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cuda_ext.distributed.cost_model import Link
+from cuda_ext.distributed.planning.choice import Link
+from cuda_ext.distributed.reporting import NAME
 
-NAME = "cuda_ext.distributed.BucketedDataParallel"
 MIB = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Measures what all-reduces of a group take, for `cuda_ext.distributed.cost_model`."""
+"""Measures what all-reduces of a group take, for `cuda_ext.distributed.planning.choice`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuda_ext.distributed.cost_model import Link, fit
+from cuda_ext.distributed.planning.choice import Link, fit
 
 SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes; each size is twice the one before
 TURNS = 5  # at most, of each size
