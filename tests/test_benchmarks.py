@@ -24,23 +24,22 @@ from conftest import ROOT, is_alive
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command
-from benchmarks import (
+from benchmarks import environment, results
+from benchmarks.presentation import present
+from benchmarks.results import OURS, Measurement
+from benchmarks.suites import (
     bench_attention,
     bench_bucket,
     bench_build,
     bench_gemm,
     bench_overhead,
     bench_train,
-    environment,
     measure,
     opponents,
-    present,
-    results,
     runner,
     worker,
 )
-from benchmarks.measure import AGAIN, Case, Failure, Method
-from benchmarks.results import OURS, Measurement
+from benchmarks.suites.measure import AGAIN, Case, Failure, Method
 
 SUITES = {
     "gemm": bench_gemm,
@@ -204,7 +203,7 @@ class TestWorker:
     }  # fmt: skip
 
     def messages(self, monkeypatch: pytest.MonkeyPatch, cases: list[Case], **order: Any) -> list[dict[str, Any]]:
-        suite: Any = types.ModuleType("benchmarks.bench_planted")
+        suite: Any = types.ModuleType("benchmarks.suites.bench_planted")
         suite.cases = lambda device: iter(cases)
         monkeypatch.setitem(sys.modules, suite.__name__, suite)
         report = io.StringIO()

@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 import pytest
 from benchmark_samples import ABSENT, CPU, GPU, sample, write
 
-from benchmarks import compare, plots, present, readme, report, table
+from benchmarks.presentation import compare, plots, present, readme, report, table
 from benchmarks.results import OURS, Measurement, ResultsError, geometric_means, read
 
 EVIL = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&"\''

@@ -22,12 +22,14 @@ from typing import Any
 import pytest
 from conftest import ROOT, is_alive
 
-from benchmarks import build_in_time, correct, gpu_check, gpu_report
-from benchmarks import stages as stages_module
-from benchmarks.gpu_report import MAX_BYTES, FolderError, prepare, tidy
-from benchmarks.gpu_state import State
+from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import build_in_time, correct
+from benchmarks.gpu_check import report as gpu_report
+from benchmarks.gpu_check import stages as stages_module
+from benchmarks.gpu_check.report import MAX_BYTES, FolderError, prepare, tidy
+from benchmarks.gpu_check.stages import LOG_HEAD, LOG_TAIL, Log, Outcome, Stage
+from benchmarks.gpu_check.state import State
 from benchmarks.results import OURS, Measurement, read
-from benchmarks.stages import LOG_HEAD, LOG_TAIL, Log, Outcome, Stage
 from cuda_ext import _toolchain
 
 # Ignores SIGTERM, and so does its child in a session of its own; both say who they are.
@@ -181,7 +183,7 @@ import sys
 import cuda_ext
 from cuda_ext import testing
 cuda_ext.gated_mlp = lambda *tensors, **options: -testing.reference_gated_mlp(*tensors, **options)
-from benchmarks import correct
+from benchmarks.gpu_check import correct
 sys.exit(correct.main("gemm", "simt"))
 """
 

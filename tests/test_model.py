@@ -17,12 +17,15 @@ import torch
 from conftest import ROOT
 
 import cuda_ext
-from benchmarks import bench_attention, bench_bucket, bench_gemm, gpus, kernel_work, measure, model, results
-from benchmarks.bench_attention import Problem
-from benchmarks.gpus import GPUS, Gpu
-from benchmarks.kernel_work import Evidence, GemmConfig, ModelError, NotModelledError, Pack
-from benchmarks.model import predict_attention, predict_bucket, predict_gemm
-from benchmarks.work import Amounts, Work, time_of
+from benchmarks import results
+from benchmarks.model import gpus, kernel_work
+from benchmarks.model import prediction as model
+from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.kernel_work import Evidence, GemmConfig, ModelError, NotModelledError, Pack
+from benchmarks.model.prediction import predict_attention, predict_bucket, predict_gemm
+from benchmarks.model.work import Amounts, Work, time_of
+from benchmarks.suites import bench_attention, bench_bucket, bench_gemm, measure
+from benchmarks.suites.bench_attention import Problem
 from cuda_ext import testing
 
 Capture = pytest.CaptureFixture[str]

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from benchmarks import predicted
-from benchmarks.gpus import GPUS
+from benchmarks.model import predicted
+from benchmarks.model.gpus import GPUS
 from benchmarks.results import Measurement
 
 H200 = GPUS["h200"]
@@ -72,7 +72,7 @@ def test_ceilings_are_compared_with_the_table_of_gpus(as_predicted: list[Measure
 
 def test_the_gpu_is_the_one_it_was_measured_on(tmp_path, as_predicted: list[Measurement], capsys) -> None:
     file, text = tmp_path / "results.jsonl", tmp_path / "model.md"
-    for device, says in (("NVIDIA H200", "Of H200 SXM, "), ("NVIDIA T4", "Measured on no GPU that benchmarks/gpus.py")):
+    for device, says in (("NVIDIA H200", "Of H200 SXM, "), ("NVIDIA T4", "Measured on no GPU that benchmarks/model/gpus.py")):
         lines = [dataclasses.replace(m, environment={"device": device}).to_json() for m in as_predicted[:9]]
         file.write_text("\n".join(lines) + "\n")
         assert predicted.main([str(file), "--to", str(text)]) == 0

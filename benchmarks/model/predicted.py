@@ -3,7 +3,7 @@
     python -m benchmarks.predicted gpu-check/results.jsonl
     python -m benchmarks.predicted --rehearse h200      # made-up times of the cases that a GPU measures; needs none
 
-It prints Markdown. The GPU has to be one of benchmarks/gpus.py. No GPU is needed; the first use compiles the kernels
+It prints Markdown. The GPU has to be one of benchmarks/model/gpus.py. No GPU is needed; the first use compiles the kernels
 for the emulator, which the model asks for its counts.
 """
 
@@ -16,11 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import model, results
-from benchmarks.bench_attention import Problem
-from benchmarks.gpus import GPUS, Gpu
-from benchmarks.kernel_work import DTYPES, ModelError, NotModelledError, Pack
+from benchmarks import results
+from benchmarks.model import prediction as model
+from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.kernel_work import DTYPES, ModelError, NotModelledError, Pack
 from benchmarks.results import OURS, Measurement
+from benchmarks.suites.bench_attention import Problem
 
 # The figures of gpus.py that a resource takes its time from.
 FIGURES = {
@@ -153,7 +154,7 @@ def gpu_of(measurements: Sequence[Measurement]) -> Gpu | None:
 
 def made_up(gpu: Gpu) -> list[Measurement]:
     """The cases that a GPU measures, each exactly as long as predicted."""
-    from benchmarks.worker import selected
+    from benchmarks.suites.worker import selected
 
     found = []
     for suite in ("gemm", "attention", "bucket"):
@@ -194,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             known = gpu_of(measurements)
             if known is None:
                 names = ", ".join(gpu.name for gpu in GPUS.values())
-                text = f"Measured on no GPU that benchmarks/gpus.py has ({names}): nothing is predicted.\n"
+                text = f"Measured on no GPU that benchmarks/model/gpus.py has ({names}): nothing is predicted.\n"
             else:
                 text = tables(measurements, known)
     except (results.ResultsError, ModelError, OSError) as error:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cuda_ext
-from benchmarks import opponents
-from benchmarks.measure import Case, relative_error
 from benchmarks.results import OURS
+from benchmarks.suites import opponents
+from benchmarks.suites.measure import Case, relative_error
 
 # What is compared with a reference in higher precision, whose scores are all in memory: these many rows of the last
 # queries; in the backward, where gradients of keys come from all rows, the heads of one key head, up to this length.

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import gpus, results
-from benchmarks.bench_attention import Problem
-from benchmarks.gpus import GPUS, Gpu
-from benchmarks.kernel_work import (
+from benchmarks import results
+from benchmarks.model import gpus
+from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.kernel_work import (
     ATTENTION_DTYPES,
     DTYPES,
     LAYOUTS,
@@ -35,9 +35,10 @@ from benchmarks.kernel_work import (
     bucket_work,
     gemm_work,
 )
-from benchmarks.work import RESOURCES, time_of
+from benchmarks.model.work import RESOURCES, time_of
+from benchmarks.suites.bench_attention import Problem
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "model.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "model.md"
 BEGIN, END = "<!-- written by python -m benchmarks model --write -->", "<!-- end -->"
 
 
@@ -224,7 +225,7 @@ def key_of_attention(problem: Problem, backward: bool, dtype: str) -> Key:
 
 
 def problem_of(m: results.Measurement) -> Problem | None:
-    """What benchmarks/bench_attention.py gave this name, if it is of a kind that is predicted."""
+    """What benchmarks/suites/bench_attention.py gave this name, if it is of a kind that is predicted."""
     name = re.fullmatch(r"B=(\d+) S=(\d+) H=(\d+)(?:/(\d+))? D=(\d+)", m.case)
     op = re.fullmatch(r"flash_attention (?:full|causal|window (\d+))", m.op)
     if name is None or op is None:
@@ -235,7 +236,7 @@ def problem_of(m: results.Measurement) -> Problem | None:
 
 
 def key_of(m: results.Measurement) -> Key | None:
-    """What is predicted of it, if anything is; benchmarks/bench_gemm.py and bench_bucket.py write these `extra`."""
+    """What is predicted of it, if anything is; benchmarks/suites/bench_gemm.py and bench_bucket.py write these `extra`."""
     if m.suite == "attention":
         problem = problem_of(m)
         return key_of_attention(problem, m.phase == "backward", m.dtype) if problem else None

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
+from benchmarks.suites.measure import Call, Case, relative_error
 from cuda_ext import bucket as bucket_ops
 
 SCALE = 0.5

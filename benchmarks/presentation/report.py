@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import present
-from benchmarks.markup import Html, join, tag
-from benchmarks.present import Run, counted
+from benchmarks.presentation import present
+from benchmarks.presentation.markup import Html, join, tag
+from benchmarks.presentation.present import Run, counted
 from benchmarks.results import OURS, Measurement, ResultsError, geometric_means
 
 ASSETS = Path(__file__).resolve().parent
@@ -166,7 +166,7 @@ def _mean(mean: tuple[float, int] | None) -> Html:
 
 
 def _plots(runs: list[Run]) -> Html:
-    from benchmarks import plots  # here, for the sake of machines without matplotlib
+    from benchmarks.presentation import plots  # here, for the sake of machines without matplotlib
 
     drawings = [
         {

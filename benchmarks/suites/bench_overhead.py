@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cuda_ext
-from benchmarks.measure import Call, Case
 from benchmarks.results import OURS
+from benchmarks.suites.measure import Call, Case
 from cuda_ext import bucket as bucket_ops
 
 

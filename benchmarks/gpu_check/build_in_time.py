@@ -1,6 +1,6 @@
 """Builds the library for a GPU within a time: all of it, or else attention's kernels of fewer head dims.
 
-    python -m benchmarks.build_in_time --minutes 3
+    python -m benchmarks.gpu_check.build_in_time --minutes 3
 
 What was compiled before the time was over is kept: the next call goes on with the rest.
 """

@@ -1,4 +1,4 @@
-"""What the paper model (benchmarks/model.py) knows of GPUs: one table, each figure with its source beside it."""
+"""What the paper model (docs/model.md) knows of GPUs: one table, each figure with its source beside it."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cuda_ext
-from benchmarks import opponents
-from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
+from benchmarks.suites import opponents
+from benchmarks.suites.measure import Call, Case, relative_error
 
 Shape = tuple[int, int, int]  # M, N, K
 

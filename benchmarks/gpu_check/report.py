@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.stages import FAILED, IN_PART, PASSED, SKIPPED, STOPPED, Log, Outcome, Stage
+from benchmarks.gpu_check.stages import FAILED, IN_PART, PASSED, SKIPPED, STOPPED, Log, Outcome, Stage
 
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
 TITLE = "# GPU check"

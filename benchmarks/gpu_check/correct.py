@@ -1,7 +1,7 @@
 """A handful of cases of one family of kernels against the reference: whether it works at all, in a few seconds.
 
-    python -m benchmarks.correct gemm cuda
-    python -m benchmarks.correct attention-backward simt    # the emulator in the place of the GPU
+    python -m benchmarks.gpu_check.correct gemm cuda
+    python -m benchmarks.gpu_check.correct attention-backward simt    # the emulator in the place of the GPU
 
 The families are gemm, attention-forward, attention-backward and bucket. It needs torch alone, no pytest; the tests have
 many more cases and closer tolerances. A case is named before it is run, so that one which never ends is known.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import cuda_ext
-from benchmarks.measure import TF32_TOLERANCE, TOLERANCE
+from benchmarks.suites.measure import TF32_TOLERANCE, TOLERANCE
 from cuda_ext import bucket, testing
 
 # What came and what should have come, by name. An error is compared with the largest element: several roundings.

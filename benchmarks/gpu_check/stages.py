@@ -23,9 +23,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.results import UNFINISHED
+
 PASSED, FAILED, STOPPED, SKIPPED = "passed", "FAILED", "STOPPED", "not run"
 UNAVAILABLE, IN_PART = "not available", "in part"
-UNFINISHED = 75  # the exit status of a command that did what it had time for, and would do the rest in another call
 
 # A stage whose estimate is wrong may take this many times as long; those after it wait.
 PATIENCE = 2.0

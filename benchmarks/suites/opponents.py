@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measure import Call, Failure
+from benchmarks.suites.measure import Call, Failure
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 

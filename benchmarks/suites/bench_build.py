@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.environment import ROOT
-from benchmarks.measure import Case, Failure
 from benchmarks.results import OURS
+from benchmarks.suites.measure import Case, Failure
 
 SOURCES = ("csrc", "cuda_ext", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 

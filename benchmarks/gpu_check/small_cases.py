@@ -1,8 +1,8 @@
 """Every op with CUDA kernels, forward and backward, at sizes that fill no tile: for tools that watch every access.
 
-    compute-sanitizer --tool memcheck python -m benchmarks.small_cases cuda
-    python -m benchmarks.small_cases simt racecheck             # the emulator in the place of GPU and tool
-    python -m benchmarks.small_cases simt memcheck bfloat16     # one dtype
+    compute-sanitizer --tool memcheck python -m benchmarks.gpu_check.small_cases cuda
+    python -m benchmarks.gpu_check.small_cases simt racecheck             # the emulator in the place of GPU and tool
+    python -m benchmarks.gpu_check.small_cases simt memcheck bfloat16     # one dtype
 
 Nothing is compared here; the tests do that.
 """

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import present
-from benchmarks.present import Run, counted
+from benchmarks.presentation import present
+from benchmarks.presentation.present import Run, counted
 from benchmarks.results import (
     OURS,
     OUT_OF_TIME,
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
                 return 1
             return 0
         if pictures:
-            from benchmarks import plots  # here, because the check works without matplotlib
+            from benchmarks.presentation import plots  # here, because the check works without matplotlib
 
             for path in pictures:
                 figure = plots.figures(newest(path.parent).measurements)[PLOT]

@@ -1,4 +1,4 @@
-"""Measures the cases of one suite in a process of its own, which an opponent may crash: `python -m benchmarks.worker`.
+"""Measures the cases of one suite in a process of its own, which an opponent may crash: `python -m benchmarks.suites.worker`.
 
 It reads one line from its standard input, the order, a JSON object, and ends with all it has started when that input
 ends, because then nobody waits for it. It writes one JSON object a line to its standard output:
@@ -29,8 +29,9 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks import environment, measure
+from benchmarks import environment
 from benchmarks.results import OURS, OUT_OF_TIME, Measurement
+from benchmarks.suites import measure
 
 # Of a case, so that a suite's first ones do not take the time of its others where there is plenty.
 LONGEST = 6.0
@@ -113,7 +114,7 @@ def run(order: dict[str, Any], report: TextIO) -> None:
 
 def selected(suite: str, device: str, only: str) -> Iterator[measure.Case]:
     """The suite's cases whose op, group, name or dtype matches `only`, a regular expression."""
-    for case in importlib.import_module(f"benchmarks.bench_{suite}").cases(device):
+    for case in importlib.import_module(f"benchmarks.suites.bench_{suite}").cases(device):
         if re.search(only, f"{case.op} {case.phase} {case.group} {case.name} {case.dtype}", re.IGNORECASE):
             yield case
 

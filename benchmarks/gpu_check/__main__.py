@@ -32,13 +32,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report import LOG, FolderError, Report, clock, empty, merge_logs, pack, prepare, tidy
-from benchmarks.gpu_state import State
+from benchmarks.gpu_check.report import LOG, FolderError, Report, clock, empty, merge_logs, pack, prepare, tidy
+from benchmarks.gpu_check.stages import Outcome, Run, Stage
+from benchmarks.gpu_check.state import State
 from benchmarks.results import slug
-from benchmarks.stages import Outcome, Run, Stage
 from cuda_ext import _build, _emulator, _stamp, _toolchain
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = _build.SOURCE_ROOT
 # Not `python -m cuda_ext.info`, whose exit status is 1 as long as the library has not been built.
 DESCRIBE = ("{python}", "-c", "from cuda_ext import info; print(info.render(info.report()))")
 INFO = r"MiB /|^  (torch|python|setuptools|ninja|compiler|driver|cores|free memory): |, sm_\d|: CUDA \d"
@@ -46,9 +46,10 @@ BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
 CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: left out|^correct: |:$"
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
-# Of benchmarks, what the stage of that name does not depend on.
-OTHERS = re.compile("gpu_|correct|predicted|build_in_time|small_cases|usable_build")
-MEASURING = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if not OTHERS.match(path.name))
+# The sources of `python -m benchmarks`.
+MEASURING = tuple(
+    f"benchmarks/{name}" for name in ("__main__.py", "environment.py", "results.py", "suites", "presentation")
+)
 FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
 # One case of each family that a CPU has soon measured; the first of a suite is measured in any case.
 FEW = (
@@ -69,7 +70,7 @@ def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more
         fills=True,
         needs=("build",),
         parts=suites,
-        sources=tuple(f"benchmarks/{path.name}" for path in MEASURING),
+        sources=MEASURING,
     )
 
 
@@ -78,12 +79,12 @@ def correctness_stages(backend: str, estimate: float) -> list[Stage]:
     return [
         Stage(
             f"correct-{family}",
-            (("{python}", "-m", "benchmarks.correct", family, backend),),
+            (("{python}", "-m", "benchmarks.gpu_check.correct", family, backend),),
             estimate,
             least=estimate / 2,
             needs=("build",),
             key=CORRECT,
-            sources=("benchmarks/correct.py", "benchmarks/measure.py"),
+            sources=("benchmarks/gpu_check/correct.py", "benchmarks/suites/measure.py"),
         )
         for family in FAMILIES
     ]
@@ -103,7 +104,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
     marks = re.compile(r"mark\.(every_backend|cuda)\b")
     files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text()))
     tests = [str(path.relative_to(ROOT)) for path in files]
-    small_cases = ("--kernel-regex", "kns=cuda_ext", "{python}", "-m", "benchmarks.small_cases", "cuda")
+    small_cases = ("--kernel-regex", "kns=cuda_ext", "{python}", "-m", "benchmarks.gpu_check.small_cases", "cuda")
     sanitizers = [
         Stage(
             tool,
@@ -115,7 +116,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
             sign=r"^small cases on ",
             # An allocation from the cache of PyTorch has no end that memcheck could see.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            sources=("benchmarks/small_cases.py",),
+            sources=("benchmarks/gpu_check/small_cases.py",),
         )
         # Sixty small kernels, each several to a hundred times as long as without the tool, after its start.
         for tool, estimate, more in (
@@ -127,7 +128,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         Stage("environment", (("nvidia-smi",), DESCRIBE), 10, always=True, repeats=True, key=INFO),
         Stage(
             "build",
-            (("{python}", "-m", "benchmarks.build_in_time", "--minutes", "{minutes}"),),
+            (("{python}", "-m", "benchmarks.gpu_check.build_in_time", "--minutes", "{minutes}"),),
             build_seconds(cores),
             always=True,
             repeats=True,  # ninja knows what is left
@@ -180,7 +181,7 @@ def stages_of_dry_run() -> list[Stage]:
         Stage("environment", (DESCRIBE,), 3, always=True, repeats=True, key=INFO),
         Stage(
             "build",
-            ((python, "-m", "benchmarks.usable_build"),),
+            ((python, "-m", "benchmarks.gpu_check.usable_build"),),
             3 if compiled else 110,
             always=True,
             repeats=True,
@@ -208,10 +209,10 @@ def stages_of_dry_run() -> list[Stage]:
         *(
             Stage(
                 tool,
-                ((python, "-m", "benchmarks.small_cases", "simt", tool, "bfloat16"),),
+                ((python, "-m", "benchmarks.gpu_check.small_cases", "simt", tool, "bfloat16"),),
                 estimate,
                 needs=("build",),
-                sources=("benchmarks/small_cases.py",),
+                sources=("benchmarks/gpu_check/small_cases.py",),
             )
             for tool, estimate in (("memcheck", 3), ("racecheck", 5))
         ),

@@ -18,9 +18,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_report import LOG, whole_lines
+from benchmarks.gpu_check.report import LOG, whole_lines
+from benchmarks.gpu_check.stages import FAILED, PASSED, STOPPED, UNAVAILABLE, Outcome, Stage
 from benchmarks.results import OUT_OF_TIME
-from benchmarks.stages import FAILED, PASSED, STOPPED, UNAVAILABLE, Outcome, Stage
 
 FINISHED = (PASSED, FAILED, UNAVAILABLE)
 ALWAYS_READ = ("csrc", "cuda_ext", "setup.py")

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_attention import Problem
-from benchmarks.gpus import Gpu
-from benchmarks.work import Amounts, Work
+from benchmarks.model.gpus import Gpu
+from benchmarks.model.work import Amounts, Work
+from benchmarks.suites.bench_attention import Problem
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
 from static_gates import Kernel, blocks_per_multiprocessor, documented_kernels, readable  # noqa: E402

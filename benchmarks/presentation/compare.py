@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks import present
-from benchmarks.present import Run, counted
+from benchmarks.presentation import present
+from benchmarks.presentation.present import Run, counted
 from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_case
 
 LEAST = 0.03

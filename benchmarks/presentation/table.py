@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks import present
-from benchmarks.present import counted
+from benchmarks.presentation import present
+from benchmarks.presentation.present import counted
 from benchmarks.results import OURS, Measurement, by_case, geometric_means
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import cuda_ext.nn
-from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
+from benchmarks.suites.measure import Call, Case, relative_error
 from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.distributed.presets import PRESETS
 

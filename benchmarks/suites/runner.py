@@ -54,7 +54,7 @@ class Plan:
     done: set[tuple[str, ...]] = field(default_factory=set)  # `Measurement.problem` of what need not be measured
     silence: float = SILENCE
     log: Path | None = None  # what the processes print
-    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "benchmarks.worker"])
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "benchmarks.suites.worker"])
 
 
 def run(plan: Plan, progress: Progress) -> Iterator[list[Measurement]]:

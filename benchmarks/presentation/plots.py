@@ -25,7 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from benchmarks.present import (
+from benchmarks.presentation.present import (
     byte_rate,
     counted,
     dtype_order,

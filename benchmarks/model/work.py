@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.gpus import Gpu
+from benchmarks.model.gpus import Gpu
 
 # Resources that are all in use at the same time get into each other's way: together they take the norm of this exponent
 # of what each takes alone. With infinity the largest would count alone, with 1 nothing would overlap.
