@@ -36,7 +36,7 @@ from benchmarks.suites.measure import AGAIN
 OTHER_COMMANDS = {
     "report": "benchmarks.presentation.report",
     "compare": "benchmarks.presentation.compare",
-    "model": "benchmarks.model.prediction",
+    "model": "benchmarks.model.command",
     "readme": "benchmarks.presentation.readme",
 }
 

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command
 from benchmarks import environment, results
-from benchmarks.presentation import present
+from benchmarks.presentation import grouping
 from benchmarks.results import OURS, Measurement
 from benchmarks.suites import (
     bench_attention,
@@ -756,11 +756,11 @@ class TestResults:
             part(2, a1="", a2=""),
             part(3, b1="", b2="", b3=late),
         ]
-        (run,) = present.runs(itertools.chain(*parts))
+        (run,) = grouping.split_into_runs(itertools.chain(*parts))
         found = {m.case: m.seconds for m in run.measurements}
         assert found == {"a1": 2.0, "a2": 2.0, "b1": 3.0, "b2": 3.0, "b3": None}
         # A suite that had come to its end and is measured again is another run, a failure in it too.
-        again = present.runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
+        again = grouping.split_into_runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
         assert [len(run.measurements) for run in again] == [5, 2]
 
     def test_geometric_means(self) -> None:

@@ -16,298 +16,23 @@ files, report.md first. What is finished is kept in build/gpu-check, for a secon
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import math
 import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
+from benchmarks.gpu_check.machine import Refusal, arch_of, build_variables, head_dims, missing, probe, sanitizer
 from benchmarks.gpu_check.report import LOG, FolderError, Report, clock, empty, merge_logs, pack, prepare, tidy
+from benchmarks.gpu_check.stage_table import MODEL, ROOT, stages_of_dry_run, stages_on_gpu
 from benchmarks.gpu_check.stages import Outcome, Run, Stage
 from benchmarks.gpu_check.state import State
 from benchmarks.results import slug
-from cuda_ext import _build, _emulator, _stamp, _toolchain
-
-ROOT = _build.SOURCE_ROOT
-# Not `python -m cuda_ext.info`, whose exit status is 1 as long as the library has not been built.
-DESCRIBE = ("{python}", "-c", "from cuda_ext import info; print(info.render(info.report()))")
-INFO = r"MiB /|^  (torch|python|setuptools|ninja|compiler|driver|cores|free memory): |, sm_\d|: CUDA \d"
-BUILD = r"^cuda_ext: |\berror\b|^FAILED"
-CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
-CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: left out|^correct: |:$"
-PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
-# The sources of `python -m benchmarks`.
-MEASURING = tuple(
-    f"benchmarks/{name}" for name in ("__main__.py", "environment.py", "results.py", "suites", "presentation")
-)
-FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
-# One case of each family that a CPU has soon measured; the first of a suite is measured in any case.
-FEW = (
-    "^gemm forward .*512 × 512 × 512 float32$|^flash_attention full forward .*S=1024 H=8 D=64 float32$|"
-    "^pack forward .*ResNet-50 float32$"
-)
-MODEL = "model.md"  # in the folder of the stage "model"
-
-
-def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more: str) -> Stage:
-    """One command for all suites: it measures the ceilings once, and has a process for each suite itself."""
-    options = ("--device", device, "--minutes", "{minutes}", "--out", "{out}", "--resume")
-    return Stage(
-        "benchmarks",
-        (("{python}", "-m", "benchmarks", "{parts}", *options, *more),),
-        estimate,
-        least=estimate / 15,
-        fills=True,
-        needs=("build",),
-        parts=suites,
-        sources=MEASURING,
-    )
-
-
-def correctness_stages(backend: str, estimate: float) -> list[Stage]:
-    """One for each family of kernels, so that the report names the one that is broken."""
-    return [
-        Stage(
-            f"correct-{family}",
-            (("{python}", "-m", "benchmarks.gpu_check.correct", family, backend),),
-            estimate,
-            least=estimate / 2,
-            needs=("build",),
-            key=CORRECT,
-            sources=("benchmarks/gpu_check/correct.py", "benchmarks/suites/measure.py"),
-        )
-        for family in FAMILIES
-    ]
-
-
-def build_seconds(cores: int) -> float:
-    """Of the library for one architecture: no core waits long for the slowest source, which takes about a minute."""
-    sources = _build.Plan("", "", _toolchain.Toolkit("", Path()), ("9.0a",), cores).sources
-    seconds = {".cpp": _build.SECONDS_PER_CXX_FILE, ".cu": _build.SECONDS_PER_CUDA_FILE + _build.SECONDS_PER_ARCH}
-    return 40 + max(60, sum(seconds[path.suffix] for path in sources) / cores)
-
-
-def stages_on_gpu(cores: int) -> list[Stage]:
-    """In the order of their worth. The estimates are for an H100 or H200, and reasoned from counts, not measured; the
-    table in docs/gpu-check.md has them too."""
-    # Other files may import what is not installed.
-    marks = re.compile(r"mark\.(every_backend|cuda)\b")
-    files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text()))
-    tests = [str(path.relative_to(ROOT)) for path in files]
-    small_cases = ("--kernel-regex", "kns=cuda_ext", "{python}", "-m", "benchmarks.gpu_check.small_cases", "cuda")
-    sanitizers = [
-        Stage(
-            tool,
-            (("{sanitizer}", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all", *more),),
-            estimate,
-            least=15,
-            needs=("build",),
-            key=r"={9} .*(SUMMARY|Error|Invalid|hazard|Race|refus|support)",
-            sign=r"^small cases on ",
-            # An allocation from the cache of PyTorch has no end that memcheck could see.
-            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            sources=("benchmarks/gpu_check/small_cases.py",),
-        )
-        # Sixty small kernels, each several to a hundred times as long as without the tool, after its start.
-        for tool, estimate, more in (
-            ("memcheck", 45, ("--report-api-errors", "no", *small_cases)),
-            ("racecheck", 60, ("--racecheck-report", "analysis", *small_cases)),
-        )
-    ]
-    return [
-        Stage("environment", (("nvidia-smi",), DESCRIBE), 10, always=True, repeats=True, key=INFO),
-        Stage(
-            "build",
-            (("{python}", "-m", "benchmarks.gpu_check.build_in_time", "--minutes", "{minutes}"),),
-            build_seconds(cores),
-            always=True,
-            repeats=True,  # ninja knows what is left
-            key=BUILD,
-        ),
-        # nvcc compiles a thousand lines for one architecture; then each case takes less than a second.
-        Stage(
-            "conformance",
-            (("{python}", "tests/simt/record.py", "--golden", "{scratch}"),),
-            60,
-            least=20,
-            key=CONFORMANCE,
-            archive="golden.tar.gz",
-            sources=("tests/simt", "tests/ptx"),
-        ),
-        # Mostly PyTorch's start and that of CUDA.
-        *correctness_stages("cuda", 15),
-        # 210 cases, 1.2 s each, and the start of six processes.
-        benchmark_stage(
-            "cuda", 300, ("gemm", "attention", "bucket", "train", "overhead")
-        ),  # the stage tells of "build"
-        # 700 tests, 0.2 s each, and a few that compile.
-        Stage(
-            "tests",
-            (("{python}", "tests/relay.py", "--record", "{state}/record", "-m", "cuda", *tests),),
-            180,
-            least=20,
-            needs=("build",),
-            key=PYTEST,
-            sign=r"^relay: pytest ",
-            sources=("tests",),
-        ),
-        *sanitizers,
-        # Half of it is the emulator, which the C++ compiler makes for the model to ask.
-        model_stage(("{out}/results.jsonl",), 40),
-    ]
-
-
-def model_stage(arguments: tuple[str, ...], estimate: float) -> Stage:
-    command = ("{python}", "-m", "benchmarks.predicted", *arguments, "--to", f"{{state}}/{MODEL}")
-    return Stage("model", (command,), estimate, repeats=True, key=r"^\| ")
-
-
-def stages_of_dry_run() -> list[Stage]:
-    """The estimates were measured on two cores of a server."""
-    compiled = emulator_is_compiled()
-    tests = ("tests/test_bucket.py", "tests/test_gemm.py", "-m", "simt", "-k", "come_back or gate_comes_first")
-    python = "{python}"
-    return [
-        Stage("environment", (DESCRIBE,), 3, always=True, repeats=True, key=INFO),
-        Stage(
-            "build",
-            ((python, "-m", "benchmarks.gpu_check.usable_build"),),
-            3 if compiled else 110,
-            always=True,
-            repeats=True,
-            key=BUILD,
-        ),
-        Stage(
-            "conformance",
-            ((python, "tests/simt/record.py", "--emulated", "--golden", "{scratch}"),),
-            4 if compiled else 30,
-            key=CONFORMANCE,
-            archive="golden.tar.gz",
-            sources=("tests/simt", "tests/ptx"),
-        ),
-        *correctness_stages("simt", 4),
-        benchmark_stage("cpu", 16, ("gemm", "attention", "bucket"), "--minutes", "0.02", "--only", FEW),
-        Stage(
-            "tests",
-            ((python, "tests/relay.py", "--patience", "300", "--record", "{state}/record", *tests),),
-            4,
-            needs=("build",),
-            key=PYTEST,
-            sign=r"^relay: pytest ",
-            sources=("tests",),
-        ),
-        *(
-            Stage(
-                tool,
-                ((python, "-m", "benchmarks.gpu_check.small_cases", "simt", tool, "bfloat16"),),
-                estimate,
-                needs=("build",),
-                sources=("benchmarks/gpu_check/small_cases.py",),
-            )
-            for tool, estimate in (("memcheck", 3), ("racecheck", 5))
-        ),
-        model_stage(("--rehearse", "h200"), 3),
-    ]
-
-
-def emulator_is_compiled() -> bool:
-    """From sources as they are, as far as their times tell."""
-    library = _emulator.FOLDER / "_simt_hooks.so"
-    sources = (path for path in _build.CSRC.rglob("*") if path.is_file())
-    return library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in sources)
-
-
-# The machine
-
-
-class Refusal(Exception):
-    """The check cannot be run; the message says why and what to do."""
-
-
-PROBE = """
-import json, torch
-from benchmarks import environment
-print(json.dumps(environment.describe("cuda" if torch.cuda.is_available() else "cpu")))
-"""
-
-
-def probe(patience: float) -> dict[str, Any]:
-    """The environment as benchmarks.environment has it, from another process: this one shall hold no GPU memory."""
-    command = [sys.executable, "-c", PROBE]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience)
-    except subprocess.TimeoutExpired:
-        raise Refusal(
-            f"torch did not find out within {patience:.0f} s whether there is a GPU; does `nvidia-smi` answer?"
-        ) from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise Refusal(f"{sys.executable} cannot say what torch runs on: {last}; choose another with PYTHON=...")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
-def arch_of(environment: dict[str, Any]) -> str:
-    """ "9.0a", for the GPU of the probe; raises Refusal where there is none, or none that the kernels run on."""
-    if "capability" not in environment:
-        raise Refusal(
-            f"expected a CUDA GPU, found none (torch {environment['torch']}). Run this where `nvidia-smi` lists one, "
-            "with a torch built for CUDA; --dry-run needs none"
-        )
-    try:
-        (arch,) = _toolchain.arch_list(environment["capability"])
-    except ValueError:
-        name, capability = environment["device"], environment["capability"]
-        raise Refusal(f"expected a GPU of compute capability 8.0 or newer, got {name} ({capability})") from None
-    return arch
-
-
-def build_variables(arch: str) -> dict[str, str]:
-    """CUDA required, so that a build without it is an error; and on every core, however little memory is free when it
-    begins, since it has to fit its time."""
-    jobs = os.environ.get("MAX_JOBS") or str(_toolchain.available_cores())
-    return {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": arch, "MAX_JOBS": jobs}
-
-
-def missing() -> list[str]:
-    """What this machine lacks, and what that means."""
-    modules = {
-        "pytest": "the tests cannot run",
-        "numpy": "no conformance, and some tests cannot run",
-        "hypothesis": "tests of random arguments are skipped",
-        "matplotlib": "no plots",
-    }
-    found = [f"{name}: {effect}" for name, effect in modules.items() if importlib.util.find_spec(name) is None]
-    if problem := _toolchain.setuptools_problem():
-        found.append(f"setuptools: the library cannot be built; {' '.join(problem.split())}")
-    _build.add_scripts_to_path()
-    if not shutil.which("ninja"):
-        found.append("ninja: the library cannot be built")
-    if not _toolchain.compiler_version():
-        found.append("a C++ compiler (c++, or what CXX names): the library cannot be built")
-    return found
-
-
-def sanitizer(cuda: str | None) -> str:
-    """compute-sanitizer, on PATH or in a toolkit."""
-    name = "compute-sanitizer"
-    if found := shutil.which(name):
-        return found
-    homes = [toolkit.home / "bin" for toolkit in _toolchain.find_toolkits(cuda)] if cuda else []
-    return shutil.which(name, path=os.pathsep.join(map(str, homes))) or name
-
-
-# The command
+from cuda_ext import _build, _toolchain
 
 
 def choose(stages: Sequence[Stage], only: str | None) -> list[Stage]:
@@ -373,20 +98,70 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def head_dims() -> str:
-    """Of attention's kernels in the library, if it has not all of them."""
-    try:
-        built = _stamp.read().get("head_dims", list(_build.HEAD_DIMS))
-    except ImportError:
-        return ""
-    return "" if built == list(_build.HEAD_DIMS) else ", ".join(map(str, built))
+@dataclass
+class Check:
+    """A check while it runs: keeps report, folder and state current as stages begin and end."""
+
+    stages: Sequence[Stage]
+    report: Report
+    state: State
+    finished: dict[str, Outcome]  # by an earlier call, by name
+    scratch: Path
+    seconds: float
+
+    def before(self, stage: Stage, limit: float) -> None:
+        self.report.write(stage.name)
+        self.state.begin(stage)
+        passed = clock(time.monotonic() - self.report.began)
+        print(f"[{passed} of {clock(self.seconds)}] {stage.name}, at most {clock(limit)} ...", flush=True)
+
+    def meanwhile(self) -> None:
+        self.state.save()
+        self.report.write_again()
+
+    def after(self, outcome: Outcome) -> None:
+        out = self.report.out
+        try:
+            if outcome.stage.archive:
+                pack(self.scratch, out / outcome.stage.archive)
+            empty(self.scratch)
+            merge_logs(out)
+            self.report.gone += tidy(out, self.stages)
+        except OSError as error:  # a full disk, say
+            self.report.gone.append(f"what `{outcome.stage.name}` left: {error}")
+        self.state.end(outcome)
+        if outcome.stage.name == "build" and head_dims() != self.state.facts[-1]:
+            # What was learned with another library does not hold for this one.
+            self.state.facts[-1] = head_dims()
+            for stage in self.stages:
+                if "build" in stage.needs and not self.state.earlier(stage):
+                    self.finished.pop(stage.name, None)
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        print(f"  {outcome.stage.name} {outcome.verdict}{reason} ({outcome.seconds:.1f} s)", flush=True)
+
+    def run(self, words: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        reserve = min(10, self.seconds / 10)
+        run = Run(
+            ROOT,
+            self.report.out / LOG,
+            self.report.began + self.seconds - reserve,
+            {**words, "scratch": str(self.scratch)},
+            variables,
+            earlier=lambda stage: self.finished.get(stage.name),
+            state=self.state.of,
+            before=self.before,
+            after=self.after,
+            meanwhile=self.meanwhile,
+            outcomes=self.report.outcomes,
+        )
+        run.all(self.stages)
 
 
 def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None = None) -> int:
     """`table` replaces the stages. Returns 0 if all passed, 1 if not, 2 if nothing could be run."""
     began = time.monotonic()
     options = parse(arguments)
-    total = options.minutes * 60
+    seconds = options.minutes * 60
     out: Path = options.out.resolve()
     if table is None:
         table = stages_of_dry_run() if options.dry_run else stages_on_gpu(_toolchain.available_cores())
@@ -394,9 +169,7 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         stages = choose(table, options.only)
         again = repeated(stages, options.again)
         if options.list:
-            for stage in stages:
-                print(stage.name, f"({', '.join(stage.parts)})" if stage.parts else "")
-                print(*("    " + " ".join(command) for command in stage.commands), sep="\n")
+            list_stages(stages)
             return 0
         prepare(out)
     except (Refusal, FolderError) as refusal:
@@ -408,7 +181,7 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
     words = {"python": sys.executable, "out": str(out)}
     variables = {"PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
     try:
-        machine = report.machine = probe(min(90.0, total / 3))
+        machine = report.machine = probe(min(90.0, seconds / 3))
         if not options.dry_run:
             variables |= build_variables(arch_of(machine))
             words["sanitizer"] = sanitizer(machine.get("cuda"))
@@ -431,49 +204,21 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         state.restore(stage)
     finished = {stage.name: outcome for stage in stages if (outcome := state.earlier(stage))}
     report.earlier, report.model = finished, state.folder / "model" / MODEL
-    print(report.heading, *facts, f"Leaves {out}", estimates(stages, finished, total), sep="\n  ", flush=True)
-
+    print(report.heading, *facts, f"Leaves {out}", estimates(stages, finished, seconds), sep="\n  ", flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-
-        def before(stage: Stage, limit: float) -> None:
-            report.write(stage.name)
-            state.begin(stage)
-            passed = clock(time.monotonic() - began)
-            print(f"[{passed} of {clock(total)}] {stage.name}, at most {clock(limit)} ...", flush=True)
-
-        def meanwhile() -> None:
-            state.save()
-            report.write_again()
-
-        def after(outcome: Outcome) -> None:
-            try:
-                if outcome.stage.archive:
-                    pack(Path(scratch), out / outcome.stage.archive)
-                empty(Path(scratch))
-                merge_logs(out)
-                report.gone += tidy(out, stages)
-            except OSError as error:  # a full disk, say
-                report.gone.append(f"what `{outcome.stage.name}` left: {error}")
-            state.end(outcome)
-            if outcome.stage.name == "build" and head_dims() != state.facts[-1]:
-                # What was learned with another library does not hold for this one.
-                state.facts[-1] = head_dims()
-                for stage in stages:
-                    if "build" in stage.needs and not state.earlier(stage):
-                        finished.pop(stage.name, None)
-            reason = f": {outcome.reason}" if outcome.reason else ""
-            print(f"  {outcome.stage.name} {outcome.verdict}{reason} ({outcome.seconds:.1f} s)", flush=True)
-
-        reserve = min(10, total / 10)
-        run = Run(ROOT, out / LOG, began + total - reserve, {**words, "scratch": scratch}, variables)
-        run.before, run.after, run.meanwhile = before, after, meanwhile
-        run.earlier, run.state, run.outcomes = lambda stage: finished.get(stage.name), state.of, report.outcomes
-        run.all(stages)
+        Check(stages, report, state, finished, Path(scratch), seconds).run(words, variables)
     if few := head_dims():
         facts.append(f"The library has attention's CUDA kernels of head dims {few} only: tests of others fail")
     report.write()
-    print(*report.verdict(), f"[{clock(time.monotonic() - began)} of {clock(total)}] {out / 'report.md'}", sep="\n")
+    passed = clock(time.monotonic() - began)
+    print(*report.verdict(), f"[{passed} of {clock(seconds)}] {out / 'report.md'}", sep="\n")
     return 0 if all(outcome.good for outcome in report.outcomes) else 1
+
+
+def list_stages(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        print(stage.name, f"({', '.join(stage.parts)})" if stage.parts else "")
+        print(*("    " + " ".join(command) for command in stage.commands), sep="\n")
 
 
 def estimates(stages: Sequence[Stage], finished: Mapping[str, Outcome], total: float) -> str:

@@ -3,8 +3,8 @@
     python -m benchmarks.predicted gpu-check/results.jsonl
     python -m benchmarks.predicted --rehearse h200      # made-up times of the cases that a GPU measures; needs none
 
-It prints Markdown. The GPU has to be one of benchmarks/model/gpus.py. No GPU is needed; the first use compiles the kernels
-for the emulator, which the model asks for its counts.
+It prints Markdown. The results must be from a GPU of benchmarks/model/gpus.py. This command itself needs no GPU; its
+first use compiles the emulator, which the model queries.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.model import prediction as model
+from benchmarks.model import measured, prediction, tables
+from benchmarks.model.bucket_work import Pack
+from benchmarks.model.evidence import DTYPES, ModelError, NotModelledError
 from benchmarks.model.gpus import GPUS, Gpu
-from benchmarks.model.kernel_work import DTYPES, ModelError, NotModelledError, Pack
 from benchmarks.results import OURS, Measurement
 from benchmarks.suites.bench_attention import Problem
 
@@ -54,21 +55,21 @@ class Compared:
         return self.predicted / self.measured
 
 
-def predict(gpu: Gpu, key: model.Key) -> model.Prediction | None:
-    """Of a key of `model.key_of`; None for what is not modelled."""
+def predict(gpu: Gpu, key: measured.Key) -> prediction.Prediction | None:
+    """Of a key of `measured.key_of`; None for what is not modelled."""
     kind, *what = key
     try:
         if kind == "attention":
             problem, backward, dtype = what
             assert isinstance(problem, Problem)
-            return model.predict_attention(gpu, problem, bool(backward), str(dtype))
+            return prediction.predict_attention(gpu, problem, bool(backward), str(dtype))
         if kind == "gemm":
             *shape, dtype, layout = what
             m, n, k = (int(size) for size in shape)  # type: ignore[call-overload]
-            return model.predict_gemm(gpu, m, n, k, str(dtype), str(layout))[0] if dtype in DTYPES else None
+            return prediction.predict_gemm(gpu, m, n, k, str(dtype), str(layout))[0] if dtype in DTYPES else None
         elements, entries, tensors, of_bucket = what
         pack = Pack(str(kind), str(tensors), str(of_bucket), elements, entries)  # type: ignore[arg-type]
-        return model.predict_bucket(gpu, pack)
+        return prediction.predict_bucket(gpu, pack)
     except NotModelledError:
         return None
 
@@ -78,7 +79,7 @@ def compare(measurements: Iterable[Measurement], gpu: Gpu) -> list[Compared]:
     found = []
     for sides in results.by_case(measurements).values():
         m = sides.get(OURS)
-        key = model.key_of(m) if m is not None and m.seconds and m.device == "cuda" else None
+        key = measured.key_of(m) if m is not None and m.seconds and m.device == "cuda" else None
         predicted = predict(gpu, key) if key is not None else None
         if m is None or m.seconds is None or predicted is None:
             continue
@@ -120,7 +121,7 @@ def ceilings(measurements: Sequence[Measurement], gpu: Gpu) -> list[list[str]]:
     return rows
 
 
-def tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
+def compare_tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
     found = compare(measurements, gpu)
     groups: dict[tuple[str, str], list[float]] = {}
     for each in found:
@@ -130,20 +131,20 @@ def tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
         spread = f"{min(speeds):.2f} to {max(speeds):.2f}" if len(speeds) > 1 else ""
         middle = f"{statistics.median(speeds):.2f}"
         rows.append([kind, binding, str(len(speeds)), middle, spread, meaning(gpu, binding, speeds)])
-    text = f"Of {gpu.name}, {len(found)} cases that are modelled (docs/model.md).\n\n{model.markdown(COLUMNS, rows)}"
+    text = f"Of {gpu.name}, {len(found)} cases that are modelled (docs/model.md).\n\n{tables.markdown(COLUMNS, rows)}"
     far = sorted((each for each in found if not 1 / NEAR <= each.speed <= NEAR), key=lambda each: each.speed)
     if far := far if len(far) <= FARTHEST else [*far[: FARTHEST // 2], *far[-(FARTHEST // 2) :]]:
         cells = [
             [
                 each.name,
                 each.binding,
-                *map(model.microseconds, (each.predicted, each.measured)),
+                *map(tables.microseconds, (each.predicted, each.measured)),
                 f"{each.speed:.2f}",
             ]
             for each in far
         ]
         head = ("farthest from it", "bound by", "predicted, µs", "came, µs", "speed over predicted")
-        text += f"\n{model.markdown(head, cells)}"
+        text += f"\n{tables.markdown(head, cells)}"
     return text
 
 
@@ -171,7 +172,7 @@ def made_up(gpu: Gpu) -> list[Measurement]:
                 extra=case.extra,
                 seconds=1.0,
             )
-            key = model.key_of(m)
+            key = measured.key_of(m)
             predicted = predict(gpu, key) if key is not None else None
             if predicted is not None:
                 found.append(Measurement(**{**vars(m), "seconds": predicted.seconds}))
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.rehearse:
             gpu, measurements = GPUS[options.rehearse], made_up(GPUS[options.rehearse])
-            text = f"A rehearsal with made-up times, each as predicted. {tables(measurements, gpu)}"
+            text = f"A rehearsal with made-up times, each as predicted. {compare_tables(measurements, gpu)}"
         else:
             measurements = results.read(options.results)
             known = gpu_of(measurements)
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 names = ", ".join(gpu.name for gpu in GPUS.values())
                 text = f"Measured on no GPU that benchmarks/model/gpus.py has ({names}): nothing is predicted.\n"
             else:
-                text = tables(measurements, known)
+                text = compare_tables(measurements, known)
     except (results.ResultsError, ModelError, OSError) as error:
         print(f"benchmarks.predicted: {error}", file=sys.stderr)
         return 2

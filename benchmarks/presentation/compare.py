@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.presentation import present
-from benchmarks.presentation.present import Run, counted
+from benchmarks.presentation import formatting, grouping
+from benchmarks.presentation.formatting import counted
+from benchmarks.presentation.grouping import Run
 from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_case
 
 LEAST = 0.03
@@ -102,11 +103,11 @@ def _compare_device(device: str, before: Cases, after: Cases, result: Comparison
         old, new = sides.get(OURS), after.get(problem, {}).get(OURS)
         if old is None or old.seconds is None:
             continue
-        name = f"{old.suite}: {present.heading(old, old.case)}"
+        name = f"{old.suite}: {formatting.heading(old, old.case)}"
         if new is None or new.failure.startswith(OUT_OF_TIME):
             result.vanished.append(name)
         elif new.seconds is None:
-            result.failing[name] = new.failure or present.NO_REASON
+            result.failing[name] = new.failure or grouping.NO_REASON
         else:
             slowdown, allowed, by = _judge(sides, after[problem], usual)
             change = Change(
@@ -117,7 +118,7 @@ def _compare_device(device: str, before: Cases, after: Cases, result: Comparison
     for problem, sides in after.items():
         new, old = sides.get(OURS), before.get(problem, {}).get(OURS)
         if new is not None and new.seconds is not None and (old is None or old.seconds is None):
-            result.appeared.append(f"{new.suite}: {present.heading(new, new.case)}")
+            result.appeared.append(f"{new.suite}: {formatting.heading(new, new.case)}")
 
 
 def _judge(
@@ -184,8 +185,8 @@ def _lines(result: Comparison, everything: bool) -> Iterable[str]:
             yield f"{title}:"
         width = max((len(change.case) for change in found), default=0)
         for c in found:
-            judged = f"{c.slowdown:.2f}× as long (noise up to {present.ratio(c.allowed)})"
-            times = f"{present.duration(c.old)} → {present.duration(c.new)}"
+            judged = f"{c.slowdown:.2f}× as long (noise up to {formatting.ratio(c.allowed)})"
+            times = f"{formatting.duration(c.old)} → {formatting.duration(c.new)}"
             yield f"  {judged}  {c.case:<{width}}  {times}, by {c.by}"
 
     yield from changes("slower", result.slower)
@@ -207,7 +208,7 @@ def _lines(result: Comparison, everything: bool) -> Iterable[str]:
         f"{len(result.appeared)} new"
     )
     if allowed := [change.allowed for change in result.slower + result.faster + result.same]:
-        yield f"in half of the cases a slowdown would be seen from {present.ratio(statistics.median(allowed))} on"
+        yield f"in half of the cases a slowdown would be seen from {formatting.ratio(statistics.median(allowed))} on"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -222,7 +223,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--force", action="store_true", help="compare different devices")
     args = parser.parse_args(arguments)
     try:
-        result = compare(present.read_some(args.old), present.read_some(args.new), args.force)
+        result = compare(grouping.read_some(args.old), grouping.read_some(args.new), args.force)
     except ResultsError as error:
         print(error, file=sys.stderr)
         return 2

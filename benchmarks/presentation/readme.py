@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.presentation import present
-from benchmarks.presentation.present import Run, counted
+from benchmarks.presentation import formatting, grouping
+from benchmarks.presentation.formatting import counted
+from benchmarks.presentation.grouping import Run
 from benchmarks.results import (
     OURS,
     OUT_OF_TIME,
@@ -34,9 +35,9 @@ def section(root: Path = ROOT, link: str = "benchmarks/results") -> str:
     parts = [_device(run, f"{link}/{folder.name}/{PLOT}.svg") for folder, run in folders.items()]
     missing = [name for name in DEVICES if not any(_is(run, name) for run in folders.values())]
     if parts:
-        parts.insert(0, f"Geometric means over the cases. {present.RATIO_MEANS}.")
+        parts.insert(0, f"Geometric means over the cases. {formatting.RATIO_MEANS}.")
     if missing:
-        suites = "" if parts else f" (suites {_list(present.SUITES)})"
+        suites = "" if parts else f" (suites {_list(grouping.SUITES)})"
         parts.append(f"Not measured yet: {_list(missing)}{suites}.")
     return "\n\n".join(parts)
 
@@ -45,13 +46,13 @@ def newest(folder: Path) -> Run:
     """Each suite from the newest file in which it was measured; files are named by date."""
     suites: dict[str, list[Measurement]] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        found = [m for sides in by_case(present.read_some(path)).values() for m in sides.values()]
+        found = [m for sides in by_case(grouping.read_some(path)).values() for m in sides.values()]
         measurements = [m for m in found if not m.failure.startswith(OUT_OF_TIME)]
         suites |= {suite: [m for m in measurements if m.suite == suite] for suite in {m.suite for m in measurements}}
-    measurements = [m for suite in sorted(suites, key=present.suite_order) for m in suites[suite]]
+    measurements = [m for suite in sorted(suites, key=grouping.suite_order) for m in suites[suite]]
     if not measurements:
         raise ResultsError(f"{folder}: expected cases that were measured, got none; remove it or measure anew")
-    present.one_device(measurements)
+    grouping.one_device(measurements)
     return Run(measurements)
 
 
@@ -71,9 +72,9 @@ def _device(run: Run, plot: str) -> str:
     for m in run.measurements:
         origins.setdefault(_origin(m), {})[m.suite] = None
     about = [f"{_list(suites)}: {origin}" if len(origins) > 1 else origin for origin, suites in origins.items()]
-    ceilings = [present.byte_rate(run.bandwidth) + " (copy)"] if run.bandwidth else []
+    ceilings = [formatting.byte_rate(run.bandwidth) + " (copy)"] if run.bandwidth else []
     ceilings += [
-        f"{present.flop_rate(flops)} ({' '.join([dtype, 'matmul']).strip()})" for dtype, flops in run.flops.items()
+        f"{formatting.flop_rate(flops)} ({' '.join([dtype, 'matmul']).strip()})" for dtype, flops in run.flops.items()
     ]
     lines = [
         f"### {run.device}",
@@ -84,7 +85,7 @@ def _device(run: Run, plot: str) -> str:
         "|---|---|---|---|---|",
         *_rows(run),
     ]
-    without = [suite for suite in present.SUITES if suite not in run.suites]
+    without = [suite for suite in grouping.SUITES if suite not in run.suites]
     if without:
         lines += ["", f"Not measured yet on this device: {_list(without)}."]
     return "\n".join([*lines, "", f"![ratios of all cases on {run.device}]({plot})"])
@@ -101,13 +102,13 @@ def _rows(run: Run) -> Iterable[str]:
     for sides in by_case(run.measurements).values():
         first = next(iter(sides.values()))
         groups.setdefault((first.suite, first.dtype), []).append(sides)
-    for suite, dtype in sorted(groups, key=lambda key: (present.suite_order(key[0]), present.dtype_order(key[1]))):
+    for suite, dtype in sorted(groups, key=lambda key: (grouping.suite_order(key[0]), grouping.dtype_order(key[1]))):
         cases = groups[suite, dtype]
-        sides, _ = present.opponents(cases)
+        sides, _ = grouping.opponents(cases)
         of_sides = [(side, means[suite, dtype, side]) for side in sides if (suite, dtype, side) in means]
-        against = (f"{side} **{present.ratio(mean)}** ({count})" for side, (mean, count) in of_sides)
+        against = (f"{side} **{formatting.ratio(mean)}** ({count})" for side, (mean, count) in of_sides)
         ratios = [m.ratio for case in cases for m in case.values() if m.ratio and m.side != OURS]
-        worst = f"{present.ratio(min(ratios))} … {present.ratio(max(ratios))}" if ratios else ""
+        worst = f"{formatting.ratio(min(ratios))} … {formatting.ratio(max(ratios))}" if ratios else ""
         ours = [case[OURS] for case in cases if OURS in case]
         yield f"| {suite} | {dtype} | {'; '.join(against) or '–'} | {worst} | {_largest(ours)} |"
 
@@ -120,7 +121,9 @@ def _largest(ours: Sequence[Measurement]) -> str:
         return failed
     m = max(ran, key=lambda m: (m.flops, m.bytes, m.size, m.seconds))
     name = " ".join(filter(None, (m.op, m.phase if m.phase not in ("forward", "step") else "", m.case)))
-    speed = _list(filter(None, (present.rate(m) or present.duration(m.seconds), present.percent(m.of_ceiling), failed)))
+    speed = _list(
+        filter(None, (formatting.rate(m) or formatting.duration(m.seconds), formatting.percent(m.of_ceiling), failed))
+    )
     return f"{name}: {speed}".replace("|", "\\|")
 
 

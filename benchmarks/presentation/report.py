@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.presentation import present
+from benchmarks.presentation import formatting, grouping
+from benchmarks.presentation.formatting import counted
+from benchmarks.presentation.grouping import Run
 from benchmarks.presentation.markup import Html, join, tag
-from benchmarks.presentation.present import Run, counted
 from benchmarks.results import OURS, Measurement, ResultsError, geometric_means
 
 ASSETS = Path(__file__).resolve().parent
@@ -47,7 +48,7 @@ def page(measurements: Sequence[Measurement], plots: bool = True) -> str:
     script = Html((ASSETS / "report.js").read_text())
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    runs = present.runs(measurements)
+    runs = grouping.split_into_runs(measurements)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -116,9 +117,9 @@ def _cards(runs: list[Run]) -> Iterable[Html]:
             "commit": run.commit,
             "versions": ", ".join(versions),
             "cases": f"{len({m.problem for m in run.measurements})}: {', '.join(run.suites)}",
-            "largest copy": present.byte_rate(run.bandwidth) if run.bandwidth else "",
+            "largest copy": formatting.byte_rate(run.bandwidth) if run.bandwidth else "",
             **{
-                " ".join(f"largest {dtype} matmul".split()): present.flop_rate(flops)
+                " ".join(f"largest {dtype} matmul".split()): formatting.flop_rate(flops)
                 for dtype, flops in run.flops.items()
             },
         }
@@ -139,7 +140,7 @@ def _means(runs: list[Run]) -> Html:
     means = [geometric_means(run.measurements) for run in runs]
     keys = sorted(
         {key for of_run in means for key in of_run},
-        key=lambda key: (present.suite_order(key[0]), present.dtype_order(key[1]), key[2]),
+        key=lambda key: (grouping.suite_order(key[0]), grouping.dtype_order(key[1]), key[2]),
     )
     if not keys:
         return _section("Ratios", "None: no side beside ours has a time.")
@@ -151,7 +152,7 @@ def _means(runs: list[Run]) -> Html:
             (_mean(of_run.get((suite, dtype, side))) for of_run in means))
         for suite, dtype, side in keys
     )  # fmt: skip
-    about = f"Geometric means over all cases. {present.RATIO_MEANS}."
+    about = f"Geometric means over all cases. {formatting.RATIO_MEANS}."
     return _section("Geometric means", about, _table("Geometric means of the ratios", columns, rows, "narrow"))
 
 
@@ -161,7 +162,7 @@ def _mean(mean: tuple[float, int] | None) -> Html:
     value, count = mean
     kind = "faster" if value >= 1 else "slower"
     return tag(
-        "td", tag("strong", present.ratio(value)), " ", tag("small", counted(count, "case")), class_=f"number {kind}"
+        "td", tag("strong", formatting.ratio(value)), " ", tag("small", counted(count, "case")), class_=f"number {kind}"
     )
 
 
@@ -213,12 +214,12 @@ def _failures(runs: list[Run]) -> Html:
                 tag(
                     "details",
                     tag("summary", counted(len(failed), "case")),
-                    tag("ul", (tag("li", present.heading(m, m.case)) for m in failed)),
+                    tag("ul", (tag("li", formatting.heading(m, m.case)) for m in failed)),
                 ),
             ),
         )
         for run in runs
-        for (suite, side, reason), failed in present.failures(run.measurements).items()
+        for (suite, side, reason), failed in grouping.failures(run.measurements).items()
     ]
     if not rows:
         return _section(title, "Nothing: every side of every case has run.")
@@ -228,8 +229,8 @@ def _failures(runs: list[Run]) -> Html:
 
 def _everything(runs: list[Run]) -> Html:
     measurements = [m for run in runs for m in run.measurements]
-    suites = sorted({m.suite for m in measurements}, key=present.suite_order)
-    dtypes = sorted({m.dtype for m in measurements} - {""}, key=present.dtype_order)
+    suites = sorted({m.suite for m in measurements}, key=grouping.suite_order)
+    dtypes = sorted({m.dtype for m in measurements} - {""}, key=grouping.dtype_order)
     controls = tag(
         "form",
         tag("label", "Filter ", tag("input", type="search", name="q", placeholder="words", autocomplete="off")),
@@ -261,12 +262,12 @@ def _row(m: Measurement, run: int) -> Html:
         (m.case, m.size or None),
         (m.dtype, None),
         (m.side, None),
-        (present.duration(m.seconds), m.seconds),
-        (present.percent(m.spread), m.spread),
-        (present.rate(m), speed),
-        (present.percent(m.of_ceiling), m.of_ceiling),
-        (present.ratio(m.ratio), m.ratio),
-        (present.percent(spread), spread),
+        (formatting.duration(m.seconds), m.seconds),
+        (formatting.percent(m.spread), m.spread),
+        (formatting.rate(m), speed),
+        (formatting.percent(m.of_ceiling), m.of_ceiling),
+        (formatting.ratio(m.ratio), m.ratio),
+        (formatting.percent(spread), spread),
         ("" if m.error is None else f"{m.error:.1e}", m.error),
         (_notes(m), None),
     ]
@@ -286,7 +287,7 @@ def _row(m: Measurement, run: int) -> Html:
 
 def _notes(m: Measurement) -> str:
     if m.seconds is None:
-        return m.failure or present.NO_REASON
+        return m.failure or grouping.NO_REASON
     method = (
         counted(m.rounds, "round") if m.rounds else "",
         m.timer,
@@ -309,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
         plots = False
         print("no plots: expected matplotlib, which is not installed; pip install matplotlib", file=sys.stderr)
     try:
-        measurements = present.read_some(args.results)
+        measurements = grouping.read_some(args.results)
         text = page(measurements, plots)
     except ResultsError as error:
         print(error, file=sys.stderr)
@@ -319,5 +320,6 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"{out}: cannot be written: {error.strerror}; choose another place with --out FILE", file=sys.stderr)
         return 2
-    print(f"{out}: {counted(len(measurements), 'measurement')}, {counted(len(present.runs(measurements)), 'run')}")
+    runs = grouping.split_into_runs(measurements)
+    print(f"{out}: {counted(len(measurements), 'measurement')}, {counted(len(runs), 'run')}")
     return 0

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
-from benchmarks.presentation import present
-from benchmarks.presentation.present import counted
+from benchmarks.presentation import formatting, grouping
+from benchmarks.presentation.formatting import counted
 from benchmarks.results import OURS, Measurement, by_case, geometric_means
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ def show(measurements: Sequence[Measurement], console: Console | None = None) ->
 def lines(measurements: Sequence[Measurement], width: int) -> list[Line]:
     """None is longer than `width`, if that is at least 40."""
     found: list[Line] = []
-    for suite in sorted({m.suite for m in measurements}, key=present.suite_order):
+    for suite in sorted({m.suite for m in measurements}, key=grouping.suite_order):
         found += _suite(suite, [m for m in measurements if m.suite == suite], width)
     return found + _means(measurements, width)
 
 
 def _suite(suite: str, measurements: Sequence[Measurement], width: int) -> list[Line]:
-    parts = present.sections(measurements).get(suite, {})
-    names, absent = present.opponents(by_case(measurements).values())
+    parts = grouping.sections(measurements).get(suite, {})
+    names, absent = grouping.opponents(by_case(measurements).values())
     rows = [_row(sides, names) for cases in parts.values() for sides in cases]
     found: list[Line] = [[], *_wrap([Cell(suite, "bold")], width)]
     blocks = _stacked(rows, names, width) if rows else []
@@ -70,11 +70,11 @@ def _suite(suite: str, measurements: Sequence[Measurement], width: int) -> list[
 def _reasons(measurements: Sequence[Measurement], absent: Iterable[str], width: int) -> list[Line]:
     """Why there is no time: of `absent` sides, of so many cases, or of these."""
     reasons: dict[str, list[str]] = {}
-    for (_, side, reason), failed in present.failures(measurements).items():
+    for (_, side, reason), failed in grouping.failures(measurements).items():
         if side not in absent:
             few = side == OURS and len(failed) < 3 and failed[0].case
             side += ", " + (
-                " and ".join(present.heading(m, m.case) for m in failed) if few else counted(len(failed), "case")
+                " and ".join(formatting.heading(m, m.case) for m in failed) if few else counted(len(failed), "case")
             )
         reasons.setdefault(" ".join(reason.split()), []).append(side)
     return [
@@ -86,7 +86,7 @@ def _reasons(measurements: Sequence[Measurement], absent: Iterable[str], width: 
 
 def _head(names: list[str], breadth: int) -> list[list[Cell]]:
     """On as many lines as the longest needs, the last of them together."""
-    wrapped = [present.wrapped(name, breadth) for name in names]
+    wrapped = [formatting.wrapped(name, breadth) for name in names]
     height = max(map(len, wrapped))
     padded = [[""] * (height - len(parts)) + parts for parts in wrapped]
     return [[Cell(parts[i], "dim") for parts in padded] for i in range(height)]
@@ -99,21 +99,21 @@ def _row(sides: dict[str, Measurement], names: list[str]) -> list[Cell]:
     if ours is None or ours.seconds is None:
         cells += [Cell("failed" if ours else "not run", "bold red"), Cell(""), Cell("")]
     else:
-        texts = present.duration(ours.seconds), present.rate(ours), present.percent(ours.of_ceiling)
+        texts = formatting.duration(ours.seconds), formatting.rate(ours), formatting.percent(ours.of_ceiling)
         cells += [Cell(texts[0], "bold"), Cell(texts[1]), Cell(texts[2], "dim")]
     for name in names:
         m = sides.get(name)
         if m is None:
             cells.append(Cell(""))
         elif m.seconds is None:
-            cells.append(Cell(present.short(m.failure, 7), "dim"))
+            cells.append(Cell(formatting.short(m.failure, 7), "dim"))
         else:
-            cells.append(_ratio(m.ratio) if m.ratio is not None else Cell(present.duration(m.seconds)))
+            cells.append(_ratio(m.ratio) if m.ratio is not None else Cell(formatting.duration(m.seconds)))
     return cells
 
 
 def _ratio(value: float) -> Cell:
-    return Cell(present.ratio(value), "green" if value > 1 + NOISE else "red" if value < 1 - NOISE else "")
+    return Cell(formatting.ratio(value), "green" if value > 1 + NOISE else "red" if value < 1 - NOISE else "")
 
 
 def _stacked(rows: list[list[Cell]], names: list[str], width: int) -> list[list[Line]]:
@@ -131,13 +131,13 @@ def _means(measurements: Sequence[Measurement], width: int) -> list[Line]:
     means = geometric_means(measurements)
     if not means:
         return []
-    order = sorted(means, key=lambda key: (present.suite_order(key[0]), present.dtype_order(key[1]), key[2]))
+    order = sorted(means, key=lambda key: (grouping.suite_order(key[0]), grouping.dtype_order(key[1]), key[2]))
     rows = []
     for key in order:
         mean, count = means[key]
         rows.append([*map(Cell, key), _ratio(mean), Cell(counted(count, "case"), "dim")])
     laid = _grid(rows, 3, width) or [line for row in rows for line in _wrap(row, width, hang=4)]
-    about = [Cell(word, "dim") for word in (present.RATIO_MEANS + ".").split()]
+    about = [Cell(word, "dim") for word in (formatting.RATIO_MEANS + ".").split()]
     return [[], *_wrap([Cell("geometric means of the ratios", "bold")], width), *laid, *_wrap(about, width, gap=1)]
 
 

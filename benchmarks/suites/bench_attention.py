@@ -180,17 +180,9 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         if p.window is None and not p.deterministic:
             forwards["xformers"] = functools.partial(opponents.xformers, causal=p.causal)
 
-    def side(forward: Any) -> Any:
-        def make(qkvg: tuple[Tensor, Tensor, Tensor, Tensor]) -> opponents.Call:
-            *qkv, grad_out = qkvg
-            return opponents.backward(forward(*qkv), grad_out) if backward else forward(*qkv)
-
-        return make
-
     def check(qkvg: tuple[Tensor, ...], out: Any) -> float:
         return _gradient_error(p, qkvg, out) if backward else _output_error(p, qkvg, out)
 
-    sides = {name: side(forward) for name, forward in {OURS: ours, **forwards}.items()}
     size = torch_dtype.itemsize
     elements = p.elements()
     return Case(
@@ -199,7 +191,7 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         group=group,
         name=p.name(),
         dtype=dtype,
-        sides=sides,
+        sides=_sides({OURS: ours, **forwards}, backward),
         inputs=inputs,
         check=check if not backward or p.length <= CHECKED_BACKWARD_LENGTH else None,
         size=float(p.seen_keys),
@@ -211,6 +203,19 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         # A gradient has passed through five products of rounded factors.
         tolerance=3e-2 if backward and dtype != "float32" else None,
     )
+
+
+def _sides(forwards: dict[str, Any], backward: bool) -> dict[str, Any]:
+    """From functions of query, key and value to sides, which get the gradient of the output as well."""
+
+    def side(forward: Any) -> Any:
+        def make(qkvg: tuple[Tensor, ...]) -> opponents.Call:
+            *qkv, grad_out = qkvg
+            return opponents.backward(forward(*qkv), grad_out) if backward else forward(*qkv)
+
+        return make
+
+    return {name: side(forward) for name, forward in forwards.items()}
 
 
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> opponents.Call:
@@ -328,13 +333,6 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
                 module, q, k, v, cu_seqlens(), longest, causal=True
             )
 
-    def side(forward: Any) -> Any:
-        def make(qkvg: tuple[Tensor, ...]) -> opponents.Call:
-            *qkv, grad_out = qkvg
-            return opponents.backward(forward(*qkv), grad_out) if backward else forward(*qkv)
-
-        return make
-
     def check(qkvg: tuple[Tensor, ...], out: Any) -> float:
         """Of the longest document, as a sequence of its own."""
         start = int(ends[lengths.index(longest)])
@@ -353,7 +351,7 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
         group="varlen",
         name=f"{len(lengths)} documents, {total} tokens, H={heads}/{kv_heads} D={dim}",
         dtype=dtype,
-        sides={name: side(forward) for name, forward in forwards.items()},
+        sides=_sides(forwards, backward),
         inputs=inputs,
         check=check,
         size=float(total),

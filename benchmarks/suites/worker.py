@@ -1,7 +1,8 @@
-"""Measures the cases of one suite in a process of its own, which an opponent may crash: `python -m benchmarks.suites.worker`.
+"""Measures the cases of one suite in a separate process, because an opponent may crash it.
 
-It reads one line from its standard input, the order, a JSON object, and ends with all it has started when that input
-ends, because then nobody waits for it. It writes one JSON object a line to its standard output:
+`python -m benchmarks.suites.worker` reads one line from standard input, the order, a JSON object. When that input ends,
+nobody waits for results any more: it exits with all processes it has started. It writes one JSON object per line to
+standard output:
   {"begins": "copy"}                  the ceiling that it now measures, where these were the order
   {"ceiling": "copy", "rate": 1e10}   what the device can do in a second
   {"total": 40}                       how many cases there are

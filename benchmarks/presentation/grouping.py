@@ -1,21 +1,18 @@
-"""Measurements for readers: which of them belong to one run, and numbers the way people write them."""
+"""Which measurements belong together: runs, sections, opponents, failures; and in which order."""
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.presentation.formatting import heading
 from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_case, read
 
 SUITES = ("gemm", "attention", "bucket", "train", "overhead", "build")
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "")
-
-RATIO_MEANS = "1.27× = baseline time / our time: above 1 ours is faster, below 1 the baseline is"
 NO_REASON = "no time, and no reason given"
 
 
@@ -57,7 +54,7 @@ class Run:
         return {"": max(peaks.values())} if len(set(peaks.values())) == 1 else peaks
 
 
-def runs(measurements: Iterable[Measurement]) -> list[Run]:
+def split_into_runs(measurements: Iterable[Measurement]) -> list[Run]:
     """By device, then by date. What was measured in the same environment is one run, in however many parts, until a
     suite that had come to its end is measured again; of a suite that had not, the newest counts."""
     takes: dict[tuple[str, str], list[dict[tuple[str, ...], Measurement]]] = {}
@@ -105,11 +102,6 @@ def dtype_order(dtype: str) -> tuple[int, str]:
     return (DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES), dtype)
 
 
-def heading(m: Measurement, *more: str) -> str:
-    """ "flash_attention causal · forward · bfloat16" """
-    return " · ".join(part for part in (m.op, m.phase, m.dtype, *more) if part)
-
-
 def sections(measurements: Iterable[Measurement]) -> dict[str, dict[str, list[dict[str, Measurement]]]]:
     """suite -> heading -> the sides of each case of which any has a time."""
     found: dict[str, dict[str, list[dict[str, Measurement]]]] = {}
@@ -142,66 +134,3 @@ def failures(measurements: Iterable[Measurement]) -> dict[tuple[str, str, str], 
         if m.seconds is None:
             found.setdefault((m.suite, m.side, m.failure or NO_REASON), []).append(m)
     return dict(sorted(found.items(), key=lambda item: (item[0][1] != OURS, suite_order(item[0][0]), item[0][1:])))
-
-
-def digits(value: float, unit: str = "") -> str:
-    """Three significant digits, and all of those before the point: 0.0123, 1.23, 12.3, 123, 12345."""
-    rounded = float(f"{value:.3g}")
-    decimals = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
-    return (f"{value:.{decimals}f}" if decimals < 7 else f"{value:.2e}") + unit
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= scale * 0.9995:
-            return digits(seconds / scale, " " + unit)
-    return digits(seconds / 1e-9, " ns")
-
-
-def flop_rate(flops: float) -> str:
-    """A second."""
-    return digits(flops / 1e12, " TFLOP/s") if flops >= 0.9995e12 else digits(flops / 1e9, " GFLOP/s")
-
-
-def byte_rate(count: float) -> str:
-    """A second."""
-    return digits(count / 1e12, " TB/s") if count >= 0.9995e12 else digits(count / 1e9, " GB/s")
-
-
-def rate(m: Measurement) -> str:
-    """FLOPs a second where they are counted, else bytes."""
-    if m.tflops is not None:
-        return flop_rate(m.tflops * 1e12)
-    return "" if m.bandwidth is None else byte_rate(m.bandwidth)
-
-
-def ratio(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}×" if 0.1 <= value < 1 else digits(value, "×") if value >= 1 else f"{value:.1g}×"
-
-
-def percent(fraction: float | None) -> str:
-    return "" if fraction is None else f"{fraction:.0%}" if fraction >= 0.0995 else f"{fraction:.1%}"
-
-
-def short(failure: str, width: int) -> str:
-    """The first line, without the name of an exception, cut."""
-    line = re.sub(r"^[\w.]*(Error|Exception): ", "", (failure.strip() or "no time").splitlines()[0])
-    return line if len(line) <= width else line[: width - 1].rstrip(" :,.;") + "…"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + "s" * (count != 1)
-
-
-def wrapped(name: str, width: int = 13) -> list[str]:
-    """A side's name on several lines, broken at spaces, points and underscores."""
-    lines = [""]
-    for part in re.findall(r"[^ ._]*[ ._]+|[^ ._]+", name):
-        if lines[-1] and len((lines[-1] + part).rstrip()) > width:
-            lines.append("")
-        lines[-1] += part
-    return [line.rstrip() for line in lines]
