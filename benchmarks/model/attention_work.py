@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from dataclasses import dataclass
-
-from static_gates import readable
 
 from benchmarks.model.evidence import (
     DTYPES,
@@ -17,6 +14,7 @@ from benchmarks.model.evidence import (
     Evidence,
     ModelError,
     NotModelledError,
+    demangled,
     fit,
     line_through,
     sectors,
@@ -69,13 +67,7 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
     for first in range(0, choice.pairs, choice.section):
         of_section = min(choice.section, choice.pairs - first)
         steps += (turns for turns in choice.steps for _ in range(of_section))
-    return AttentionChoice(AttentionTile(**choice.tile), _instance(choice.kernel), tuple(steps))
-
-
-@functools.cache
-def _instance(mangled: str) -> str:
-    (name,) = readable([f"_Z{mangled}"])
-    return name
+    return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps))
 
 
 def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> tuple[dict[str, float], ...]:

@@ -20,7 +20,7 @@ from benchmarks.model.gpus import Gpu
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
-from static_gates import Kernel, blocks_per_multiprocessor, documented_kernels  # noqa: E402
+from static_gates import Kernel, blocks_per_multiprocessor, documented_kernels, readable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "simt" / "golden_counters"
@@ -149,3 +149,10 @@ def fit(kernel: Kernel, gpu: Gpu, shared_bytes: int = 0) -> int:
     if not blocks:
         raise ModelError(f"{kernel.name}: expected to fit a multiprocessor of {gpu.name}, which it does not")
     return blocks
+
+
+@functools.cache
+def demangled(mangled: str) -> str:
+    """A C++ name as in docs/kernels.md."""
+    (name,) = readable([f"_Z{mangled}"])
+    return name
