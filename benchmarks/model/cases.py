@@ -8,6 +8,8 @@ from benchmarks.suites.bench_attention import Problem
 # Squares; a Llama-like layer of width 4096 on 8192 tokens (QKV, output, up, down, and a weight's gradient) and its
 # logits; few rows; one that fits no tile.
 SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
+SHAPES += [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192)]
+SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (512, 4096, 14336), (1000,) * 3]
 
 # GPT-2, a bucket of 25 MiB of it, and a small one.
 PACKS = [
