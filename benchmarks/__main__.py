@@ -28,18 +28,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import environment, results, runner
-from benchmarks.measure import AGAIN
-from benchmarks.results import OURS, Measurement
-from benchmarks.stages import UNFINISHED
+from benchmarks import environment, results
+from benchmarks.results import OURS, UNFINISHED, Measurement
+from benchmarks.suites import runner
+from benchmarks.suites.measure import AGAIN
 
-OTHER_COMMANDS = ("report", "compare", "model", "readme")
+OTHER_COMMANDS = {
+    "report": "benchmarks.presentation.report",
+    "compare": "benchmarks.presentation.compare",
+    "model": "benchmarks.model.command",
+    "readme": "benchmarks.presentation.readme",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in OTHER_COMMANDS:
-        return importlib.import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
+        return importlib.import_module(OTHER_COMMANDS[arguments[0]]).main(arguments[1:])
     options = parse(arguments)
     plan = runner.Plan(
         suites=options.suites,
@@ -165,7 +170,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def list_cases(plan: runner.Plan) -> int:
-    from benchmarks.worker import selected
+    from benchmarks.suites.worker import selected
 
     for suite in plan.suites:
         for case in selected(suite, plan.device, plan.only):
@@ -175,7 +180,7 @@ def list_cases(plan: runner.Plan) -> int:
 
 
 def run(plan: runner.Plan, target: object) -> list[Measurement]:
-    from benchmarks import table
+    from benchmarks.presentation import table
 
     print(
         f"{environment.device_name(plan.device)}, torch {torch.__version__}, "
@@ -267,10 +272,10 @@ def _progress(plan: runner.Plan) -> Iterator[runner.Progress]:
 
 def show_files(folder: Path, measured: list[Measurement]) -> None:
     """Plots of this run, and the page of all the folder holds."""
-    from benchmarks import report
+    from benchmarks.presentation import report
 
     try:
-        from benchmarks import plots
+        from benchmarks.presentation import plots
 
         plots.write_plots(measured, folder)
     except ImportError as error:

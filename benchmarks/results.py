@@ -18,6 +18,7 @@ from typing import Any
 FORMAT = 1
 OURS = "cuda_ext"
 OUT_OF_TIME = "out of time"  # how the failure of a case begins that was never tried
+UNFINISHED = 75  # exit status of a command that ran out of time and continues when called again
 ROOT = Path(__file__).resolve().parent / "results"
 
 

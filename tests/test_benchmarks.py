@@ -24,23 +24,22 @@ from conftest import ROOT, is_alive
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command
-from benchmarks import (
+from benchmarks import environment, results
+from benchmarks.presentation import grouping
+from benchmarks.results import OURS, Measurement
+from benchmarks.suites import (
     bench_attention,
     bench_bucket,
     bench_build,
     bench_gemm,
     bench_overhead,
     bench_train,
-    environment,
     measure,
     opponents,
-    present,
-    results,
     runner,
     worker,
 )
-from benchmarks.measure import AGAIN, Case, Failure, Method
-from benchmarks.results import OURS, Measurement
+from benchmarks.suites.measure import AGAIN, Case, Failure, Method
 
 SUITES = {
     "gemm": bench_gemm,
@@ -204,7 +203,7 @@ class TestWorker:
     }  # fmt: skip
 
     def messages(self, monkeypatch: pytest.MonkeyPatch, cases: list[Case], **order: Any) -> list[dict[str, Any]]:
-        suite: Any = types.ModuleType("benchmarks.bench_planted")
+        suite: Any = types.ModuleType("benchmarks.suites.bench_planted")
         suite.cases = lambda device: iter(cases)
         monkeypatch.setitem(sys.modules, suite.__name__, suite)
         report = io.StringIO()
@@ -757,11 +756,11 @@ class TestResults:
             part(2, a1="", a2=""),
             part(3, b1="", b2="", b3=late),
         ]
-        (run,) = present.runs(itertools.chain(*parts))
+        (run,) = grouping.split_into_runs(itertools.chain(*parts))
         found = {m.case: m.seconds for m in run.measurements}
         assert found == {"a1": 2.0, "a2": 2.0, "b1": 3.0, "b2": 3.0, "b3": None}
         # A suite that had come to its end and is measured again is another run, a failure in it too.
-        again = present.runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
+        again = grouping.split_into_runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
         assert [len(run.measurements) for run in again] == [5, 2]
 
     def test_geometric_means(self) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import urlencode
 import pytest
 from benchmark_samples import ABSENT, CPU, GPU, sample, write
 
-from benchmarks import compare, plots, present, readme, report, table
+from benchmarks.presentation import compare, formatting, grouping, plots, readme, report, table
 from benchmarks.results import OURS, Measurement, ResultsError, geometric_means, read
 
 EVIL = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&"\''
@@ -86,7 +86,7 @@ def test_a_case_without_operations_is_plotted_by_its_time() -> None:
 
 def test_ratio_map_has_every_ratio_and_every_reason(cpu: list[Measurement], drawn: dict[str, plots.Figure]) -> None:
     shown = texts(drawn["ratios"])
-    wanted = [present.ratio(m.ratio) for m in cpu if m.ratio is not None]
+    wanted = [formatting.ratio(m.ratio) for m in cpu if m.ratio is not None]
     assert len(wanted) > 50 and not [value for value in wanted if wanted.count(value) > shown.count(value)]
     failed = [m for m in cpu if m.failure and m.side not in ABSENT]
     assert sum(text.startswith("expected 64") for text in shown) == len(failed) > 0
@@ -111,7 +111,7 @@ def test_sides_of_a_suite_look_different_and_ours_always_the_same(cpu: list[Meas
     for measurements in (cpu, sample("cuda")):
         styles = plots.Look(measurements).styles
         assert styles[OURS] == (plots.OUR_COLOUR, "o")
-        for suite in present.SUITES:
+        for suite in grouping.SUITES:
             sides = {m.side for m in measurements if m.suite == suite}
             assert len({styles[side] for side in sides}) == len(sides)
             assert len(sides) > 8 or len({styles[side][0] for side in sides}) == len(sides)
@@ -227,12 +227,12 @@ def test_page_says_what_was_measured(page_path: Path) -> None:
     measurements = read(page_path.parent)
     for part in (CPU, GPU, "0123456789ab", "torch 2.11.0", "12.0 GB/s", "650 TFLOP/s", "not installed", "got 12 GiB"):
         assert part in text
-    assert present.RATIO_MEANS in text
+    assert formatting.RATIO_MEANS in text
     assert text.count(' data-suite="') == len(measurements)
     of_gpu = geometric_means(m for m in measurements if m.device == "cuda")
     for (_, _, side), (mean, count) in of_gpu.items():
         assert side in text
-        assert f"<strong>{present.ratio(mean)}</strong> <small>{present.counted(count, 'case')}</small>" in text
+        assert f"<strong>{formatting.ratio(mean)}</strong> <small>{formatting.counted(count, 'case')}</small>" in text
     assert text.count('<span class="badge">1</span>') > 1, "one device at two dates is two runs"
     assert 'class="badge">4</span>' in text and 'class="badge">5</span>' not in text
 
@@ -247,11 +247,11 @@ def test_injected_text_is_escaped(page_path: Path) -> None:
 def test_runs_are_told_apart(cpu: list[Measurement]) -> None:
     later = [changed(m, date="2026-11-21T10:00:00") for m in cpu]
     other = [changed(m, environment=m.environment | {"torch": "2.12.0"}) for m in cpu]
-    assert [len(run.measurements) for run in present.runs([*later, *cpu])] == [len(cpu)] * 2
-    assert [run.date for run in present.runs([*later, *cpu])] == ["2026-11-20", "2026-11-21"]
-    assert len(present.runs([*other, *cpu])) == 2
+    assert [len(run.measurements) for run in grouping.split_into_runs([*later, *cpu])] == [len(cpu)] * 2
+    assert [run.date for run in grouping.split_into_runs([*later, *cpu])] == ["2026-11-20", "2026-11-21"]
+    assert len(grouping.split_into_runs([*other, *cpu])) == 2
     halves = [m for m in cpu if m.suite == "gemm"], [changed(m, date="2026-11-20T12") for m in cpu if m.suite != "gemm"]
-    assert len(present.runs([*halves[0], *halves[1]])) == 1, "suites measured one after the other belong together"
+    assert len(grouping.split_into_runs([*halves[0], *halves[1]])) == 1, "suites measured one after the other"
 
 
 def test_page_without_matplotlib(
@@ -317,7 +317,7 @@ def test_browser_sorts_and_filters(browse: Callable[..., tuple[str, list[str]]],
     assert len(rows) == len(wanted) > 0
     times = sorted((m.seconds for m in wanted if m.seconds), reverse=True)
     column = list(report.COLUMNS).index("time")
-    assert [row[column] for row in rows if row[column]] == [present.duration(t) for t in times]
+    assert [row[column] for row in rows if row[column]] == [formatting.duration(t) for t in times]
     assert [row[column] for row in rows][len(times) :] == [""] * (len(wanted) - len(times)), "those without come last"
     assert f"{len(wanted)} of {len(measurements)}" in document
     assert 'aria-sort="descending"' in document
@@ -420,7 +420,7 @@ def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     old, new = sample(seed=1), sample(seed=2, machine=machine, slower=slow_squares)
     old, new = with_opponents(old), with_opponents(new)
     result = compare.compare(old, new)
-    wanted = {present.heading(m, m.case) for m in old if slow_squares(m) > 1 and m.side == OURS}
+    wanted = {formatting.heading(m, m.case) for m in old if slow_squares(m) > 1 and m.side == OURS}
     assert {change.case.removeprefix("gemm: ") for change in result.slower} == wanted
     assert all(1.15 < change.slowdown < 1.35 for change in result.slower)
     assert not result.faster and not result.passed
@@ -523,7 +523,7 @@ def test_readme_says_what_was_measured(results_folder: Path, cpu: list[Measureme
     assert "Not measured yet on this device: attention, bucket, train, overhead, build." in text
     for (suite, dtype, side), (mean, count) in geometric_means(cpu).items():
         (row,) = [line for line in text.split("### ")[1].splitlines() if line.startswith(f"| {suite} | {dtype} |")]
-        assert f"{side} **{present.ratio(mean)}** ({count})" in row
+        assert f"{side} **{formatting.ratio(mean)}** ({count})" in row
     assert "12.0 GB/s (copy), 140 GFLOP/s (float32 matmul), 300 GFLOP/s (bfloat16 matmul)" in text
     assert "2026-11-20, commit 0123456789ab, torch 2.11.0." in text
     assert "](results/cpu/summary.svg)" in text
@@ -537,7 +537,7 @@ def test_readme_takes_the_newest_of_each_suite(results_folder: Path) -> None:
         "gemm: 2026-11-22, commit fedcba, torch 2.11.0; attention, bucket, train, overhead, build: 2026-11-20" in text
     )
     mean, count = geometric_means(newer)["gemm", "float32", "torch"]
-    assert f"torch **{present.ratio(mean)}** ({count})" in text
+    assert f"torch **{formatting.ratio(mean)}** ({count})" in text
 
 
 def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -563,7 +563,7 @@ def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.Capt
 def test_readme_without_results(tmp_path: Path) -> None:
     text = readme.section(tmp_path)
     assert text.startswith("Not measured yet: CPU, ")
-    assert all(name in text for name in (*readme.DEVICES, *present.SUITES))
+    assert all(name in text for name in (*readme.DEVICES, *grouping.SUITES))
 
 
 # Terminal
@@ -579,11 +579,11 @@ def test_table_fits(device: str, width: int) -> None:
     for m in measurements:
         assert m.case in text
         if m.side == OURS:
-            assert present.duration(m.seconds) in text
-        assert present.ratio(m.ratio) in text
+            assert formatting.duration(m.seconds) in text
+        assert formatting.ratio(m.ratio) in text
     assert "flash_attn, xformers: not installed" in text
     assert "SDPA MATH, 8 cases: RuntimeError: expected 64 GiB of free memory, got 12 GiB" in text
-    assert present.RATIO_MEANS in text
+    assert formatting.RATIO_MEANS in text
 
 
 def test_table_is_the_same_without_rich(
@@ -611,7 +611,7 @@ def test_table_marks_ours_failing_and_colours_ratios(cpu: list[Measurement]) -> 
     lines = table.lines([failed, changed(m, ratio=None)], 100)
     cells = {cell.text.strip(): cell.style for line in lines for cell in line}
     assert cells["failed"] == "bold red"
-    assert f"{OURS}, {present.heading(ours, ours.case)}: wrong: off by 0.3" in " ".join(
+    assert f"{OURS}, {formatting.heading(ours, ours.case)}: wrong: off by 0.3" in " ".join(
         "".join(c.text for c in line) for line in lines
     )
 
@@ -620,16 +620,16 @@ def test_table_marks_ours_failing_and_colours_ratios(cpu: list[Measurement]) -> 
 
 
 def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [present.digits(x) for x in (0, 0.01234, 0.9999, 1.234, 9.999, 123.4, 999.9, 123456)] == [
+    assert [formatting.digits(x) for x in (0, 0.01234, 0.9999, 1.234, 9.999, 123.4, 999.9, 123456)] == [
         "0", "0.0123", "1.00", "1.23", "10.0", "123", "1000", "123456",
     ]  # fmt: skip
-    assert [present.duration(s) for s in (None, 2e-9, 1.5e-6, 0.0123, 0.99999, 120)] == [
+    assert [formatting.duration(s) for s in (None, 2e-9, 1.5e-6, 0.0123, 0.99999, 120)] == [
         "", "2.00 ns", "1.50 µs", "12.3 ms", "1.00 s", "120 s",
     ]  # fmt: skip
-    assert [present.flop_rate(1.72e11), present.flop_rate(6.5e14), present.byte_rate(3.35e12)] == [
+    assert [formatting.flop_rate(1.72e11), formatting.flop_rate(6.5e14), formatting.byte_rate(3.35e12)] == [
         "172 GFLOP/s", "650 TFLOP/s", "3.35 TB/s",
     ]  # fmt: skip
-    assert [present.ratio(r) for r in (None, 0.05, 0.5, 0.9999, 1.266, 370)] == [
+    assert [formatting.ratio(r) for r in (None, 0.05, 0.5, 0.9999, 1.266, 370)] == [
         "",
         "0.05×",
         "0.50×",

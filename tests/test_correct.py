@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cuda_ext
-from benchmarks import correct
+from benchmarks.gpu_check import correct
 from cuda_ext import _emulator, testing
 
 

@@ -2,8 +2,8 @@
 
     python tools/draw_figures.py      # writes docs/figures/*.svg and CONTRIBUTING.md
 
-`tests/test_docs.py` fails if the committed figures or the table differ from what this script writes, or LAYERS from
-what the sources include and import.
+`tests/test_docs.py` fails if the committed figures or the table differ from what this script writes, and
+`tests/test_structure.py` if LAYERS differs from what the sources include and import.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def backward() -> Drawing:
         (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "data_parallel.py: forward, no_sync,\nclip_grad_norm_"
     )
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
-    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(plan.py, cost_model.py, measure.py)")
+    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(choice.py, assignment.py, measuring.py)")
     decides = "reducer.py: which gradients have come,\nwhich bucket goes next, when a pass ends\n"
     d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py tells what other ranks do)")
     d.line((middle, 75), (160, 75), (160, 152))

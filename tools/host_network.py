@@ -1,11 +1,8 @@
-"""What a host runs for `four_hosts.py measure`: all-reduce by size, and how much of it a backward pass does not hide.
+"""The program that each host runs for `four_hosts.py measure`: it times all-reduces by size, and the part of them that
+a backward pass does not hide.
 
-The second is also predicted, by the simulation of `cuda_ext.distributed.planning.choice`, from the first, from the times at
-which gradients come, and from what sums take from backward and from packing beside them.
-
-The backward pass is one of a model on another device. All hosts share the processors of one machine, and a backward
-pass that computed on them would slow the network down, which these processors also are. So a layer computes nothing: to
-give its gradient it sleeps, as a process does that waits for its GPU, and the network has the processors to itself.
+The second time is also predicted: `cuda_ext.distributed.planning.choice` simulates it from the measured all-reduces, the
+times at which gradients arrive, and the slowdown that sums and packing cause in backward.
 """
 
 from __future__ import annotations

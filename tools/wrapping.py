@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_train import Parameters
+from benchmarks.suites.bench_train import Parameters
 from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.distributed.planning.presets import PRESETS
 

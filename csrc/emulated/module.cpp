@@ -54,7 +54,7 @@ std::vector<Site> sync_sites() {
   return sites;
 }
 
-// What the paper model (benchmarks/kernel_work.py) has to know of kernels and launchers.
+// What the paper model (benchmarks/model) has to know of kernels and launchers.
 using Numbers = std::map<std::string, int64_t>;
 
 template <sm80::Arithmetic arithmetic, size_t shape>

@@ -1,0 +1,198 @@
+"""Ratios of every case, and their summary: orange where ours is faster, blue where the other side is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from textwrap import fill
+
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
+
+from benchmarks.presentation.drawing import INK, OTHER_COLOURS, OUR_COLOUR, Sheet
+from benchmarks.presentation.formatting import counted, ratio, short, wrapped
+from benchmarks.presentation.grouping import dtype_order, opponents, sections, suite_order
+from benchmarks.results import OURS, Measurement, by_case, geometric_means
+
+LIMIT = 4.0
+RATIO_COLOURS = LinearSegmentedColormap.from_list("ratio", ["#1864ab", "#9cc9ee", "#eef0f2", "#fcc49a", "#d9480f"])
+NOT_RUN = "#adb5bd"
+CELL_WIDTH, CELL_HEIGHT = 0.74, 0.2
+WIDEST = 18.0
+
+
+@dataclass
+class Block:
+    """The cases of one op, phase and dtype, beneath each other."""
+
+    title: str
+    cases: list[dict[str, Measurement]]
+
+    def __post_init__(self) -> None:
+        self.names, self.absent = opponents(self.cases)
+        self.labels = [short(next(iter(sides.values())).case, 36) for sides in self.cases]
+        self.label_width = 0.15 + 0.066 * max(map(len, self.labels))
+        self.width = max(self.label_width + CELL_WIDTH * len(self.names), 4.1)
+        reasons: dict[str, list[str]] = {}
+        for side, reason in self.absent.items():
+            reasons.setdefault(short(reason, 60), []).append(side)
+        note = "; ".join(f"{', '.join(sides)}: {reason}" for reason, sides in reasons.items())
+        self.title = fill(self.title, int(self.width / 0.076))
+        self.note = fill(note, int(self.width / 0.064)) if note else ""
+        self.head = 0.1 + 0.15 * (self.title.count("\n") + 1)
+        self.head += 0.08 + 0.12 * max(len(wrapped(name)) for name in self.names)
+        self.height = self.head + CELL_HEIGHT * len(self.cases) + 0.2
+        self.height += 0.13 * (self.note.count("\n") + 1) if self.note else 0
+
+
+def draw_ratios(measurements: list[Measurement]) -> Figure | None:
+    blocks = [
+        Block(f"{suite}: {title}", cases)
+        for suite, parts in sections(measurements).items()
+        for title, cases in parts.items()
+        if opponents(cases)[0]
+    ]
+    if not blocks:
+        return None
+    wanted = round(math.sqrt(sum(block.height for block in blocks) / 4))
+    for count in range(max(1, min(4, wanted)), 0, -1):
+        columns = _columns(blocks, count)
+        widths = [max(block.width for block in column) + 0.35 for column in columns]
+        if sum(widths) <= WIDEST:
+            break
+    heights = [sum(block.height for block in column) for column in columns]
+    sheet = Sheet(max(4.6, sum(widths)), max(heights) + 0.6)
+    _ratio_scale(sheet)
+    left = 0.15
+    for column, width in zip(columns, widths):
+        top = 0.55
+        for block in column:
+            _ratio_block(sheet, block, left, top)
+            top += block.height
+        left += width
+    return sheet.figure
+
+
+def _columns(blocks: list[Block], count: int) -> list[list[Block]]:
+    """At most `count`, of about the same height."""
+    total = sum(block.height for block in blocks)
+    columns: list[list[Block]] = [[]]
+    filled = 0.0
+    for block in blocks:
+        if columns[-1] and len(columns) < count and filled + block.height / 2 > len(columns) * total / count:
+            columns.append([])
+        columns[-1].append(block)
+        filled += block.height
+    return columns
+
+
+def _ratio_colour(value: float) -> tuple[float, float, float]:
+    position = 0.5 + math.log(min(max(value, 1 / LIMIT), LIMIT)) / math.log(LIMIT) / 2
+    return to_rgb(RATIO_COLOURS(position))
+
+
+def _ratio_scale(sheet: Sheet) -> None:
+    axes = sheet.axes(1.35, 0.1, 1.6, 0.13)
+    axes.set(xlim=(-1, 1), ylim=(0, 1))
+    for i in range(-32, 32):
+        axes.add_patch(Rectangle((i / 32, 0), 1 / 30, 1, facecolor=_ratio_colour(LIMIT ** (i / 32)), linewidth=0))
+    axes.set_xticks([-1, -0.5, 0, 0.5, 1], [ratio(LIMIT**x) for x in (-1, -0.5, 0, 0.5, 1)])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    sheet.text(1.25, 0.1, "other side faster", ha="right")
+    sheet.text(3.05, 0.1, "ours faster")
+
+
+def _ratio_block(sheet: Sheet, block: Block, x: float, y: float) -> None:
+    axes = sheet.axes(
+        x + block.label_width, y + block.head, CELL_WIDTH * len(block.names), CELL_HEIGHT * len(block.cases)
+    )
+    axes.set(xlim=(0, len(block.names)), ylim=(len(block.cases), 0))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, pad=3)
+    axes.xaxis.tick_top()
+    axes.set_xticks(
+        [i + 0.5 for i in range(len(block.names))], ["\n".join(wrapped(name)) for name in block.names], fontsize=6.5
+    )
+    axes.set_yticks([i + 0.5 for i in range(len(block.cases))], block.labels)
+    sheet.text(x, y + 0.05, block.title, fontweight="bold")
+    if block.note:
+        sheet.text(x, y + block.head + CELL_HEIGHT * len(block.cases) + 0.04, block.note, fontsize=7, style="italic")
+    for row, sides in enumerate(block.cases):
+        for column, name in enumerate(block.names):
+            m = sides.get(name)
+            if m is not None and m.ratio:
+                colour, text, size = _ratio_colour(m.ratio), ratio(m.ratio), 7.5
+                red, green, blue = colour
+                ink = "#16191d" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "#ffffff"
+            else:
+                ours = sides.get(OURS)
+                reason = m.failure if m is not None else ""
+                reason = reason or ("ours failed" if ours is not None and ours.failure else "not run")
+                colour, text, size, ink = to_rgb(NOT_RUN), short(reason, 15), 5.5, "#16191d"
+            axes.add_patch(Rectangle((column + 0.01, row + 0.04), 0.98, 0.92, facecolor=colour, linewidth=0))
+            axes.text(column + 0.5, row + 0.52, text, ha="center", va="center", fontsize=size, color=ink)
+
+
+def draw_summary(measurements: list[Measurement]) -> Figure | None:
+    """The ratio of every case as a dot, and their geometric means."""
+    means = geometric_means(measurements)
+    if not means:
+        return None
+    rows = sorted(means, key=lambda key: (suite_order(key[0]), dtype_order(key[1]), -means[key][0]))
+    groups = {row[:2]: None for row in rows}
+    row_height, gap, names, dots = 0.2, 0.12, 3.2, 3.9
+    ratios: dict[tuple[str, str, str], list[float]] = {}
+    for sides in by_case(measurements).values():
+        for m in sides.values():
+            if m.ratio and m.side != OURS:
+                ratios.setdefault((m.suite, m.dtype, m.side), []).append(m.ratio)
+    reach = max(max(max(r, 1 / r) for values in ratios.values() for r in values) * 1.15, 2.2)
+    lowest = min(min(values) for values in ratios.values())
+    body = row_height * len(rows) + gap * len(groups)
+    sheet = Sheet(names + dots + 1.25, body + 0.75)
+    axes = sheet.axes(names, 0.35, dots, body)
+    left = max(1 / reach, min(lowest / 1.25, 0.5))
+    axes.set(xscale="log", xlim=(left, reach), ylim=(body, 0))
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
+    axes.set_yticks([])
+    ticks = [t for t in (0.01, 0.03, 0.1, 0.25, 0.5, 1, 2, 4, 10, 30, 100, 300, 1000) if left <= t <= reach]
+    axes.set_xticks(ticks, [f"{t:g}×" for t in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.tick_params(axis="x", length=0)
+    sheet.text(names + dots, 0.1, "ours faster →", ha="right", color=OUR_COLOUR, fontweight="bold")
+    sheet.text(names, 0.1, "← other side faster", color=OTHER_COLOURS[0], fontweight="bold")
+    sheet.text(names + dots + 0.15, 0.1, "geometric mean", fontsize=7)
+    y = 0.0
+    previous = None
+    for row in rows:
+        suite, dtype, side = row
+        if row[:2] != previous:
+            y += gap
+            sheet.text(0.1, 0.35 + y + row_height / 2, suite, fontweight="bold", va="center_baseline")
+            sheet.text(0.95, 0.35 + y + row_height / 2, dtype, va="center_baseline")
+            previous = row[:2]
+        middle = y + row_height / 2
+        axes.axhline(middle, color=INK, linewidth=0.4, alpha=0.35, zorder=0)
+        colours = [OUR_COLOUR if r >= 1 else OTHER_COLOURS[0] for r in ratios[row]]
+        axes.scatter(ratios[row], [middle] * len(colours), s=11, c=colours, alpha=0.4, linewidth=0, zorder=2)
+        mean, count = means[row]
+        colour = OUR_COLOUR if mean >= 1 else OTHER_COLOURS[0]
+        axes.scatter([mean], [middle], s=34, marker="D", color=colour, linewidth=0, zorder=3)
+        sheet.text(names - 0.12, 0.35 + middle, short(side, 26), ha="right", va="center_baseline")
+        sheet.text(
+            names + dots + 0.15, 0.35 + middle, ratio(mean), va="center_baseline", fontweight="bold", color=colour
+        )
+        sheet.text(
+            sheet.width - 0.1,
+            0.35 + middle,
+            counted(count, "case"),
+            va="center_baseline",
+            ha="right",
+            fontsize=7,
+        )
+        y += row_height
+    return sheet.figure
