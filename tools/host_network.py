@@ -1,8 +1,7 @@
 """The program that each host runs for `four_hosts.py measure`: it times all-reduces by size, and the part of them that
 a backward pass does not hide.
 
-The second time is also predicted: `cuda_ext.distributed.planning.choice` simulates it from the measured all-reduces, the
-times at which gradients arrive, and the slowdown that sums and packing cause in backward.
+The second time is also predicted: `cuda_ext.distributed.planning` simulates it from the measured all-reduces, the times at which gradients arrive, and the slowdown that sums and packing cause in backward.
 
 The backward pass stands for one on a GPU. All hosts share the cores of this machine, which also carry the network, so a
 layer does not compute: it sleeps until its gradient is due, like a process that waits for its GPU.
