@@ -10,7 +10,7 @@
 // With fewer tiles than threads, a tile's keys are split among several tasks, whose sums are added in order.
 #pragma once
 
-#include "attention/attention_tiles.h"
+#include "attention/attention_tiles_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
