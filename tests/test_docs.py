@@ -128,7 +128,9 @@ def uses_of_csrc() -> set[tuple[str, str]]:
 
 def uses_of_package() -> set[tuple[str, str]]:
     def part_of(module: str) -> str:
-        name = module.split(".")[1]
+        _, name, *inner = module.split(".")
+        if inner[:1] == ["planning"]:
+            return "planning"
         if name in ("gemm", "attention", "bucket", "ops"):
             return "public ops"
         return name if name in PARTS else "support"
@@ -142,8 +144,8 @@ def uses_of_package() -> set[tuple[str, str]]:
             imported = []
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module == "cuda_ext":
-                imported = [f"cuda_ext.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module in ("cuda_ext", "cuda_ext.distributed"):
+                imported = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 imported = [node.module or ""]
             uses |= {(part_of(module), part_of(name)) for name in imported if name.startswith("cuda_ext.")}
