@@ -13,7 +13,7 @@ from ranks import on_ranks
 from torch import Tensor
 
 from cuda_ext.distributed.planning import measuring
-from cuda_ext.distributed.planning.choice import Link
+from cuda_ext.distributed.planning.links import Link
 from cuda_ext.distributed.planning.measuring import Measurement, measure_link
 
 

@@ -78,7 +78,9 @@ def imports(path: Path, known: set[str], *, typing: bool = False) -> Iterator[tu
 
 
 def part_of_module(module: str) -> str:
-    name = module.split(".")[1]
+    _, name, *inner = module.split(".")
+    if inner[:1] == ["planning"]:
+        return "planning"
     if name in ("gemm", "attention", "bucket", "ops"):  # the keys of csrc's parts
         return "public ops"
     return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"

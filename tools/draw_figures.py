@@ -49,7 +49,8 @@ LAYERS = (
         "5 what is built\non the ops",
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
         Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
-        Part("distributed", "cuda_ext/distributed", "gradients over ranks", "public ops, support", PYTHON),
+        Part("distributed", "cuda_ext/distributed", "gradients over ranks", "planning, public ops, support", PYTHON),
+        Part("planning", "distributed/planning", "division into buckets", "", PYTHON),
         Part("testing", "cuda_ext/testing", "references, emulated()", "support", PYTHON),
     ),
     Layer(
@@ -236,7 +237,7 @@ def linear() -> Drawing:
     d.box(
         (220, 416, 420, 64),
         KERNEL,
-        "csrc/gemm/gemm_sm80.cuh",
+        "csrc/gemm/gemm_sm80_launch.cuh",
         "launch_with: choose_plan (plan_sm80.h), then\nlaunch_layout, launch_shape: one instantiation",
     )
     d.line((425, 480), (425, 502))
@@ -347,7 +348,7 @@ def backward() -> Drawing:
         (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "data_parallel.py: forward, no_sync,\nclip_grad_norm_"
     )
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
-    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(choice.py, assignment.py, measuring.py)")
+    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(planning: choice.py, measuring.py)")
     decides = "reducer.py: which gradients have come,\nwhich bucket goes next, when a pass ends\n"
     d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py tells what other ranks do)")
     d.line((middle, 75), (160, 75), (160, 152))

@@ -1,7 +1,8 @@
 """The program that each host runs for `four_hosts.py measure`: it times all-reduces by size, and the part of them that
 a backward pass does not hide.
 
-The second time is also predicted: `cuda_ext.distributed.planning` simulates it from the measured all-reduces, the times at which gradients arrive, and the slowdown that sums and packing cause in backward.
+The second time is also predicted: `cuda_ext.distributed.planning` simulates it from the measured all-reduces, the
+times at which gradients arrive, and the slowdown that sums and packing cause in backward.
 
 The backward pass stands for one on a GPU. All hosts share the cores of this machine, which also carry the network, so a
 layer does not compute: it sleeps until its gradient is due, like a process that waits for its GPU.
@@ -27,7 +28,10 @@ from torch import Tensor, nn
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.distributed.exchange import REDUCTIONS, choose_exchange
-from cuda_ext.distributed.planning.choice import Gradient, Link, byte_rate, byte_size, duration, fill, fit, simulate
+from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
+from cuda_ext.distributed.planning.links import Link, fit
+from cuda_ext.distributed.planning.simulation import Gradient, simulate
+from cuda_ext.distributed.planning.units import byte_rate, byte_size, duration
 
 KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket that is summed
@@ -151,7 +155,7 @@ def slowest(times: Sequence[Sequence[float]]) -> list[list[float]]:
 
 def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pack_bandwidth: float) -> float:
     gradients = [Gradient(str(n), LAYER_BYTES, ready) for n, ready in enumerate(arrivals)]
-    buckets = fill(gradients, bucket_mb * MIB)
+    buckets = fill(gradients, fixed_capacity(bucket_mb * MIB))
     return simulate(gradients, buckets, link, arrivals[-1], pack_bandwidth=pack_bandwidth).exposed
 
 

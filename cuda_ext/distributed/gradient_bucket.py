@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
 from cuda_ext.distributed.exchange import Exchange, Pending
-from cuda_ext.distributed.planning.choice import byte_size
+from cuda_ext.distributed.planning.units import byte_size
 from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.wire import ErrorFeedback
 

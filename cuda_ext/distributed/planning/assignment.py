@@ -1,37 +1,41 @@
-"""Which gradients travel together, while nobody knows how long backward takes; later `cost_model.choose` says it."""
+"""Buckets filled up to a size, for `bucket_mb=N` and until the time of backward is known; then see `choice`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-import torch
+from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.planning.simulation import Gradient, in_order, sort_by_arrival
+from cuda_ext.distributed.planning.units import MIB
 
-from cuda_ext.distributed.planning.choice import Link
-from cuda_ext.distributed.reporting import NAME
+AUTO = "auto"
 
-MIB = 1 << 20
+
+def parse_bucket_mb(caller: str, bucket_mb: float | str) -> float | None:
+    """Bytes of a bucket, from MiB; None for ``"auto"``. Raises ValueError for anything else."""
+    is_number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
+    if bucket_mb == AUTO:
+        return None
+    if not (is_number and 0 < bucket_mb < math.inf):  # type: ignore[operator]
+        raise ValueError(f'{caller}: expected bucket_mb to be "auto" or a positive number of MiB, got {bucket_mb!r}')
+    return float(bucket_mb) * MIB
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes: of the last bucket to be sent, and of every other one."""
+    """The size in bytes up to which buckets are filled: ``last`` for the bucket that is sent last, ``other`` for the
+    others, and the reason for these sizes."""
 
     last: float
     other: float
     reason: str
 
 
-def check_bucket_mb(bucket_mb: float | str) -> None:
-    """ValueError unless it is a size in MiB or ``"auto"``."""
-    is_number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
-    if bucket_mb != "auto" and not (is_number and 0 < bucket_mb < math.inf):  # type: ignore[operator]
-        raise ValueError(f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got {bucket_mb!r}')
-
-
-def fixed_capacity(bucket_mb: float) -> Capacity:
-    return Capacity(last=bucket_mb * MIB, other=bucket_mb * MIB, reason="as given")
+def fixed_capacity(size: float) -> Capacity:
+    return Capacity(last=size, other=size, reason="as given")
 
 
 def one_bucket(reason: str) -> Capacity:
@@ -39,18 +43,18 @@ def one_bucket(reason: str) -> Capacity:
 
 
 def capacity_before_measuring() -> Capacity:
-    """For the first passes, which tell when gradients come: sizes that suit most networks, as torch's own."""
+    """For the first passes, in which arrival times are recorded: the sizes of torch's DDP, which suit most networks."""
     return Capacity(last=1.0 * MIB, other=25.0 * MIB, reason="auto: until the network is measured, before pass 4")
 
 
 def first_capacity(link: Link) -> Capacity:
-    """What suits a link whatever backward takes.
+    """Sizes that suit a link if the time of backward is unknown.
 
     A bucket of S bytes uses S / (S + latency * bandwidth) of the bandwidth, and starts only when its last gradient is
-    there. Where the transfer hides behind the backward pass, 4 * latency * bandwidth reaches 80 %; beyond, size gains
-    little and hides less. The last bucket has nothing to hide behind; cut to latency * bandwidth / 8 it costs little
-    more than the latency. Where the transfer takes time from the cores that compute, each bucket costs its latency in
-    full, which 8 * latency * bandwidth makes a ninth, and a small last bucket gains nothing.
+    ready. If backward hides transfers, 4 * latency * bandwidth reaches 80 %; larger buckets gain little and hide less.
+    Nothing hides the last bucket; at latency * bandwidth / 8 it costs little more than the latency. If a transfer uses
+    the cores that compute, each bucket costs its full latency, which is a ninth of the time at 8 * latency * bandwidth,
+    and a small last bucket gains nothing.
     """
     product = link.latency * link.bandwidth
     hidden = link.hides >= 0.5
@@ -59,48 +63,41 @@ def first_capacity(link: Link) -> Capacity:
     return Capacity(last, other, reason)
 
 
-@dataclass(frozen=True)
-class Size:
-    """What the plan has to know of a parameter: gradients of one ``dtype`` share buckets and travel as ``bytes``."""
+def fill(gradients: Sequence[Gradient], capacity: Capacity, max_buckets: int = 0) -> list[list[int]]:
+    """Buckets as lists of indices into ``gradients``, in the order in which they are sent.
 
-    dtype: torch.dtype
-    bytes: int
+    The gradients of each kind are filled into buckets in order of arrival; a bucket is sent when its last gradient is
+    ready. A gradient is never split: one that exceeds the capacity has a bucket to itself.
 
-
-def assign(sizes: Sequence[Size], order: Sequence[int], capacity: Capacity, max_buckets: int = 0) -> list[list[int]]:
-    """Buckets as lists of indices into ``sizes``, in the order in which they are sent.
-
-    order: the indices in the order in which gradients are expected. Buckets are filled in that order, those of each
-    dtype on their own, and sent by when their last gradient is expected. A parameter is never split: one that exceeds
-    the capacity has a bucket to itself.
-    max_buckets: of one dtype; where the capacity would make more, it grows until they do. Default 0, any number.
+    max_buckets: the limit for each kind; `Capacity.other` is doubled until it is met. Default 0: no limit.
     """
-    dtypes: dict[torch.dtype, list[int]] = {}
-    for index in order:
-        dtypes.setdefault(sizes[index].dtype, []).append(index)
-    expected = {index: place for place, index in enumerate(order)}
+    kinds: dict[str, list[int]] = {}
+    for n in in_order(gradients):
+        kinds.setdefault(gradients[n].kind, []).append(n)
     buckets: list[list[int]] = []
-    for indices in dtypes.values():
-        bytes_each = [sizes[index].bytes for index in indices]
+    for members in kinds.values():
+        sizes = [gradients[n].bytes for n in members]
         other = capacity.other
-        ends = _ends(bytes_each, capacity.last, other)
-        while max_buckets and len(ends) > max_buckets:
+        starts = _starts(sizes, capacity.last, other)
+        while max_buckets and len(starts) > max_buckets:
             other = max(2 * other, 1.0)
-            ends = _ends(bytes_each, capacity.last, other)
-        buckets += [indices[begin:end] for begin, end in zip([0, *ends], ends)]
-    return sorted(buckets, key=lambda bucket: expected[bucket[-1]])
+            starts = _starts(sizes, capacity.last, other)
+        buckets += [members[begin:end] for begin, end in pairwise([*starts, len(members)])]
+    return sort_by_arrival(gradients, buckets)
 
 
-def _ends(sizes: list[int], last: float, other: float) -> list[int]:
-    """Where buckets end: filled up to ``other`` bytes, but for the last one, of up to ``last``."""
-    last_begin, size_of_last = len(sizes) - 1, sizes[-1]
-    while last_begin > 0 and size_of_last + sizes[last_begin - 1] <= last:
-        last_begin -= 1
-        size_of_last += sizes[last_begin]
-    ends, filled = [], 0
+def _starts(sizes: Sequence[float], last: float, other: float) -> list[int]:
+    """Where buckets begin: each is filled up to ``other`` bytes, except the last one if ``last`` is less."""
+    last_start = 0
+    if last < other:
+        last_start, size_of_last = len(sizes) - 1, sizes[-1]
+        while last_start > 0 and size_of_last + sizes[last_start - 1] <= last:
+            last_start -= 1
+            size_of_last += sizes[last_start]
+    starts, filled = [0], 0.0
     for position, size in enumerate(sizes):
-        if position > 0 and (position == last_begin or filled + size > other):
-            ends.append(position)
-            filled = 0
+        if position > 0 and (position == last_start or filled + size > other):
+            starts.append(position)
+            filled = 0.0
         filled += size
-    return [*ends, len(sizes)]
+    return starts

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuda_ext.distributed.planning.choice import Link, fit
+from cuda_ext.distributed.planning.links import Link, fit
 
 SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes; each size is twice the one before
 TURNS = 5  # at most, of each size

@@ -1,6 +1,6 @@
-"""Quantities as people write them on a command line: ``400Gbit``, ``12.5 GB/s``, ``0us``, ``25MiB``, ``2%``.
+"""Quantities with units: parsers for command lines (``400Gbit``, ``12.5 GB/s``, ``0us``, ``25MiB``, ``2%``), and text.
 
-The case of a unit matters in one place: ``b`` is a bit, ``B`` a byte.
+The case of a unit matters only for ``b``, a bit, and ``B``, a byte.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+MIB = 1 << 20
 
 Parser = Callable[[str], float]
-FactorOf = Callable[[str], "float | None"]  # of a unit; None for what is none
+FactorOf = Callable[[str], "float | None"]  # of a unit; None if it is unknown
 
 _PREFIXES = {"": 1.0} | {prefix: 1e3 ** (n + 1) for n, prefix in enumerate("kmgtp")}
 _PREFIXES |= {f"{prefix}i": 1024.0 ** (n + 1) for n, prefix in enumerate("kmgt")}
@@ -53,7 +55,7 @@ def _percent(unit: str) -> float | None:
 
 
 def _in(factor_of: FactorOf, example: str, *, zero: bool = False) -> Parser:
-    """A parser of a finite number and a unit. ``zero``: whether it may be 0, which needs no unit."""
+    """A parser of a finite number and a unit. ``zero``: whether 0 is allowed, which needs no unit."""
 
     def parse(text: str) -> float:
         match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(\D*)", text.strip())
@@ -76,3 +78,22 @@ bandwidth = _in(_bytes_per_second, "400Gbit or 50GB/s")
 flop_rate = _in(_flop_rate, "400T")
 some_bytes = _in(_mib_or_bytes, "25MiB")
 percent = _in(_percent, "2%", zero=True)
+
+
+def duration(seconds: float) -> str:
+    return _in_units(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def byte_size(count: float) -> str:
+    return _in_units(count, (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10), ("B", 1)))
+
+
+def byte_rate(bytes_per_second: float) -> str:
+    return _in_units(bytes_per_second, (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)))
+
+
+def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
+    """In the largest unit that does not exceed the value, or the smallest unit; three digits."""
+    unit, scale = next((unit for unit in units if value >= unit[1]), units[-1])
+    number = value / scale
+    return f"{number:.0f} {unit}" if 100 <= number < math.inf else f"{number:.3g} {unit}"
