@@ -23,3 +23,19 @@ html_theme = "furo"
 html_title = f"cuda_ext {release}"
 html_copy_source = False
 html_show_sphinx = False
+
+
+def mark_programs(app, what, name, obj, options, lines):
+    """Indented lines after a line that starts at the margin are a program, as they look in a terminal."""
+    marked = []
+    for number, line in enumerate(lines):
+        before = next((text for text in reversed(marked) if text), "")
+        starts = line.startswith("    ") and number > 0 and not lines[number - 1]
+        if starts and before and not before.startswith(" ") and not before.endswith("::"):
+            marked += ["::", ""]
+        marked.append(line)
+    lines[:] = marked
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", mark_programs, priority=100)  # before napoleon adds indented lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from html import unescape
@@ -11,8 +12,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+import cuda_ext
+
 sys.path.insert(0, str(ROOT / "tools"))
+import build_docs
 import draw_figures
+import support_matrix
 
 DOCS, CSRC, PACKAGE = ROOT / "docs", ROOT / "csrc", ROOT / "cuda_ext"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
@@ -98,3 +103,27 @@ def test_names_in_the_figures_exist() -> None:
     assert len(files) > 15 and len(words) > 50
     assert not {file for file in files if file not in sources}
     assert not {word for word in words - files if not set(word.strip(".").split(".")) <= known}
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/build_docs.py", "--out", str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {"index", "overview", "architecture", "support", *(f"api/{name}" for name in build_docs.API)} <= pages
+    for page, module in (("ops", cuda_ext), ("nn", cuda_ext.nn), ("distributed", cuda_ext.distributed)):
+        text = (tmp_path / "api" / f"{page}.html").read_text()
+        public = [name for name in module.__all__ if callable(getattr(module, name))]
+        assert len(public) >= 3 and not [name for name in public if f'id="{module.__name__}.{name}"' not in text]
+
+
+def test_the_support_matrix_is_what_the_ops_do() -> None:
+    assert support_matrix.page() == support_matrix.PAGE.read_text(), "run python tools/support_matrix.py --write"
+
+
+def test_the_hooks_of_a_commit_have_the_versions_of_the_linters() -> None:
+    pinned = set((ROOT / "constraints.txt").read_text().split())
+    hooks = re.findall(r"additional_dependencies: \[(.*)\]", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert hooks and set(hooks) <= pinned

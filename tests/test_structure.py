@@ -42,9 +42,7 @@ def torch_files(csrc: Path) -> set[str]:
 
 
 def uses_of_csrc(csrc: Path) -> set[tuple[str, str]]:
-    return {
-        (name.split("/")[0], include.split("/")[0]) for name, own in includes_of(csrc).items() for include in own
-    }
+    return {(name.split("/")[0], include.split("/")[0]) for name, own in includes_of(csrc).items() for include in own}
 
 
 def modules(package: Path) -> dict[str, Path]:

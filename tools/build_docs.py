@@ -36,7 +36,13 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "Functions of ``cuda_ext``: products with fused epilogues, and flash attention.",
         {
             "cuda_ext": (
-                "gemm", "linear", "gated_linear", "mlp", "gated_mlp", "flash_attention", "flash_attention_varlen",
+                "gemm",
+                "linear",
+                "gated_linear",
+                "mlp",
+                "gated_mlp",
+                "flash_attention",
+                "flash_attention_varlen",
             ),
         },
     ),
@@ -56,47 +62,18 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
     "dev": ("Builds and reports", "``cuda_ext.dev`` and ``cuda_ext.info``.", {"cuda_ext.dev": (), "cuda_ext.info": ()}),
 }
 
-CONTENTS = """
-```{toctree}
-:hidden:
-:caption: Use
-overview
-distributed
-buckets
-faults
-support
-benchmarks
-changelog
-```
-```{toctree}
-:hidden:
-:caption: API
-api/ops
-api/nn
-api/distributed
-api/bucket
-api/compat
-api/testing
-api/dev
-```
-```{toctree}
-:hidden:
-:caption: Contribute
-contributing
-architecture
-emulator
-gpu-check
-```
-```{toctree}
-:hidden:
-:caption: Inside the kernels
-kernels
-model
-ladder_gemm
-ladder_attention
-ladder_bucket
-```
-"""
+CONTENTS = {
+    "Use": ("overview", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
+    "API": tuple(f"api/{name}" for name in API),
+    "Contribute": ("contributing", "architecture", "emulator", "gpu-check"),
+    "Inside the kernels": (
+        "kernels",
+        "model",
+        "GEMM, step by step <ladder_gemm>",
+        "Attention, step by step <ladder_attention>",
+        "Buckets, step by step <ladder_bucket>",
+    ),
+}
 
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
@@ -127,10 +104,18 @@ def with_links_of_the_site(source: Path) -> str:
 def api_page(title: str, introduction: str, modules: dict[str, tuple[str, ...]]) -> str:
     parts = [title, "=" * len(title), "", introduction, ""]
     for module, names in modules.items():
-        parts += [f".. automodule:: {module}", *([] if names else ["   :members:"]), ""]
-        for name in names:
-            parts += [f".. autofunction:: {module}.{name}", ""]
+        parts += [f".. autofunction:: {module}.{name}\n" for name in names] or [
+            f".. automodule:: {module}\n   :members:\n"
+        ]
     return "\n".join(parts)
+
+
+def contents() -> str:
+    """The menu at the side, as the home page has to name it."""
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n:titlesonly:\n:caption: {caption}\n" + "\n".join(pages) + "\n```\n"
+        for caption, pages in CONTENTS.items()
+    )
 
 
 def write_pages() -> None:
@@ -138,10 +123,10 @@ def write_pages() -> None:
     for source in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in MOVED if "/" not in name)]:
         page = page_of(source)
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(with_links_of_the_site(source) + (CONTENTS if page.name == "index.md" else ""))
+        page.write_text(with_links_of_the_site(source) + (contents() if page.name == "index.md" else ""))
     (PAGES / "api").mkdir()
-    for name, contents in API.items():
-        (PAGES / "api" / f"{name}.rst").write_text(api_page(*contents))
+    for name, described in API.items():
+        (PAGES / "api" / f"{name}.rst").write_text(api_page(*described))
 
 
 def main() -> int:
