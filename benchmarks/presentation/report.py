@@ -167,11 +167,11 @@ def _mean(mean: tuple[float, int] | None) -> Html:
 
 
 def _plots(runs: list[Run]) -> Html:
-    from benchmarks.presentation import plots  # here, for the sake of machines without matplotlib
+    from benchmarks.presentation import drawing, plots  # here, for the sake of machines without matplotlib
 
     drawings = [
         {
-            name: inline(plots.render(figure, "svg"), plots.INK)
+            name: inline(drawing.render(figure, "svg"), drawing.INK)
             for name, figure in plots.figures(run.measurements).items()
         }
         for run in runs
