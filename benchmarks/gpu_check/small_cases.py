@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ import cuda_ext
 from cuda_ext import bucket, testing
 
 
-def differentiate(op: Callable[..., Tensor], *tensors: Tensor, **options: object) -> None:
+def differentiate(op: Callable[..., Any], *tensors: Tensor, **options: object) -> None:
     leaves = [tensor.requires_grad_() for tensor in tensors]
     out = op(*leaves, **options)
     torch.autograd.grad(out, leaves, torch.randn_like(out))

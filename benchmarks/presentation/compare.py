@@ -129,13 +129,14 @@ def _judge(
     shared = [side for side, m in before.items() if side != OURS and m.ratio and side in after and after[side].ratio]
     if shared:
         pairs = [(before[side], after[side]) for side in shared]
-        changes = [math.log(old.ratio / new.ratio) for old, new in pairs]
+        changes = [math.log(old.ratio / new.ratio) for old, new in pairs if old.ratio and new.ratio]
         noise = statistics.median(_noise(old, new, "ratio", _ratio_spread, usual) for old, new in pairs)
         by = f"ratio to {shared[0] if len(shared) == 1 else counted(len(shared), 'opponent')}"
         evidence.append((statistics.median(changes), noise, by))
     old, new = before[OURS], after[OURS]
     if not shared or _software(old) != _software(new):
         noise = _noise(old, new, "time", _time_spread, usual)
+        assert old.seconds and new.seconds
         evidence.append((math.log(new.seconds / old.seconds), noise, "time"))
     slowdown, noise, _ = min(evidence, key=lambda e: abs(e[0]) / e[1])
     if len({change > 0 for change, _, _ in evidence}) > 1:

@@ -84,7 +84,7 @@ class Look:
             taken.update((suite, index) for suite in suites[side])
             self.styles[side] = (OTHER_COLOURS[index % len(OTHER_COLOURS)], MARKERS[index % len(MARKERS)])
 
-    def line(self, side: str) -> dict[str, object]:
+    def line(self, side: str) -> dict[str, Any]:
         colour, marker = self.styles[side]
         ours = side == OURS
         return {"color": colour, "marker": marker, "linewidth": 2.2 if ours else 1.2, "zorder": 5 if ours else 3}

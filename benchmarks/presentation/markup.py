@@ -15,7 +15,7 @@ VOID = ("meta", "input")
 
 
 def join(*content: Content) -> Html:
-    parts = []
+    parts: list[str] = []
     for part in content:
         if isinstance(part, Html):
             parts.append(part)

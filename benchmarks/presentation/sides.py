@@ -18,9 +18,9 @@ MEANINGS = {
 # Not alternatives to ours: lower bounds, and other options of ours.
 REFERENCES = {
     "no communication": "the same step without exchanging gradients, a lower bound for every wrapper",
-    "cuda_ext, bf16 wire": "ours with `wire_dtype=torch.bfloat16`",
-    "cuda_ext, over sockets": 'ours with `reduction="all_reduce"`, without shared memory',
-    "cuda_ext, float32 over sockets": 'ours with `reduction="float32"`, without shared memory',
+    "cuda_ext, bf16 wire": "ours with bfloat16 transfers",
+    "cuda_ext, over sockets": "ours over sockets instead of shared memory",
+    "cuda_ext, float32 over sockets": "ours over sockets, summed in float32",
     "torch.mul": "`torch.mul` on the same tensors: what any PyTorch call costs",
     "torch alone": "`import torch` without `import cuda_ext`",
     "again, nothing changed": "the build, repeated with nothing changed",

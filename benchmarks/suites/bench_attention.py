@@ -16,7 +16,7 @@ from torch import Tensor
 import cuda_ext
 from benchmarks.results import OURS
 from benchmarks.suites import opponents
-from benchmarks.suites.measure import Case, relative_error
+from benchmarks.suites.measure import Call, Case, relative_error
 
 # What is compared with a reference in higher precision, whose scores are all in memory: these many rows of the last
 # queries; in the backward, where gradients of keys come from all rows, the heads of one key head, up to this length.
@@ -144,7 +144,7 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         q, k, v = normal(p.length, p.heads), normal(p.seen_keys, p.groups), normal(p.seen_keys, p.groups)
         return q, k, v, torch.randn_like(q, requires_grad=False)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> opponents.Call:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Call:
         window = None if p.window is None else (p.window, 0)
         options: dict[str, Any] = {"causal": p.causal, "window": window, "deterministic": p.deterministic or None}
         call = functools.partial(cuda_ext.flash_attention, q, k, v, **options)
@@ -152,9 +152,9 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
 
     if p.window is None and not p.deterministic:
         # On a CPU PyTorch's own choice is its flash kernel.
-        backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if device == "cuda" else ("",)
+        backends = ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if device == "cuda" else [""]
         if device == "cuda" and p.length <= LONGEST_MATH:
-            backends += ("MATH",)
+            backends.append("MATH")
         forwards: dict[str, Any] = {
             f"SDPA {backend.removesuffix('_ATTENTION').lower()}".strip(): functools.partial(
                 opponents.sdpa, backend, causal=p.causal
@@ -166,7 +166,7 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
     else:
         forwards = {}
     if device == "cuda":
-        windowed = {"causal": p.causal, "window": p.window}
+        windowed: dict[str, Any] = {"causal": p.causal, "window": p.window}
         if not p.deterministic and p.length in FLEX_LENGTHS:
             forwards["FlexAttention"] = functools.partial(opponents.flex_attention, **windowed)
         if not p.deterministic:
@@ -209,7 +209,7 @@ def _sides(forwards: dict[str, Any], backward: bool) -> dict[str, Any]:
     """From functions of query, key and value to sides, which get the gradient of the output as well."""
 
     def side(forward: Any) -> Any:
-        def make(qkvg: tuple[Tensor, ...]) -> opponents.Call:
+        def make(qkvg: tuple[Tensor, ...]) -> Call:
             *qkv, grad_out = qkvg
             return opponents.backward(forward(*qkv), grad_out) if backward else forward(*qkv)
 
@@ -218,7 +218,7 @@ def _sides(forwards: dict[str, Any], backward: bool) -> dict[str, Any]:
     return {name: side(forward) for name, forward in forwards.items()}
 
 
-def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> opponents.Call:
+def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Call:
     """A window is a mask to SDPA, which it cannot skip."""
     i = torch.arange(q.shape[1])[:, None]
     j = torch.arange(k.shape[1])
@@ -301,7 +301,7 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
     def cu_seqlens() -> Tensor:
         return ends.to(device, torch.int32)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> opponents.Call:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Call:
         call = functools.partial(
             cuda_ext.flash_attention_varlen,
             *(q, k, v, cu_seqlens(), cu_seqlens()),
@@ -311,17 +311,15 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
         )
         return opponents.with_leaves(call, (q, k, v), lambda t: t)
 
-    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> opponents.Call:
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Call:
         """What PyTorch's ops can do without padding: a call for each sequence."""
 
         def call() -> Tensor:
             parts = zip(*(t.split(lengths) for t in (q, k, v)))
-            outs = [
-                F.scaled_dot_product_attention(
-                    *(t.transpose(0, 1)[None] for t in part), is_causal=True, enable_gqa=True
-                )
-                for part in parts
-            ]
+            outs = []
+            for part in parts:
+                query, key, value = (t.transpose(0, 1)[None] for t in part)
+                outs.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
             return torch.cat([out[0].transpose(0, 1) for out in outs])
 
         return opponents.with_leaves(call, (q, k, v), lambda t: t)

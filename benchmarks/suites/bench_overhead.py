@@ -25,8 +25,8 @@ def cases(device: str) -> Iterator[Case]:
 
     x, y, half, bias = leaf(4, 4), leaf(4, 4), leaf(4, 2), leaf(4)
     q, k, v = (leaf(1, 4, 1, 8) for _ in range(3))
-    heads_first = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
-    rivals: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+    qh, kh, vh = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
+    rivals: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "gemm": (lambda: cuda_ext.gemm(x, y), lambda: torch.matmul(x, y)),
         "linear": (lambda: cuda_ext.linear(x, y), lambda: F.linear(x, y)),
         "linear + bias + gelu": (
@@ -36,7 +36,7 @@ def cases(device: str) -> Iterator[Case]:
         "gated_mlp": (lambda: cuda_ext.gated_mlp(x, y, half), lambda: _gated_mlp(x, y, half)),
         "flash_attention": (
             lambda: cuda_ext.flash_attention(q, k, v),
-            lambda: F.scaled_dot_product_attention(*heads_first),
+            lambda: F.scaled_dot_product_attention(qh, kh, vh),
         ),
     }
     for op, (ours, theirs) in rivals.items():

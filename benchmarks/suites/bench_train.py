@@ -151,7 +151,12 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
         "PyTorch": lambda given: step(model(False), given),
     }
     if device == "cuda":
-        sides["torch.compile"] = lambda given: step(torch.compile(model(False), fullgraph=True, dynamic=False), given)
+
+        def compiled() -> nn.Module:
+            made: Any = torch.compile(model(False), fullgraph=True, dynamic=False)
+            return made
+
+        sides["torch.compile"] = lambda given: step(compiled(), given)
     heads = f"{shape.heads} heads" if shape.heads else "feed-forward only"
     return Case(
         op="transformer blocks" if shape.heads else "feed-forward blocks",
