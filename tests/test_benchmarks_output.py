@@ -283,7 +283,7 @@ def test_page_in_a_folder_that_cannot_be_written(
 ) -> None:
     path = write(tmp_path / "results.jsonl", cpu[-8:])
     assert report.main([str(path), "--out", str(tmp_path / "nowhere" / "page.html")]) == 2
-    assert "cannot be written: No such file or directory; choose another place with --out" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory; choose another file with --out" in capsys.readouterr().err
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -357,8 +357,8 @@ def test_the_check_for_console_errors_sees_one(browse: Callable[..., tuple[str, 
 # Files that cannot be read
 
 BAD_FILES = {
-    "garbage": ("nonsense\n", "expected one JSON object a line, got 'nonsense'"),
-    "older": (json.dumps(dataclasses.asdict(sample()[0]) | {"format": 0}), "expected format 1, got 0; measure anew"),
+    "garbage": ("nonsense\n", "expected one JSON object per line, got 'nonsense'"),
+    "older": (json.dumps(dataclasses.asdict(sample()[0]) | {"format": 0}), "expected format 1, got 0; measure again"),
     "strange": (json.dumps({"hello": 1}), "expected a measurement of `python -m benchmarks`"),
     "fields": (json.dumps({"format": 1, "suite": "gemm"}), "expected the fields"),
     "words": (json.dumps(dataclasses.asdict(sample()[0]) | {"seconds": "1 s"}), "expected seconds to be a number"),
@@ -388,7 +388,7 @@ def test_bad_results_are_refused(
 # Comparison
 
 
-def with_opponents(measurements: list[Measurement]) -> list[Measurement]:
+def with_baselines(measurements: list[Measurement]) -> list[Measurement]:
     """Without the build, which has none that would show that the machine is another."""
     return [m for m in measurements if m.suite != "build"]
 
@@ -400,8 +400,8 @@ def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
     seed = random.randrange(2**30)
     for i in range(40):
         machine = random.uniform(0.7, 1.5)
-        old = with_opponents(sample(seed=seed + 2 * i, noise=noise, rounds=rounds))
-        new = with_opponents(sample(seed=seed + 2 * i + 1, noise=noise, rounds=rounds, machine=machine))
+        old = with_baselines(sample(seed=seed + 2 * i, noise=noise, rounds=rounds))
+        new = with_baselines(sample(seed=seed + 2 * i + 1, noise=noise, rounds=rounds, machine=machine))
         result = compare.compare(old, new)
         alarms += len(result.slower)
         compared += result.compared
@@ -432,7 +432,7 @@ def slow_squares(m: Measurement) -> float:
 @pytest.mark.parametrize("machine", [1.0, 1.4, 0.7])
 def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     old, new = sample(seed=1), sample(seed=2, machine=machine, slower=slow_squares)
-    old, new = with_opponents(old), with_opponents(new)
+    old, new = with_baselines(old), with_baselines(new)
     result = compare.compare(old, new)
     wanted = {formatting.heading(m, m.case) for m in old if slow_squares(m) > 1 and m.side == OURS}
     assert {change.case.removeprefix("gemm: ") for change in result.slower} == wanted
@@ -442,12 +442,12 @@ def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     assert len(back.faster) == len(wanted) and back.passed
 
 
-def test_an_opponent_that_became_faster_makes_ours_no_slower() -> None:
+def test_an_baseline_that_became_faster_makes_ours_no_slower() -> None:
     old, new = sample(seed=1), sample(seed=2, torch="2.12.0")
     new = [changed(m, seconds=m.seconds / 2, ratio=m.ratio / 2) if m.ratio else m for m in new]
     assert compare.compare(old, new).passed
     same_software = [changed(m, environment=old[0].environment) for m in new]
-    assert not compare.compare(old, same_software).passed, "the opponent cannot have changed, so the machine has"
+    assert not compare.compare(old, same_software).passed, "the baseline cannot have changed, so the machine has"
 
 
 def test_what_fails_and_what_is_gone() -> None:
@@ -594,7 +594,7 @@ def test_readme_has_notes_until_a_suite_is_measured_again(results_folder: Path, 
 
 def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert readme.main(["--check"]) == 1
-    assert "README.md is not what the results say; run `python -m benchmarks readme`" in capsys.readouterr().err
+    assert "README.md does not match the results; run `python -m benchmarks readme`" in capsys.readouterr().err
     assert readme.main([]) == 0
     text = readme.README.read_text()
     assert (
@@ -609,7 +609,7 @@ def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.Capt
     assert "missing: " in capsys.readouterr().err
     readme.README.write_text("no place for it")
     assert readme.main([]) == 2
-    assert "once, in this order; write them there" in capsys.readouterr().err
+    assert "once, in this order; add them" in capsys.readouterr().err
 
 
 def test_readme_without_results(tmp_path: Path) -> None:

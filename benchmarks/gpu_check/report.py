@@ -217,7 +217,7 @@ def clock(seconds: float) -> str:
 
 
 def summary(file: Path) -> list[str]:
-    """How much faster ours is than each opponent, over all cases of a suite, and what was not measured."""
+    """How much faster ours is than each baseline, over all cases of a suite, and what was not measured."""
     if not file.is_file():
         return ["No measurements."]
     whole = file.read_bytes().rpartition(b"\n")[0]  # a line may be on its way
@@ -226,7 +226,7 @@ def summary(file: Path) -> list[str]:
         measurements = [results.parse(line, f"{file}:{i}") for i, line in enumerate(lines, 1)]
     except (results.ResultsError, UnicodeDecodeError) as error:
         return [f"The measurements cannot be read: {error}"]
-    lines = ["| suite | dtype | opponent | its time over ours, geometric mean | cases |", "|---|---|---|---:|---:|"]
+    lines = ["| suite | dtype | baseline | its time over ours, geometric mean | cases |", "|---|---|---|---:|---:|"]
     for (suite, dtype, side), (ratio, count) in results.geometric_means(measurements).items():
         lines += [f"| {suite} | {dtype} | {side} | {ratio:.2f} | {count} |"]
     failures: dict[str, int] = {}

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from benchmarks.presentation.drawing import INK, OTHER_COLOURS, OUR_COLOUR, Sheet
 from benchmarks.presentation.formatting import counted, ratio, short, wrapped
-from benchmarks.presentation.grouping import dtype_order, opponents, sections, suite_order
+from benchmarks.presentation.grouping import dtype_order, baselines, sections, suite_order
 from benchmarks.presentation.sides import REFERENCES
 from benchmarks.results import OURS, Measurement, by_case, geometric_means
 
@@ -27,13 +27,13 @@ WIDEST = 18.0
 
 @dataclass
 class Block:
-    """The cases of one op, phase and dtype, beneath each other."""
+    """The cases of one op, phase and dtype as rows of a table."""
 
     title: str
     cases: list[dict[str, Measurement]]
 
     def __post_init__(self) -> None:
-        self.names, self.absent = opponents(self.cases)
+        self.names, self.absent = baselines(self.cases)
         self.labels = [short(next(iter(sides.values())).case, 36) for sides in self.cases]
         self.label_width = 0.15 + 0.066 * max(map(len, self.labels))
         self.width = max(self.label_width + CELL_WIDTH * len(self.names), 4.1)
@@ -54,7 +54,7 @@ def draw_ratios(measurements: list[Measurement]) -> Figure | None:
         Block(f"{suite}: {title}", cases)
         for suite, parts in sections(measurements).items()
         for title, cases in parts.items()
-        if opponents(cases)[0]
+        if baselines(cases)[0]
     ]
     if not blocks:
         return None
@@ -78,7 +78,7 @@ def draw_ratios(measurements: list[Measurement]) -> Figure | None:
 
 
 def _columns(blocks: list[Block], count: int) -> list[list[Block]]:
-    """At most `count`, of about the same height."""
+    """Distributes blocks to at most `count` columns of about the same height."""
     total = sum(block.height for block in blocks)
     columns: list[list[Block]] = [[]]
     filled = 0.0

@@ -27,7 +27,7 @@ from benchmarks.results import (
 README = ROOT.parent.parent / "README.md"
 BEGIN = "<!-- written by python -m benchmarks readme -->"
 END = "<!-- end -->"
-DEVICES = ("CPU", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA RTX 4090")  # those that one asks about
+DEVICES = ("CPU", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA RTX 4090")  # devices that readers ask about
 PLOT = "summary"
 NOISE = 0.03  # a mean this close to 1 is no difference
 LEGEND = (
@@ -37,7 +37,7 @@ LEGEND = (
 
 
 def section(root: Path = ROOT, link: str = "benchmarks/results") -> str:
-    """Between the marks, without them. `link` leads from the README to `root`."""
+    """The text between the marks. `link` is the path from the README to `root`."""
     folders = {folder: newest(folder) for folder in iter_devices(root)}
     parts = [_device(run, f"{link}/{folder.name}/{PLOT}.svg", read_notes(folder)) for folder, run in folders.items()]
     missing = [name for name in DEVICES if not any(_is(run, name) for run in folders.values())]
@@ -74,7 +74,7 @@ def unexplained(folder: Path) -> Iterable[str]:
 
 
 def newest(folder: Path) -> Run:
-    """Each suite from the newest file in which it was measured; files are named by date."""
+    """Each suite from the newest file that has it; files are named by date."""
     suites: dict[str, list[Measurement]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         found = [m for sides in by_case(grouping.read_some(path)).values() for m in sides.values()]
@@ -82,13 +82,13 @@ def newest(folder: Path) -> Run:
         suites |= {suite: [m for m in measurements if m.suite == suite] for suite in {m.suite for m in measurements}}
     measurements = [m for suite in sorted(suites, key=grouping.suite_order) for m in suites[suite]]
     if not measurements:
-        raise ResultsError(f"{folder}: expected cases that were measured, got none; remove it or measure anew")
+        raise ResultsError(f"{folder}: expected cases that were measured, got none; remove it or measure again")
     grouping.one_device(measurements)
     return Run(measurements)
 
 
 def _is(run: Run, name: str) -> bool:
-    """Whether a device is of that name: "NVIDIA H100 80GB HBM3" is an "NVIDIA H100"."""
+    """Whether the device has that name: "NVIDIA H100 80GB HBM3" is an "NVIDIA H100"."""
     kind = run.measurements[0].device
     words = run.device.replace("-", " ").split()
     return kind == "cpu" if name == "CPU" else kind != "cpu" and set(name.split()[1:]) <= set(words)
@@ -134,7 +134,7 @@ def _suite(suite: str, measurements: Sequence[Measurement], means: Means) -> Ite
     dtypes: dict[str, list[dict[str, Measurement]]] = {}
     for sides in by_case(measurements).values():
         dtypes.setdefault(next(iter(sides.values())).dtype, []).append(sides)
-    names, _ = grouping.opponents(sides for cases in dtypes.values() for sides in cases)
+    names, _ = grouping.baselines(sides for cases in dtypes.values() for sides in cases)
     baselines = [name for name in names if name not in REFERENCES]
     if not baselines:
         yield f"{suite}: {_largest([sides[OURS] for cases in dtypes.values() for sides in cases if OURS in sides])}"
@@ -175,7 +175,7 @@ def _references(means: Means) -> Iterable[str]:
 
 
 def _largest(ours: Sequence[Measurement]) -> str:
-    """Of the cases that ran, that with the most arithmetic, or else traffic; and how many did not run."""
+    """The case with the most arithmetic, or else traffic; and how many cases failed."""
     ran = [m for m in ours if m.seconds is not None]
     failed = f"{counted(len(ours) - len(ran), 'case')} failed" if len(ran) < len(ours) else ""
     if not ran:
@@ -193,14 +193,14 @@ def _largest(ours: Sequence[Measurement]) -> str:
 def updated(text: str, written: str) -> str:
     pattern = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.DOTALL)
     if len(pattern.findall(text)) != 1:
-        raise ResultsError(f"{README}: expected the lines {BEGIN!r} and {END!r} once, in this order; write them there")
+        raise ResultsError(f"{README}: expected the lines {BEGIN!r} and {END!r} once, in this order; add them")
     return pattern.sub(lambda _: f"\n{written}\n\n", text)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: written, or current; 1: not current; 2: cannot be told."""
+    """Returns 0 if the section is written or current, 1 if it is not, 2 on an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the section is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if it is not current")
     args = parser.parse_args(arguments)
     try:
         text = README.read_text()
@@ -209,15 +209,15 @@ def main(arguments: Sequence[str]) -> int:
         if args.check:
             missing = [str(path) for path in pictures if not path.is_file()]
             if new != text or missing:
-                what = f"{README.name} is not what the results say" if new != text else f"missing: {_list(missing)}"
-                print(f"{what}; run `python -m benchmarks readme` and commit what it writes", file=sys.stderr)
+                what = f"{README.name} does not match the results" if new != text else f"missing: {_list(missing)}"
+                print(f"{what}; run `python -m benchmarks readme` and commit the changes", file=sys.stderr)
                 return 1
             return 0
         for path in pictures:
             for problem in unexplained(path.parent):
                 print(f"{path.parent}: {problem}", file=sys.stderr)
         if pictures:
-            from benchmarks.presentation import drawing, plots  # here, because the check works without matplotlib
+            from benchmarks.presentation import drawing, plots  # not above: --check works without matplotlib
 
             for path in pictures:
                 figure = plots.figures(newest(path.parent).measurements)[PLOT]

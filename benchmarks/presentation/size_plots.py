@@ -61,7 +61,7 @@ class Multiples:
         return sheet.figure
 
     def _legend(self, panels: list[Panel], look: Look, width: float) -> tuple[list[Line2D], int]:
-        """The handles, and how many of them fit abreast."""
+        """The handles, and how many of them fit on a line."""
         sides = sorted({m.side for panel in panels for m in panel.measurements}, key=lambda side: (side != OURS, side))
         handles = [look.handle(side, self.lines) for side in sides]
         handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1, label=CEILING))
@@ -74,7 +74,7 @@ CEILING = "ceiling of the device"
 
 
 def _suites(measurements: list[Measurement], title: Callable[[Measurement], str | None]) -> dict[str, list[Panel]]:
-    """The panels of each suite: measurements of equal title; None leaves one out."""
+    """The panels of each suite: one per title; a title of None omits the measurement."""
     found: dict[str, dict[str, list[Measurement]]] = {}
     for m in sorted(measurements, key=lambda m: suite_order(m.suite)):
         if m.seconds and (name := title(m)) is not None:
@@ -83,7 +83,7 @@ def _suites(measurements: list[Measurement], title: Callable[[Measurement], str 
 
 
 def draw_speed(measurements: list[Measurement]) -> Figure | None:
-    """Against size; higher is better where the axis is a speed."""
+    """Speed against size, or time if no work is counted."""
 
     def title(m: Measurement) -> str | None:
         about = " · ".join(part for part in (m.phase, m.dtype, m.group) if part)
@@ -171,7 +171,7 @@ def _roofline_panel(axes: Axes, panel: Panel, look: Look) -> None:
     low = min(highest / 4, min((m.tflops or 0.0) * 1e12 for m in points) / scale / 1.5)
     axes.plot([left, ridge, right], [left / ridge * highest, highest, highest], "--", color=INK, linewidth=1, zorder=1)
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, highest * 3))
-    axes.set(xlabel="FLOPs a byte", ylabel=unit)
+    axes.set(xlabel="FLOPs per byte", ylabel=unit)
     axes.text(right, highest * 1.15, flop_rate(flops), ha="right", va="bottom", fontsize=7)
     middle = math.sqrt(max(left, low / highest * ridge) * ridge)
     axes.annotate(
@@ -192,7 +192,7 @@ def _roofline_panel(axes: Axes, panel: Panel, look: Look) -> None:
 
 
 def _slope(axes: Axes) -> float:
-    """Degrees, on the picture, of a line along which y grows as x does, both axes being logarithmic."""
+    """The angle, in degrees, of a line y = x in a plot with logarithmic axes."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     place, (width, height) = axes.get_position(), figure.get_size_inches()
