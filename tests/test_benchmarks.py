@@ -28,6 +28,7 @@ from benchmarks import environment, results
 from benchmarks.presentation import grouping
 from benchmarks.results import OURS, Measurement
 from benchmarks.suites import (
+    baselines,
     bench_attention,
     bench_bucket,
     bench_build,
@@ -35,7 +36,6 @@ from benchmarks.suites import (
     bench_overhead,
     bench_train,
     measure,
-    baselines,
     runner,
     worker,
 )

@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 
 from benchmarks.presentation.drawing import INK, OTHER_COLOURS, OUR_COLOUR, Sheet
 from benchmarks.presentation.formatting import counted, ratio, short, wrapped
-from benchmarks.presentation.grouping import dtype_order, baselines, sections, suite_order
+from benchmarks.presentation.grouping import baselines, dtype_order, sections, suite_order
 from benchmarks.presentation.sides import REFERENCES
 from benchmarks.results import OURS, Measurement, by_case, geometric_means
 
