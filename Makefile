@@ -34,7 +34,7 @@ test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for py
 	@$(check)
 	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile --durations 20)
 
-bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## measure ours beside every opponent (ARGS for python -m benchmarks)
+bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## compare with every installed baseline (ARGS for python -m benchmarks)
 	@$(call compile,$(DEMO_CUDA))
 	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
 	$(BIN)/python -m benchmarks $(ARGS)

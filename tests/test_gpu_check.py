@@ -130,7 +130,7 @@ def test_a_hang_ends_with_all_its_processes(tmp_path: Path) -> None:
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert not [pid for pid in pids if is_alive(pid)]
-    assert "not done within its 4 s" in (tmp_path / "out" / "report.md").read_text()
+    assert "not finished within 4 s" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_what_a_stage_leaves_running_is_ended(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_stage_that_fills_the_disk_is_stopped(tmp_path: Path, monkeypatch: pyt
     stages = [python("fills", fills, "{scratch}"), python("floods", floods), python("looks", looks, "{scratch}")]
     status, _, found = check(tmp_path / "out", stages)
     assert (status, found) == (1, {"fills": "passed", "floods": "STOPPED", "looks": "passed"})
-    assert "it has left 1 MiB free on the disk of " in (tmp_path / "out" / "report.md").read_text()
+    assert "only 1 MiB are free on the disk of " in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_disk_that_is_full_costs_the_log_and_not_the_check(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_a_report_is_there_from_the_first_second(tmp_path: Path, monkeypatch: py
         time.sleep(0.01)
     process.kill()
     process.join()
-    assert (tmp_path / "out" / "report.md").read_text().startswith("# GPU check: asking the machine what it is\n")
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# GPU check: querying the machine\n")
     assert verdicts(tmp_path / "out") == {"a": "to come"}
 
 
@@ -372,8 +372,8 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     assert runs.read_text() == "fails records hangs partial always "
     lines = (tmp_path / "first" / "report.md").read_text().splitlines()
     assert lines[2] == "- **BROKEN: fails**: exit status 3"
-    assert lines[3].startswith("- **STOPPED: hangs**: not done within its 6 s")
-    assert "- Not finished: hangs, partial; the same command goes on with them" in lines
+    assert lines[3].startswith("- **STOPPED: hangs**: not finished within 6 s")
+    assert "- Not finished: hangs, partial; the same command continues with them" in lines
 
     status, terminal, found = check(tmp_path / "second", stages, *state)
     assert (status, found) == (1, dict(zip(names, ["FAILED", *["passed"] * 5]))), terminal
@@ -651,7 +651,7 @@ if not dims or len(sys.argv) > 2:
     assert (tmp_path / "built").read_text() == "[][64,128]"
     assert "cuda_ext: all head dims take longer than 4 s; going on with 64,128 only, and with" in capfd.readouterr().out
     assert build_in_time.main(["--minutes", "0.05"], [*command, "hangs"]) == 1
-    assert "the next call goes on with what is left to compile" in capfd.readouterr().out
+    assert "the next call continues with the files left to compile" in capfd.readouterr().out
     (tmp_path / "built").unlink()
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
 
@@ -717,10 +717,10 @@ def test_builds_for_the_gpu_that_is_there() -> None:
 
 def test_a_torch_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "PROBE", "import no_such_torch")
-    with pytest.raises(machine.Refusal, match="No module named 'no_such_torch'; choose another with PYTHON="):
+    with pytest.raises(machine.Refusal, match="No module named 'no_such_torch'; choose another Python with PYTHON="):
         machine.probe(60)
     monkeypatch.setattr(machine, "PROBE", "import time; time.sleep(60)")
-    with pytest.raises(machine.Refusal, match="torch did not find out within 0 s"):
+    with pytest.raises(machine.Refusal, match="torch did not report within 0 s"):
         machine.probe(0.2)
 
 

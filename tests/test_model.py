@@ -670,4 +670,4 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     assert "measured" in out and out.rstrip().endswith(f"{2 * p.seconds * 1e6:.0f}   0.50")
     (folder / "two.jsonl").write_text("not json")
     assert command.main(["--gpu", "h200"]) == 2
-    assert "two.jsonl:1: expected one JSON object a line" in capsys.readouterr().err
+    assert "two.jsonl:1: expected one JSON object per line" in capsys.readouterr().err

@@ -93,8 +93,10 @@ class Sums:
     def __init__(self, count: int, size: int, reduction: str) -> None:
         buffers = [(count * size // 4, torch.float32)]
         device = torch.device("cpu")
+        group = dist.group.WORLD
+        assert group is not None
         self._exchange, (buffer,) = choose_exchange(
-            dist.group.WORLD, None, device, buffers, reduction, narrowed=False, sharded=False
+            group, None, device, buffers, reduction, narrowed=False, sharded=False
         )
         self._buckets = buffer.chunk(count)
 

@@ -1,16 +1,16 @@
-"""Everything there is to learn from a machine with a GPU, in one command and a few minutes.
+"""Checks and measures everything on a machine with a GPU, in one command and a few minutes.
 
     python -m benchmarks.gpu_check                          # or: make gpu-check
-    python -m benchmarks.gpu_check                          # again: goes on where the first one stopped
-    python -m benchmarks.gpu_check --only gemm,attention    # narrowed to stages; --list names them
-    python -m benchmarks.gpu_check --again tests            # also stages that have been finished
+    python -m benchmarks.gpu_check                          # again: continues where the first one stopped
+    python -m benchmarks.gpu_check --only gemm,attention    # only these stages; --list names them
+    python -m benchmarks.gpu_check --again tests            # repeats a finished stage
     python -m benchmarks.gpu_check --dry-run                # the same on the CPU and the emulator
 
-It needs a CUDA GPU with its driver, nvcc, a C++ compiler, ninja and a Python with torch and setuptools; with pytest it
-runs the tests too. No network, no git. It builds the library for that GPU, records what the GPU answers to the
-conformance kernels, tries a few cases of each family of kernels, measures, runs the tests and the sanitizer, and
-compares what it measured with what was predicted. It ends by itself within --minutes and leaves one folder of at most 8
-files, report.md first. What is finished is kept in build/gpu-check, for a second call to go on and tell all.
+It needs a CUDA GPU with its driver, nvcc, a C++ compiler, ninja and a Python with torch and setuptools; if pytest is
+installed, it also runs the tests. It needs neither a network nor git. It builds the library for the GPU, records the
+results of the conformance kernels, checks a few cases of each family of kernels, measures, runs the tests and the
+sanitizer, and compares the measurements with predictions. It ends within --minutes and writes one folder of at most 8
+files; read report.md first. Finished work is kept in build/gpu-check, where a second call continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cuda_ext import _build, _toolchain
 
 
 def choose(stages: Sequence[Stage], only: str | None) -> list[Stage]:
-    """Those that `only` names, "gemm,attention", and those that are always run; raises Refusal."""
+    """The stages named in `only`, such as "gemm,attention", and those that always run; raises Refusal."""
     if only is None:
         return list(stages)
     names = named(stages, only, "--only")
@@ -51,7 +51,7 @@ def choose(stages: Sequence[Stage], only: str | None) -> list[Stage]:
 
 
 def named(stages: Sequence[Stage], text: str, option: str) -> list[str]:
-    """The stages and parts in a list such as "gemm,attention"; raises Refusal."""
+    """The names of stages and parts in a list such as "gemm,attention"; raises Refusal."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     known = [name for stage in stages for name in (stage.name, *stage.parts)]
     if unknown := [name for name in names if name not in known] or (not names and ["none"]):
@@ -60,7 +60,7 @@ def named(stages: Sequence[Stage], text: str, option: str) -> list[str]:
 
 
 def repeated(stages: Sequence[Stage], again: str | None) -> list[Stage]:
-    """The stages that `again` names, or all; raises Refusal."""
+    """The stages named in `again`, or all; raises Refusal."""
     if again is None:
         return []
     names = [stage.name for stage in stages] if again == "all" else named(stages, again, "--again")
@@ -78,23 +78,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=positive, default=9.0, help="after which it has ended (default: 9)")
+    parser.add_argument("--minutes", type=positive, default=9.0, help="time limit (default: 9)")
     parser.add_argument(
         "--out",
         type=Path,
         default=Path(os.environ.get("OUT") or "gpu-check"),
-        help="the folder to leave (default: what the variable OUT names, else gpu-check)",
+        help="output folder (default: $OUT, else gpu-check)",
     )
-    parser.add_argument("--only", metavar="STAGES", help="stages by name, with commas, beside those all others need")
-    parser.add_argument("--again", metavar="STAGES", help="stages to run though they are finished, or all")
+    parser.add_argument("--only", metavar="STAGES", help="names, separated by commas; stages that others need also run")
+    parser.add_argument("--again", metavar="STAGES", help="stages to repeat even if they are finished, or all")
     parser.add_argument(
         "--state",
         type=Path,
         default=ROOT / "build" / "gpu-check",
-        help="where a call keeps what the next one goes on with (default: build/gpu-check)",
+        help="folder for work that the next call continues (default: build/gpu-check)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU and the emulator; needs no GPU")
-    parser.add_argument("--list", action="store_true", help="print the stages, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU and the emulator; needs no GPU")
+    parser.add_argument("--list", action="store_true", help="print the stages and exit")
     return parser.parse_args(arguments)
 
 
@@ -128,10 +128,10 @@ class Check:
             merge_logs(out)
             self.report.gone += tidy(out, self.stages)
         except OSError as error:  # a full disk, say
-            self.report.gone.append(f"what `{outcome.stage.name}` left: {error}")
+            self.report.gone.append(f"files of `{outcome.stage.name}`: {error}")
         self.state.end(outcome)
         if outcome.stage.name == "build" and head_dims() != self.state.facts[-1]:
-            # What was learned with another library does not hold for this one.
+            # Outcomes with another library are not valid for this one.
             self.state.facts[-1] = head_dims()
             for stage in self.stages:
                 if "build" in stage.needs and not self.state.earlier(stage):
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         print(f"gpu_check: {refusal}", file=sys.stderr)
         return 2
     facts = [f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, within {options.minutes:g} minutes"]
-    report = Report(out, "asking the machine what it is", facts, {}, stages, began=began)
+    report = Report(out, "querying the machine", facts, {}, stages, began=began)
     report.write("none")
     words = {"python": sys.executable, "out": str(out)}
     variables = {"PYTHONUNBUFFERED": "1", "COLUMNS": "140"}
@@ -204,11 +204,11 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         state.restore(stage)
     finished = {stage.name: outcome for stage in stages if (outcome := state.earlier(stage))}
     report.earlier, report.model = finished, state.folder / "model" / MODEL
-    print(report.heading, *facts, f"Leaves {out}", estimates(stages, finished, seconds), sep="\n  ", flush=True)
+    print(report.heading, *facts, f"Writes to {out}", estimates(stages, finished, seconds), sep="\n  ", flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         Check(stages, report, state, finished, Path(scratch), seconds).run(words, variables)
     if few := head_dims():
-        facts.append(f"The library has attention's CUDA kernels of head dims {few} only: tests of others fail")
+        facts.append(f"The library has attention's CUDA kernels for head dims {few} only: tests of others fail")
     report.write()
     passed = clock(time.monotonic() - began)
     print(*report.verdict(), f"[{passed} of {clock(seconds)}] {out / 'report.md'}", sep="\n")
@@ -222,10 +222,10 @@ def list_stages(stages: Sequence[Stage]) -> None:
 
 
 def estimates(stages: Sequence[Stage], finished: Mapping[str, Outcome], total: float) -> str:
-    """What is to come, and how long it should take."""
+    """The stages to run, with their estimates."""
     coming = [stage for stage in stages if stage.name not in finished]
     words = ", ".join(f"{stage.name} {stage.estimate:.0f}" for stage in coming)
-    text = f"Seconds that stages should take: {words}; {sum(stage.estimate for stage in coming):.0f} of {total:.0f}"
+    text = f"Estimated seconds: {words}; {sum(stage.estimate for stage in coming):.0f} of {total:.0f}"
     if finished:
         text += f"\n  Finished by an earlier call (--again repeats them): {', '.join(finished)}"
     return text

@@ -1,8 +1,8 @@
-"""Builds the library for a GPU within a time: all of it, or else attention's kernels of fewer head dims.
+"""Builds the library for a GPU within a time limit, if necessary with attention's kernels for fewer head dims.
 
     python -m benchmarks.gpu_check.build_in_time --minutes 3
 
-What was compiled before the time was over is kept: the next call goes on with the rest.
+Files that were compiled in time are kept: the next call continues with the rest.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cuda_ext import _build
 
 TIMES = _build.SOURCE_ROOT / "build" / "source-times.json"
 FEWER = "64,128"
-SHARE = 0.65  # of the time, for all head dims
+SHARE = 0.65  # of the time, for a build with all head dims
 
 
 def keep_times(folder: Path, record: Path) -> None:
-    """Gives sources that are as in the last call the times that they had then: a checkout that was copied here anew
-    would be younger than what was compiled of it, and ninja would compile it again."""
+    """Restores the modification times of sources that have not changed since the last call: otherwise ninja would
+    recompile a checkout that was copied again."""
     try:
         known: dict[str, list[Any]] = json.loads(record.read_text())
     except (OSError, ValueError):
@@ -46,13 +46,13 @@ def keep_times(folder: Path, record: Path) -> None:
 
 
 def build(command: Sequence[str], seconds: float, head_dims: str) -> int | None:
-    """The exit status, or None if the time was not enough."""
+    """The exit status, or None if the time did not suffice."""
     environment = {**os.environ, "CUDA_EXT_HEAD_DIMS": head_dims}
     process = subprocess.Popen(command, cwd=_build.SOURCE_ROOT, env=environment, start_new_session=True)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        # Asked to end, ninja ends the compilers and removes what they have not finished.
+        # On SIGINT, ninja stops the compilers and removes incomplete files.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
@@ -66,7 +66,7 @@ def build(command: Sequence[str], seconds: float, head_dims: str) -> int | None:
 
 def main(arguments: Sequence[str] | None = None, command: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, required=True, help="after which it has ended")
+    parser.add_argument("--minutes", type=float, required=True, help="time limit")
     options = parser.parse_args(arguments)
     if command is None:
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
@@ -80,13 +80,13 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] | None =
         status = build(command, SHARE * 60 * options.minutes, "")
         if status is None:
             print(
-                f"cuda_ext: all head dims take longer than {SHARE * 60 * options.minutes:.0f} s; going on with {FEWER} "
-                "only, and with the others in the next call",
+                f"cuda_ext: all head dims take longer than {SHARE * 60 * options.minutes:.0f} s; building {FEWER} only; "
+                "the next call builds the others",
                 flush=True,
             )
             status = build(command, end - time.monotonic(), FEWER)
     if status is None:
-        print("cuda_ext: the time was not enough; the next call goes on with what is left to compile", flush=True)
+        print("cuda_ext: the time did not suffice; the next call continues with the files left to compile", flush=True)
         return 1
     return status
 
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("cuda_ext: the build was stopped; the next call goes on with what is left to compile")
+        sys.exit("cuda_ext: the build was stopped; the next call continues with the files left to compile")

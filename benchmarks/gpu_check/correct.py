@@ -1,10 +1,10 @@
-"""A handful of cases of one family of kernels against the reference: whether it works at all, in a few seconds.
+"""Compares a few cases of one family of kernels with the reference: shows in seconds whether it works at all.
 
     python -m benchmarks.gpu_check.correct gemm cuda
-    python -m benchmarks.gpu_check.correct attention-backward simt    # the emulator in the place of the GPU
+    python -m benchmarks.gpu_check.correct attention-backward simt    # on the emulator instead of a GPU
 
-The families are gemm, attention-forward, attention-backward and bucket. It needs torch alone, no pytest; the tests have
-many more cases and closer tolerances. A case is named before it is run, so that one which never ends is known.
+The families are gemm, attention-forward, attention-backward and bucket. Only torch is needed, not pytest; the tests
+have many more cases and tighter tolerances. The name of a case is printed before it runs, in case it hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import cuda_ext
 from benchmarks.suites.measure import TF32_TOLERANCE, TOLERANCE
 from cuda_ext import bucket, testing
 
-# What came and what should have come, by name. An error is compared with the largest element: several roundings.
+# name -> (actual, expected).
 Results = dict[str, tuple[Tensor, Tensor]]
 Case = tuple[str, Callable[[], Results]]
 LEFT_OUT = "whose CUDA kernels are in this library"  # of csrc/attention/attention_left_out.cpp
@@ -70,7 +70,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
 
     for layout in ("nn", "nt", "tn", "tt"):
         yield f"gemm bfloat16 {layout} 136 x 72 x 104", partial(gemm, 136, 72, 104, torch.bfloat16, layout)
-    yield "gemm bfloat16 nn 24 x 40 x 4096", partial(gemm, 24, 40, 4096, torch.bfloat16)  # k is divided among blocks
+    yield "gemm bfloat16 nn 24 x 40 x 4096", partial(gemm, 24, 40, 4096, torch.bfloat16)  # split k
     yield "gemm float16 nn 61 x 37 x 83", partial(gemm, 61, 37, 83, torch.float16)
     yield "gemm float32 nn 72 x 40 x 64", partial(gemm, 72, 40, 64, torch.float32)
     yield "gemm tf32 nn 72 x 40 x 64", partial(in_tf32, partial(gemm, 72, 40, 64, torch.float32))
@@ -84,7 +84,7 @@ def gemm_cases(large: bool) -> Iterator[Case]:
         "gated_mlp bfloat16 17 x 24, 40",
         lambda: product(cuda_ext.gated_mlp, testing.reference_gated_mlp, rand(17, 24), rand(80, 24), rand(24, 40)),
     )
-    if large:  # whole tiles, many waves, k divided among blocks
+    if large:  # whole tiles, many waves, split k
         for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
             yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, torch.bfloat16)
         for dtype in (torch.float16, torch.float32):
@@ -109,7 +109,7 @@ def attention_forward(sizes: tuple[int, ...], dtype: torch.dtype, **options: Any
 
 
 def attention_backward(sizes: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Results:
-    """Alone: output and lse are those of the reference, so that a forward that is wrong is not blamed on it."""
+    """Backward alone, from the output and LSE of the reference, so that an error in forward is not attributed to it."""
     inputs = attention_inputs(*sizes, dtype)  # type: ignore[call-arg, arg-type]
     names = {key: options[key] for key in ("causal", "softcap") if key in options}
     leaves = [tensor.double().requires_grad_() for tensor in inputs]
@@ -132,7 +132,7 @@ def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
         ((1, 65, 2, 1, 128, 128), torch.bfloat16, {"softcap": 5.0}),
         ((1, 66, 1, 1, 192, 128), torch.bfloat16, {"causal": True}),
         ((1, 66, 1, 1, 256, 256), torch.bfloat16, {}),
-        # So many blocks that none of the work of one is divided.
+        # So many blocks that the keys are not split among blocks.
         ((3, 140, 4, 4, 64, 64), torch.bfloat16, {}),
         ((3, 140, 4, 4, 128, 128), torch.bfloat16, {"causal": True}),
     ]
@@ -201,7 +201,7 @@ FAMILIES: dict[str, Callable[[bool], Iterator[Case]]] = {
 
 
 def run(cases: Iterator[Case], on_gpu: bool) -> int:
-    """Says of each case whether it is right; returns how many are not, or were not run because the GPU was lost."""
+    """Prints the verdict of each case; returns how many are wrong, or not run because the GPU is lost."""
     wrong, right, lost = 0, 0, ""
     for name, case in cases:
         if lost:
@@ -217,7 +217,7 @@ def run(cases: Iterator[Case], on_gpu: bool) -> int:
         except Exception as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             if LEFT_OUT in first:
-                print(f"left out of this build: {first}", flush=True)
+                print(f"not in this build: {first}", flush=True)
                 continue
             print(f"FAILED: {first}", flush=True)
         else:
@@ -235,7 +235,7 @@ def run(cases: Iterator[Case], on_gpu: bool) -> int:
 
 
 def expect(what: str, actual: Tensor, exact: Tensor, tf32: bool) -> None:
-    """Raises AssertionError where an error is larger than the tolerance, of the largest element."""
+    """Raises AssertionError if an error exceeds the tolerance, relative to the largest element."""
     dtype = actual.dtype
     actual, exact = actual.detach().double(), exact.detach().to(actual.dtype).double()
     if actual.shape != exact.shape:
@@ -243,7 +243,7 @@ def expect(what: str, actual: Tensor, exact: Tensor, tf32: bool) -> None:
     finite = exact.isfinite()
     tolerance = TF32_TOLERANCE if tf32 else TOLERANCE[name_of(dtype)]
     allowed = tolerance * float(exact.abs().where(finite, 0.0).max())
-    # Infinities have to be the same; a NaN is equal to nothing.
+    # Infinities must be equal; a NaN equals nothing.
     wrong = torch.where(finite, ~((actual - exact).abs() <= allowed), actual != exact)
     if count := int(wrong.sum()):
         first = tuple(int(i) for i in wrong.nonzero()[0])

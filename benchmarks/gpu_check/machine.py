@@ -1,4 +1,4 @@
-"""What the machine is, and what it lacks."""
+"""Properties of the machine, and what it lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuda_ext import _build, _stamp, _toolchain
 
 
 class Refusal(Exception):
-    """The check cannot be run; the message says why and what to do."""
+    """The check cannot run; the message says why and what to do."""
 
 
 PROBE = """
@@ -25,23 +25,23 @@ print(json.dumps(environment.describe("cuda" if torch.cuda.is_available() else "
 
 
 def probe(patience: float) -> dict[str, Any]:
-    """The environment as benchmarks.environment has it, from another process: this one shall hold no GPU memory."""
+    """environment.describe() from another process, because this one should not allocate GPU memory."""
     command = [sys.executable, "-c", PROBE]
     try:
         done = subprocess.run(command, cwd=_build.SOURCE_ROOT, capture_output=True, text=True, timeout=patience)
     except subprocess.TimeoutExpired:
         raise Refusal(
-            f"torch did not find out within {patience:.0f} s whether there is a GPU; does `nvidia-smi` answer?"
+            f"torch did not report within {patience:.0f} s whether there is a GPU; does `nvidia-smi` answer?"
         ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise Refusal(f"{sys.executable} cannot say what torch runs on: {last}; choose another with PYTHON=...")
+        raise Refusal(f"{sys.executable} cannot query torch: {last}; choose another Python with PYTHON=...")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
 def arch_of(environment: dict[str, Any]) -> str:
-    """ "9.0a", for the GPU of the probe; raises Refusal where there is none, or none that the kernels run on."""
+    """The architecture of the GPU, such as "9.0a"; raises Refusal if there is none, or an unsupported one."""
     if "capability" not in environment:
         raise Refusal(
             f"expected a CUDA GPU, found none (torch {environment['torch']}). Run this where `nvidia-smi` lists one, "
@@ -56,14 +56,14 @@ def arch_of(environment: dict[str, Any]) -> str:
 
 
 def build_variables(arch: str) -> dict[str, str]:
-    """CUDA required, so that a build without it is an error; and on every core, however little memory is free when it
-    begins, since it has to fit its time."""
+    """Variables for the build: CUDA is required, so that a build without it fails, and all cores are used even if
+    little memory is free, because time is short."""
     jobs = os.environ.get("MAX_JOBS") or str(_toolchain.available_cores())
     return {"CUDA_EXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": arch, "MAX_JOBS": jobs}
 
 
 def missing() -> list[str]:
-    """What this machine lacks, and what that means."""
+    """What this machine lacks, with the consequence."""
     modules = {
         "pytest": "the tests cannot run",
         "numpy": "no conformance, and some tests cannot run",
@@ -82,7 +82,7 @@ def missing() -> list[str]:
 
 
 def sanitizer(cuda: str | None) -> str:
-    """compute-sanitizer, on PATH or in a toolkit."""
+    """The path of compute-sanitizer, on PATH or in a toolkit."""
     name = "compute-sanitizer"
     if found := shutil.which(name):
         return found
@@ -91,7 +91,7 @@ def sanitizer(cuda: str | None) -> str:
 
 
 def head_dims() -> str:
-    """Of attention's kernels in the library, if it has not all of them."""
+    """The head dims of attention's kernels in the library; empty if it has all of them."""
     try:
         built = _stamp.read().get("head_dims", list(_build.HEAD_DIMS))
     except ImportError:

@@ -1,4 +1,4 @@
-"""The folder that a GPU check leaves: report.md first, and never more than it may hold."""
+"""The output folder of a GPU check: report.md, and the limits on number and size of files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.gpu_check.stages import FAILED, IN_PART, PASSED, SKIPPED, STOPPE
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
 TITLE = "# GPU check"
 LOG = "logs.txt"
-REWRITE = 10.0  # seconds after which the report is written anew while a stage runs
+REWRITE = 10.0  # seconds between updates of the report while a stage runs
 
 
 class FolderError(Exception):
@@ -28,7 +28,7 @@ class FolderError(Exception):
 
 
 def prepare(out: Path) -> None:
-    """Makes `out` an empty folder that can be written; an earlier check in it is moved aside. Raises FolderError."""
+    """Makes `out` an empty, writable folder; an earlier check in it is renamed. Raises FolderError."""
     try:
         if (out / "report.md").is_file() and (out / "report.md").read_text().startswith(TITLE):
             written = datetime.fromtimestamp((out / "report.md").stat().st_mtime)
@@ -44,7 +44,7 @@ def prepare(out: Path) -> None:
 
 
 def pack(scratch: Path, archive: Path) -> None:
-    """Writes what is in `scratch` into `archive`."""
+    """Packs the contents of `scratch` into `archive`."""
     if any(scratch.iterdir()):
         with tarfile.open(archive, "w:gz") as tar:
             for path in sorted(scratch.iterdir()):
@@ -52,7 +52,7 @@ def pack(scratch: Path, archive: Path) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Removes what is in it."""
+    """Removes the contents of a folder."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -61,7 +61,7 @@ def empty(folder: Path) -> None:
 
 
 def merge_logs(out: Path) -> None:
-    """Moves the logs that commands keep in `out` to the end of the one that there shall be."""
+    """Appends the logs that commands wrote to `out` to LOG, and removes them."""
     for path in sorted(out.glob("log*.txt")):
         if path.name != LOG and path.is_file():
             if path.stat().st_size:
@@ -73,14 +73,15 @@ def merge_logs(out: Path) -> None:
 
 
 def whole_lines(file: Path) -> None:
-    """Cuts off what a stopped suite has left of a line, to which the next would append, and what is over the limit."""
+    """Cuts off an incomplete last line, to which the next suite would append, and everything beyond the limit."""
     if file.is_file():
         data = file.read_bytes()[:MAX_BYTES]
         os.truncate(file, data.rfind(b"\n") + 1)
 
 
 def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
-    """Brings `out` within its limits, the report counted in: the last plots go first. Returns what went, and why."""
+    """Enforces the limits on `out`, including the report: the least important plots are removed first. Returns the
+    removed files, with reasons."""
     ours = ["results.jsonl", LOG, *(stage.archive for stage in stages if stage.archive)]
     subjects = ["summary", *(name for stage in stages for name in (stage.name, *stage.parts))]
 
@@ -103,7 +104,7 @@ def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
         elif size > MAX_BYTES:
             reason = f"{size >> 20} MiB, more than {MAX_BYTES >> 20}"
         elif path.is_symlink() or len(name.parts) > MAX_FOLDERS + 1 or not re.fullmatch(r"[A-Za-z0-9._/-]+", str(name)):
-            reason = "a link, too deep, or of an unusual name"
+            reason = "a link, too deep, or with an unusual name"
         else:
             kept += 1
             continue
@@ -117,7 +118,7 @@ def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
 
 @dataclass
 class Report:
-    """report.md, written anew whenever something has changed, for whoever kills the check."""
+    """report.md, rewritten after every change, so that it is current even if the check is killed."""
 
     out: Path
     heading: str
@@ -125,24 +126,24 @@ class Report:
     machine: dict[str, Any]
     stages: Sequence[Stage]
     outcomes: list[Outcome] = field(default_factory=list)
-    earlier: Mapping[str, Outcome] = field(default_factory=dict)  # by name: what an earlier call finished
-    model: Path | None = None  # a table in Markdown: what was predicted, and what came
-    gone: list[str] = field(default_factory=list)  # what was left out of the folder
+    earlier: Mapping[str, Outcome] = field(default_factory=dict)  # by name, from earlier calls
+    model: Path | None = None  # a Markdown table that compares predictions with measurements
+    gone: list[str] = field(default_factory=list)  # files removed from the folder
     began: float = field(default_factory=time.monotonic)
     _running: str = ""
     _written: float = 0.0
 
     def write(self, running: str = "") -> None:
-        """`running`: the stage that is about to begin, if the check has not ended."""
+        """`running`: the stage that is about to start, if any."""
         self._running, self._written = running, time.monotonic()
         lines = [f"{TITLE}: {self.heading}", "", *(f"- {line}" for line in self.verdict())]
         lines += [*(f"- {fact}" for fact in self.facts)]
-        lines += [f"- {clock(time.monotonic() - self.began)} {'so far' if running else 'in all'}", "", *self._table()]
-        lines += ["", "## Predicted, and what came", "", *self._model()]
+        lines += [f"- {clock(time.monotonic() - self.began)} {'so far' if running else 'in total'}", "", *self._table()]
+        lines += ["", "## Predictions and measurements", "", *self._model()]
         lines += ["", "## Measurements", "", *summary(self.out / "results.jsonl")]
         for outcome in self._known().values():
             if outcome.limit:
-                lines += ["", f"## {outcome.stage.name}: {outcome.verdict}", "", "```", *what_matters(outcome), "```"]
+                lines += ["", f"## {outcome.stage.name}: {outcome.verdict}", "", "```", *excerpt(outcome), "```"]
         if self.gone:
             lines += ["", "## Left out", "", *(f"- {item}" for item in self.gone)]
         lines += ["", "## The machine", "", "```", *(f"{key}: {value}" for key, value in self.machine.items()), "```"]
@@ -154,12 +155,12 @@ class Report:
             print(f"gpu_check: the report cannot be written: {error}", file=sys.stderr)
 
     def write_again(self) -> None:
-        """Now and then while a stage runs: what it has measured by now."""
+        """Updates the report while a stage runs, every REWRITE seconds."""
         if time.monotonic() - self._written > REWRITE:
             self.write(self._running)
 
     def verdict(self) -> list[str]:
-        """What is broken, by name and with the line that says most; then what is left for another call."""
+        """Broken stages with the most informative line of each; then what remains for another call."""
         known = self._known()
         lines = []
         for outcome in known.values():
@@ -173,9 +174,9 @@ class Report:
         left += [stage.name for stage in self.stages if stage.name not in known]
         verdicts = [outcome.verdict for outcome in known.values()]
         counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
-        lines.append(f"Of {len(self.stages)} stages: {counts or 'none has ended'}")
+        lines.append(f"Of {len(self.stages)} stages: {counts or 'none has finished'}")
         if left:
-            lines.append(f"Not finished: {', '.join(left)}; the same command goes on with them")
+            lines.append(f"Not finished: {', '.join(left)}; the same command continues with them")
         return lines
 
     def _known(self) -> dict[str, Outcome]:
@@ -199,11 +200,11 @@ class Report:
 
     def _model(self) -> list[str]:
         if self.model is None or not self.model.is_file():
-            return ["Not compared; `python -m benchmarks.predicted results.jsonl` does it anywhere."]
+            return ["Not compared. `python -m benchmarks.predicted results.jsonl` does so on any machine."]
         return self.model.read_text().splitlines()
 
 
-def what_matters(outcome: Outcome) -> list[str]:
+def excerpt(outcome: Outcome) -> list[str]:
     if outcome.verdict == PASSED:
         return outcome.key_lines if outcome.stage.key else outcome.tail[-10:]
     key_lines = [line for line in outcome.key_lines if line not in outcome.tail]
@@ -217,16 +218,16 @@ def clock(seconds: float) -> str:
 
 
 def summary(file: Path) -> list[str]:
-    """How much faster ours is than each opponent, over all cases of a suite, and what was not measured."""
+    """Geometric means over the cases of each suite, and the failures."""
     if not file.is_file():
         return ["No measurements."]
-    whole = file.read_bytes().rpartition(b"\n")[0]  # a line may be on its way
+    whole = file.read_bytes().rpartition(b"\n")[0]  # the last line may be incomplete
     try:
         lines = whole.decode().splitlines()
         measurements = [results.parse(line, f"{file}:{i}") for i, line in enumerate(lines, 1)]
     except (results.ResultsError, UnicodeDecodeError) as error:
         return [f"The measurements cannot be read: {error}"]
-    lines = ["| suite | dtype | opponent | its time over ours, geometric mean | cases |", "|---|---|---|---:|---:|"]
+    lines = ["| suite | dtype | baseline | geometric mean of its time / our time | cases |", "|---|---|---|---:|---:|"]
     for (suite, dtype, side), (ratio, count) in results.geometric_means(measurements).items():
         lines += [f"| {suite} | {dtype} | {side} | {ratio:.2f} | {count} |"]
     failures: dict[str, int] = {}
@@ -234,5 +235,5 @@ def summary(file: Path) -> list[str]:
         if m.failure:
             reason = f"{m.suite}, {m.side}: {m.failure.splitlines()[0][:160]}"
             failures[reason] = failures.get(reason, 0) + 1
-    lines += ["", f"{len(measurements)} measurements, {sum(failures.values())} of them without a time."]
+    lines += ["", f"{len(measurements)} measurements, {sum(failures.values())} of them without a time:"]
     return lines + [f"- {count} × {reason}" for reason, count in list(failures.items())[:20]]

@@ -1,10 +1,10 @@
-"""Every op with CUDA kernels, forward and backward, at sizes that fill no tile: for tools that watch every access.
+"""Every op with CUDA kernels, forward and backward, on small sizes: for tools that check every memory access.
 
     compute-sanitizer --tool memcheck python -m benchmarks.gpu_check.small_cases cuda
-    python -m benchmarks.gpu_check.small_cases simt racecheck             # the emulator in the place of GPU and tool
+    python -m benchmarks.gpu_check.small_cases simt racecheck             # on the emulator instead of GPU and tool
     python -m benchmarks.gpu_check.small_cases simt memcheck bfloat16     # one dtype
 
-Nothing is compared here; the tests do that.
+Results are not compared; the tests do that.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ import cuda_ext
 from cuda_ext import bucket, testing
 
 
-def differentiate(op: Callable[..., Tensor], *tensors: Tensor, **options: object) -> None:
+def differentiate(op: Callable[..., Any], *tensors: Tensor, **options: object) -> None:
     leaves = [tensor.requires_grad_() for tensor in tensors]
     out = op(*leaves, **options)
     torch.autograd.grad(out, leaves, torch.randn_like(out))

@@ -10,12 +10,12 @@ from cuda_ext import _build, _emulator, _toolchain
 
 ROOT = _build.SOURCE_ROOT
 
-# Not `python -m cuda_ext.info`, whose exit status is 1 as long as the library has not been built.
+# Not `python -m cuda_ext.info`, whose exit status is 1 before the library is built.
 DESCRIBE = ("{python}", "-c", "from cuda_ext import info; print(info.render(info.report()))")
 INFO = r"MiB /|^  (torch|python|setuptools|ninja|compiler|driver|cores|free memory): |, sm_\d|: CUDA \d"
 BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
-CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: left out|^correct: |:$"
+CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: not in this build|^correct: |:$"
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
 
 # The sources of `python -m benchmarks`.
@@ -24,7 +24,7 @@ MEASURING = tuple(
 )
 FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
 
-# One case of each family that a CPU has soon measured; the first of a suite is measured in any case.
+# One case of each family that a CPU measures quickly; the first case of a suite is always measured.
 FEW = (
     "^gemm forward .*512 × 512 × 512 float32$|^flash_attention full forward .*S=1024 H=8 D=64 float32$|"
     "^pack forward .*ResNet-50 float32$"
@@ -33,7 +33,7 @@ MODEL = "model.md"  # in the folder of the stage "model"
 
 
 def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more: str) -> Stage:
-    """One command for all suites: it measures the ceilings once, and has a process for each suite itself."""
+    """One command for all suites, so that the ceilings are measured once."""
     options = ("--device", device, "--minutes", "{minutes}", "--out", "{out}", "--resume")
     return Stage(
         "benchmarks",
@@ -48,7 +48,7 @@ def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more
 
 
 def correctness_stages(backend: str, estimate: float) -> list[Stage]:
-    """One for each family of kernels, so that the report names the one that is broken."""
+    """A stage per family of kernels, so that the report names the broken one."""
     return [
         Stage(
             f"correct-{family}",
@@ -64,16 +64,16 @@ def correctness_stages(backend: str, estimate: float) -> list[Stage]:
 
 
 def build_seconds(cores: int) -> float:
-    """Of the library for one architecture: no core waits long for the slowest source, which takes about a minute."""
+    """Estimate for the library and one architecture, at least a minute, which the slowest source takes."""
     sources = _build.Plan("", "", _toolchain.Toolkit("", Path()), ("9.0a",), cores).sources
     seconds = {".cpp": _build.SECONDS_PER_CXX_FILE, ".cu": _build.SECONDS_PER_CUDA_FILE + _build.SECONDS_PER_ARCH}
     return 40 + max(60, sum(seconds[path.suffix] for path in sources) / cores)
 
 
 def stages_on_gpu(cores: int) -> list[Stage]:
-    """In the order of their worth. The estimates are for an H100 or H200, and reasoned from counts, not measured; the
-    table in docs/gpu-check.md has them too."""
-    # Other files may import what is not installed.
+    """Most valuable first. The estimates are for an H100 or H200, derived from counts, not measured; the table in
+    docs/gpu-check.md repeats them."""
+    # Other test files may import packages that are not installed.
     marks = re.compile(r"mark\.(every_backend|cuda)\b")
     files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text()))
     tests = [str(path.relative_to(ROOT)) for path in files]
@@ -87,11 +87,11 @@ def stages_on_gpu(cores: int) -> list[Stage]:
             needs=("build",),
             key=r"={9} .*(SUMMARY|Error|Invalid|hazard|Race|refus|support)",
             sign=r"^small cases on ",
-            # An allocation from the cache of PyTorch has no end that memcheck could see.
+            # memcheck does not see the bounds of allocations in PyTorch's cache.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
             sources=("benchmarks/gpu_check/small_cases.py",),
         )
-        # Sixty small kernels, each several to a hundred times as long as without the tool, after its start.
+        # Sixty small kernels, each up to a hundred times as slow as without the tool, and the start of the tool.
         for tool, estimate, more in (
             ("memcheck", 45, ("--report-api-errors", "no", *small_cases)),
             ("racecheck", 60, ("--racecheck-report", "analysis", *small_cases)),
@@ -107,7 +107,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
             repeats=True,  # ninja knows what is left
             key=BUILD,
         ),
-        # nvcc compiles a thousand lines for one architecture; then each case takes less than a second.
+        # nvcc compiles a thousand lines for one architecture; each case takes less than a second.
         Stage(
             "conformance",
             (("{python}", "tests/simt/record.py", "--golden", "{scratch}"),),
@@ -117,7 +117,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
             archive="golden.tar.gz",
             sources=("tests/simt", "tests/ptx"),
         ),
-        # Mostly PyTorch's start and that of CUDA.
+        # Mostly the start of PyTorch and CUDA.
         *correctness_stages("cuda", 15),
         # 210 cases, 1.2 s each, and the start of six processes.
         benchmark_stage(
@@ -135,7 +135,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
             sources=("tests",),
         ),
         *sanitizers,
-        # Half of it is the emulator, which the C++ compiler makes for the model to ask.
+        # Half of the time compiles the emulator, which the model queries.
         model_stage(("{out}/results.jsonl",), 40),
     ]
 
@@ -194,7 +194,7 @@ def stages_of_dry_run() -> list[Stage]:
 
 
 def emulator_is_compiled() -> bool:
-    """From sources as they are, as far as their times tell."""
+    """Whether the emulator is newer than all of its sources."""
     library = _emulator.FOLDER / "_simt_hooks.so"
     sources = (path for path in _build.CSRC.rglob("*") if path.is_file())
     return library.exists() and library.stat().st_mtime > max(path.stat().st_mtime for path in sources)

@@ -1,7 +1,7 @@
-"""Commands one after the other, each within a limit that follows from its estimate, whatever it does.
+"""Runs commands one after the other, each within a time limit derived from its estimate.
 
-A stage that fails, hangs, ignores SIGTERM, leaves processes behind, prints without end or fills the disk costs its own
-time and nothing of the others'.
+A stage that fails, hangs, ignores SIGTERM, leaves processes behind, prints without end or fills the disk costs only its
+own time.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from benchmarks.results import UNFINISHED
 PASSED, FAILED, STOPPED, SKIPPED = "passed", "FAILED", "STOPPED", "not run"
 UNAVAILABLE, IN_PART = "not available", "in part"
 
-# A stage whose estimate is wrong may take this many times as long; those after it wait.
+# A stage may take this many times its estimate, even if less time remains for later ones.
 PATIENCE = 2.0
-# A stage that leaves less free of a disk is stopped, or than half of what was free before it.
+# A stage is stopped when a disk has fewer free bytes than this, or than half of those before the stage.
 LEAST_FREE = 2 << 30
 
 LOG_HEAD, LOG_TAIL = 512 << 10, 256 << 10  # bytes kept of a stage's log
 KEY_LINES, TAIL_LINES, LINE = 60, 30, 300
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-_libc = ctypes.CDLL(None)  # before a fork, after which no library should be loaded
+_libc = ctypes.CDLL(None)  # loaded here, because no library should be loaded after a fork
 
 
 @dataclass(frozen=True)
 class Stage:
-    """`commands` run in turn, each in any case. In their words "{python}" and the like are replaced, see `Run`; a word
-    "{parts}" becomes as many words as there are parts."""
+    """Commands that all run, one after the other, even if one fails. "{python}" and other words in braces are replaced
+    (see `Run`); the word "{parts}" becomes one word per part."""
 
     name: str
     commands: tuple[tuple[str, ...], ...]
-    # Seconds that it should take. Its limit is PATIENCE times that, or its share of the time that is left, by the
-    # estimates of this and all later stages, if that is more.
+    # Expected seconds. The limit is PATIENCE times the estimate, or the stage's share of the remaining time (in
+    # proportion to the estimates of this and all later stages) if that is more.
     estimate: float
-    least: float = 1.0  # seconds under which it is not worth starting
-    most: float = math.inf  # seconds that it is never given more than
-    needs: tuple[str, ...] = ()  # stages without whose success it is not run
-    always: bool = False  # also where only other stages are asked for
-    fills: bool = False  # it takes the time it is given: the estimate, and no more where there is no more
-    parts: tuple[str, ...] = ()  # names by which a part of it can be asked for
-    # What it depends on in the checkout, beside csrc and cuda_ext: it is repeated when something there has changed.
+    least: float = 1.0  # seconds; with less it is not started
+    most: float = math.inf  # seconds; its limit is never higher
+    needs: tuple[str, ...] = ()  # stages that must have succeeded
+    always: bool = False  # runs even if only other stages were selected
+    fills: bool = False  # uses all the time it gets, so PATIENCE does not apply
+    parts: tuple[str, ...] = ()  # names of parts that can be selected
+    # Sources it depends on besides csrc and cuda_ext; it is repeated when one has changed.
     sources: tuple[str, ...] = ()
-    repeats: bool = False  # in every call, also when it has passed in an earlier one
-    key: str = ""  # the lines of its log that say most
-    sign: str = ""  # what is printed once its tool works; a failure before is the tool's, not the code's
-    archive: str = ""  # the file for what it leaves in {scratch}
+    repeats: bool = False  # runs in every call, even if it passed in an earlier one
+    key: str = ""  # a regular expression for the most informative lines of its log
+    sign: str = ""  # a regular expression; a failure before any output matches it means "not available"
+    archive: str = ""  # archive for the files it writes to {scratch}
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -71,7 +71,7 @@ class Outcome:
     reason: str = ""
     seconds: float = 0.0
     limit: float = 0.0
-    when: str = ""  # the time of the earlier call that it is from, if it is
+    when: str = ""  # the time of the earlier call, if it is from one
     key_lines: list[str] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
 
@@ -81,11 +81,11 @@ class Outcome:
 
 
 class Log:
-    """What a stage prints, to a file while it is printed: the beginning, and at last the end, of what is too long."""
+    """Copies the output of a stage to a file as it is printed; of long output, the beginning and finally the end."""
 
     def __init__(self, file: Path, key: str = "", sign: str = "") -> None:
         self._file = file.open("ab", buffering=0)
-        self._room = LOG_HEAD
+        self._head_left = LOG_HEAD
         self._end = bytearray()
         self._left_out = 0
         self._line = b""
@@ -102,24 +102,24 @@ class Log:
         self.close()
 
     def write(self, data: bytes) -> None:
-        head, rest = data[: self._room], data[self._room :]
+        head, rest = data[: self._head_left], data[self._head_left :]
         self._put(head)
-        self._room -= len(head)
+        self._head_left -= len(head)
         self._end += rest
         if excess := max(0, len(self._end) - LOG_TAIL):
             self._left_out += excess
             del self._end[:excess]
         *lines, self._line = (self._line + data).split(b"\n")
-        self._line = self._line[-LOG_TAIL:]  # a line without an end
+        self._line = self._line[-LOG_TAIL:]  # limits a line that never ends
         for line in lines:
-            self._take(line)
+            self._record(line)
 
     def _put(self, data: bytes) -> None:
-        with suppress(OSError):  # a full disk costs the log, not the check
+        with suppress(OSError):  # a full disk must not stop the check
             self._file.write(data)
 
-    def _take(self, line: bytes) -> None:
-        # A progress bar overwrites its line.
+    def _record(self, line: bytes) -> None:
+        # A progress bar overwrites its line: only the last state counts.
         text = line.rstrip(b"\r").rpartition(b"\r")[2][: 4 * LINE].decode(errors="replace").rstrip()
         self.has_sign = self.has_sign or bool(self._sign.search(text))
         if text:
@@ -128,13 +128,13 @@ class Log:
             self.key_lines.append(text[:LINE])
 
     def say(self, text: str) -> None:
-        """On lines of its own."""
+        """Writes a separate line."""
         self.write(f"{chr(10) if self._line else ''}{text}\n".encode())
 
     def close(self) -> None:
-        """Writes the end."""
+        """Writes the end of the output."""
         if self._line:
-            self._take(self._line)
+            self._record(self._line)
         if self._left_out:
             self._put(f"\n[... {self._left_out} bytes left out ...]\n".encode())
         self._put(bytes(self._end))
@@ -143,16 +143,16 @@ class Log:
 
 @dataclass
 class Run:
-    """Stages within a time.
+    """Runs stages within a time limit.
 
-    end: on the clock of time.monotonic; no stage goes on after it.
-    words: what "{name}" in a command is replaced with, beside {minutes}, the time for a command that ends by itself,
-        and {state}, a folder that the stage finds again in a later call.
-    environment: for all stages.
-    earlier: the outcome that a stage has had already, if it has one.
-    state: the folder of a stage.
-    before, after: told of each stage that is started, with its limit in seconds, and of each outcome.
-    meanwhile: called about once a second while a stage runs.
+    end: a time of time.monotonic() at which every stage is stopped.
+    words: replacements for "{name}" in commands. {minutes}, the time limit for commands that obey one, and {state}, the
+        folder of the stage, are added.
+    environment: variables for all stages.
+    earlier: returns the outcome of a stage that need not run.
+    state: returns the folder of a stage.
+    before, after: called with each stage and its limit in seconds, and with each outcome.
+    meanwhile: called about once per second while a stage runs.
     """
 
     folder: Path
@@ -166,7 +166,7 @@ class Run:
     after: Callable[[Outcome], None] = lambda outcome: None
     meanwhile: Callable[[], None] = lambda: None
     outcomes: list[Outcome] = field(default_factory=list)
-    interrupted: str = ""  # the name of the signal that asked for an end
+    interrupted: str = ""  # the name of the signal received
 
     def all(self, stages: Sequence[Stage]) -> None:
         _adopt_orphans()
@@ -181,7 +181,7 @@ class Run:
                 self.after(outcome)
 
     def _lacks(self, stage: Stage) -> list[str]:
-        """What it needs and will not have."""
+        """The needed stages that did not succeed."""
         return [o.stage.name for o in self.outcomes if o.stage.name in stage.needs and not o.good]
 
     def _one(self, stage: Stage, coming: Sequence[Stage]) -> Outcome:
@@ -194,7 +194,7 @@ class Run:
         wanted = stage.estimate * (1.0 if stage.fills else PATIENCE)
         limit = min(stage.most, left, max(share, wanted))
         if limit < stage.least:
-            reason = f"no time left: it would have {max(0.0, limit):.0f} s and needs {stage.least:.0f} s"
+            reason = f"no time left: {max(0.0, limit):.0f} s remain, and it needs {stage.least:.0f} s"
             return Outcome(stage, SKIPPED, reason)
         self.before(stage, limit)
         began = time.monotonic()
@@ -211,7 +211,7 @@ class Run:
         environment = {**os.environ, **self.environment, **stage.environment}
         for words in stage.commands:
             grace = min(3.0, (end - time.monotonic()) / 10)
-            # A command that is told when to end needs some time after it, for what it has begun.
+            # A command needs some time after its own limit to finish what it has started.
             left = max(0.0, end - grace - time.monotonic())
             minutes = f"{(left - min(45.0, left / 3)) / 60:.2f}"
             values = {**self.words, "state": str(self.state(stage)), "minutes": minutes}
@@ -233,18 +233,18 @@ class Run:
                 outcome.verdict, outcome.reason = STOPPED, status
                 return
             if status is None:
-                outcome.verdict, outcome.reason = STOPPED, f"not done within its {outcome.limit:.0f} s"
+                outcome.verdict, outcome.reason = STOPPED, f"not finished within {outcome.limit:.0f} s"
                 return
             if status == UNFINISHED:
                 if outcome.verdict == PASSED:
-                    outcome.verdict, outcome.reason = IN_PART, "the time was not enough; the next call goes on"
+                    outcome.verdict, outcome.reason = IN_PART, "the time did not suffice; the next call continues"
             elif status != 0:
                 outcome.verdict, outcome.reason = FAILED, _describe(status)
 
     def _command(
         self, command: Sequence[str], environment: Mapping[str, str], end: float, grace: float, log: Log
     ) -> int | str | None:
-        """The exit status, None if the command had to be stopped at its end, or for what other reason it had to be."""
+        """The exit status, None if the command exceeded its time, or another reason why it was stopped."""
         earlier = _children()
         disks = _Disks((self.folder, self.log.parent, Path(tempfile.gettempdir())))
         full, second = "", time.monotonic()
@@ -278,7 +278,7 @@ class Run:
                     time.sleep(0.05)
             ended = process.poll() is not None and not asked_to_end and not full
         finally:
-            # Also after a good end: what a stage leaves running would disturb those that measure.
+            # Also after success: remaining processes would disturb stages that measure.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             _kill(earlier)
@@ -316,7 +316,7 @@ def _describe(status: int | str | None) -> str:
 
 
 def _read(pipe: int, log: Log) -> bool:
-    """Passes on what is there; False at the end of the pipe, or when there is nothing."""
+    """Logs available output; False at the end of the pipe, or if there is none."""
     try:
         data = os.read(pipe, 1 << 16)
     except BlockingIOError:
@@ -326,27 +326,27 @@ def _read(pipe: int, log: Log) -> bool:
 
 
 class _Disks:
-    """The file systems of some folders, and what was free on them."""
+    """Watches the free space on the disks of some folders."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._least = {folder: min(LEAST_FREE, shutil.disk_usage(folder).free // 2) for folder in folders}
 
     def problem(self) -> str:
-        """What has become of them, if that is bad."""
+        """A message if a disk is nearly full, else empty."""
         for folder, least in self._least.items():
             if (free := shutil.disk_usage(folder).free) < least:
-                return f"it has left {free >> 20} MiB free on the disk of {folder}"
+                return f"only {free >> 20} MiB are free on the disk of {folder}"
         return ""
 
 
 def _prepare() -> None:
-    """In the new process: it leaves no core dump, and ends with this one, however that ends."""
+    """Runs in the child: disables core dumps, and lets the kernel kill it when this process ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _adopt_orphans() -> None:
-    """Makes processes whose parent ends children of this one, in whatever session they are, so that they are found."""
+    """Makes orphaned descendants children of this process, whatever their session, so that _kill finds them."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -355,7 +355,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _parents() -> dict[int, int]:
-    """Process -> its parent, of all that live."""
+    """pid -> parent pid of all living processes."""
     parents = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -372,16 +372,16 @@ def _children() -> set[int]:
 
 
 def _kill(spared: set[int]) -> None:
-    """Ends this process's children other than `spared`, and their children, and waits until they are gone."""
+    """Kills the children of this process, except `spared`, and all their descendants, and waits for their end."""
     end = time.monotonic() + 2
     while time.monotonic() < end:
         parents = _parents()
-        doomed = {pid for pid, parent in parents.items() if parent == os.getpid()} - spared
-        while more := {pid for pid, parent in parents.items() if parent in doomed} - doomed:
-            doomed |= more
-        if not doomed:
+        victims = {pid for pid, parent in parents.items() if parent == os.getpid()} - spared
+        while more := {pid for pid, parent in parents.items() if parent in victims} - victims:
+            victims |= more
+        if not victims:
             return
-        for pid in doomed:
+        for pid in victims:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -1,9 +1,9 @@
-"""What a GPU check keeps in the checkout, so that a second call goes on where the first one stopped.
+"""What a GPU check stores in the checkout, so that a second call continues where the first one stopped.
 
-A folder for each machine, and in it one for each stage: its outcome, its log, the measurements and files it gave, and
-what the stage itself keeps there to go on. An outcome counts as long as the stage, the sources that it depends on, the
-GPU, torch and the head dims in the library are the same; a stage that was cut, or that an earlier call was killed in,
-finds its folder again and is run. Where nothing can be written, every call begins afresh.
+There is a folder per machine, with a subfolder per stage: its outcome, log, measurements and files, and what the stage
+itself needs to continue. An outcome is valid as long as the stage, the sources it depends on, the GPU, torch and the
+head dims in the library are the same. A stage that was stopped, or killed in an earlier call, runs again in its old
+folder. If nothing can be written, every call starts from the beginning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUTCOME, STAGE_LOG, RESULTS = "outcome.json", "log.txt", "results.jsonl"
 
 
 def digest(root: Path, names: Sequence[str]) -> str:
-    """Of the source files in these folders of `root`, which may be files too."""
+    """A digest of the source files at these paths, files or folders, below `root`."""
     found = hashlib.sha256()
     files = {path for name in names for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])}
     for path in sorted(path for path in files if path.suffix in SUFFIXES and path.name != "_build_info.py"):
@@ -39,20 +39,20 @@ def digest(root: Path, names: Sequence[str]) -> str:
 
 class State:
     """
-    folder: of this machine.
-    root: of the checkout.
+    folder: the folder of this machine.
+    root: the checkout.
     facts: what else an outcome depends on: the GPU, torch, ...
-    out: the folder that a check leaves; in its logs and measurements each stage has a section of its own.
+    out: the output folder; each stage appends a section to the files of logs and measurements.
     """
 
     def __init__(self, folder: Path, root: Path, facts: Sequence[str], out: Path) -> None:
         self.folder, self._root, self.facts, self._out = folder, root, list(facts), out
         self._running: Stage | None = None
-        self._begins: dict[str, int] = {}  # where the section of the running stage begins, in files of `out`
-        self._measured = b""  # what earlier calls have, of the running stage
+        self._begins: dict[str, int] = {}  # file of `out` -> start of the running stage's section
+        self._measured = b""  # by the running stage in earlier calls
 
     def of(self, stage: Stage) -> Path:
-        """The folder of a stage, empty if what is in it was made from something else."""
+        """The folder of a stage."""
         return self.folder / stage.name
 
     def _key(self, stage: Stage) -> str:
@@ -68,7 +68,7 @@ class State:
             return {}
 
     def earlier(self, stage: Stage) -> Outcome | None:
-        """The outcome of a stage that need not be run again."""
+        """The outcome of a stage that need not run again, else None."""
         entry = self._read(stage)
         if stage.repeats or entry.get("verdict") not in FINISHED or not set(stage.parts) <= set(entry["parts"]):
             return None
@@ -79,7 +79,7 @@ class State:
         shutil.rmtree(self.of(stage), ignore_errors=True)
 
     def restore(self, stage: Stage) -> None:
-        """Brings what earlier calls have learned from a stage into `out`."""
+        """Copies the results of earlier calls of a stage to `out`; removes them if they are no longer valid."""
         if not self._read(stage):
             self.forget(stage)
         if stage.repeats:
@@ -98,7 +98,7 @@ class State:
                 shutil.copy(folder / stage.archive, self._out / stage.archive)
 
     def begin(self, stage: Stage) -> None:
-        """Before a stage is run: whatever ends this process, a later call knows that it was begun."""
+        """Records that a stage starts, so that a later call knows it even if this process is killed."""
         whole_lines(self._out / RESULTS)
         self._begins = {name: size_of(self._out / name) for name in (LOG, RESULTS)}
         if not self._read(stage):
@@ -107,10 +107,10 @@ class State:
         with suppress(OSError):
             self._measured = (self.of(stage) / RESULTS).read_bytes()
         self._running = stage
-        self._write(Outcome(stage, STOPPED, "the check was ended from outside while it ran"))
+        self._write(Outcome(stage, STOPPED, "the check was killed while it ran"))
 
     def save(self) -> None:
-        """Keeps what the running stage has printed and measured by now."""
+        """Stores what the running stage has printed and measured so far."""
         if self._running is None:
             return
         folder = self.of(self._running)
@@ -120,7 +120,7 @@ class State:
                 (folder / RESULTS).write_bytes(measured)
 
     def end(self, outcome: Outcome) -> None:
-        """After a stage."""
+        """Stores the outcome and the files of a stage."""
         self.save()
         archive = outcome.stage.archive
         with suppress(OSError):
@@ -130,7 +130,7 @@ class State:
         self._running = None
 
     def _section(self, name: str) -> bytes:
-        """What the running stage has added to a file of `out`."""
+        """What the running stage has appended to a file of `out`."""
         if not (self._out / name).exists():
             return b""
         with (self._out / name).open("rb") as file:

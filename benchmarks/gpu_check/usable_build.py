@@ -1,5 +1,5 @@
-"""Sees to a library that can be loaded here, the one there is, however it was built, or else a new one for the CPU; and
-to the kernels for the emulator, without and with the check of races."""
+"""Ensures that a library can be loaded, by compiling one for the CPU if necessary, and compiles both variants of the
+emulator, with and without the check for races."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> int:
     try:
         _stamp.check()
     except ImportError as error:
-        print(f"cuda_ext: no library that fits ({error}); compiling one for the CPU", flush=True)
+        print(f"cuda_ext: no usable library ({error}); compiling one for the CPU", flush=True)
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         status = subprocess.run(command, cwd=_build.SOURCE_ROOT, env={**os.environ, "CUDA_EXT_CUDA": "0"}).returncode
         if status:
@@ -25,7 +25,7 @@ def main() -> int:
     for hooks in (False, True):
         module = _emulator.load(hooks)
         assert module.__file__ is not None
-        os.utime(module.__file__)  # current, whatever the times of its sources: gpu_check estimates by it
+        os.utime(module.__file__)  # marks it as current: gpu_check's estimates depend on its time
     return 0
 
 

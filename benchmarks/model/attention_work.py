@@ -78,9 +78,9 @@ def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> 
     points = {}
     for case, cost in evidence.attention.items():
         if match := name.match(case):
-            heads, queries, keys = map(int, match.groups())
+            heads, rows, columns = map(int, match.groups())
             of_head = {counter: count / heads for counter, count in cost.items()}
-            points[queries / tile.block_m, keys / tile.block_n] = of_head
+            points[rows / tile.block_m, columns / tile.block_n] = of_head
     if len(points) != 3:
         raise ModelError(
             f"expected three cases {name.pattern!r} in golden_counters/attention.json, got {len(points)}; record them "

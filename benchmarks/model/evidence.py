@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,11 @@ class Evidence:
             raise ModelError(
                 f"the launchers' choices cannot be asked for, which takes a C++ compiler: {error}"
             ) from None
-        return cls(
-            *(json.loads((GOLDEN / f"{kernels}.json").read_text()) for kernels in ("gemm", "bucket", "attention")),
-            documented_kernels(),
-            [[GemmConfig(**config) for config in configs] for configs in simt.gemm_configs()],
-            simt,
+        gemm, bucket, attention = (
+            json.loads((GOLDEN / f"{kernels}.json").read_text()) for kernels in ("gemm", "bucket", "attention")
         )
+        configs = [[GemmConfig(**config) for config in of_arithmetic] for of_arithmetic in simt.gemm_configs()]
+        return cls(gemm, bucket, attention, documented_kernels(), configs, simt)
 
     def kernel(self, gpu: Gpu, name: str) -> Kernel:
         try:
@@ -126,7 +125,7 @@ class Evidence:
             ) from None
 
 
-def line_through(points: Sequence[tuple[float, dict[str, int]]]) -> tuple[dict[str, float], dict[str, float]]:
+def line_through(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
     """Of counters at two sizes: what one more costs, and what the rest does."""
     (small, low), (large, high) = points
     names = {**low, **high}

@@ -1,16 +1,16 @@
-"""Says where ours became slower from one run to another, beyond what the noise of the two explains.
+"""Lists where ours became slower from one run to another, beyond the noise of both runs.
 
 A case is slower if its time grew by more than the larger of
-  3 %, which is what a comparison of ours with ours may be off, and
-  four times the spread of both runs, sqrt(old² + new²), where a spread is at least what is usual in its run and suite:
-  of few rounds it is known badly.
-Where opponents ran in both runs, with the same software, what counts is not the time but the ratio to them, of several
-the median: a machine that was slower as a whole slowed all sides of a case, which took turns, and the ratio remains. If
-the software is not the same, an opponent may itself have changed: then both time and ratio have to be beyond the noise.
-Without an opponent the time is all there is, and a slower machine looks like slower code.
+  3 %, the error that a comparison of ours with itself may show, and
+  four times the spread of both runs, sqrt(old² + new²); each spread is at least the median of its run and suite,
+  because few rounds estimate it badly.
+If baselines ran in both runs, with the same software, the ratio to them is compared instead of the time (the median, if
+there are several): a machine that is slower as a whole slows all sides of a case, which alternate, and the ratio stays.
+If the software differs, a baseline may itself have changed: then both time and ratio must exceed the noise. Without a
+baseline only the time is known, and a slower machine looks like slower code.
 
-False alarms, by the tests: of cases of three rounds one in 250, of five and more one in 2000; at worst, where all of a
-run is off by as much as one round from the next, one in 100.
+False alarms, according to the tests: one in 250 cases with three rounds, one in 2000 with five or more; at worst, if a
+whole run differs by as much as one round from the next, one in 100.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.results import OURS, OUT_OF_TIME, Measurement, ResultsError, by_
 
 LEAST = 0.03
 FACTOR = 4.0
-OF_OURS = {"commit", "cuda_ext"}  # what may differ between two environments while the opponents stay the same
+OF_OURS = {"commit", "cuda_ext"}  # may differ between two environments with the same baselines
 
 Cases = dict[tuple[str, ...], dict[str, Measurement]]
 
@@ -44,8 +44,8 @@ class Change:
     old: float  # seconds
     new: float
     slowdown: float  # above 1: slower
-    allowed: float  # up to which it is noise
-    by: str  # what it was judged by
+    allowed: float  # a slowdown up to this is noise
+    by: str  # the evidence: time, ratio or both
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Comparison:
     slower: list[Change] = field(default_factory=list)
     faster: list[Change] = field(default_factory=list)
     same: list[Change] = field(default_factory=list)
-    failing: dict[str, str] = field(default_factory=dict)  # ours had a time and has none: case -> reason
-    vanished: list[str] = field(default_factory=list)  # not measured this time, maybe for lack of time
+    failing: dict[str, str] = field(default_factory=dict)  # cases where only the old run has a time -> reason
+    vanished: list[str] = field(default_factory=list)  # not in the new run, perhaps because its time ran out
     appeared: list[str] = field(default_factory=list)
 
     @property
@@ -67,20 +67,20 @@ class Comparison:
 
 
 def compare(old: Sequence[Measurement], new: Sequence[Measurement], force: bool = False) -> Comparison:
-    """Raises ResultsError if they are of different devices, unless `force`, or have nothing in common."""
+    """Raises ResultsError if the devices differ, unless `force`, or if no case is in both runs."""
     before, after = _by_device(old), _by_device(new)
     if before.keys() != after.keys():
         if not force:
             raise ResultsError(
                 f"expected the same devices in both, got {_names(before)} and {_names(after)}: times of different "
-                "devices say nothing about the code; --force compares them all the same"
+                "devices say nothing about the code; --force compares them anyway"
             )
         before, after = {_names(before): by_case(old)}, {_names(before): by_case(new)}
     result = Comparison()
     for device in before:
         _compare_device(device, before[device], after[device], result)
     if not result.compared and not result.failing:
-        raise ResultsError("expected cases that ours ran in both, got none in common; measure the same suites")
+        raise ResultsError("expected cases that ours ran in both, got none; measure the same suites")
     result.slower.sort(key=lambda change: -change.slowdown)
     result.faster.sort(key=lambda change: change.slowdown)
     return result
@@ -124,18 +124,19 @@ def _compare_device(device: str, before: Cases, after: Cases, result: Comparison
 def _judge(
     before: dict[str, Measurement], after: dict[str, Measurement], usual: list[dict[tuple[str, str], float]]
 ) -> tuple[float, float, str]:
-    """(logarithm of the slowdown, up to which it is noise, what it was judged by)."""
+    """(logarithm of the slowdown, its noise limit, the evidence)."""
     evidence = []
     shared = [side for side, m in before.items() if side != OURS and m.ratio and side in after and after[side].ratio]
     if shared:
         pairs = [(before[side], after[side]) for side in shared]
-        changes = [math.log(old.ratio / new.ratio) for old, new in pairs]
+        changes = [math.log(old.ratio / new.ratio) for old, new in pairs if old.ratio and new.ratio]
         noise = statistics.median(_noise(old, new, "ratio", _ratio_spread, usual) for old, new in pairs)
-        by = f"ratio to {shared[0] if len(shared) == 1 else counted(len(shared), 'opponent')}"
+        by = f"ratio to {shared[0] if len(shared) == 1 else counted(len(shared), 'baseline')}"
         evidence.append((statistics.median(changes), noise, by))
     old, new = before[OURS], after[OURS]
     if not shared or _software(old) != _software(new):
         noise = _noise(old, new, "time", _time_spread, usual)
+        assert old.seconds and new.seconds
         evidence.append((math.log(new.seconds / old.seconds), noise, "time"))
     slowdown, noise, _ = min(evidence, key=lambda e: abs(e[0]) / e[1])
     if len({change > 0 for change, _, _ in evidence}) > 1:
@@ -155,7 +156,7 @@ def _noise(
 
 
 def _usual_spreads(cases: Cases) -> dict[tuple[str, str], float]:
-    """(suite, "time" or "ratio") -> the median of the spreads in a run."""
+    """(suite, "time" or "ratio") -> the median spread in a run."""
     spreads: dict[tuple[str, str], list[float]] = {}
     for sides in cases.values():
         for m in sides.values():
@@ -171,7 +172,7 @@ def _time_spread(m: Measurement) -> float:
 
 
 def _ratio_spread(m: Measurement) -> float:
-    """Like that of times, a part of the whole."""
+    """Relative, like the spread of times."""
     return (m.ratio_spread or 0.0) / m.ratio if m.ratio else 0.0
 
 
@@ -208,19 +209,19 @@ def _lines(result: Comparison, everything: bool) -> Iterable[str]:
         f"{len(result.appeared)} new"
     )
     if allowed := [change.allowed for change in result.slower + result.faster + result.same]:
-        yield f"in half of the cases a slowdown would be seen from {formatting.ratio(statistics.median(allowed))} on"
+        yield f"a slowdown from {formatting.ratio(statistics.median(allowed))} on would be noticed in half of the cases"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: nothing slower; 1: something is, or fails that did not; 2: cannot be compared."""
+    """Returns 0 if nothing is slower, 1 if a case is slower or fails now, 2 if the runs cannot be compared."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("old", type=Path, help="a .jsonl file, or a folder with such files in it")
-    parser.add_argument("new", type=Path, help="the same, of the later run")
-    parser.add_argument("--all", action="store_true", help="show what became faster, what is the same and what is new")
-    parser.add_argument("--json", action="store_true", help="everything, as one JSON object")
-    parser.add_argument("--force", action="store_true", help="compare different devices")
+    parser.add_argument("old", type=Path, help="a .jsonl file, or a folder that contains some")
+    parser.add_argument("new", type=Path, help="the same for the later run")
+    parser.add_argument("--all", action="store_true", help="also list cases that are faster, unchanged or new")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument("--force", action="store_true", help="compare even if the devices differ")
     args = parser.parse_args(arguments)
     try:
         result = compare(grouping.read_some(args.old), grouping.read_some(args.new), args.force)

@@ -1,7 +1,7 @@
-"""What all plots share: style, the look of each side, a sheet laid out in inches, and picture files.
+"""Shared by all plots: style, colours and markers of the sides, layout in inches, and image files.
 
-Nothing in a plot depends on the day it is drawn, so that a plot kept in the repository changes only with its data. Its
-text has one colour, INK, legible on white and on black; a page may put its own in place of it.
+A plot does not depend on the day it is drawn, so a plot in the repository changes only with its data. All text has one
+colour, INK, legible on white and on black; the HTML page replaces it with its own.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ STYLE = {
 
 
 def render(figure: Figure, suffix: str) -> bytes:
-    """A picture file; that of pixels has a white ground, as it may end up anywhere."""
+    """An image file; PNG has a white background, because it may be shown on any page."""
     drawing = suffix == "svg"
     options = {"metadata": {"Date": None, "Creator": None}} if drawing else {"dpi": 130, "facecolor": "white"}
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format=suffix, **options)
     picture = buffer.getvalue()
-    # Verdana is as wide, and there where DejaVu is not.
+    # Verdana is as wide, and installed where DejaVu is not.
     return picture.replace(b"'DejaVu Sans'", b"'DejaVu Sans', Verdana, sans-serif") if drawing else picture
 
 
 class Look:
-    """Which colour and marker a side has: the same in all plots, and no two alike in one suite."""
+    """The colour and marker of each side: the same in all plots, and distinct within a suite."""
 
     def __init__(self, measurements: Iterable[Measurement]) -> None:
         suites: dict[str, set[str]] = {}
@@ -84,7 +84,7 @@ class Look:
             taken.update((suite, index) for suite in suites[side])
             self.styles[side] = (OTHER_COLOURS[index % len(OTHER_COLOURS)], MARKERS[index % len(MARKERS)])
 
-    def line(self, side: str) -> dict[str, object]:
+    def line(self, side: str) -> dict[str, Any]:
         colour, marker = self.styles[side]
         ours = side == OURS
         return {"color": colour, "marker": marker, "linewidth": 2.2 if ours else 1.2, "zorder": 5 if ours else 3}
@@ -94,7 +94,7 @@ class Look:
 
 
 class Sheet:
-    """A figure laid out in inches from its upper left corner."""
+    """A figure whose coordinates are inches from its upper left corner."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height

@@ -1,4 +1,4 @@
-"""Numbers and names as people write them."""
+"""Numbers, units and names as readers expect them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from benchmarks.results import Measurement
 
-RATIO_MEANS = "1.27× = baseline time / our time: above 1 ours is faster, below 1 the baseline is"
+RATIO_MEANS = "Ratios are baseline time / our time: above 1 ours is faster"
 
 
 def heading(m: Measurement, *more: str) -> str:
@@ -16,7 +16,7 @@ def heading(m: Measurement, *more: str) -> str:
 
 
 def digits(value: float, unit: str = "") -> str:
-    """Three significant digits, and all of those before the point: 0.0123, 1.23, 12.3, 123, 12345."""
+    """Three significant digits, and all digits before the point: 0.0123, 1.23, 12.3, 123, 12345."""
     rounded = float(f"{value:.3g}")
     decimals = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
     return (f"{value:.{decimals}f}" if decimals < 7 else f"{value:.2e}") + unit
@@ -32,17 +32,15 @@ def duration(seconds: float | None) -> str:
 
 
 def flop_rate(flops: float) -> str:
-    """A second."""
     return digits(flops / 1e12, " TFLOP/s") if flops >= 0.9995e12 else digits(flops / 1e9, " GFLOP/s")
 
 
 def byte_rate(count: float) -> str:
-    """A second."""
     return digits(count / 1e12, " TB/s") if count >= 0.9995e12 else digits(count / 1e9, " GB/s")
 
 
 def rate(m: Measurement) -> str:
-    """FLOPs a second where they are counted, else bytes."""
+    """FLOP/s if operations are counted, else bytes/s."""
     if m.tflops is not None:
         return flop_rate(m.tflops * 1e12)
     return "" if m.bandwidth is None else byte_rate(m.bandwidth)
@@ -59,7 +57,7 @@ def percent(fraction: float | None) -> str:
 
 
 def short(failure: str, width: int) -> str:
-    """The first line, without the name of an exception, cut."""
+    """The first line, without the name of an exception, cut to `width`."""
     line = re.sub(r"^[\w.]*(Error|Exception): ", "", (failure.strip() or "no time").splitlines()[0])
     return line if len(line) <= width else line[: width - 1].rstrip(" :,.;") + "…"
 
@@ -69,7 +67,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def wrapped(name: str, width: int = 13) -> list[str]:
-    """A side's name on several lines, broken at spaces, points and underscores."""
+    """The name of a side in lines, broken at spaces, points and underscores."""
     lines = [""]
     for part in re.findall(r"[^ ._]*[ ._]+|[^ ._]+", name):
         if lines[-1] and len((lines[-1] + part).rstrip()) > width:

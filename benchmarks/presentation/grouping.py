@@ -1,4 +1,4 @@
-"""Which measurements belong together: runs, sections, opponents, failures; and in which order."""
+"""Groups measurements for readers: runs, sections, baselines and failures, in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_REASON = "no time, and no reason given"
 
 @dataclass(frozen=True)
 class Run:
-    """What was measured in one environment, nothing of it twice."""
+    """Measurements of one environment, each case and side at most once."""
 
     measurements: list[Measurement]
 
@@ -41,12 +41,12 @@ class Run:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the large copy; 0 if it was not measured."""
+        """Bytes/s of the large copy; 0 if it was not measured."""
         return max(m.peak_bandwidth for m in self.measurements)
 
     @property
     def flops(self) -> dict[str, float]:
-        """dtype -> FLOPs a second of the largest library matmul; of "" if it is the same for all."""
+        """dtype -> FLOP/s of the fastest library matmul; a single key "" if it is the same for all."""
         peaks: dict[str, float] = {}
         for m in sorted(self.measurements, key=lambda m: dtype_order(m.dtype)):
             if m.peak_flops and m.flops:
@@ -55,8 +55,8 @@ class Run:
 
 
 def split_into_runs(measurements: Iterable[Measurement]) -> list[Run]:
-    """By device, then by date. What was measured in the same environment is one run, in however many parts, until a
-    suite that had come to its end is measured again; of a suite that had not, the newest counts."""
+    """Sorted by device and date. Measurements of the same environment form one run, even if made by several commands,
+    until a suite that was complete is measured again; of an incomplete suite the newest measurements count."""
     takes: dict[tuple[str, str], list[dict[tuple[str, ...], Measurement]]] = {}
     for m in sorted(measurements, key=lambda m: m.date):
         environment = json.dumps([m.device, m.environment], sort_keys=True)
@@ -80,7 +80,7 @@ def _untried(m: Measurement) -> bool:
 
 
 def one_device(measurements: Iterable[Measurement]) -> str:
-    """The name of the device that all of them ran on; raises ResultsError if there are several."""
+    """The name of the device; raises ResultsError if there are several."""
     names = sorted({Run([m]).device for m in measurements})
     if len(names) != 1:
         raise ResultsError(f"expected measurements of one device, got {len(names)}: {', '.join(names)}; split them")
@@ -88,10 +88,10 @@ def one_device(measurements: Iterable[Measurement]) -> str:
 
 
 def read_some(path: Path) -> list[Measurement]:
-    """At least one; raises ResultsError."""
+    """Reads at least one measurement; raises ResultsError."""
     if measurements := read(path):
         return measurements
-    raise ResultsError(f"{path}: expected measurements, got empty files; measure anew with `python -m benchmarks`")
+    raise ResultsError(f"{path}: expected measurements, got empty files; measure again with `python -m benchmarks`")
 
 
 def suite_order(suite: str) -> tuple[int, str]:
@@ -103,7 +103,7 @@ def dtype_order(dtype: str) -> tuple[int, str]:
 
 
 def sections(measurements: Iterable[Measurement]) -> dict[str, dict[str, list[dict[str, Measurement]]]]:
-    """suite -> heading -> the sides of each case of which any has a time."""
+    """suite -> heading -> the sides of each case in which any side has a time."""
     found: dict[str, dict[str, list[dict[str, Measurement]]]] = {}
     cases = sorted(by_case(measurements).values(), key=lambda sides: suite_order(next(iter(sides.values())).suite))
     for sides in cases:
@@ -113,8 +113,8 @@ def sections(measurements: Iterable[Measurement]) -> dict[str, dict[str, list[di
     return found
 
 
-def opponents(cases: Iterable[dict[str, Measurement]]) -> tuple[list[str], dict[str, str]]:
-    """Those that ran at least once, most often first; and of the others why they did not."""
+def baselines(cases: Iterable[dict[str, Measurement]]) -> tuple[list[str], dict[str, str]]:
+    """The sides that ran at least once, most frequent first; and the others with the reason why they did not."""
     ran: Counter[str] = Counter()
     reasons: dict[str, str] = {}
     for sides in cases:
@@ -128,7 +128,7 @@ def opponents(cases: Iterable[dict[str, Measurement]]) -> tuple[list[str], dict[
 
 
 def failures(measurements: Iterable[Measurement]) -> dict[tuple[str, str, str], list[Measurement]]:
-    """(suite, side, reason) -> what has failed for it; ours first."""
+    """(suite, side, reason) -> the measurements without a time; ours first."""
     found: dict[tuple[str, str, str], list[Measurement]] = {}
     for m in measurements:
         if m.seconds is None:

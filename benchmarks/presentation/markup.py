@@ -1,4 +1,4 @@
-"""Elements of a page: what is put into one is escaped, unless it is an element itself."""
+"""HTML elements; their content is escaped unless it is an element itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 class Html(str):
-    """Text that is markup."""
+    """Text that is HTML already."""
 
 
 Content = str | int | Iterable["Content"]
@@ -15,7 +15,7 @@ VOID = ("meta", "input")
 
 
 def join(*content: Content) -> Html:
-    parts = []
+    parts: list[str] = []
     for part in content:
         if isinstance(part, Html):
             parts.append(part)
@@ -27,7 +27,7 @@ def join(*content: Content) -> Html:
 
 
 def tag(_name: str, *content: Content, **attributes: str | int | bool | None) -> Html:
-    """`class_` is class, `aria_label` is aria-label; True stands for an attribute without a value, None for none."""
+    """`class_` means class, `aria_label` aria-label; True gives an attribute without a value, None omits it."""
     written = [_name]
     for key, value in attributes.items():
         if value is not None and value is not False:

@@ -18,7 +18,7 @@ PLOTS = {"summary": draw_summary, "speed": draw_speed, "roofline": draw_roofline
 
 
 def figures(measurements: Iterable[Measurement]) -> dict[str, Figure]:
-    """name -> figure, of those for which there is data; raises ResultsError if that is of several devices."""
+    """name -> figure, omitting those without data; raises ResultsError if there are several devices."""
     measurements = [m for sides in by_case(measurements).values() for m in sides.values()]
     if not measurements:
         return {}

@@ -1,4 +1,4 @@
-"""Writes one page, complete in itself, of any set of measurements."""
+"""Writes a self-contained HTML page from any set of measurements."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from benchmarks.results import OURS, Measurement, ResultsError, geometric_means
 
 ASSETS = Path(__file__).resolve().parent
 PLOTS = {
-    "summary": "Every case is a dot, each diamond the geometric mean of its row.",
-    "speed": "Speed against size. Where a size has several cases, dots are the cases and lines join their medians.",
-    "roofline": "Speed against arithmetic intensity, under the two ceilings measured in the same run.",
-    "ratios": "Baseline time / our time, case by case. Grey: not run, and why.",
+    "summary": "Each dot is a case, each diamond the geometric mean of its row.",
+    "speed": "Speed against size. If a size has several cases, dots are the cases and lines join their medians.",
+    "roofline": "Speed against arithmetic intensity, and the two ceilings measured in the same run.",
+    "ratios": "Baseline time / our time of each case. Grey: not run, with the reason.",
 }
-# name -> what it means, and whether it is a number
+# name -> explanation, and whether it is a number
 COLUMNS = {
-    "run": ("the number of its card above", True),
+    "run": ("number of the card above", True),
     "suite": ("", False),
     "op": ("", False),
     "phase": ("", False),
     "case": ("", False),
     "dtype": ("", False),
     "side": ("", False),
-    "time": ("of one call, median over the rounds", True),
-    "spread": ("half the distance between the quartiles of the time, over its median", True),
-    "speed": ("FLOPs a second where they are counted, else bytes", True),
-    "of ceiling": ("the shortest time that the roofline allows, over the time", True),
-    "ratio": ("time of this side over ours: above 1 ours is faster", True),
-    "ratio spread": ("half the distance between the quartiles of the ratio, over its median", True),
-    "error": ("in the 2-norm, against a reference in higher precision", True),
+    "time": ("per call, median over the rounds", True),
+    "spread": ("half the interquartile range of the time, relative to its median", True),
+    "speed": ("FLOP/s if operations are counted, else bytes/s", True),
+    "of ceiling": ("shortest time that the roofline allows / measured time", True),
+    "ratio": ("time of this side / our time: above 1 ours is faster", True),
+    "ratio spread": ("half the interquartile range of the ratio, relative to its median", True),
+    "error": ("relative, in the 2-norm, against a reference in higher precision", True),
     "notes": ("", False),
 }
 
 
 def page(measurements: Sequence[Measurement], plots: bool = True) -> str:
-    """Without `plots` where matplotlib is missing."""
+    """The page; `plots=False` if matplotlib is not installed."""
     script = Html((ASSETS / "report.js").read_text())
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -64,7 +64,7 @@ def page(measurements: Sequence[Measurement], plots: bool = True) -> str:
             "main",
             tag("section", tag("div", *_cards(runs), class_="cards"), aria_label="Runs"),
             _means(runs),
-            _plots(runs) if plots else _section("Plots", "None: matplotlib was not installed where this was written."),
+            _plots(runs) if plots else _section("Plots", "None: matplotlib was not installed."),
             _failures(runs),
             _everything(runs),
         ),
@@ -79,7 +79,7 @@ def _lead(runs: list[Run]) -> str:
     cases = counted(sum(len({m.problem for m in run.measurements}) for run in runs), "case")
     devices = " and ".join(dict.fromkeys(run.device for run in runs))
     failed = sum(m.seconds is None for m in measurements)
-    more = f"; {failed} have no time, and say why" if failed else ""
+    more = f"; {failed} without a time, with reasons" if failed else ""
     return f"{counted(len(measurements), 'measurement')} of {cases} on {devices}{more}."
 
 
@@ -97,7 +97,7 @@ def _column(name: Html | str, number: bool = False, about: str = "") -> Html:
 
 
 def _name(run: Run, runs: list[Run]) -> Html:
-    """Tells a run from the others."""
+    """A name that distinguishes the run from the others."""
     if len(runs) == 1:
         return join(run.device)
     more = " · ".join(filter(None, (run.date, run.commit)))
@@ -143,7 +143,7 @@ def _means(runs: list[Run]) -> Html:
         key=lambda key: (grouping.suite_order(key[0]), grouping.dtype_order(key[1]), key[2]),
     )
     if not keys:
-        return _section("Ratios", "None: no side beside ours has a time.")
+        return _section("Ratios", "None: only ours has a time.")
     columns = [_column(name) for name in ("suite", "dtype", "baseline")] + [
         _column(_name(run, runs), True) for run in runs
     ]
@@ -167,11 +167,11 @@ def _mean(mean: tuple[float, int] | None) -> Html:
 
 
 def _plots(runs: list[Run]) -> Html:
-    from benchmarks.presentation import plots  # here, for the sake of machines without matplotlib
+    from benchmarks.presentation import drawing, plots  # not above: matplotlib may be missing
 
     drawings = [
         {
-            name: inline(plots.render(figure, "svg"), plots.INK)
+            name: inline(drawing.render(figure, "svg"), drawing.INK)
             for name, figure in plots.figures(run.measurements).items()
         }
         for run in runs
@@ -193,10 +193,10 @@ def _plots(runs: list[Run]) -> Html:
 
 
 def inline(svg: bytes, ink: str) -> Html:
-    """An SVG file as a part of a page, its text in the page's colour."""
+    """An SVG file as an element of the page, its text in the page's colour."""
     text = svg.decode()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r' id="\w+_\d+"', "", text)  # numbered anew in each drawing, and not referred to
+    text = re.sub(r' id="\w+_\d+"', "", text)  # not referenced, and not unique on the page
     return Html(text.replace(ink, "currentColor"))
 
 
@@ -222,9 +222,9 @@ def _failures(runs: list[Run]) -> Html:
         for (suite, side, reason), failed in grouping.failures(run.measurements).items()
     ]
     if not rows:
-        return _section(title, "Nothing: every side of every case has run.")
+        return _section(title, "None: every side of every case ran.")
     columns = (_column(name) for name in ("run", "suite", "side", "reason", "cases"))
-    return _section(title, "What has not run, and why.", _table(title, columns, rows))
+    return _section(title, "Sides that did not run, and why.", _table(title, columns, rows))
 
 
 def _everything(runs: list[Run]) -> Html:
@@ -242,7 +242,7 @@ def _everything(runs: list[Run]) -> Html:
     )
     columns = (_column(name, number, about) for name, (about, number) in COLUMNS.items())
     rows = (_row(m, number) for number, run in enumerate(runs, 1) for m in run.measurements)
-    title, about = "All measurements", "Each side of each case; ours has a coloured ground."
+    title, about = "All measurements", "Each side of each case; ours is highlighted."
     return _section(title, about, controls, _table(title, columns, rows, "tall", id="measurements"))
 
 
@@ -298,8 +298,8 @@ def _notes(m: Measurement) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=__doc__)
-    parser.add_argument("results", type=Path, help="a .jsonl file, or a folder with such files in it")
-    parser.add_argument("--out", type=Path, help="the page; by default report.html beside the results")
+    parser.add_argument("results", type=Path, help="a .jsonl file, or a folder that contains some")
+    parser.add_argument("--out", type=Path, help="the page (default: report.html next to the results)")
     args = parser.parse_args(arguments)
     out = args.out or (args.results if args.results.is_dir() else args.results.parent) / "report.html"
     try:
@@ -318,7 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         out.write_text(text)
     except OSError as error:
-        print(f"{out}: cannot be written: {error.strerror}; choose another place with --out FILE", file=sys.stderr)
+        print(f"{out}: cannot be written: {error.strerror}; choose another file with --out FILE", file=sys.stderr)
         return 2
     runs = grouping.split_into_runs(measurements)
     print(f"{out}: {counted(len(measurements), 'measurement')}, {counted(len(runs), 'run')}")

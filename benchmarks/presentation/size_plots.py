@@ -61,7 +61,7 @@ class Multiples:
         return sheet.figure
 
     def _legend(self, panels: list[Panel], look: Look, width: float) -> tuple[list[Line2D], int]:
-        """The handles, and how many of them fit abreast."""
+        """The handles, and how many of them fit on a line."""
         sides = sorted({m.side for panel in panels for m in panel.measurements}, key=lambda side: (side != OURS, side))
         handles = [look.handle(side, self.lines) for side in sides]
         handles.append(Line2D([], [], color=INK, linestyle="--", linewidth=1, label=CEILING))
@@ -74,7 +74,7 @@ CEILING = "ceiling of the device"
 
 
 def _suites(measurements: list[Measurement], title: Callable[[Measurement], str | None]) -> dict[str, list[Panel]]:
-    """The panels of each suite: measurements of equal title; None leaves one out."""
+    """The panels of each suite: one per title; a title of None omits the measurement."""
     found: dict[str, dict[str, list[Measurement]]] = {}
     for m in sorted(measurements, key=lambda m: suite_order(m.suite)):
         if m.seconds and (name := title(m)) is not None:
@@ -83,7 +83,7 @@ def _suites(measurements: list[Measurement], title: Callable[[Measurement], str 
 
 
 def draw_speed(measurements: list[Measurement]) -> Figure | None:
-    """Against size; higher is better where the axis is a speed."""
+    """Speed against size, or time if no work is counted."""
 
     def title(m: Measurement) -> str | None:
         about = " · ".join(part for part in (m.phase, m.dtype, m.group) if part)
@@ -98,16 +98,18 @@ def draw_speed(measurements: list[Measurement]) -> Figure | None:
 
 def _speed_panel(axes: Axes, panel: Panel, look: Look) -> None:
     points = panel.measurements
+    work: Callable[[Measurement], float] | None
     if all(m.flops for m in points):
         work, scale, unit = operator.attrgetter("flops"), 1e12, "TFLOP/s"
     elif all(m.bytes for m in points):
         work, scale, unit = operator.attrgetter("bytes"), 1e9, "GB/s"
     else:
         work, scale, unit = None, 1.0, "seconds"
-    if unit == "TFLOP/s" and max(work(m) / m.seconds for m in points) < 1e12:
+    if unit == "TFLOP/s" and max(m.tflops or 0.0 for m in points) < 1:
         scale, unit = 1e9, "GFLOP/s"
     lines: dict[str, dict[float, list[float]]] = {}
     for m in points:
+        assert m.seconds is not None
         value = work(m) / m.seconds / scale if work else m.seconds
         lines.setdefault(m.side, {}).setdefault(m.size, []).append(value)
     for side, by_size in lines.items():
@@ -115,7 +117,8 @@ def _speed_panel(axes: Axes, panel: Panel, look: Look) -> None:
         axes.plot(sizes, [statistics.median(by_size[size]) for size in sizes], label=side, **look.line(side))
         others = [(size, value) for size in sizes for value in by_size[size] if len(by_size[size]) > 1]
         if others:
-            axes.scatter(*zip(*others), s=4, alpha=0.6, color=look.styles[side][0], linewidth=0, zorder=2)
+            x, y = zip(*others)
+            axes.scatter(x, y, s=4, alpha=0.6, color=look.styles[side][0], linewidth=0, zorder=2)
     ceiling: dict[float, float] = {}
     for m in points:
         if work and m.peak_flops and m.peak_bandwidth:
@@ -159,14 +162,16 @@ def _roofline_panel(axes: Axes, panel: Panel, look: Look) -> None:
     for side in {m.side: None for m in points}:
         own = [m for m in points if m.side == side]
         style = look.line(side) | {"linestyle": "none", "alpha": 0.85 if side == OURS else 0.6}
-        axes.plot([m.flops / m.bytes for m in own], [m.flops / m.seconds / scale for m in own], label=side, **style)
+        axes.plot(
+            [m.flops / m.bytes for m in own], [(m.tflops or 0.0) * 1e12 / scale for m in own], label=side, **style
+        )
     ridge, highest = flops / bandwidth, flops / scale
     left = min(ridge / 4, min(m.flops / m.bytes for m in points) / 1.5)
     right = max(ridge * 6, max(m.flops / m.bytes for m in points) * 1.5)
-    low = min(highest / 4, min(m.flops / m.seconds for m in points) / scale / 1.5)
+    low = min(highest / 4, min((m.tflops or 0.0) * 1e12 for m in points) / scale / 1.5)
     axes.plot([left, ridge, right], [left / ridge * highest, highest, highest], "--", color=INK, linewidth=1, zorder=1)
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, highest * 3))
-    axes.set(xlabel="FLOPs a byte", ylabel=unit)
+    axes.set(xlabel="FLOPs per byte", ylabel=unit)
     axes.text(right, highest * 1.15, flop_rate(flops), ha="right", va="bottom", fontsize=7)
     middle = math.sqrt(max(left, low / highest * ridge) * ridge)
     axes.annotate(
@@ -187,8 +192,10 @@ def _roofline_panel(axes: Axes, panel: Panel, look: Look) -> None:
 
 
 def _slope(axes: Axes) -> float:
-    """Degrees, on the picture, of a line along which y grows as x does, both axes being logarithmic."""
-    place, (width, height) = axes.get_position(), axes.figure.get_size_inches()
+    """The angle, in degrees, of a line y = x in a plot with logarithmic axes."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    place, (width, height) = axes.get_position(), figure.get_size_inches()
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     up, along = place.height * height / math.log(high / low), place.width * width / math.log(right / left)
     return math.degrees(math.atan2(up, along))

@@ -1,4 +1,4 @@
-"""Measurements in a terminal of any width; in colour where rich is installed."""
+"""Tables for terminals of any width; coloured if rich is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Line = list[Cell]
 
 
 def show(measurements: Sequence[Measurement], console: Console | None = None) -> None:
-    """A table a suite, then geometric means."""
+    """A table per suite, then geometric means."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -40,7 +40,7 @@ def show(measurements: Sequence[Measurement], console: Console | None = None) ->
 
 
 def lines(measurements: Sequence[Measurement], width: int) -> list[Line]:
-    """None is longer than `width`, if that is at least 40."""
+    """No line is longer than `width`, if that is at least 40."""
     found: list[Line] = []
     for suite in sorted({m.suite for m in measurements}, key=grouping.suite_order):
         found += _suite(suite, [m for m in measurements if m.suite == suite], width)
@@ -49,7 +49,7 @@ def lines(measurements: Sequence[Measurement], width: int) -> list[Line]:
 
 def _suite(suite: str, measurements: Sequence[Measurement], width: int) -> list[Line]:
     parts = grouping.sections(measurements).get(suite, {})
-    names, absent = grouping.opponents(by_case(measurements).values())
+    names, absent = grouping.baselines(by_case(measurements).values())
     rows = [_row(sides, names) for cases in parts.values() for sides in cases]
     found: list[Line] = [[], *_wrap([Cell(suite, "bold")], width)]
     blocks = _stacked(rows, names, width) if rows else []
@@ -68,7 +68,7 @@ def _suite(suite: str, measurements: Sequence[Measurement], width: int) -> list[
 
 
 def _reasons(measurements: Sequence[Measurement], absent: Iterable[str], width: int) -> list[Line]:
-    """Why there is no time: of `absent` sides, of so many cases, or of these."""
+    """The reasons for missing times: of `absent` sides, or with the number or the names of the cases."""
     reasons: dict[str, list[str]] = {}
     for (_, side, reason), failed in grouping.failures(measurements).items():
         if side not in absent:
@@ -85,7 +85,7 @@ def _reasons(measurements: Sequence[Measurement], absent: Iterable[str], width: 
 
 
 def _head(names: list[str], breadth: int) -> list[list[Cell]]:
-    """On as many lines as the longest needs, the last of them together."""
+    """Column heads on as many lines as the longest needs, aligned at the bottom."""
     wrapped = [formatting.wrapped(name, breadth) for name in names]
     height = max(map(len, wrapped))
     padded = [[""] * (height - len(parts)) + parts for parts in wrapped]
@@ -93,7 +93,7 @@ def _head(names: list[str], breadth: int) -> list[list[Cell]]:
 
 
 def _row(sides: dict[str, Measurement], names: list[str]) -> list[Cell]:
-    """Case, our time, speed and fraction of the ceiling, then the ratio of each opponent."""
+    """Case, our time, speed and fraction of the ceiling, then the ratio of each baseline."""
     first, ours = next(iter(sides.values())), sides.get(OURS)
     cells = [Cell("  " + first.case)]
     if ours is None or ours.seconds is None:
@@ -117,7 +117,7 @@ def _ratio(value: float) -> Cell:
 
 
 def _stacked(rows: list[list[Cell]], names: list[str], width: int) -> list[list[Line]]:
-    """For a narrow terminal: the opponents beneath the case, each with its name."""
+    """For a narrow terminal: the baselines below the case, each with its name."""
     aligned = _grid([row[:4] for row in rows], 1, width)
     found = []
     for i, row in enumerate(rows):
@@ -142,7 +142,7 @@ def _means(measurements: Sequence[Measurement], width: int) -> list[Line]:
 
 
 def _grid(rows: list[list[Cell]], left: int, width: int) -> list[Line] | None:
-    """In columns, the first `left` of them aligned left; None if they do not fit."""
+    """Cells in columns, the first `left` columns left-aligned; None if they do not fit."""
     widths = [max(len(row[i].text) for row in rows) for i in range(len(rows[0]))]
     if sum(widths) + 2 * (len(widths) - 1) > width:
         return None
@@ -157,7 +157,7 @@ def _grid(rows: list[list[Cell]], left: int, width: int) -> list[Line] | None:
 
 
 def _wrap(cells: Iterable[Cell], width: int, indent: int = 0, hang: int = 0, gap: int = 2) -> list[Line]:
-    """Beside each other as far as they fit, later lines `hang` further in; what is longer than a line is cut."""
+    """Fills lines with cells; later lines are indented by `hang` more. A cell longer than a line is cut."""
     found: list[Line] = []
     used = 0
     for cell in cells:

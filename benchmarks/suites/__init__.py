@@ -1,1 +1,1 @@
-"""What is measured and how."""
+"""The cases, how they are timed, and the processes that do it."""

@@ -1,4 +1,4 @@
-"""Flash attention, forward and backward, beside every other implementation; each in its own natural layout."""
+"""Flash attention, forward and backward, against every other implementation, each in its own layout."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from torch import Tensor
 
 import cuda_ext
 from benchmarks.results import OURS
-from benchmarks.suites import opponents
-from benchmarks.suites.measure import Case, relative_error
+from benchmarks.suites import baselines
+from benchmarks.suites.measure import Call, Case, relative_error
 
-# What is compared with a reference in higher precision, whose scores are all in memory: these many rows of the last
-# queries; in the backward, where gradients of keys come from all rows, the heads of one key head, up to this length.
+# The reference in higher precision holds all scores in memory, so only a part is compared: this many rows of queries;
+# in backward, where gradients of keys need all rows, the heads of one key head, up to this length.
 CHECKED_ROWS = 256
 CHECKED_BACKWARD_LENGTH = 16384
-# Where all scores are in memory longer ones do not fit.
+# SDPA's math backend holds all scores in memory, so longer sequences do not fit.
 LONGEST_MATH = 4096
-# Compiled for each shape, which takes many times as long as all else there is to measure of it.
+# FlexAttention is compiled for each shape, which takes many times as long as the measurement.
 FLEX_LENGTHS = (4096, 16384)
 
 
 @dataclass(frozen=True)
 class Problem:
     batch: int
-    length: int  # of queries and keys
+    length: int  # of queries, and of keys unless `keys` is set
     heads: int
     dim: int
-    kv_heads: int = 0  # 0: as many as heads
+    kv_heads: int = 0  # 0: the same as heads
     causal: bool = False
-    window: int | None = None  # keys that a query sees to its left, with causal
+    window: int | None = None  # number of keys to the left that a query sees; with causal
     deterministic: bool = False
-    keys: int = 0  # 0: as many as queries
+    keys: int = 0  # 0: the same as length
 
     @property
     def groups(self) -> int:
@@ -49,18 +49,18 @@ class Problem:
         return self.keys or self.length
 
     def pairs(self) -> float:
-        """Queries times keys seen, by the field's convention: causal is half of all."""
+        """Pairs of a query and a key that it sees, by the usual convention: causal counts half of all."""
         if self.window is not None:
             seen = min(self.window + 1, self.seen_keys)
             return float(self.length * seen - seen * (seen - 1) / 2)
         return self.length * self.seen_keys * (0.5 if self.causal and self.length > 1 else 1.0)
 
     def flops(self, backward: bool) -> float:
-        """4 B H Sq Sk D for the two products of the forward; the backward has five."""
+        """4 B H Sq Sk D for the two products of forward; backward has five."""
         return 4.0 * self.batch * self.heads * self.pairs() * self.dim * (2.5 if backward else 1.0)
 
     def elements(self) -> float:
-        """Of query, key, value and output."""
+        """Elements of query, key, value and output."""
         return float(2 * self.batch * self.dim * (self.length * self.heads + self.seen_keys * self.groups))
 
     def name(self) -> str:
@@ -93,11 +93,11 @@ def _cpu_cases() -> Iterator[Case]:
         yield attention(Problem(1, 1024, 8, 64, kv_heads=2, causal=True), "cpu", "float32", backward, group="GQA")
         yield attention(Problem(1, 4096, 8, 64, causal=True, window=255), "cpu", "float32", backward, group="window")
         yield varlen("cpu", "float32", 4096, 8, 8, 64, backward)
-    # As when text is generated, some tokens at a time.
+    # Text generation: a few tokens at a time.
     for kv_heads, queries in itertools.product((0, 2), (1, 2, 4, 8, 16)):
         problem = Problem(1, queries, 8, 64, kv_heads=kv_heads, keys=8192)
         yield attention(problem, "cpu", "float32", False, group="decode")
-    # PyTorch takes seconds for longer ones in float16, and for a backward.
+    # In float16 PyTorch takes seconds for longer sequences, and for backward.
     for causal in (False, True):
         yield attention(Problem(1, 1024, 8, 64, causal=causal), "cpu", "float16", False, group="D=64")
 
@@ -144,20 +144,20 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         q, k, v = normal(p.length, p.heads), normal(p.seen_keys, p.groups), normal(p.seen_keys, p.groups)
         return q, k, v, torch.randn_like(q, requires_grad=False)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> opponents.Call:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Call:
         window = None if p.window is None else (p.window, 0)
         options: dict[str, Any] = {"causal": p.causal, "window": window, "deterministic": p.deterministic or None}
         call = functools.partial(cuda_ext.flash_attention, q, k, v, **options)
-        return opponents.with_leaves(call, (q, k, v), lambda t: t)
+        return baselines.with_leaves(call, (q, k, v), lambda t: t)
 
     if p.window is None and not p.deterministic:
-        # On a CPU PyTorch's own choice is its flash kernel.
-        backends = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION") if device == "cuda" else ("",)
+        # On a CPU PyTorch chooses its flash kernel.
+        backends = ["FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"] if device == "cuda" else [""]
         if device == "cuda" and p.length <= LONGEST_MATH:
-            backends += ("MATH",)
+            backends.append("MATH")
         forwards: dict[str, Any] = {
             f"SDPA {backend.removesuffix('_ATTENTION').lower()}".strip(): functools.partial(
-                opponents.sdpa, backend, causal=p.causal
+                baselines.sdpa, backend, causal=p.causal
             )
             for backend in backends
         }
@@ -166,19 +166,19 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
     else:
         forwards = {}
     if device == "cuda":
-        windowed = {"causal": p.causal, "window": p.window}
+        windowed: dict[str, Any] = {"causal": p.causal, "window": p.window}
         if not p.deterministic and p.length in FLEX_LENGTHS:
-            forwards["FlexAttention"] = functools.partial(opponents.flex_attention, **windowed)
+            forwards["FlexAttention"] = functools.partial(baselines.flex_attention, **windowed)
         if not p.deterministic:
-            forwards["flashinfer"] = functools.partial(opponents.flashinfer, **windowed)
+            forwards["flashinfer"] = functools.partial(baselines.flashinfer, **windowed)
         forwards["FlashAttention-2"] = functools.partial(
-            opponents.flash_attn, deterministic=p.deterministic, **windowed
+            baselines.flash_attn, deterministic=p.deterministic, **windowed
         )
         forwards["FlashAttention-3"] = functools.partial(
-            opponents.flash_attn_3, deterministic=p.deterministic, **windowed
+            baselines.flash_attn_3, deterministic=p.deterministic, **windowed
         )
         if p.window is None and not p.deterministic:
-            forwards["xformers"] = functools.partial(opponents.xformers, causal=p.causal)
+            forwards["xformers"] = functools.partial(baselines.xformers, causal=p.causal)
 
     def check(qkvg: tuple[Tensor, ...], out: Any) -> float:
         return _gradient_error(p, qkvg, out) if backward else _output_error(p, qkvg, out)
@@ -197,35 +197,35 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         size=float(p.seen_keys),
         size_name="sequence length",
         flops=p.flops(backward),
-        # The backward reads query, key, value, output and its gradient, and writes three gradients.
+        # Backward reads query, key, value, output and its gradient, and writes three gradients.
         bytes=size * elements * (2.0 if backward else 1.0),
         input_bytes=size * elements * (3.0 if backward else 1.0),
-        # A gradient has passed through five products of rounded factors.
+        # A gradient results from five products of rounded factors.
         tolerance=3e-2 if backward and dtype != "float32" else None,
     )
 
 
 def _sides(forwards: dict[str, Any], backward: bool) -> dict[str, Any]:
-    """From functions of query, key and value to sides, which get the gradient of the output as well."""
+    """Turns functions of query, key and value into sides, which also get the gradient of the output."""
 
     def side(forward: Any) -> Any:
-        def make(qkvg: tuple[Tensor, ...]) -> opponents.Call:
+        def make(qkvg: tuple[Tensor, ...]) -> Call:
             *qkv, grad_out = qkvg
-            return opponents.backward(forward(*qkv), grad_out) if backward else forward(*qkv)
+            return baselines.backward(forward(*qkv), grad_out) if backward else forward(*qkv)
 
         return make
 
     return {name: side(forward) for name, forward in forwards.items()}
 
 
-def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> opponents.Call:
-    """A window is a mask to SDPA, which it cannot skip."""
+def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Call:
+    """SDPA with a window, which is a full mask to it: it skips nothing."""
     i = torch.arange(q.shape[1])[:, None]
     j = torch.arange(k.shape[1])
     mask = (j <= i) & (i - j <= window)
     q, k, v = (t.detach().transpose(1, 2).contiguous().requires_grad_(t.requires_grad) for t in (q, k, v))
     call = functools.partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask)
-    return opponents.with_leaves(call, (q, k, v), lambda t: t.transpose(1, 2))
+    return baselines.with_leaves(call, (q, k, v), lambda t: t.transpose(1, 2))
 
 
 def _scores_mask(p: Problem, rows: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ def _scores_mask(p: Problem, rows: Tensor) -> Tensor:
 
 
 def _attend(p: Problem, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-    """Plain attention of the queries `rows` of (B, S, H, D), in its dtype."""
+    """Plain attention of the queries `rows`; q, k, v are (B, S, H, D)."""
     repeats = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(repeats, 2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], k) * p.dim**-0.5
@@ -250,14 +250,14 @@ def _precise(device: torch.device) -> torch.dtype:
 
 
 def _output_error(p: Problem, qkvg: tuple[Tensor, ...], out: Tensor) -> float:
-    """Of random rows of the first sequence."""
+    """The error of random rows of the first sequence."""
     q, k, v, _ = (t.detach()[:1].to(_precise(t.device)) for t in qkvg)
     rows = torch.randperm(p.length)[:CHECKED_ROWS].to(q.device)
     return relative_error(out[:1, rows], _attend(p, q, k, v, rows))
 
 
 def _gradient_error(p: Problem, qkvg: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> float:
-    """Of the first key head of the first sequence, and the query heads that share it."""
+    """The error of the first key head of the first sequence and the query heads that share it."""
     repeats = p.heads // p.groups
     q, k, v, grad = (
         t.detach()[:1, :, :heads].to(_precise(t.device)).requires_grad_()
@@ -270,7 +270,7 @@ def _gradient_error(p: Problem, qkvg: tuple[Tensor, ...], gradients: tuple[Tenso
 
 
 def lengths_of_documents(total: int) -> list[int]:
-    """Lengths of real texts: the topics of Python's language reference, shuffled, at four bytes a token."""
+    """Lengths of real texts: the topics of Python's language reference, shuffled, at four bytes per token."""
     from pydoc_data import topics
 
     texts = list(topics.topics.values())
@@ -301,7 +301,7 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
     def cu_seqlens() -> Tensor:
         return ends.to(device, torch.int32)
 
-    def ours(q: Tensor, k: Tensor, v: Tensor) -> opponents.Call:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Call:
         call = functools.partial(
             cuda_ext.flash_attention_varlen,
             *(q, k, v, cu_seqlens(), cu_seqlens()),
@@ -309,32 +309,30 @@ def varlen(device: str, dtype: str, total: int, heads: int, kv_heads: int, dim: 
             max_seqlen_k=longest,
             causal=True,
         )
-        return opponents.with_leaves(call, (q, k, v), lambda t: t)
+        return baselines.with_leaves(call, (q, k, v), lambda t: t)
 
-    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> opponents.Call:
-        """What PyTorch's ops can do without padding: a call for each sequence."""
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Call:
+        """PyTorch without padding: a call per sequence."""
 
         def call() -> Tensor:
             parts = zip(*(t.split(lengths) for t in (q, k, v)))
-            outs = [
-                F.scaled_dot_product_attention(
-                    *(t.transpose(0, 1)[None] for t in part), is_causal=True, enable_gqa=True
-                )
-                for part in parts
-            ]
+            outs = []
+            for part in parts:
+                query, key, value = (t.transpose(0, 1)[None] for t in part)
+                outs.append(F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
             return torch.cat([out[0].transpose(0, 1) for out in outs])
 
-        return opponents.with_leaves(call, (q, k, v), lambda t: t)
+        return baselines.with_leaves(call, (q, k, v), lambda t: t)
 
     forwards: dict[str, Any] = {OURS: ours, "SDPA, each": one_by_one}
     if device == "cuda":
         for name, module in (("FlashAttention-2", "flash_attn"), ("FlashAttention-3", "flash_attn_interface")):
-            forwards[name] = lambda q, k, v, module=module: opponents.flash_attn_varlen(
+            forwards[name] = lambda q, k, v, module=module: baselines.flash_attn_varlen(
                 module, q, k, v, cu_seqlens(), longest, causal=True
             )
 
     def check(qkvg: tuple[Tensor, ...], out: Any) -> float:
-        """Of the longest document, as a sequence of its own."""
+        """The error of the longest document, computed as a separate sequence."""
         start = int(ends[lengths.index(longest)])
         p = Problem(1, longest, heads, dim, kv_heads=kv_heads, causal=True)
         document = slice(start, start + longest)

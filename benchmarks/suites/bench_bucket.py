@@ -1,10 +1,10 @@
-"""Packing gradients into a bucket and back, for the parameter sets of known models, beside what PyTorch offers.
+"""Packing gradients into a bucket and back, for the parameters of known models, against PyTorch's ops.
 
-pack moves many tensors into a flat buffer with scale, cast, squared norm and non-finite flag in one pass, unpack brings
-them back likewise, stats is the norm and the flag alone. The other sides are
-  copy_     one tensor as large as all of them, copied or cast: the bandwidth there is to have
-  foreach   torch._foreach_copy_ between the tensors and views of the buffer: neither scale nor statistics
-  passes    foreach, then scale and flag as torch.amp.GradScaler makes them, then the norm: the same result
+In one pass, pack copies many tensors to a flat buffer with scale, cast, squared norm and non-finite flag; unpack does
+the same in the other direction; stats computes only norm and flag. The baselines are
+  copy_     one tensor as large as all of them, copied or cast: the attainable bandwidth
+  foreach   torch._foreach_copy_ between the tensors and views of the buffer: no scale, no statistics
+  passes    foreach, then scale and flag as in torch.amp.GradScaler, then the norm: the same result
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ def cases(device: str) -> Iterator[Case]:
     for name, sizes in models.items():
         for dtype, bucket_dtype in dtypes:
             if device == "cpu" and name != "ResNet-50" and dtype != bucket_dtype:
-                continue  # gigabytes, and nothing new
+                continue  # gigabytes, without new information
             if name == "Llama 3 8B" and "float32" in (dtype, bucket_dtype):
-                continue  # more than the memory of most GPUs
+                continue  # exceeds the memory of most GPUs
             for op in ("pack", "unpack", "stats"):
                 if op != "stats" or dtype == bucket_dtype:
                     yield make_case(op, device, name, sizes, dtype, bucket_dtype)
 
 
 def norm_of(tensors: list[Tensor]) -> Tensor:
-    """It is not finite if an element is not, so that it is the flag as well."""
+    """The squared norm; not finite if any element is not, so it is the flag as well."""
     return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
 
 
 class Inputs:
-    """Tensors, a bucket for them and its views."""
+    """Tensors, a bucket for them, and views of the bucket."""
 
     def __init__(self, device: str, sizes: Sizes, dtype: str, bucket_dtype: str) -> None:
         of_tensors, of_bucket = getattr(torch, dtype), getattr(torch, bucket_dtype)
@@ -139,7 +139,7 @@ def make_case(op: str, device: str, model: str, sizes: Sizes, dtype: str, bucket
     item, bucket_item = (getattr(torch, name).itemsize for name in (dtype, bucket_dtype))
 
     def check(given: Inputs, out: Any) -> float:
-        """Each side moves the same; that ours does so, and its norm, is compared with the steps one by one."""
+        """Compares our copies and our norm with separate steps; other sides return neither."""
         if not (isinstance(out, Tensor) and out.shape == (2,)):
             return 0.0
         if op == "stats":
@@ -170,7 +170,7 @@ def make_case(op: str, device: str, model: str, sizes: Sizes, dtype: str, bucket
         size_name="parameters",
         bytes=moved,
         input_bytes=moved,
-        # The squared norm is summed in float32 or better, of values rounded before.
+        # The squared norm of rounded values, summed in float32 or better.
         tolerance=1e-3,
         extra={"elements": total, "tensors": len(sizes), "bucket dtype": bucket_dtype},
     )

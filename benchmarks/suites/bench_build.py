@@ -1,7 +1,7 @@
-"""What installing costs: building the library from nothing, building it again, and importing it.
+"""The cost of installation: a clean build, a repeated build, and an import.
 
-Beside the build stands that of an extension of one file that includes PyTorch's headers and does nothing, by PyTorch's
-own loader: no extension is built in less.
+The reference is an extension of one file that includes PyTorch's headers and does nothing, built by PyTorch's own
+loader: a lower bound for every extension.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def _imports(seconds: float) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {OURS: [], "torch alone": []}
     start = time.perf_counter()
     while len(times[OURS]) < 3 or (time.perf_counter() - start < seconds and len(times[OURS]) < 15):
-        # Naming an op loads the library.
+        # The library is loaded at the first access to an op.
         for name, program in ((OURS, "import cuda_ext; cuda_ext.linear"), ("torch alone", "import torch")):
             times[name].append(_seconds([sys.executable, "-c", program], ROOT, {"PYTHONPATH": str(ROOT)}))
     return times
 
 
 def _builds(with_cuda: str, seconds: float, peak: dict[str, float]) -> dict[str, list[float]]:
-    """One of each: they take long, and vary little."""
+    """One sample of each, because builds take long and vary little."""
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "tree"
         tree.mkdir()

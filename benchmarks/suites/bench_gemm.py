@@ -1,4 +1,4 @@
-"""GEMM and its fused epilogues, beside the library matmul, PyTorch's sequences of ops, and those compiled."""
+"""GEMM and its fused epilogues, against the library matmul and sequences of PyTorch ops, also compiled."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 import cuda_ext
 from benchmarks.results import OURS
-from benchmarks.suites import opponents
+from benchmarks.suites import baselines
 from benchmarks.suites.measure import Call, Case, relative_error
 
 Shape = tuple[int, int, int]  # M, N, K
 
-CHECKED_ROWS = 256  # of the output: a reference in float64 of all would take longer than the measurement
+CHECKED_ROWS = 256  # of the output; a float64 reference for all rows would take longer than the measurement
 
 
 def cases(device: str) -> Iterator[Case]:
-    """By importance: what comes last is what a short run leaves out."""
+    """Most important first: a short run omits the last ones."""
     if device == "cpu":
         yield from _cpu_cases()
     else:
@@ -32,7 +32,7 @@ def _cpu_cases() -> Iterator[Case]:
     for dtype in ("float32", "bfloat16"):
         for size in (512, 1024, 2048):
             yield product(device="cpu", dtype=dtype, shape=(size, size, size), group="squares")
-    # PyTorch takes a hundred times as long in float16, so that larger ones are not worth the wait.
+    # PyTorch takes a hundred times as long in float16, so larger products would take too long.
     yield product(device="cpu", dtype="float16", shape=(512, 512, 512), group="squares")
     for shape in ((64, 4096, 1024), (1024, 1024, 1024), (2048, 2048, 2048)):
         yield linear(device="cpu", dtype="float32", shape=shape, activation="gelu")
@@ -95,7 +95,7 @@ def _cuda_cases() -> Iterator[Case]:
 
 
 def training_step(tokens: int, features: int, inputs: int) -> list[tuple[str, str, Shape]]:
-    """The three products of a linear layer's step, with their layouts."""
+    """The three products of a training step of a linear layer, with their layouts."""
     return [
         ("Y = X Wᵀ", "nt", (tokens, features, inputs)),
         ("dX = dY W", "nn", (tokens, inputs, features)),
@@ -133,7 +133,7 @@ def product(
     note: str = "",
     precision: str = "",
 ) -> Case:
-    """a @ b. `precision`: of float32 products, as torch.set_float32_matmul_precision names it."""
+    """a @ b. `precision` is passed to torch.set_float32_matmul_precision."""
     m, n, k = shape
     size = getattr(torch, dtype).itemsize
 
@@ -153,8 +153,8 @@ def product(
     }
     if device == "cuda" and dtype != "float32":
         sides |= {
-            "DeepGEMM": lambda ab: opponents.deep_gemm(*ab),
-            "QuACK": lambda ab: opponents.quack(*ab),
+            "DeepGEMM": lambda ab: baselines.deep_gemm(*ab),
+            "QuACK": lambda ab: baselines.quack(*ab),
         }
     return Case(
         op="gemm tf32" if precision else "gemm",
@@ -175,7 +175,7 @@ def product(
 
 
 def batched(*, device: str, dtype: str, batch: int, size: int) -> Case:
-    """Products of many small squares."""
+    """Batched products of small squares."""
     moved = float(3 * batch * size**2 * getattr(torch, dtype).itemsize)
     return Case(
         op="gemm",
@@ -198,7 +198,7 @@ def batched(*, device: str, dtype: str, batch: int, size: int) -> Case:
 
 
 def bias_gradient(*, device: str, dtype: str, rows: int, columns: int) -> Case:
-    """The backward of a layer of which only the bias is trained: a sum of rows."""
+    """Backward of a layer whose bias alone is trained: a sum of rows."""
 
     def step(layer: Any, operands: tuple[Tensor, ...]) -> Call:
         grad, inputs, weight = operands
@@ -228,9 +228,9 @@ def bias_gradient(*, device: str, dtype: str, rows: int, columns: int) -> Case:
 
 
 def _and_compiled(device: str, sides: dict[str, Any], function: Any) -> dict[str, Any]:
-    """On a GPU, also the same sequence of ops compiled into one graph."""
+    """Adds, on a GPU, the same sequence of ops compiled into one graph."""
     if device == "cuda":
-        sides["torch.compile"] = lambda inputs: functools.partial(opponents.compiled(function), *inputs)
+        sides["torch.compile"] = lambda inputs: functools.partial(baselines.compiled(function), *inputs)
     return sides
 
 
@@ -351,7 +351,7 @@ def feed_forward(*, device: str, dtype: str, tokens: int, hidden: int) -> Case:
         "unfused": functools.partial(step, unfused),
     }
     if device == "cuda":
-        sides["torch.compile"] = lambda operands: step(opponents.compiled(unfused), operands)
+        sides["torch.compile"] = lambda operands: step(baselines.compiled(unfused), operands)
     weights = 3 * features * hidden
     return Case(
         op="gated_mlp silu",

@@ -1,6 +1,6 @@
-"""What a call costs beside its arithmetic: ops on tensors so small that there is none, all of which need gradients.
+"""The overhead of a call: ops on tensors so small that arithmetic is negligible; all need gradients.
 
-`torch.mul` is the smallest op there is; its ratio says what part of one of our calls it takes.
+`torch.mul` is the smallest op; its ratio shows which fraction of our call any PyTorch call costs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def cases(device: str) -> Iterator[Case]:
 
     x, y, half, bias = leaf(4, 4), leaf(4, 4), leaf(4, 2), leaf(4)
     q, k, v = (leaf(1, 4, 1, 8) for _ in range(3))
-    heads_first = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
-    rivals: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+    qh, kh, vh = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "gemm": (lambda: cuda_ext.gemm(x, y), lambda: torch.matmul(x, y)),
         "linear": (lambda: cuda_ext.linear(x, y), lambda: F.linear(x, y)),
         "linear + bias + gelu": (
@@ -36,10 +36,10 @@ def cases(device: str) -> Iterator[Case]:
         "gated_mlp": (lambda: cuda_ext.gated_mlp(x, y, half), lambda: _gated_mlp(x, y, half)),
         "flash_attention": (
             lambda: cuda_ext.flash_attention(q, k, v),
-            lambda: F.scaled_dot_product_attention(*heads_first),
+            lambda: F.scaled_dot_product_attention(qh, kh, vh),
         ),
     }
-    for op, (ours, theirs) in rivals.items():
+    for op, (ours, theirs) in pairs.items():
         for backward in (False, True):
             sides = {OURS: ours, "PyTorch": theirs, "torch.mul": lambda: torch.mul(x, y)}
             yield Case(
@@ -49,7 +49,7 @@ def cases(device: str) -> Iterator[Case]:
                 name="tiny",
                 dtype="float32",
                 sides={name: functools.partial(_side, call, backward) for name, call in sides.items()},
-                # Kernels are of no interest here, so no graph of them is: the host's time, until it may go on.
+                # Host time until the call returns; kernels do not matter, so no graph is captured.
                 timer="clock",
             )
     yield _bucket_call(device)

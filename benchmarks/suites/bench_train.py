@@ -1,8 +1,8 @@
-"""What it comes to in training: transformer blocks, and a data-parallel step beside torch's DistributedDataParallel.
+"""Training: transformer blocks, and a data-parallel step against torch's DistributedDataParallel.
 
 A data-parallel step is zero_grad, forward, backward with its all-reduce, and an SGD update; it takes as long as its
-slowest rank. All wrappers are in the same processes and take turns. Two processes talk over gloo on a CPU, one a GPU
-over NCCL; with one GPU that is what a wrapper costs without a network.
+slowest rank. All wrappers run in the same processes and alternate. On a CPU, processes communicate over gloo; on GPUs,
+one process per GPU over NCCL. A single GPU shows the overhead of a wrapper without communication.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from benchmarks.suites.measure import Call, Case, relative_error
 from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.distributed.planning.presets import PRESETS
 
-# Linear layers of many sizes, from 2 thousand to 790 thousand weights.
+# Widths of linear layers, which have from 2 thousand to 790 thousand weights.
 WIDTHS = (64, 96, 1024, 33, 256, 512, 768, 128, 384, 640)
-WARMUP = 5  # buckets are divided anew after three steps
+WARMUP = 5  # buckets are rebuilt after three steps
 
 
 def cases(device: str) -> Iterator[Case]:
@@ -60,7 +60,7 @@ def cases(device: str) -> Iterator[Case]:
 class Blocks:
     layers: int
     features: int
-    heads: int  # 0: feed-forward layers alone
+    heads: int  # 0: feed-forward layers only
     hidden: int
 
 
@@ -123,7 +123,7 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
     @functools.cache
     def model(ours: bool) -> Transformer:
         made = Transformer(shape, ours)
-        if ours:  # the same weights, in the order of the parameters, which both share
+        if ours:  # the same weights; both have their parameters in the same order
             with torch.no_grad():
                 for mine, plain in zip(made.parameters(), model(False).parameters(), strict=True):
                     mine.copy_(plain)
@@ -134,7 +134,7 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
         return x.requires_grad_(), torch.randn_like(x, requires_grad=False)
 
     def step(net: nn.Module, given: tuple[Tensor, Tensor]) -> Call:
-        """Returns the gradient of the input, in which all others have a part."""
+        """A call that returns the gradient of the input, which depends on all other gradients."""
         x, grad = given
         leaves = [x, *net.parameters()]
         return lambda: torch.autograd.grad(net(x), leaves, grad)[0]
@@ -151,7 +151,12 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
         "PyTorch": lambda given: step(model(False), given),
     }
     if device == "cuda":
-        sides["torch.compile"] = lambda given: step(torch.compile(model(False), fullgraph=True, dynamic=False), given)
+
+        def compiled() -> nn.Module:
+            made: Any = torch.compile(model(False), fullgraph=True, dynamic=False)
+            return made
+
+        sides["torch.compile"] = lambda given: step(compiled(), given)
     heads = f"{shape.heads} heads" if shape.heads else "feed-forward only"
     return Case(
         op="transformer blocks" if shape.heads else "feed-forward blocks",
@@ -170,7 +175,7 @@ def transformer(device: str, dtype: str, shape: Blocks, batch: int, length: int)
 
 
 class Parameters(nn.Module):
-    """Parameters of some shapes, and next to nothing to compute; the loss reaches all of them."""
+    """Parameters of given shapes with hardly any arithmetic; the loss depends on all of them."""
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
         super().__init__()
@@ -279,7 +284,7 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
         rounds.append([0.0] * len(steps))
         for side in order:
             rounds[-1][side] = _timed(list(steps.values())[side], on_gpu)
-        # Rank 0 decides for all, as clocks differ.
+        # Rank 0 decides, because clocks differ.
         go_on = len(rounds) < WARMUP + 5 or (time.perf_counter() - start < seconds and len(rounds) < WARMUP + 100)
         decision = torch.tensor(float(go_on), device=device)
         dist.broadcast(decision, 0)
@@ -290,7 +295,7 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
     if rank == 0:
         columns = slowest.cpu().unbind(1)
         torch.save({name: column.tolist() for name, column in zip(steps, columns)}, Path(folder) / "times.pt")
-    # What holds the group goes first, on all ranks: its threads must have ended before the process does.
+    # Wrappers hold the group; they are freed first on all ranks, so that its threads end before the process does.
     steps.clear()
     gc.collect()
     dist.barrier()

@@ -1,9 +1,9 @@
-"""How a case is measured: fresh random inputs, checked first, then timed in turns, side after side, round after round.
+"""How a case is measured: random inputs, results checked first, then sides timed alternately, round after round.
 
-- Every round calls each side once, or as often as makes a time the clock can see, and starts with another side each
-  time, so that whatever else the machine does, and whatever one side leaves in the caches, hits all alike.
-- Inputs rotate over more than twice the last-level cache, so that none finds its own in it.
-- A side that fails, is not installed, or computes something else gets a row that says so; the others go on.
+- Every round calls each side once, or as often as the clock needs to resolve it, and starts with the next side, so that
+  other load, and what a side leaves in the caches, affect all sides equally.
+- Inputs rotate over more than twice the last-level cache, so that no input is still in it.
+- A side that fails, is not installed or returns a wrong result gets a row that says so; the others continue.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ NOT_INSTALLED = "not installed"
 MAX_ROUNDS = 101
 MIN_ROUNDS = 5
 MAX_SETS = 256
-# Seconds that one time by the clock, by CUDA events and of a graph's replay takes at least: long beside what the clock
-# or the launch of a graph adds.
+# Least seconds of one sample, by timer: long compared with what the clock or the launch of a graph adds.
 MIN_SECONDS = {"clock": 1e-3, "events": 1e-3, "graph": 5e-4}
-# Under this a call's launches are as long as its kernels, and kernels alone can be timed only as a graph.
+# In shorter calls, launches take as long as kernels, and only a graph can time the kernels alone.
 GRAPH_BELOW = 200e-6
 
-# ||out - reference|| / ||reference|| above which a result is wrong, not rounded: several times what rounding gives.
-# float32 is for products in full precision; through tf32 they are as good as float16's.
+# ||out - reference|| / ||reference|| above which a result is wrong: several times the rounding error. float32 is for
+# products in full precision; tf32 is as precise as float16.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 TF32_TOLERANCE = 5e-3
 
@@ -47,9 +46,9 @@ class Failure(Exception):
 
 @dataclass
 class Case:
-    """A problem and who solves it.
+    """A problem and its implementations.
 
-    Each side turns a set of inputs into a call without arguments, and may import, convert and compile while it does so.
+    Each side is a function from a set of inputs to a call without arguments; it may import, convert and compile.
     """
 
     op: str
@@ -60,17 +59,17 @@ class Case:
     sides: dict[str, Callable[[Any], Call]]
     inputs: Callable[[], Any] = lambda: None
     check: Callable[[Any, Any], float] | None = (
-        None  # (inputs, output) -> relative error; given the first inputs, always
+        None  # (inputs, output) -> relative error; called with the first set of inputs
     )
     size: float = 0.0
     size_name: str = ""
     flops: float = 0.0
     bytes: float = 0.0
-    input_bytes: float = 0.0  # of one set, outputs included; 0: one set is enough
-    tolerance: float | None = None  # if not the dtype's
-    # Instead of calls: all samples of all sides, taken in turns by whatever means, in about so many seconds.
+    input_bytes: float = 0.0  # of one set, including outputs; 0: one set is enough
+    tolerance: float | None = None  # None: that of the dtype
+    # Instead of calls: takes the samples of all sides itself, alternately, in about this many seconds.
     samples: Callable[[float], dict[str, list[float]]] | None = None
-    timer: str = ""  # if only one will do
+    timer: str = ""  # if the case needs a certain one
     extra: dict[str, Any] = field(default_factory=dict)
 
     def allowed_error(self) -> float:
@@ -86,12 +85,12 @@ class Method:
     """How to time."""
 
     device: str
-    timer: str = ""  # "": the clock on a CPU; events, or a graph where calls are short, on a GPU. Or one by name
-    against_itself: bool = False  # ours against ours: what the method makes of no difference at all
-    memory_share: float = 0.25  # of what is free, for the sets of inputs
+    timer: str = ""  # "": the clock on a CPU; on a GPU events, or a graph if calls are short
+    against_itself: bool = False  # compare ours with itself, to see the error of the method
+    memory_share: float = 0.25  # of the free memory, for the sets of inputs
 
     def sets_for(self, input_bytes: float) -> int:
-        """How many sets of inputs are more than twice the cache."""
+        """The number of sets of inputs that exceed twice the cache."""
         if input_bytes <= 0:
             return 1
         wanted = math.ceil(2 * environment.cache_bytes(self.device) / input_bytes) + 1
@@ -110,7 +109,7 @@ def free_memory(device: str) -> float:
 
 
 def relative_error(out: Any, reference: Any) -> float:
-    """||out - reference|| / ||reference||, the largest of them if there are several tensors; NaN is infinite."""
+    """||out - reference|| / ||reference||, the largest if there are several tensors; infinite instead of NaN."""
     if isinstance(reference, (tuple, list)):
         return max(relative_error(a, b) for a, b in zip(out, reference, strict=True))
     if out.shape != reference.shape:
@@ -120,7 +119,7 @@ def relative_error(out: Any, reference: Any) -> float:
 
 
 def describe_failure(error: BaseException) -> str:
-    """In one line."""
+    """The reason in one line."""
     if isinstance(error, Failure):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -143,9 +142,9 @@ class _Side:
 
     name: str
     sets: int
-    calls: Iterator[Call]  # of one set of inputs after the other, without end
+    calls: Iterator[Call]  # one set of inputs after the other, cyclically
     error: float | None
-    seconds: float  # about how long a call takes
+    seconds: float  # estimated duration of a call
     repeats: int = 1
     timer: str = "clock"
     run: Call = lambda: None  # `repeats` calls
@@ -162,9 +161,9 @@ def measure(
 ) -> list[Measurement]:
     """All sides of a case, in about `seconds`.
 
-    `base` holds what all measurements share. `announce(side)` is called before a side's code first runs, so that a
-    process which does not survive it has said whose fault that was. Sides in `skip` do not run, for the reason given
-    there; those whose call takes longer than `patience` seconds are not timed.
+    `base` has the fields that all measurements share. `announce(side)` is called before a side's code first runs, so
+    that a crash can be attributed. Sides in `skip` do not run, for the reason given there; a side whose call takes
+    longer than `patience` seconds is not timed.
     """
     base = replace(
         base,
@@ -182,7 +181,7 @@ def measure(
     if case.samples is not None:
         return _measure_samples(case, base, method, seconds, announce)
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # what earlier cases have compiled is looked through at every call
+        torch.compiler.reset()  # else every call searches what earlier cases compiled
     makers = {OURS: case.sides[OURS], AGAIN: case.sides[OURS]} if method.against_itself else case.sides
     sets = [case.inputs() for _ in range(method.sets_for(case.input_bytes))]
     base = replace(base, rotation=len(sets))
@@ -198,11 +197,11 @@ def measure(
         except Exception as error:
             failed.append(replace(base, side=name, failure=describe_failure(error)))
             del error
-            _forget(method.device)
+            _free_cached_memory(method.device)
     announce("")
     try:
-        timer = _settle(ready, method, case.timer)
-        times = _do_bench(ready, seconds) if timer == "do_bench" else _in_turns(ready, timer, seconds)
+        timer = _choose_timer(ready, method, case.timer)
+        times = _do_bench(ready, seconds) if timer == "do_bench" else _alternate(ready, timer, seconds)
     except Exception as error:
         why = describe_failure(error)
         return failed + [replace(base, side=side.name, failure=f"while timing: {why}") for side in ready]
@@ -236,25 +235,25 @@ def _summary(row: Measurement, times: list[float], ours: list[float] | None) -> 
 
 
 def too_slow(seconds: float) -> str:
-    """What the row of a side says whose call takes so long that timing it would cost the other cases their time."""
+    """The failure of a side whose timing would use up the time of other cases."""
     return f"too slow: a call takes {seconds:.1f} s; raise --minutes to time it"
 
 
 def _prepare(
     name: str, maker: Callable[[Any], Call], case: Case, sets: list[Any], method: Method, patience: float
 ) -> _Side:
-    """Checks a side's result, and finds out about how long it takes."""
+    """Checks the result of a side and estimates its duration."""
     calls = [maker(inputs) for inputs in sets]
     out = calls[0]()
     error = None
     if case.check is not None:
-        error = case.check(sets[0], _in_our_layout(calls[0], out))
+        error = case.check(sets[0], _to_our_layout(calls[0], out))
         if not error <= case.allowed_error():
             raise Failure(f"wrong: relative error {error:.1e}, expected at most {case.allowed_error():.0e}")
     del out
     _synchronize(method.device)
     rotation = itertools.cycle(calls)
-    # The first call after the check still pays for what only a second one needs; the fastest of a few tells.
+    # The second call may still initialize something; the fastest of a few counts.
     seconds = math.inf
     for _ in range(3):
         start = time.perf_counter()
@@ -268,16 +267,16 @@ def _prepare(
     return _Side(name, len(sets), rotation, error, seconds)
 
 
-def _in_our_layout(call: Call, out: Any) -> Any:
-    """A call with another layout than ours knows how to change it, `to_ours`, which is not timed."""
+def _to_our_layout(call: Call, out: Any) -> Any:
+    """Converts the output of a call with another layout by its `to_ours`, which is not timed."""
     to_ours = getattr(call, "to_ours", None)
     if to_ours is None:
         return out
     return tuple(map(to_ours, out)) if isinstance(out, tuple) else to_ours(out)
 
 
-def _settle(sides: list[_Side], method: Method, wanted: str) -> str:
-    """Decides with which timer, alike for all sides, and how many calls make one time. Returns the timer's name."""
+def _choose_timer(sides: list[_Side], method: Method, wanted: str) -> str:
+    """Chooses the timer, the same for all sides, and the number of calls per sample. Returns the timer's name."""
     timer = wanted or method.timer or ("clock" if method.device == "cpu" else "events")
     if timer == "events" and not method.timer and any(side.seconds < GRAPH_BELOW for side in sides):
         if all(_capture(side) for side in sides):
@@ -300,9 +299,9 @@ def _repeat(side: _Side) -> Call:
 
 
 def _capture(side: _Side) -> bool:
-    """Makes a CUDA graph of the side's calls; False where it cannot be captured."""
+    """Captures a CUDA graph of the side's calls; False if that fails."""
     side.timer = "graph"
-    # What a call has taken is mostly its launch; its kernels are several times as fast. And all inputs have their turn.
+    # The estimated duration is mostly the launch; kernels are several times as fast. Each set of inputs is used.
     side.repeats = max(side.sets, math.ceil(4 * MIN_SECONDS["graph"] / side.seconds))
     graph = torch.cuda.CUDAGraph()
     try:
@@ -316,18 +315,18 @@ def _capture(side: _Side) -> bool:
     return True
 
 
-def _in_turns(sides: list[_Side], timer: str, seconds: float) -> dict[str, list[float]]:
-    """Seconds of a call, by side; the n-th of all sides are of the same round."""
+def _alternate(sides: list[_Side], timer: str, seconds: float) -> dict[str, list[float]]:
+    """Seconds per call, by side; the n-th samples of all sides are from the same round."""
     times: dict[str, list[float]] = {side.name: [] for side in sides}
     once = _clock_round if timer == "clock" else _event_round
     if sum(side.seconds * side.repeats for side in sides) < seconds:
-        once(sides)  # warm-up; longer calls than these are warm
+        once(sides)  # warm-up; longer calls need none
     start = time.perf_counter()
     for n in range(MAX_ROUNDS):
         if n >= MIN_ROUNDS and time.perf_counter() - start > seconds:
             break
         if n >= 1 and time.perf_counter() - start > 4 * seconds:
-            break  # far slower than hoped
+            break  # far slower than estimated
         turn = n % len(sides) if sides else 0
         for name, value in once(sides[turn:] + sides[:turn]):
             times[name].append(value)
@@ -341,12 +340,12 @@ def _clock_round(sides: list[_Side]) -> list[tuple[str, float]]:
         side.run()
         values.append((side.name, (time.perf_counter() - start) / side.repeats))
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # not timed: what the host can queue without waiting is what was asked for
+            torch.cuda.synchronize()  # not timed: the clock measures the time until the call returns
     return values
 
 
 def _event_round(sides: list[_Side]) -> list[tuple[str, float]]:
-    """All sides are queued before any is waited for, so that the GPU need not wait for the host between them."""
+    """Queues all sides before it waits, so that the GPU does not wait for the host between them."""
     events = []
     for side in sides:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -359,7 +358,7 @@ def _event_round(sides: list[_Side]) -> list[tuple[str, float]]:
 
 
 def _do_bench(sides: list[_Side], seconds: float) -> dict[str, list[float]]:
-    """By triton.testing.do_bench, which empties the cache before each call; sides one after the other."""
+    """triton.testing.do_bench, which clears the cache before each call; sides run one after the other."""
     from triton.testing import do_bench
 
     share = 1e3 * seconds / max(len(sides), 1)
@@ -376,7 +375,7 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _forget(device: str) -> None:
-    """Frees what a failed side held."""
+def _free_cached_memory(device: str) -> None:
+    """Frees the cached memory of a failed side."""
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Runs suites, each in a process of its own, and keeps what they measure, whatever happens to that process.
+"""Runs each suite in a separate process and keeps its measurements, even if that process crashes.
 
-A side that kills its process, or hangs it, gets a row that says so, and a new process goes on after it.
+A side that crashes its process, or hangs, gets a row that says so, and a new process continues after it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any, Protocol
 from benchmarks.environment import ROOT
 from benchmarks.results import OURS, Measurement
 
-# Suites by importance, with the shares of the time they get; what one leaves goes to those after it.
+# Suites by importance, with their shares of the time; unused time goes to later ones.
 SUITES = {"gemm": 0.23, "attention": 0.27, "bucket": 0.15, "train": 0.11, "overhead": 0.03, "build": 0.21}
 
-SILENCE = 150.0  # seconds without a word after which a process is taken to hang: compilers of opponents are slow
+SILENCE = 150.0  # seconds without a message after which a process counts as hung: compilers of baselines are slow
 BUILD_SILENCE = 900.0
 CEILINGS = "ceilings"
-# Of each size of each ceiling, of the time of the run; and never more than so many seconds.
+# Time for each size of each ceiling: a share of the run, and at most this many seconds.
 CEILING_SHARE, LONGEST_CEILING = 0.005, 0.7
 
 
 class Progress(Protocol):
-    """Is told of each suite and its number of cases (0: unknown), of each case and side that begins, and of results."""
+    """Receives each suite with its number of cases (0: unknown), each case and side that begins, and results."""
 
     def start(self, suite: str, total: int) -> None: ...
     def case(self, text: str) -> None: ...
@@ -51,14 +51,14 @@ class Plan:
     against_itself: bool = False
     threads: int = 0
     seed: int = 0
-    done: set[tuple[str, ...]] = field(default_factory=set)  # `Measurement.problem` of what need not be measured
+    done: set[tuple[str, ...]] = field(default_factory=set)  # `Measurement.problem` of cases to skip
     silence: float = SILENCE
-    log: Path | None = None  # what the processes print
+    log: Path | None = None  # for the output of the processes
     command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "benchmarks.suites.worker"])
 
 
 def run(plan: Plan, progress: Progress) -> Iterator[list[Measurement]]:
-    """The measurements of one case after the other, as they come."""
+    """Yields the measurements of each case as soon as they are known."""
     end = time.time() + 60 * plan.minutes
     ceilings = _ceilings(plan, progress)
     left = sum(SUITES[suite] for suite in plan.suites)
@@ -70,7 +70,7 @@ def run(plan: Plan, progress: Progress) -> Iterator[list[Measurement]]:
 
 
 def _ceilings(plan: Plan, progress: Progress) -> dict[str, float]:
-    """The highest of each; where this process dies, those it had measured by then."""
+    """The highest rate by name; if the process crashes, those measured before."""
     found: dict[str, float] = {}
     progress.start(CEILINGS, 0)
     seconds = min(LONGEST_CEILING, CEILING_SHARE * 60 * plan.minutes)
@@ -91,7 +91,7 @@ def _run_suite(
     order["done"] = sorted(problem for problem in plan.done if problem[1] == suite)
 
     def patience() -> float:
-        """For the next word: shorter when the time of the run is over, except for the case that is measured anyway."""
+        """Seconds to wait for the next message: less when the time is over, except for the first case."""
         silence = BUILD_SILENCE if suite == "build" else plan.silence
         return min(silence, max(10.0, end + 30.0 - time.time())) if case > 0 else silence
 
@@ -114,13 +114,13 @@ def _run_suite(
                     progress.done(rows)
                     yield rows
                     first, base = case + 1, None
-            why = worker.epitaph()
+            why = worker.exit_reason()
         if first >= total:
             break
         if base is None:
             if case >= 0:
-                continue  # it died between cases
-            # It never came to a case: the suite itself is at fault.
+                continue  # crashed between cases
+            # It crashed before the first case: the suite itself is at fault.
             blank = Measurement(suite, "", "", "", "all", "", OURS, plan.device, failure=why)
             progress.start(suite, 1)
             progress.done([blank])
@@ -137,7 +137,7 @@ def _run_suite(
 
 
 class _Worker:
-    """A process that measures, and that is ended with all it has started."""
+    """A measuring process, which is killed together with its children."""
 
     def __init__(self, plan: Plan, order: dict[str, Any]) -> None:
         defaults = {
@@ -159,8 +159,8 @@ class _Worker:
             start_new_session=True,
         )
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # that it has ended is noticed when it says nothing
-            # It stays open: the process ends when this one does, however that ends.
+        with contextlib.suppress(BrokenPipeError):  # messages() notices that it has exited
+            # stdin stays open: the worker exits when this process does, even if it is killed.
             self._process.stdin.write(json.dumps(defaults | order).encode() + b"\n")
             self._process.stdin.flush()
         self._lines: queue.Queue[bytes] = queue.Queue()
@@ -173,8 +173,8 @@ class _Worker:
         self._lines.put(b"")
 
     def messages(self, silence: Callable[[], float]) -> Iterator[dict[str, Any]]:
-        """Until the process ends, or has said nothing for `silence()` seconds and is ended. Its first word, before
-        which it imports what it needs, may take `SILENCE` in any case."""
+        """Yields messages until the process exits, or is killed after `silence()` seconds without one. The first one,
+        which follows its imports, may take `SILENCE`."""
         least = SILENCE
         while True:
             try:
@@ -188,8 +188,8 @@ class _Worker:
                 return
             yield json.loads(line)
 
-    def epitaph(self) -> str:
-        """Why it has ended."""
+    def exit_reason(self) -> str:
+        """Why the process ended."""
         if self._hung:
             return "hung"
         status = self._process.wait()

@@ -1,15 +1,15 @@
-"""Measures the cases of one suite in a separate process, because an opponent may crash it.
+"""Measures the cases of one suite in a separate process, because a baseline may crash it.
 
 `python -m benchmarks.suites.worker` reads one line from standard input, the order, a JSON object. When that input ends,
 nobody waits for results any more: it exits with all processes it has started. It writes one JSON object per line to
 standard output:
-  {"begins": "copy"}                  the ceiling that it now measures, where these were the order
-  {"ceiling": "copy", "rate": 1e10}   what the device can do in a second
-  {"total": 40}                       how many cases there are
-  {"case": 3, "of": {...}}            begins one; `of` is the measurement as far as it is known before
-  {"side": "torch.matmul"}            the code that now runs for the first time is this side's; "": that of all
-  {"measurements": [{...}, ...]}      what a case gave
-What opponents print goes to standard error.
+  {"begins": "copy"}                  starts to measure a ceiling, if the order is ceilings
+  {"ceiling": "copy", "rate": 1e10}   a ceiling of the device, per second
+  {"total": 40}                       the number of cases
+  {"case": 3, "of": {...}}            starts a case; `of` has the fields of its measurements known so far
+  {"side": "torch.matmul"}            the code of this side now runs for the first time; "": that of all sides
+  {"measurements": [{...}, ...]}      the measurements of the case
+Output of baselines goes to standard error.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from benchmarks import environment
 from benchmarks.results import OURS, OUT_OF_TIME, Measurement
 from benchmarks.suites import measure
 
-# Of a case, so that a suite's first ones do not take the time of its others where there is plenty.
+# Most seconds for a case, so that the first ones of a suite do not use up its time.
 LONGEST = 6.0
-# A side is not timed where a call takes longer than so many times the case's seconds, and longer than so many seconds.
+# A side is not timed if a call takes longer than PATIENCE times the case's seconds and than LEAST_PATIENCE seconds.
 PATIENCE, LEAST_PATIENCE = 2.0, 1.0
 COPIED = {"cuda": 1 << 28, "cpu": 1 << 25}  # elements
-# Products whose rate is a ceiling, and the seconds that a call is never expected to exceed: where PyTorch has no fast
-# kernel for a dtype, as for bfloat16 on many CPUs, its rate is a thousandth of what others reach.
+# Sizes of the products whose rate is a ceiling. Larger ones are omitted once a call is expected to take longer than
+# LONGEST_PRODUCT seconds: without a fast kernel, as for bfloat16 on many CPUs, PyTorch takes a thousand times as long.
 PRODUCTS = {"cuda": (4096, 8192), "cpu": (256, 512, 1024, 2048)}
 LONGEST_PRODUCT = 0.5
 
@@ -48,7 +48,7 @@ LONGEST_PRODUCT = 0.5
 def main() -> int:
     order = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
-    report = _take_standard_output()
+    report = _redirect_output()
     torch.manual_seed(order["seed"])
     if order["threads"]:
         torch.set_num_threads(order["threads"])
@@ -92,7 +92,7 @@ def run(order: dict[str, Any], report: TextIO) -> None:
         )
         _write(report, {"case": number, "of": dataclasses.asdict(base)})
         left = max(0.0, order["deadline"] - time.time())
-        # The first case is measured in any case: a slow machine spends the time of a short run on its imports.
+        # The first case is always measured: on a slow machine, imports may use up the time of a short run.
         if left == 0 and number > 0:
             rows = [dataclasses.replace(base, failure=OUT_OF_TIME)]
         else:
@@ -103,28 +103,28 @@ def run(order: dict[str, Any], report: TextIO) -> None:
                 skip |= order["skip"]
             announce = lambda side: _write(report, {"side": side})  # noqa: E731
             rows = measure.measure(case, base, method, share, announce, skip, patience)
-            # That an opponent is not installed is said once.
+            # A baseline that is not installed is reported once.
             rows = [row for row in rows if row.side not in missing]
             missing |= {row.side for row in rows if row.failure.startswith(measure.NOT_INSTALLED)}
             pace.note(case, rows)
         _write(report, {"measurements": [dataclasses.asdict(row) for row in rows]})
         if device == "cuda" and not _device_works():
-            # A kernel has left the device unusable for this process: the next one goes on after this case.
+            # A kernel has made the device unusable for this process: the next one continues after this case.
             raise SystemExit(1)
 
 
 def selected(suite: str, device: str, only: str) -> Iterator[measure.Case]:
-    """The suite's cases whose op, group, name or dtype matches `only`, a regular expression."""
+    """The suite's cases whose op, phase, group, name or dtype matches the regular expression `only`."""
     for case in importlib.import_module(f"benchmarks.suites.bench_{suite}").cases(device):
         if re.search(only, f"{case.op} {case.phase} {case.group} {case.name} {case.dtype}", re.IGNORECASE):
             yield case
 
 
 class Pace:
-    """How fast the sides have been, so that none is begun which would take too long: work grows within a suite."""
+    """Remembers the speed of the sides, to skip those that would take too long on a larger case."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, ...], float] = {}  # for an operation, or a byte where those are not counted
+        self._seconds: dict[tuple[str, ...], float] = {}  # per operation, or per byte if those are not counted
 
     def note(self, case: measure.Case, rows: list[Measurement]) -> None:
         for row in rows:
@@ -133,7 +133,7 @@ class Pace:
                 self._seconds[key] = min(self._seconds.get(key, math.inf), row.seconds / work)
 
     def too_slow(self, case: measure.Case, patience: float) -> dict[str, str]:
-        """Sides, and why they are not to be run."""
+        """Sides to skip, with the reason."""
         expected = {
             side: self._seconds.get((case.op, case.phase, case.dtype, side), 0.0) * (case.flops or case.bytes)
             for side in case.sides
@@ -142,8 +142,8 @@ class Pace:
 
 
 def ceilings(device: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """Messages of what the device can do in a second: bytes of a large copy, read and written; operations of a library
-    matmul, of growing sizes, the largest of which is the ceiling. `seconds`: of each size."""
+    """Messages with the ceilings of the device: bytes/s of a large copy, read and written, and FLOP/s of library
+    matmuls of growing size, the highest of which counts. `seconds` is the time for each size."""
     method = measure.Method(device)
     count = COPIED[device]
     yield {"begins": "copy"}
@@ -160,7 +160,7 @@ def ceilings(device: str, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def _median(method: measure.Method, seconds: float, call: measure.Call) -> float:
-    """Of a call: a ceiling is what can be kept up."""
+    """Median seconds per call: a ceiling is a sustained rate."""
     case = measure.Case("", "", "", "", "float32", {OURS: lambda _: call})
     base = Measurement("", "", "", "", "", "float32", OURS, method.device)
     (row,) = measure.measure(case, base, method, seconds, lambda _: None, {})
@@ -168,7 +168,7 @@ def _median(method: measure.Method, seconds: float, call: measure.Call) -> float
 
 
 def _end_with_input() -> None:
-    # Not sys.stdin.read: a thread that holds the lock of a file is fatal at the end of the interpreter.
+    # Not sys.stdin.read: a thread that holds the lock of a file is fatal when the interpreter exits.
     while os.read(0, 1 << 16):
         pass
     os.killpg(0, signal.SIGKILL)
@@ -182,8 +182,8 @@ def _device_works() -> bool:
         return False
 
 
-def _take_standard_output() -> TextIO:
-    """Standard output as it was; what is printed from here on, by Python or by a library, goes to standard error."""
+def _redirect_output() -> TextIO:
+    """The original standard output; all later output, of Python or a library, goes to standard error."""
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return report

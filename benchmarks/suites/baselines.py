@@ -1,7 +1,7 @@
-"""Who else solves the problem. Each maker turns a case's inputs into a call, and fails where it cannot: not installed
-(an ImportError), or not for such inputs (a Failure); its row then says so.
+"""Other implementations. Each function turns the inputs of a case into a call. It raises ImportError if the package is
+not installed and Failure if it does not support the inputs; its row then says so.
 
-Opponents that are no part of PyTorch are picked up where they are installed, and called by their public interface.
+Packages other than PyTorch are used if they are installed, through their public interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For fixed shapes, as one graph or not at all; compiled when first called."""
+    """torch.compile for fixed shapes and a full graph; compiles at the first call."""
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
@@ -36,7 +36,7 @@ def deep_gemm(a: Tensor, b: Tensor) -> Call:
     variant = f"bf16_gemm_{_layout(a)}{_layout(b)}"  # nt: b is (N, K) in memory
     product = getattr(module, variant)
     out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
-    x, y = (t if t.is_contiguous() else t.t() for t in (a, b))  # as they lie in memory
+    x, y = (t if t.is_contiguous() else t.t() for t in (a, b))  # row-major views
 
     def call() -> Tensor:
         product(x, y, out)
@@ -58,7 +58,7 @@ def quack(a: Tensor, b: Tensor) -> Call:
 
 
 def sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
-    """Pinned to a backend ("FLASH_ATTENTION"), or with PyTorch's own choice (""). In its own layout, (B, H, S, D)."""
+    """Pinned to a backend such as "FLASH_ATTENTION", or "" for PyTorch's choice; in its own layout, (B, H, S, D)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if causal and q.shape[1] != k.shape[1]:
@@ -77,12 +77,12 @@ def sdpa(backend: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A contiguous leaf with the values of another."""
+    """A contiguous leaf with the same values."""
     return tensor.detach().contiguous().clone().requires_grad_(tensor.requires_grad)
 
 
 def with_leaves(call: Call, leaves: tuple[Tensor, ...], to_ours: Callable[[Tensor], Tensor]) -> Call:
-    """A call that knows its inputs (`leaves`) and how its layout becomes ours; for backward() below."""
+    """A call with its inputs (`leaves`) and the conversion to our layout, for backward() below."""
     call.leaves, call.to_ours = leaves, to_ours  # type: ignore[attr-defined]
     return call
 
@@ -108,7 +108,7 @@ def _block_mask(causal: bool, window: int | None, queries: int, keys: int, devic
         seen = j <= i + shift if causal else j >= 0
         return seen & (i + shift - j <= window) if window is not None else seen
 
-    # Uncompiled it makes the whole mask first.
+    # Uncompiled, create_block_mask materializes the whole mask first.
     large = queries * keys > 1 << 28
     return create_block_mask(visible, None, None, queries, keys, device=device.type, _compile=large)
 
@@ -126,7 +126,7 @@ def flash_attn(
 def flash_attn_3(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, deterministic: bool = False
 ) -> Call:
-    """FlashAttention-3, which returns the output alone or with the LSE, by its version."""
+    """FlashAttention-3; depending on its version it also returns the LSE."""
     function = importlib.import_module("flash_attn_interface").flash_attn_func
     _require_16_bit(q)
     options = {"causal": causal, "window_size": _window(window), "deterministic": deterministic}
@@ -182,12 +182,12 @@ def _require_16_bit(tensor: Tensor) -> None:
 
 
 def backward(forward: Call, grad_out: Tensor) -> Call:
-    """The backward of a call made `with_leaves`; grad_out and the gradients are in our layout."""
+    """Backward of a call made by with_leaves; grad_out and the gradients are in our layout."""
     leaves, to_ours = getattr(forward, "leaves", None), getattr(forward, "to_ours", None)
     if leaves is None or to_ours is None:
         raise Failure("no backward")
     out = forward()
     if not out.requires_grad:
         raise Failure("no backward")
-    own = to_ours(grad_out).contiguous()  # the layouts differ by a transposition, which undoes itself
+    own = to_ours(grad_out).contiguous()  # the layouts differ by a transposition, which is its own inverse
     return with_leaves(lambda: torch.autograd.grad(out, leaves, own, retain_graph=True), leaves, to_ours)
