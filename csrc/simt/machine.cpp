@@ -1,9 +1,8 @@
 #include "simt/machine.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
-#include <cstdio>
+#include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <utility>
@@ -37,44 +36,11 @@ void give_back(std::vector<Stack> stacks) {
   free_stacks.push_back(std::move(stacks));
 }
 
-std::string format_text(const char* format, va_list arguments) {
-  va_list again;
-  va_copy(again, arguments);
-  std::string text(std::vsnprintf(nullptr, 0, format, again), '\0');
-  va_end(again);
-  std::vsnprintf(text.data(), text.size() + 1, format, arguments);
-  return text;
-}
-
 // Registers that a thread has from the start: an even share, as ptxas gives to kernels that use setmaxnreg.
 constexpr int kRegisters = 65536;
 int registers_at_start(int threads) { return std::min(248, kRegisters / threads / 8 * 8); }
 
-// The source line of a plain access, of which only the code address is known: worth a process, once, at the end.
-std::string place_of_code(const void* address) {
-  Dl_info info;
-  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "an unknown place";
-  const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(info.dli_fbase);
-  char command[1024];
-  std::snprintf(command, sizeof command, "addr2line -e '%s' 0x%zx 2>/dev/null", info.dli_fname, size_t(offset - 1));
-  std::string line;
-  if (FILE* pipe = popen(command, "r")) {
-    char text[512] = "";
-    if (std::fgets(text, sizeof text, pipe) != nullptr) line = text;
-    pclose(pipe);
-  }
-  line = line.substr(0, line.find_first_of(" \n"));
-  return line.empty() || line[0] == '?' ? "code address +" + std::to_string(offset) : line.substr(line.rfind('/') + 1);
-}
-
 }  // namespace
-
-std::string place(Site site) {
-  if (site.line == kCodeAddress) return place_of_code(site.file);
-  const std::string file = site.file;
-  const size_t slash = file.rfind('/');
-  return (slash == std::string::npos ? file : file.substr(slash + 1)) + ":" + std::to_string(site.line);
-}
 
 // The entry of every fiber.
 void fiber_main() {
@@ -101,13 +67,6 @@ Machine::~Machine() {
   for (auto& block : blocks_)
     if (block->shared != nullptr) std::free(block->shared);
   give_back(std::move(stacks_));
-}
-
-uint64_t Machine::random() {  // splitmix64
-  uint64_t z = random_state_ += 0x9e3779b97f4a7c15;
-  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
-  z = (z ^ z >> 27) * 0x94d049bb133111eb;
-  return z ^ z >> 31;
 }
 
 void Machine::start_block(int64_t cluster, int rank) {
@@ -195,106 +154,6 @@ void Machine::run(const std::vector<int64_t>& clusters) {
   if (failure_) throw Fault(*failure_);
 }
 
-void Machine::draw_priority(Warp& warp) {
-  const uint64_t draw = random();
-  warp.priority = uint32_t(draw);
-  warp.backwards = options_.schedule == Schedule::kPct && (draw >> 40 & 1) != 0;
-}
-
-// Blocks that run side by side have priorities too: their warps would else stay nearly in step.
-void Machine::sort_by_priority() {
-  std::sort(order_.begin(), order_.end(), [](const Warp* a, const Warp* b) {
-    return std::pair(a->block->priority, a->priority) > std::pair(b->block->priority, b->priority);
-  });
-}
-
-void Machine::wake(Fiber& fiber) { fiber.warp->runnable |= uint32_t(1) << fiber.lane; }
-
-void Machine::park(const Wait& wait) {
-  Warp& warp = *current_->warp;
-  current_->wait = wait;
-  warp.runnable &= ~(uint32_t(1) << current_->lane);
-  const bool stay = warp.runnable != 0 && options_.schedule == Schedule::kFifo;
-  switch_to(stay ? choose_lane(warp) : choose_or_complete());
-}
-
-void Machine::park_until(const Wait& wait, std::function<bool()> ready) {
-  if (ready()) return;
-  pollers_.push_back({current_, std::move(ready)});
-  park(wait);
-}
-
-void Machine::yield() {
-  if (options_.schedule != Schedule::kPct) return;
-  if (random() % 64 == 0) {
-    draw_priority(*current_->warp);
-    if (random() % 4 == 0) current_->block->priority = uint32_t(random());
-    sort_by_priority();
-  }
-  for (Warp* warp : order_) {
-    if (warp == current_->warp) return;
-    if (warp->runnable != 0) return switch_to(choose_lane(*warp));
-  }
-}
-
-void Machine::start(Action action) {
-  if (lazy())
-    in_flight_.push_back(std::move(action));
-  else
-    action();
-}
-
-Fiber* Machine::choose_lane(Warp& warp) {
-  int lane;
-  if (warp.backwards) {
-    lane = 31 - std::countl_zero(warp.runnable);
-  } else {
-    const int after = current_ != nullptr && current_->warp == &warp ? current_->lane : -1;
-    const uint32_t above = after >= 31 ? 0 : warp.runnable & ~((uint32_t(2) << after) - 1);
-    lane = std::countr_zero(after >= 0 && above != 0 ? above : warp.runnable);
-  }
-  return &warp.fibers[lane];
-}
-
-Fiber* Machine::choose() {
-  if (options_.schedule == Schedule::kPct) {
-    for (Warp* warp : order_)
-      if (warp->runnable != 0) return choose_lane(*warp);
-    return nullptr;
-  }
-  for (size_t i = 0; i < order_.size(); ++i) {
-    const size_t at = turn_ + i < order_.size() ? turn_ + i : turn_ + i - order_.size();
-    if (order_[at]->runnable == 0) continue;
-    turn_ = at;
-    return choose_lane(*order_[at]);
-  }
-  return nullptr;
-}
-
-Fiber* Machine::choose_or_complete() {
-  for (;;) {
-    if (Fiber* fiber = choose()) return fiber;
-    if (!in_flight_.empty()) {
-      const size_t which = options_.schedule == Schedule::kPct ? random() % in_flight_.size() : 0;
-      const Action action = std::move(in_flight_[which]);
-      in_flight_.erase(in_flight_.begin() + ptrdiff_t(which));
-      action();
-      continue;
-    }
-    if (fibers_left_ == 0) return nullptr;
-    const auto ready = std::find_if(pollers_.begin(), pollers_.end(), [](const Poller& p) { return p.ready(); });
-    if (ready == pollers_.end()) fail_with(deadlock_table());
-    wake(*ready->fiber);
-    pollers_.erase(ready);
-  }
-}
-
-void Machine::switch_to(Fiber* next) {
-  if (next == current_) return;
-  Fiber* self = std::exchange(current_, next);
-  cuda_ext_simt_switch(&self->stack_pointer, next->stack_pointer);
-}
-
 void Machine::finish_current() {
   Fiber& self = *current_;
   finish_stores(self);
@@ -340,37 +199,6 @@ bool Machine::synchronizes(const char* instruction, Site site) {
     return false;
   yield();
   return true;
-}
-
-Gathering& Machine::join_gathering(const char* instruction, Site site) {
-  Block& block = *current_->block;
-  const int group = current_->thread / kWarpgroupThreads;
-  if ((group + 1) * kWarpgroupThreads > geometry_.block)
-    fail(instruction, site, "threads from %d on are no warpgroup of %d in a block of %d", group * kWarpgroupThreads,
-         kWarpgroupThreads, geometry_.block);
-  Gathering& gathering = block.warpgroups[size_t(group)].gathering;
-  if (gathering.instruction == nullptr) {
-    for (int t = group * kWarpgroupThreads; t < (group + 1) * kWarpgroupThreads; ++t)
-      if (block.fibers[t].finished) fail(instruction, site, "thread %d of the warpgroup has exited", t);
-    gathering.instruction = instruction;
-    gathering.site = site;
-  } else if (std::strcmp(gathering.instruction, instruction) != 0 || gathering.site.line != site.line) {
-    fail(instruction, site, "the warpgroup has diverged: other threads are at %s, %s", gathering.instruction,
-         place(gathering.site).c_str());
-  }
-  return gathering;
-}
-
-void Machine::refuse_meeting(const char* instruction, Site site, uint32_t mask) {
-  const Warp& warp = *current_->warp;
-  if ((mask >> current_->lane & 1) == 0) fail(instruction, site, "the mask 0x%08x leaves out this lane", mask);
-  if ((mask & ~warp.alive) != 0)
-    fail(instruction, site, "the mask 0x%08x names lanes that have exited; left are 0x%08x", mask, warp.alive);
-  for (const Meeting& other : warp.meetings)
-    if ((other.mask & mask) != 0)
-      fail(instruction, site, "the warp has diverged: other lanes are at %s, %s with mask 0x%08x; this mask is 0x%08x",
-           other.instruction, place(other.site).c_str(), other.mask, mask);
-  std::abort();
 }
 
 void Machine::plain_access(bool write, const void* memory, int bytes, const void* code_address) {
@@ -425,94 +253,6 @@ Block& Machine::owner_of(SharedAddress& address, const char* instruction, Site s
     fail(instruction, site, "0x%x is distributed shared memory of an exited block, of rank %d", address, block.rank);
   if (checker_ && &block != current_->block) checker_->note_remote(block, instruction, site);
   return block;
-}
-
-std::string Machine::describe(const Fiber& fiber) const {
-  const Block& block = *fiber.block;
-  char text[160];
-  std::snprintf(text, sizeof text, "block (%d, %d, %d), thread %d (warp %d, lane %d)", block.index[0], block.index[1],
-                block.index[2], fiber.thread, fiber.warp->index, fiber.lane);
-  return std::string(kernel_) + ": " + text;
-}
-
-std::string Machine::describe_address(const void* memory) const {
-  const auto* byte = static_cast<const std::byte*>(memory);
-  char text[96];
-  for (const auto& block : blocks_) {
-    if (byte < block->shared || byte >= block->shared + block->shared_end) continue;
-    const int written = std::snprintf(text, sizeof text, "shared address 0x%x", unsigned(byte - block->shared));
-    if (block.get() != current_->block)
-      std::snprintf(text + written, sizeof text - size_t(written), " in block (%d, %d, %d)", block->index[0],
-                    block->index[1], block->index[2]);
-    return text;
-  }
-  std::snprintf(text, sizeof text, "global address %p", memory);
-  return text;
-}
-
-void Machine::fail(const char* instruction, Site site, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  const std::string text = format_text(format, arguments);
-  va_end(arguments);
-  const std::string at = site.line == 0 ? "" : " at " + place(site);
-  fail_with(describe(*current_) + ", " + instruction + at + ": " + text);
-}
-
-// Fibers are left as they are: kernels own nothing that would have to be given back.
-void Machine::fail_with(const std::string& message) {
-  failure_ = message;
-  void* abandoned;
-  cuda_ext_simt_switch(&abandoned, main_stack_);
-  __builtin_unreachable();
-}
-
-std::string Machine::deadlock_table() const {
-  std::string text = std::string(kernel_) + ": deadlock: no thread can run and no copy is under way\n";
-  std::map<std::string, int> rows;
-  for (const auto& block : blocks_) {
-    for (int t = 0; t < geometry_.block; ++t) {
-      const Fiber& fiber = block->fibers[t];
-      char where[96];
-      std::snprintf(where, sizeof where, "  block (%d, %d, %d) warp %2d: ", block->index[0], block->index[1],
-                    block->index[2], fiber.warp->index);
-      std::string row = where;
-      if (fiber.finished) {
-        row += "exited";
-      } else {
-        row += std::string(fiber.wait.instruction) + " at " + place(fiber.wait.site) + describe_barrier(fiber);
-      }
-      ++rows[row];
-    }
-  }
-  for (const auto& [row, threads] : rows) text += row + " (" + std::to_string(threads) + " threads)\n";
-  return text;
-}
-
-std::string Machine::describe_barrier(const Fiber& fiber) const {
-  const Wait& wait = fiber.wait;
-  if (std::strcmp(wait.instruction, "named_barrier") == 0 || std::strcmp(wait.instruction, "sync_threads") == 0) {
-    const NamedBarrier& barrier = fiber.block->barriers[wait.barrier];
-    return ": barrier " + std::to_string(wait.barrier) + " has " + std::to_string(barrier.arrived) + " of " +
-           std::to_string(barrier.expected) + " threads";
-  }
-  if (std::strcmp(wait.instruction, "cluster_wait") == 0) {
-    const Cluster& cluster = *fiber.block->cluster;
-    return ": " + std::to_string(cluster.arrived) + " of " + std::to_string(cluster.threads_left) +
-           " threads of the cluster have arrived";
-  }
-  if (std::strncmp(wait.instruction, "barrier_wait", 12) == 0) {
-    const auto found = fiber.block->mbarriers.find(wait.barrier);
-    if (found == fiber.block->mbarriers.end()) return ": the barrier is gone";
-    const BarrierState& state = found->second;
-    char text[160];
-    std::snprintf(
-        text, sizeof text,
-        ": barrier 0x%x in phase %u, waits for the end of parity %u; %u of %u arrivals and %lld bytes are missing",
-        wait.barrier, state.phase, wait.parity, state.pending, state.expected, (long long)state.bytes);
-    return text;
-  }
-  return "";
 }
 
 }  // namespace cuda_ext::simt
