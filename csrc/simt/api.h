@@ -63,12 +63,12 @@ void wait_equal(const uint32_t* pointer, uint32_t value, Site site);
 void wait_reached(const uint32_t* pointer, uint32_t value, Site site);  // or passed it, in a word that grows and wraps
 // One look of a loop that waits, for code that has the loop itself. `last`, which belongs to the loop's thread, tells a
 // repetition: that waits until the word has changed.
-struct Look {
+struct Poll {
   const uint32_t* pointer = nullptr;
   uint32_t value = 0;
   int line = 0;
 };
-uint32_t load_acquire(const uint32_t* pointer, Look& last, Site site);
+uint32_t load_acquire(const uint32_t* pointer, Poll& last, Site site);
 
 // Asynchronous copies of a thread.
 void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Site site);

@@ -27,8 +27,8 @@ void end_phase_if_complete(const uint64_t* word, BarrierState& state) {
   ++state.phase;
   state.pending = state.expected;
   if (Checker* checker = machine->checker()) {
-    checker->pass_on(Keys(word).open(), Keys(word).ended());
-    checker->pass_on(Keys(word).remote_open(), Keys(word).remote_ended());
+    checker->transfer(Keys(word).open(), Keys(word).ended());
+    checker->transfer(Keys(word).remote_open(), Keys(word).remote_ended());
   }
   for (Fiber* fiber : std::exchange(state.waiting, {})) machine->wake(*fiber);
 }

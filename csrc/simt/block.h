@@ -36,7 +36,7 @@ constexpr int kRankShift = 24;
 constexpr int kCodeAddress = -1;
 constexpr Site kNoSite{"", 0};  // of what no call does
 // "gemm_sm80.cuh:120".
-std::string place(Site site);
+std::string location(Site site);
 
 // One of a kernel's instructions.
 struct Instruction {
@@ -81,7 +81,7 @@ struct Fiber {
   int lane;
   int index;   // among all threads of the machine: its number for the checker
   int thread;  // threadIdx.x
-  bool finished = false;
+  bool exited = false;
   Wait wait{};                      // holds while the fiber cannot run
   bool in_cluster_barrier = false;  // has arrived and not yet waited
   uint32_t cluster_phase = 0;       // of that arrival
@@ -96,7 +96,7 @@ struct Fiber {
 };
 
 // Lanes that came to one warp-wide instruction, until the last one acts for all.
-struct Meeting {
+struct WarpCollective {
   const char* instruction = nullptr;
   Site site;
   uint32_t mask = 0;  // 0: nobody is here
@@ -123,10 +123,10 @@ struct Warp {
   Fiber* fibers;  // (kLanes)
   uint32_t alive = 0;
   uint32_t runnable = 0;
-  uint32_t priority = 0;     // PCT
-  bool backwards = false;    // PCT: lanes run from the last to the first
-  Meeting meetings[kLanes];  // one for each lane that may be the lowest of a mask
-  uint32_t meeting = 0;      // lanes that wait in one of these
+  uint32_t priority = 0;               // PCT
+  bool backwards = false;              // PCT: lanes run from the last to the first
+  WarpCollective collectives[kLanes];  // one for each lane that may be the lowest of a mask
+  uint32_t in_collective = 0;          // lanes that wait in one of these
   std::unordered_map<uint64_t, AccessStream> accesses;
   uint64_t last_key = 0;  // the stream of the last access is mostly that of the next
   AccessStream* last_access = nullptr;
@@ -150,7 +150,7 @@ struct BarrierState {
 };
 
 // Threads of a warpgroup that came to one instruction, until the last one acts for all.
-struct Gathering {
+struct WarpgroupCollective {
   const char* instruction = nullptr;  // null: nobody is here
   Site site;
   int arrived = 0;
@@ -158,7 +158,7 @@ struct Gathering {
 };
 
 struct Warpgroup {
-  Gathering gathering;
+  WarpgroupCollective collective;
   int registers = 0;                 // of a thread
   std::unique_ptr<WgmmaUnit> wgmma;  // made by the first wgmma
 

@@ -3,7 +3,7 @@
 // global memory, 2 bytes to a cell.
 //
 // Orders: barriers join those who take part; an acquire sees what was released under the same address; a cp.async writes
-// when it is issued and again when its thread waits for it. Shuffles and mma order nothing. What TMA and wgmma do in the
+// when it is issued and again when its thread waits for it. Shuffles and mma order nothing. Instruction TMA and wgmma do in the
 // background are accesses of agents of their own (engines): they know what the threads that started them knew, and no
 // thread knows of them until it has waited for them.
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace cuda_ext::simt {
 
-// What an agent knows of all others. Agents are numbered within a run (the blocks that are resident together); of agents
+// Instruction an agent knows of all others. Agents are numbered within a run (the blocks that are resident together); of agents
 // in earlier runs it knows what it acquired through atomics.
 struct Clock {
   std::vector<uint32_t> own;
@@ -28,7 +28,7 @@ struct Clock {
   void join(const Clock& other);
 };
 
-// What a thread knows to have happened, and the part of it that asynchronous accesses (TMA, wgmma) see: plain accesses to
+// Instruction a thread knows to have happened, and the part of it that asynchronous accesses (TMA, wgmma) see: plain accesses to
 // shared memory count only from a fence.proxy.async on.
 struct Knowledge {
   Clock seen;
@@ -40,7 +40,7 @@ struct Knowledge {
   }
 };
 
-// The asynchronous ones are of TMA and wgmma; cp.async counts as plain. What is read as read-only must not be written by
+// The asynchronous ones are of TMA and wgmma; cp.async counts as plain. Instruction is read as read-only must not be written by
 // the same launch, before or after, whatever the order.
 enum class Access : uint8_t { kRead, kReadOnly, kWrite, kAtomic, kAsyncRead, kAsyncWrite };
 
@@ -66,16 +66,16 @@ class Checker {
 
   // All of these threads wait for each other.
   void join(const std::vector<int>& fibers);
-  // What the current thread has done is seen by those who acquire under the same key.
+  // Instruction the current thread has done is seen by those who acquire under the same key.
   void release(const void* key);
   void acquire(const void* key);
   // A relaxed atomic and a fence make a release or an acquire together.
   void relaxed_atomic(const void* key);
   void fence_device();
   void fence_async();
-  // What a barrier's initialisation needs to be known to the cluster and to asynchronous accesses.
+  // Instruction a barrier's initialisation needs to be known to the cluster and to asynchronous accesses.
   void fence_barrier_init();
-  // What the last fence covered is released, nothing later.
+  // Instruction the last fence covered is released, nothing later.
   void release_fenced(const void* key);
 
   // An operation of the engine of that name, started by the current thread, or by these together.
@@ -86,12 +86,12 @@ class Checker {
   // The operation is done, as those will know who acquire under the key, or as the current thread knows.
   void end(const Operation& operation, const void* key);
   void end(const Operation& operation);
-  // What was released under `from` is so under `to`; of a key that gets a new meaning nothing is known.
-  void pass_on(const void* from, const void* to);
+  // Instruction was released under `from` is so under `to`; of a key that gets a new meaning nothing is known.
+  void transfer(const void* from, const void* to);
   void forget(const void* key);
   // Fails if anything that was accessed through the cluster is in no order before the end of `block`, all of whose threads
   // have come to it.
-  void note_remote(const Block& owner, const char* instruction, Site site);
+  void record_remote_access(const Block& owner, const char* instruction, Site site);
   void end_block(const Block& block);
 
  private:
@@ -100,8 +100,8 @@ class Checker {
     uint32_t run = 0;  // 0: nobody
     uint32_t agent = 0;
     uint32_t clock = 0;
-    uint32_t what = 0;    // index into whats_
-    uint32_t thread = 0;  // the agent, or who started what the agent does
+    uint32_t instruction = 0;  // index into instructions_
+    uint32_t thread = 0;       // the agent, or who started what the agent does
     bool atomic = false;
     bool async = false;
   };
@@ -109,7 +109,7 @@ class Checker {
     Epoch write;
     Epoch read;
     std::unique_ptr<std::vector<Epoch>> more_reads;
-    uint32_t read_only = 0;  // what has read it as read-only: 1 + index into whats_; 0: nothing
+    uint32_t read_only = 0;  // what has read it as read-only: 1 + index into instructions_; 0: nothing
     bool shared = false;
   };
   struct Agent {
@@ -118,10 +118,6 @@ class Checker {
     Knowledge at_device_fence;  // and those of the device, by this thread or by others that a barrier came after
     Knowledge read_by_atomics;  // what a fence would acquire
     bool fenced = false;
-  };
-  struct What {
-    const char* instruction;
-    Site site;
   };
   static constexpr size_t kCellBytes = 2, kPageBytes = 4096, kPageCells = kPageBytes / kCellBytes;
   using Page = std::vector<Cell>;
@@ -144,7 +140,7 @@ class Checker {
   bool ordered(const Epoch& before, const Clock& clock) const;
   [[noreturn]] void report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                            const char* instruction, Site site);
-  std::string who(const Epoch& epoch) const;
+  std::string describe_thread(const Epoch& epoch) const;
   uint32_t intern(const char* instruction, Site site);
 
   Machine& machine_;
@@ -157,8 +153,8 @@ class Checker {
   uintptr_t last_page_ = 0;
   Page* last_cells_ = nullptr;
   std::unordered_map<const void*, Knowledge> released_;
-  std::vector<What> whats_;
-  std::map<std::pair<const char*, std::pair<const char*, int>>, uint32_t> what_index_;
+  std::vector<Instruction> instructions_;
+  std::map<std::pair<const char*, std::pair<const char*, int>>, uint32_t> instruction_index_;
 };
 
 }  // namespace cuda_ext::simt

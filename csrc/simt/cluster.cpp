@@ -26,7 +26,7 @@ void end_cluster_phase_if_complete(Cluster& cluster) {
   if (cluster.arrived == 0 || cluster.arrived < cluster.threads_left) return;
   cluster.arrived = 0;
   ++cluster.phase;
-  if (Checker* checker = machine->checker()) checker->pass_on(open(cluster), ended(cluster));
+  if (Checker* checker = machine->checker()) checker->transfer(open(cluster), ended(cluster));
   for (Fiber* fiber : std::exchange(cluster.waiting, {})) machine->wake(*fiber);
 }
 
@@ -85,7 +85,7 @@ void set_max_registers(int count, bool increase, Site site) {
   const char* const instruction = increase ? "increase_registers" : "decrease_registers";
   if (count % 8 != 0 || count < 24 || count > 256)
     machine->fail(instruction, site, "%d registers; a multiple of 8 from 24 to 256", count);
-  machine->gather(instruction, site, count, [&](const std::array<int*, kWarpgroupThreads>& all) {
+  machine->warpgroup_collective(instruction, site, count, [&](const std::array<int*, kWarpgroupThreads>& all) {
     for (const int* other : all)
       if (*other != count)
         machine->fail(instruction, site, "%d registers, but other threads ask for %d", count, *other);

@@ -6,34 +6,34 @@
 
 namespace cuda_ext::simt {
 
-Gathering& Machine::join_gathering(const char* instruction, Site site) {
+WarpgroupCollective& Machine::join_warpgroup_collective(const char* instruction, Site site) {
   Block& block = *current_->block;
   const int group = current_->thread / kWarpgroupThreads;
   if ((group + 1) * kWarpgroupThreads > geometry_.block)
     fail(instruction, site, "threads from %d on are no warpgroup of %d in a block of %d", group * kWarpgroupThreads,
          kWarpgroupThreads, geometry_.block);
-  Gathering& gathering = block.warpgroups[size_t(group)].gathering;
-  if (gathering.instruction == nullptr) {
+  WarpgroupCollective& collective = block.warpgroups[size_t(group)].collective;
+  if (collective.instruction == nullptr) {
     for (int t = group * kWarpgroupThreads; t < (group + 1) * kWarpgroupThreads; ++t)
-      if (block.fibers[t].finished) fail(instruction, site, "thread %d of the warpgroup has exited", t);
-    gathering.instruction = instruction;
-    gathering.site = site;
-  } else if (std::strcmp(gathering.instruction, instruction) != 0 || gathering.site.line != site.line) {
-    fail(instruction, site, "the warpgroup has diverged: other threads are at %s, %s", gathering.instruction,
-         place(gathering.site).c_str());
+      if (block.fibers[t].exited) fail(instruction, site, "thread %d of the warpgroup has exited", t);
+    collective.instruction = instruction;
+    collective.site = site;
+  } else if (std::strcmp(collective.instruction, instruction) != 0 || collective.site.line != site.line) {
+    fail(instruction, site, "the warpgroup has diverged: other threads are at %s, %s", collective.instruction,
+         location(collective.site).c_str());
   }
-  return gathering;
+  return collective;
 }
 
-void Machine::refuse_meeting(const char* instruction, Site site, uint32_t mask) {
+void Machine::reject_warp_collective(const char* instruction, Site site, uint32_t mask) {
   const Warp& warp = *current_->warp;
   if ((mask >> current_->lane & 1) == 0) fail(instruction, site, "the mask 0x%08x leaves out this lane", mask);
   if ((mask & ~warp.alive) != 0)
     fail(instruction, site, "the mask 0x%08x names lanes that have exited; left are 0x%08x", mask, warp.alive);
-  for (const Meeting& other : warp.meetings)
+  for (const WarpCollective& other : warp.collectives)
     if ((other.mask & mask) != 0)
       fail(instruction, site, "the warp has diverged: other lanes are at %s, %s with mask 0x%08x; this mask is 0x%08x",
-           other.instruction, place(other.site).c_str(), other.mask, mask);
+           other.instruction, location(other.site).c_str(), other.mask, mask);
   std::abort();
 }
 

@@ -29,7 +29,7 @@ const char* name_of(Count count) {
   return names[size_t(count)];
 }
 
-void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
+void Machine::record_access(Space space, uint64_t address, int bytes, Site site) {
   Fiber& self = *current_;
   Warp& warp = *self.warp;
   // Instances of a template share their lines, not their widths.

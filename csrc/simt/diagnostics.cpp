@@ -21,7 +21,7 @@ std::string format_text(const char* format, va_list arguments) {
 }
 
 // The source line of a plain access, of which only the code address is known: worth a process, once, at the end.
-std::string place_of_code(const void* address) {
+std::string location_of_code(const void* address) {
   Dl_info info;
   if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "an unknown place";
   const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(info.dli_fbase);
@@ -39,8 +39,8 @@ std::string place_of_code(const void* address) {
 
 }  // namespace
 
-std::string place(Site site) {
-  if (site.line == kCodeAddress) return place_of_code(site.file);
+std::string location(Site site) {
+  if (site.line == kCodeAddress) return location_of_code(site.file);
   const std::string file = site.file;
   const size_t slash = file.rfind('/');
   return (slash == std::string::npos ? file : file.substr(slash + 1)) + ":" + std::to_string(site.line);
@@ -74,7 +74,7 @@ void Machine::fail(const char* instruction, Site site, const char* format, ...) 
   va_start(arguments, format);
   const std::string text = format_text(format, arguments);
   va_end(arguments);
-  const std::string at = site.line == 0 ? "" : " at " + place(site);
+  const std::string at = site.line == 0 ? "" : " at " + location(site);
   fail_with(describe(*current_) + ", " + instruction + at + ": " + text);
 }
 
@@ -96,10 +96,10 @@ std::string Machine::deadlock_table() const {
       std::snprintf(where, sizeof where, "  block (%d, %d, %d) warp %2d: ", block->index[0], block->index[1],
                     block->index[2], fiber.warp->index);
       std::string row = where;
-      if (fiber.finished) {
+      if (fiber.exited) {
         row += "exited";
       } else {
-        row += std::string(fiber.wait.instruction) + " at " + place(fiber.wait.site) + describe_barrier(fiber);
+        row += std::string(fiber.wait.instruction) + " at " + location(fiber.wait.site) + describe_barrier(fiber);
       }
       ++rows[row];
     }

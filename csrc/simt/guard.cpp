@@ -11,7 +11,7 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr size_t kSignalStackBytes = 64 * 1024, kLandingStackBytes = 256 * 1024;
+constexpr size_t kSignalStackBytes = 64 * 1024, kHandlerStackBytes = 256 * 1024;
 constexpr int kSignals[] = {SIGSEGV, SIGBUS};
 
 std::mutex guards_mutex;
@@ -19,7 +19,7 @@ int guards = 0;
 struct sigaction previous_actions[std::size(kSignals)];
 
 // Runs as if the kernel had called it, on a stack of its own: the fiber's may be the bad memory.
-[[noreturn]] void land() { machine->bad_memory(machine->guard().memory, machine->guard().code); }
+[[noreturn]] void report_fault() { machine->bad_memory(machine->guard().memory, machine->guard().code); }
 
 void on_signal(int signal, siginfo_t* info, void* context) {
   if (machine == nullptr || !machine->is_running()) {  // not a kernel: whoever was there before takes it again
@@ -30,21 +30,21 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext;
   MemoryGuard& guard = machine->guard();
   guard.memory = info->si_addr;
-  const uintptr_t top = reinterpret_cast<uintptr_t>(guard.landing_top()) & ~uintptr_t(15);
+  const uintptr_t top = reinterpret_cast<uintptr_t>(guard.handler_top()) & ~uintptr_t(15);
 #if defined(__x86_64__)
   guard.code = reinterpret_cast<const void*>(registers.gregs[REG_RIP]);
-  registers.gregs[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&land));
+  registers.gregs[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&report_fault));
   registers.gregs[REG_RSP] = greg_t(top - 8);  // as after a call
 #else
   guard.code = reinterpret_cast<const void*>(registers.pc);
-  registers.pc = reinterpret_cast<uintptr_t>(&land);
+  registers.pc = reinterpret_cast<uintptr_t>(&report_fault);
   registers.sp = top;
 #endif
 }
 
 }  // namespace
 
-MemoryGuard::MemoryGuard() : signal_stack_(kSignalStackBytes), landing_stack_(kLandingStackBytes) {
+MemoryGuard::MemoryGuard() : signal_stack_(kSignalStackBytes), handler_stack_(kHandlerStackBytes) {
   stack_t mine{}, before{};
   mine.ss_sp = signal_stack_.data();
   mine.ss_size = signal_stack_.size();

@@ -18,10 +18,10 @@ class MemoryGuard {
   // The access that the last signal told of, and the top of the stack on which the kernel's thread then goes on.
   const void* memory = nullptr;
   const void* code = nullptr;
-  std::byte* landing_top() { return landing_stack_.data() + landing_stack_.size() - 64; }
+  std::byte* handler_top() { return handler_stack_.data() + handler_stack_.size() - 64; }
 
  private:
-  std::vector<std::byte> signal_stack_, landing_stack_;
+  std::vector<std::byte> signal_stack_, handler_stack_;
   void* previous_stack_;
   size_t previous_size_;
   int previous_flags_;

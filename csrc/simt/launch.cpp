@@ -51,7 +51,7 @@ void reset_sync_sites() {
   seen_sites.clear();
 }
 
-void remember_site(const SyncSite& site) {
+void record_sync_site(const SyncSite& site) {
   const std::lock_guard<std::mutex> lock(global_mutex);
   seen_sites.emplace(site.file, site.line, site.instruction);
 }
@@ -72,9 +72,9 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
     refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
            std::to_string(shared_limit));
   const int64_t clusters = g.count() / c.count();
-  const int64_t together = geometry.together == 0 ? clusters : geometry.together;
+  const int64_t concurrent = geometry.concurrent_clusters == 0 ? clusters : geometry.concurrent_clusters;
   int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
-  if (together > 1 || options().check_races) workers = 1;
+  if (concurrent > 1 || options().check_races) workers = 1;
   workers = int(std::clamp<int64_t>(clusters, 1, workers));
 
   std::atomic<int64_t> next{0};
@@ -84,8 +84,8 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
     MemoryGuard guard;
     Machine emulated(kernel, geometry, thread, guard);
     try {
-      for (int64_t first; (first = next.fetch_add(together)) < clusters;) {
-        std::vector<int64_t> batch(size_t(std::min(together, clusters - first)));
+      for (int64_t first; (first = next.fetch_add(concurrent)) < clusters;) {
+        std::vector<int64_t> batch(size_t(std::min(concurrent, clusters - first)));
         std::iota(batch.begin(), batch.end(), first);
         emulated.run(batch);
       }

@@ -21,7 +21,7 @@ struct Geometry {
   size_t shared_bytes = 0;
   // Clusters whose blocks wait for one another through global memory: so many run side by side, in order, on one host
   // thread; 0 stands for all, 1 for none that wait.
-  int together = 1;
+  int concurrent_clusters = 1;
 };
 
 // A hazard, a deadlock, a bad launch; what() tells all.

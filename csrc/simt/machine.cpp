@@ -24,14 +24,14 @@ constexpr auto kCanary = std::byte{0xa5};
 std::mutex free_stacks_mutex;
 std::vector<std::vector<Stack>> free_stacks;
 
-std::vector<Stack> take_stacks() {
+std::vector<Stack> acquire_stacks() {
   const std::lock_guard<std::mutex> lock(free_stacks_mutex);
   if (free_stacks.empty()) return {};
   std::vector<Stack> stacks = std::move(free_stacks.back());
   free_stacks.pop_back();
   return stacks;
 }
-void give_back(std::vector<Stack> stacks) {
+void release_stacks(std::vector<Stack> stacks) {
   const std::lock_guard<std::mutex> lock(free_stacks_mutex);
   free_stacks.push_back(std::move(stacks));
 }
@@ -49,7 +49,7 @@ void fiber_main() {
   } catch (const std::exception& error) {
     machine->fail_with(std::string(machine->kernel_) + ": " + error.what());
   }
-  machine->finish_current();
+  machine->exit_current();
 }
 
 Machine::Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread, MemoryGuard& guard)
@@ -57,7 +57,7 @@ Machine::Machine(const char* kernel, const Geometry& geometry, const std::functi
       geometry_(geometry),
       thread_(thread),
       guard_(guard),
-      stacks_(take_stacks()),
+      stacks_(acquire_stacks()),
       options_(options()),
       random_state_(options_.seed * 0x9e3779b97f4a7c15 + 0x1234567) {
   if (options_.check_races) checker_ = std::make_unique<Checker>(*this);
@@ -66,7 +66,7 @@ Machine::Machine(const char* kernel, const Geometry& geometry, const std::functi
 Machine::~Machine() {
   for (auto& block : blocks_)
     if (block->shared != nullptr) std::free(block->shared);
-  give_back(std::move(stacks_));
+  release_stacks(std::move(stacks_));
 }
 
 void Machine::start_block(int64_t cluster, int rank) {
@@ -154,14 +154,14 @@ void Machine::run(const std::vector<int64_t>& clusters) {
   if (failure_) throw Fault(*failure_);
 }
 
-void Machine::finish_current() {
+void Machine::exit_current() {
   Fiber& self = *current_;
-  finish_stores(self);
-  finish_wgmma(self);
+  complete_stores_at_exit(self);
+  check_wgmma_at_exit(self);
   if (self.in_cluster_barrier)
     fail("exit", kNoSite, "the thread has arrived at the cluster's barrier and never waited");
   const uint32_t mine = uint32_t(1) << self.lane;
-  self.finished = true;
+  self.exited = true;
   self.warp->runnable &= ~mine;
   self.warp->alive &= ~mine;
   --fibers_left_;
@@ -190,9 +190,9 @@ void Machine::end_block(Block& block) {
 
 bool Machine::synchronizes(const char* instruction, Site site) {
   const std::tuple key(site.file, site.line, instruction);
-  if (!noted_sites_.contains(key)) {
-    noted_sites_.insert(key);
-    remember_site({site.file, site.line, instruction});
+  if (!recorded_sites_.contains(key)) {
+    recorded_sites_.insert(key);
+    record_sync_site({site.file, site.line, instruction});
   }
   const SyncSite* skip = options_.skip;
   if (skip != nullptr && skip->line == site.line && skip->file == site.file && skip->instruction == instruction)
@@ -213,7 +213,7 @@ void Machine::plain_access(bool write, const void* memory, int bytes, const void
          address_of(memory), geometry_.shared_bytes, kReservedSharedBytes, block.shared_end);
   using enum Space;
   const Space space = is_shared ? (write ? kSharedStore : kSharedLoad) : (write ? kGlobalStore : kGlobalLoad);
-  note_access(space, is_shared ? address_of(memory) : reinterpret_cast<uintptr_t>(memory), bytes, site);
+  record_access(space, is_shared ? address_of(memory) : reinterpret_cast<uintptr_t>(memory), bytes, site);
   if (checker_) checker_->access(write ? Access::kWrite : Access::kRead, memory, bytes, instruction, site);
 }
 
@@ -251,7 +251,7 @@ Block& Machine::owner_of(SharedAddress& address, const char* instruction, Site s
   address &= (SharedAddress(1) << kRankShift) - 1;
   if (block.threads_left == 0)
     fail(instruction, site, "0x%x is distributed shared memory of an exited block, of rank %d", address, block.rank);
-  if (checker_ && &block != current_->block) checker_->note_remote(block, instruction, site);
+  if (checker_ && &block != current_->block) checker_->record_remote_access(block, instruction, site);
   return block;
 }
 

@@ -59,11 +59,11 @@ class Machine {
   // All lanes of `mask` have to come here; the last to come calls act(arguments of each lane) and returns, the others
   // return after it.
   template <class Arguments, class Act>
-  void meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
+  void warp_collective(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
 
   // The same for the 128 threads of a warpgroup.
   template <class Arguments, class Act>
-  void gather(const char* instruction, Site site, Arguments& arguments, Act&& act);
+  void warpgroup_collective(const char* instruction, Site site, Arguments& arguments, Act&& act);
 
   // Whether this synchronisation call is to be carried out: it is noted, and a mutation leaves one out.
   bool synchronizes(const char* instruction, Site site);
@@ -78,7 +78,7 @@ class Machine {
   Block& block_of_rank(int rank, const char* instruction, Site site);
   // One lane's part of a warp's access to memory, for the counters.
   enum class Space { kSharedLoad, kSharedStore, kGlobalLoad, kGlobalStore };
-  void note_access(Space space, uint64_t address, int bytes, Site site);
+  void record_access(Space space, uint64_t address, int bytes, Site site);
 
   // A plain load or store of the current fiber, seen where kernels are compiled with hooks (raw_access.cpp).
   void plain_access(bool write, const void* memory, int bytes, const void* code_address);
@@ -102,7 +102,7 @@ class Machine {
   friend void fiber_main();
   void start_block(int64_t cluster, int rank);
   void end_block(Block& block);
-  [[noreturn]] void finish_current();
+  [[noreturn]] void exit_current();
   // The next fiber that can run, or null.
   Fiber* choose();
   Fiber* choose_lane(Warp& warp);
@@ -112,11 +112,11 @@ class Machine {
   [[noreturn]] void fail_with(const std::string& message);
   std::string deadlock_table() const;
   std::string describe_barrier(const Fiber& fiber) const;
-  Meeting& join_meeting(const char* instruction, Site site, uint32_t mask);
-  [[noreturn]] void refuse_meeting(const char* instruction, Site site, uint32_t mask);
+  WarpCollective& join_warp_collective(const char* instruction, Site site, uint32_t mask);
+  [[noreturn]] void reject_warp_collective(const char* instruction, Site site, uint32_t mask);
   void count_access(Space space, const WarpAccess& access);
   void sort_by_priority();
-  Gathering& join_gathering(const char* instruction, Site site);
+  WarpgroupCollective& join_warpgroup_collective(const char* instruction, Site site);
 
   const char* kernel_;
   Geometry geometry_;
@@ -141,18 +141,18 @@ class Machine {
   int fibers_left_ = 0;
   uint64_t random_state_;
   std::optional<std::string> failure_;
-  std::set<std::tuple<const char*, int, const char*>> noted_sites_;
+  std::set<std::tuple<const char*, int, const char*>> recorded_sites_;
 };
 
 // What the bulk engine and the tensor cores still owe a thread that exits.
-void finish_stores(Fiber& fiber);
-void finish_wgmma(Fiber& fiber);
+void complete_stores_at_exit(Fiber& fiber);
+void check_wgmma_at_exit(Fiber& fiber);
 // A thread of the cluster has arrived at its barrier, or exited.
 void end_cluster_phase_if_complete(Cluster& cluster);
 // Fails if a barrier of the block that ends has been overwritten.
 void check_barriers(Block& block);
 // For mutations to choose from.
-void remember_site(const SyncSite& site);
+void record_sync_site(const SyncSite& site);
 
 extern thread_local Machine* machine __attribute__((tls_model("initial-exec")));
 
@@ -170,50 +170,50 @@ class GlobalAccess {
   Instruction before_;
 };
 
-inline Meeting& Machine::join_meeting(const char* instruction, Site site, uint32_t mask) {
+inline WarpCollective& Machine::join_warp_collective(const char* instruction, Site site, uint32_t mask) {
   Warp& warp = *current_->warp;
   const uint32_t mine = uint32_t(1) << current_->lane;
-  Meeting& meeting = warp.meetings[std::countr_zero(mask | uint32_t(1) << 31)];
-  if (meeting.mask == 0) {
-    if ((mask & mine) == 0 || (mask & ~warp.alive) != 0 || (mask & warp.meeting) != 0)
-      refuse_meeting(instruction, site, mask);
-    meeting.instruction = instruction;
-    meeting.site = site;
-    meeting.mask = mask;
-    meeting.arrived = 0;
-    warp.meeting |= mask;
-  } else if (meeting.mask != mask || meeting.instruction != instruction || meeting.site.line != site.line) {
-    refuse_meeting(instruction, site, mask);
+  WarpCollective& collective = warp.collectives[std::countr_zero(mask | uint32_t(1) << 31)];
+  if (collective.mask == 0) {
+    if ((mask & mine) == 0 || (mask & ~warp.alive) != 0 || (mask & warp.in_collective) != 0)
+      reject_warp_collective(instruction, site, mask);
+    collective.instruction = instruction;
+    collective.site = site;
+    collective.mask = mask;
+    collective.arrived = 0;
+    warp.in_collective |= mask;
+  } else if (collective.mask != mask || collective.instruction != instruction || collective.site.line != site.line) {
+    reject_warp_collective(instruction, site, mask);
   }
-  meeting.arrived |= mine;
-  return meeting;
+  collective.arrived |= mine;
+  return collective;
 }
 
 template <class Arguments, class Act>
-void Machine::meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act) {
-  Meeting& meeting = join_meeting(instruction, site, mask);
+void Machine::warp_collective(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act) {
+  WarpCollective& collective = join_warp_collective(instruction, site, mask);
   Warp& warp = *current_->warp;
-  meeting.arguments[current_->lane] = &arguments;
-  if (meeting.arrived != mask) return park({instruction, site});
+  collective.arguments[current_->lane] = &arguments;
+  if (collective.arrived != mask) return park({instruction, site});
   Arguments* all[kLanes];
   for (int lane = 0; lane < kLanes; ++lane)
-    all[lane] = mask >> lane & 1 ? static_cast<Arguments*>(meeting.arguments[lane]) : nullptr;
-  meeting.mask = 0;
-  warp.meeting &= ~mask;
+    all[lane] = mask >> lane & 1 ? static_cast<Arguments*>(collective.arguments[lane]) : nullptr;
+  collective.mask = 0;
+  warp.in_collective &= ~mask;
   act(all);
   warp.runnable |= mask;
 }
 
 template <class Arguments, class Act>
-void Machine::gather(const char* instruction, Site site, Arguments& arguments, Act&& act) {
-  Gathering& gathering = join_gathering(instruction, site);
+void Machine::warpgroup_collective(const char* instruction, Site site, Arguments& arguments, Act&& act) {
+  WarpgroupCollective& collective = join_warpgroup_collective(instruction, site);
   const int first = current_->thread / kWarpgroupThreads * kWarpgroupThreads;
-  gathering.arguments[size_t(current_->thread - first)] = &arguments;
-  if (++gathering.arrived < kWarpgroupThreads) return park({instruction, site});
+  collective.arguments[size_t(current_->thread - first)] = &arguments;
+  if (++collective.arrived < kWarpgroupThreads) return park({instruction, site});
   std::array<Arguments*, kWarpgroupThreads> all;
-  for (int t = 0; t < kWarpgroupThreads; ++t) all[size_t(t)] = static_cast<Arguments*>(gathering.arguments[size_t(t)]);
-  gathering.instruction = nullptr;
-  gathering.arrived = 0;
+  for (int t = 0; t < kWarpgroupThreads; ++t) all[size_t(t)] = static_cast<Arguments*>(collective.arguments[size_t(t)]);
+  collective.instruction = nullptr;
+  collective.arrived = 0;
   act(all);
   for (int t = 0; t < kWarpgroupThreads; ++t) wake(current_->block->fibers[first + t]);
 }

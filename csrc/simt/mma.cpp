@@ -56,7 +56,7 @@ void for_matrix_rows(const char* instruction, MatrixArguments* const (&all)[kLan
 
 void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site site) {
   MatrixArguments mine{m, row};
-  machine->meet("ldmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
+  machine->warp_collective("ldmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
     ++machine->count(Count::kLdmatrix);
     uint16_t element[4][kRows][8];
     for_matrix_rows("ldmatrix", all, count, Access::kRead, site,
@@ -74,7 +74,7 @@ void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site s
 
 void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, Site site) {
   MatrixArguments mine{const_cast<uint32_t*>(m), row};
-  machine->meet("stmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
+  machine->warp_collective("stmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
     for_matrix_rows("stmatrix", all, count, Access::kWrite, site, [&](int i, int r, uint16_t* to) {
       for (int column = 0; column < 8; ++column) {
         const int g = transposed ? column : r, pair = transposed ? r : column;
@@ -151,7 +151,7 @@ void multiply(MmaType type, MmaFragments& m) {
 void mma(const char* instruction, MmaType type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
          Site site) {
   MmaArguments mine{d, a, b};
-  machine->meet(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
+  machine->warp_collective(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
     ++machine->count(Count::kMma);
     MmaFragments m;
     for (int lane = 0; lane < kLanes; ++lane) {

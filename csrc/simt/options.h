@@ -35,7 +35,7 @@ struct Options {
   const SyncSite* skip = nullptr;  // a mutation: every call from here does nothing
   // What launchers see of the device. So few multiprocessors that small problems have several waves, or are split.
   int compute_capability = 80;
-  int processors = 4;
+  int num_sms = 4;
 
   // Shared memory of a multiprocessor. A block may have all but 1 KiB of it.
   int shared_bytes() const { return (compute_capability >= 90 ? 228 : compute_capability == 80 ? 164 : 100) << 10; }

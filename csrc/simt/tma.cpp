@@ -76,16 +76,16 @@ std::array<int64_t, 5> coordinates(const int* at, int rank) {
   return all;
 }
 
-// Starts a copy of `bytes` to `to` in `block`: `carry_out` fills it, then the barrier at `barrier` there learns of it.
+// Starts a copy of `bytes` to `to` in `block`: `perform` fills it, then the barrier at `barrier` there learns of it.
 void start_load(Block& block, SharedAddress to, int64_t bytes, SharedAddress barrier, const char* instruction,
-                Site site, std::shared_ptr<const Operation> operation, std::function<void(std::byte*)> carry_out) {
+                Site site, std::shared_ptr<const Operation> operation, std::function<void(std::byte*)> perform) {
   machine->count(Count::kTmaLoadBytes) += uint64_t(bytes);
   std::byte* const memory = block.shared + to;
   start_copy(block, barrier, operation.get(), instruction, site);
   check(operation.get(), Access::kAsyncWrite, memory, bytes, instruction, site);
   if (machine->lazy()) std::memset(memory, kPoison, size_t(bytes));
-  machine->start([=, &block, operation = std::move(operation), carry_out = std::move(carry_out)] {
-    carry_out(block.shared);
+  machine->start([=, &block, operation = std::move(operation), perform = std::move(perform)] {
+    perform(block.shared);
     end_copy(block, barrier, bytes, operation.get());
   });
 }
@@ -171,7 +171,7 @@ void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const in
         if (global != nullptr) check(operation.get(), Access::kAsyncRead, global, size, instruction, site);
       });
     start_load(*block, address, bytes, barrier_address, instruction, site, operation, [=](std::byte* window) {
-      const GlobalAccess noted(instruction, site);
+      const GlobalAccess scope(instruction, site);
       for_pieces(fields, to, where, [&](SharedAddress shared, const std::byte* global, int size) {
         if (global != nullptr)
           std::memcpy(window + shared, global, size_t(size));
@@ -190,7 +190,7 @@ void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* bar
   check(operation.get(), Access::kAsyncRead, from, bytes, "bulk_load", site);
   start_load(*machine->current().block, to, bytes, machine->address_of(barrier), "bulk_load", site, operation,
              [=](std::byte* window) {
-               const GlobalAccess noted("bulk_load", site);
+               const GlobalAccess scope("bulk_load", site);
                std::memcpy(window + to, from, bytes);
              });
 }
@@ -205,7 +205,7 @@ void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank,
   BulkStore store{.read = [=] { return std::vector<std::byte>(memory, memory + bytes); },
                   .write =
                       [=](const std::vector<std::byte>& data) {
-                        const GlobalAccess noted(instruction, site);
+                        const GlobalAccess scope(instruction, site);
                         for_pieces(fields, from, where, [&](SharedAddress shared, std::byte* global, int size) {
                           if (global == nullptr) return;
                           const std::byte* value = data.data() + (shared - from);
@@ -234,7 +234,7 @@ void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site) {
   BulkStore store{.read = [=] { return std::vector<std::byte>(memory, memory + bytes); },
                   .write =
                       [=](const std::vector<std::byte>& data) {
-                        const GlobalAccess noted("bulk_store", site);
+                        const GlobalAccess scope("bulk_store", site);
                         std::memcpy(to, data.data(), data.size());
                       },
                   .data = {},
@@ -270,13 +270,13 @@ void bulk_wait(int pending, bool read_only, Site site) {
   if (!read_only) groups.erase(groups.begin(), groups.begin() + ptrdiff_t(done));
 }
 
-void finish_stores(Fiber& fiber) {
+void complete_stores_at_exit(Fiber& fiber) {
   fiber.store_groups.push_back(std::move(fiber.open_stores));
   for (auto& group : fiber.store_groups) {
     for (BulkStore& store : group) {
       if (!store.waited)
         machine->fail("exit", kNoSite, "the bulk store of %s may still read shared memory; bulk_wait_read comes first",
-                      place(store.site).c_str());
+                      location(store.site).c_str());
       write_now(store);
     }
   }

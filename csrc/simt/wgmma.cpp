@@ -212,7 +212,7 @@ void for_pairs(float* registers, int thread, int n, F&& f) {
     f(registers + 4 * j + 2, (row + 8) * n + 8 * j + column);
   }
 }
-void deliver(const Accumulators& accumulators, int thread) {
+void write_back(const Accumulators& accumulators, int thread) {
   const float* const value = accumulators.value.data();
   for_pairs(accumulators.registers[size_t(thread)], thread, accumulators.n,
             [value](float* pair, int at) { std::memcpy(pair, value + at, 8); });
@@ -315,7 +315,7 @@ void retire(Product& product, WgmmaUnit& unit, int thread) {
   if (--accumulators.pending[size_t(thread)] != 0) return;
   if (machine->lazy()) {
     check_poison(accumulators, thread, product.site);
-    deliver(accumulators, thread);
+    write_back(accumulators, thread);
   }
   const auto& pending = accumulators.pending;
   if (std::all_of(pending.begin(), pending.end(), [](int p) { return p == 0; }))
@@ -329,7 +329,7 @@ void wgmma(float* d, const WgmmaOperands& operands, Site site) {
   if (!self.wgmma_fenced)
     machine->fail("wgmma", site, "no wgmma_fence since the thread began or waited: registers may still be written");
   Arguments mine{d, &operands, self.index};
-  machine->gather("wgmma", site, mine, [&](const std::array<Arguments*, kWarpgroupThreads>& all) {
+  machine->warpgroup_collective("wgmma", site, mine, [&](const std::array<Arguments*, kWarpgroupThreads>& all) {
     ++machine->count(Count::kWgmma);
     WgmmaUnit& unit = own_unit();
     Product product{self.block, operands, find_accumulators(unit, all, site), {}, {}, {}, site};
@@ -360,7 +360,7 @@ void wgmma_commit(Site site) {
   const int thread = machine->current().thread % kWarpgroupThreads;
   if (!machine->lazy())  // as soon as can be, but once for a group
     for (const auto& known : unit.accumulators)
-      if (known->pending[size_t(thread)] > 0) deliver(*known, thread);
+      if (known->pending[size_t(thread)] > 0) write_back(*known, thread);
   // The first thread to commit makes the group; the others find it.
   if (machine->current().wgmma_committed++ < unit.first + unit.groups.size()) return;
   unit.groups.push_back({.products = std::move(unit.open), .computed = !machine->lazy()});
@@ -411,7 +411,7 @@ void wgmma_expect_idle(const float* d, Site site) {
       machine->fail("wgmma_wait", site, "products on the accumulators that are waited for are still under way");
 }
 
-void finish_wgmma(Fiber& fiber) {
+void check_wgmma_at_exit(Fiber& fiber) {
   const size_t group = size_t(fiber.thread / kWarpgroupThreads);
   const WgmmaUnit* unit = fiber.block->warpgroups[group].wgmma.get();
   if (unit == nullptr || (fiber.wgmma_retired == fiber.wgmma_committed && unit->open.empty())) return;
