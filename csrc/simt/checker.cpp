@@ -21,7 +21,7 @@ void Clock::join(const Clock& other) {
 }
 
 void Checker::start_blocks(size_t threads) {
-  // Instruction was released stays; under the number of its run, as agents are counted anew.
+  // Agents get new numbers in each run, so what was released moves to `earlier`, under the number of its run.
   if (run_ != 0) {
     for (auto& [key, knowledge] : released_) {
       for (Clock* clock : {&knowledge.seen, &knowledge.async}) {
@@ -97,7 +97,7 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
   const uint32_t index = actor.agent;
   const Clock& seen = actor.known.seen;
   const Epoch now{run_, index, actor.clock, intern(instruction, site), actor.thread, atomic, async};
-  // An asynchronous access sees a plain write only from a fence on.
+  // An asynchronous access sees a plain write to shared memory only after a fence.
   const auto visible = [&](const Epoch& write, bool in_shared) {
     if (write.run == run_ && write.agent == index && write.clock == actor.clock) return true;
     return ordered(write, async && in_shared && !write.async ? actor.known.async : seen);
@@ -115,7 +115,7 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
     if (kind == Access::kReadOnly) c.read_only = now.instruction + 1;
     if (c.write.run == 0) {
       if (c.shared && !writes)
-        machine_.fail(instruction, site, "reads %s, which nobody has written",
+        machine_.fail(instruction, site, "reads %s, which was never written",
                       machine_.describe_address(reinterpret_cast<const void*>(at)).c_str());
     } else if (!(atomic && c.write.atomic) && !visible(c.write, c.shared)) {
       report(c.write, true, writes, reinterpret_cast<const void*>(at), instruction, site);
@@ -152,7 +152,7 @@ void Checker::report(const Epoch& before, bool before_writes, bool now_writes, c
                      const char* instruction, Site site) {
   const Instruction& what = instructions_[before.instruction];
   const std::string where = machine_.describe_address(memory);
-  machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are in no order",
+  machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are not ordered",
                 now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read",
                 describe_thread(before).c_str(), what.name, location(what.site).c_str());
 }
@@ -165,8 +165,8 @@ std::string Checker::describe_thread(const Epoch& epoch) const {
 }
 
 void Checker::join(const std::vector<int>& fibers) {
-  // Fences of the device are in one order with those that others read with (fence.sc): whatever one of them covered
-  // before the barrier is covered for all who come out of it.
+  // Device-wide fences have a single order (fence.sc): what a thread's fence covered before the barrier is covered for
+  // all threads after it.
   Knowledge all, fenced;
   for (const int fiber : fibers) {
     all.join(agents_[fiber].now);
@@ -279,7 +279,7 @@ void Checker::end_block(const Block& block) {
     if (access.owner != &block || ordered(access.when, known)) continue;
     const Instruction& what = instructions_[access.when.instruction];
     machine_.fail("exit", kNoSite,
-                  "the block exits in no order with an access to its distributed shared memory by %s, %s at %s",
+                  "the block's exit is not ordered after an access to its distributed shared memory by %s, %s at %s",
                   describe_thread(access.when).c_str(), what.name, location(what.site).c_str());
   }
 }

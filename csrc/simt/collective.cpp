@@ -1,4 +1,4 @@
-// Instructions that a whole warp or warpgroup executes together: who takes part, and who is missing.
+// Checks of instructions that a whole warp or warpgroup executes together.
 #include <cstdlib>
 #include <cstring>
 
@@ -10,8 +10,8 @@ WarpgroupCollective& Machine::join_warpgroup_collective(const char* instruction,
   Block& block = *current_->block;
   const int group = current_->thread / kWarpgroupThreads;
   if ((group + 1) * kWarpgroupThreads > geometry_.block)
-    fail(instruction, site, "threads from %d on are no warpgroup of %d in a block of %d", group * kWarpgroupThreads,
-         kWarpgroupThreads, geometry_.block);
+    fail(instruction, site, "the threads from %d on are not a full warpgroup of %d in a block of %d",
+         group * kWarpgroupThreads, kWarpgroupThreads, geometry_.block);
   WarpgroupCollective& collective = block.warpgroups[size_t(group)].collective;
   if (collective.instruction == nullptr) {
     for (int t = group * kWarpgroupThreads; t < (group + 1) * kWarpgroupThreads; ++t)
@@ -29,7 +29,7 @@ void Machine::reject_warp_collective(const char* instruction, Site site, uint32_
   const Warp& warp = *current_->warp;
   if ((mask >> current_->lane & 1) == 0) fail(instruction, site, "the mask 0x%08x leaves out this lane", mask);
   if ((mask & ~warp.alive) != 0)
-    fail(instruction, site, "the mask 0x%08x names lanes that have exited; left are 0x%08x", mask, warp.alive);
+    fail(instruction, site, "the mask 0x%08x contains lanes that have exited; 0x%08x are left", mask, warp.alive);
   for (const WarpCollective& other : warp.collectives)
     if ((other.mask & mask) != 0)
       fail(instruction, site, "the warp has diverged: other lanes are at %s, %s with mask 0x%08x; this mask is 0x%08x",

@@ -1,4 +1,4 @@
-// The texts of errors: where a thread is, what it waits for, which source line it executes.
+// Error messages: which thread and source line, and what each thread waits for in a deadlock.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -20,10 +20,10 @@ std::string format_text(const char* format, va_list arguments) {
   return text;
 }
 
-// The source line of a plain access, of which only the code address is known: worth a process, once, at the end.
+// The source line of a code address, from addr2line; a plain access has no Site. Only for error messages: it is slow.
 std::string location_of_code(const void* address) {
   Dl_info info;
-  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "an unknown place";
+  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return "an unknown location";
   const auto offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(info.dli_fbase);
   char command[1024];
   std::snprintf(command, sizeof command, "addr2line -e '%s' 0x%zx 2>/dev/null", info.dli_fname, size_t(offset - 1));
@@ -78,7 +78,7 @@ void Machine::fail(const char* instruction, Site site, const char* format, ...) 
   fail_with(describe(*current_) + ", " + instruction + at + ": " + text);
 }
 
-// Fibers are left as they are: kernels own nothing that would have to be given back.
+// Abandons the fibers without unwinding: kernels own no resources.
 void Machine::fail_with(const std::string& message) {
   failure_ = message;
   void* abandoned;
@@ -87,7 +87,8 @@ void Machine::fail_with(const std::string& message) {
 }
 
 std::string Machine::deadlock_table() const {
-  std::string text = std::string(kernel_) + ": deadlock: no thread can run and no copy is under way\n";
+  std::string text =
+      std::string(kernel_) + ": deadlock: no thread can run and no asynchronous operation is in flight\n";
   std::map<std::string, int> rows;
   for (const auto& block : blocks_) {
     for (int t = 0; t < geometry_.block; ++t) {
@@ -122,7 +123,7 @@ std::string Machine::describe_barrier(const Fiber& fiber) const {
   }
   if (std::strncmp(wait.instruction, "barrier_wait", 12) == 0) {
     const auto found = fiber.block->mbarriers.find(wait.barrier);
-    if (found == fiber.block->mbarriers.end()) return ": the barrier is gone";
+    if (found == fiber.block->mbarriers.end()) return ": the barrier has been invalidated";
     const BarrierState& state = found->second;
     char text[160];
     std::snprintf(

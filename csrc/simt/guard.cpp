@@ -18,11 +18,11 @@ std::mutex guards_mutex;
 int guards = 0;
 struct sigaction previous_actions[std::size(kSignals)];
 
-// Runs as if the kernel had called it, on a stack of its own: the fiber's may be the bad memory.
+// Runs as if the kernel had called it, on its own stack, because the fault may be an overflow of the fiber's stack.
 [[noreturn]] void report_fault() { machine->bad_memory(machine->guard().memory, machine->guard().code); }
 
 void on_signal(int signal, siginfo_t* info, void* context) {
-  if (machine == nullptr || !machine->is_running()) {  // not a kernel: whoever was there before takes it again
+  if (machine == nullptr || !machine->is_running()) {  // not in a kernel: restore the previous handler, then retry
     for (size_t i = 0; i < std::size(kSignals); ++i)
       if (kSignals[i] == signal) sigaction(signal, &previous_actions[i], nullptr);
     return;
@@ -74,10 +74,10 @@ MemoryGuard::~MemoryGuard() {
 }
 
 void Machine::bad_memory(const void* memory, const void* code) {
-  if (current_->stack->contains(memory)) fail("stack", kNoSite, "the thread's local variables do not fit its stack");
+  if (current_->stack->contains(memory)) fail("stack", kNoSite, "the thread's local variables do not fit on its stack");
   if (global_access.name != nullptr)
     fail(global_access.name, global_access.site, "there is no memory at global address %p", memory);
-  // The place of a call is looked up before its return address.
+  // Locations are looked up for the byte before a code address, as it is mostly a return address.
   fail("load or store", Site(static_cast<const char*>(code) + 1, kCodeAddress), "there is no memory at address %p",
        memory);
 }

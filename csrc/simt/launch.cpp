@@ -1,4 +1,4 @@
-// What a launch is allowed to ask for, and how its blocks are shared out among the threads of the host.
+// Checks a launch and distributes its clusters over host threads; also the options, counters and sites of the process.
 #include "simt/launch.h"
 
 #include <algorithm>
@@ -62,10 +62,10 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
   const Extent& c = geometry.cluster;
   if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
     refuse("a grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " + std::to_string(g.z) +
-           ") blocks; each axis takes at least 1, y and z at most 65535");
+           ") blocks; each axis has at least 1, y and z at most 65535");
   if (geometry.block < 1 || geometry.block > kMaxThreads)
-    refuse("a block of " + std::to_string(geometry.block) + " threads; 1 to 1024 can be launched");
-  // By default kernels of sm_90 run too, whatever their launchers see.
+    refuse("a block of " + std::to_string(geometry.block) + " threads; a block has 1 to 1024");
+  // With compute capability 80, the default, kernels for sm_90 can be launched too.
   const uint32_t shared_limit =
       options().compute_capability == 80 ? kMaxSharedBytes : uint32_t(options().shared_bytes()) - 1024;
   if (geometry.shared_bytes > shared_limit)

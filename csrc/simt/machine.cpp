@@ -11,8 +11,7 @@
 
 namespace cuda_ext::simt {
 
-// The only thread-local variable: what a library has of them comes out of the little room that a process keeps for
-// libraries which it loads late.
+// The only thread-local variable: a process reserves little static TLS for libraries that it loads at run time.
 thread_local Machine* machine = nullptr;
 
 namespace {
@@ -20,7 +19,7 @@ namespace {
 constexpr uint32_t kCanaryBytes = 256;
 constexpr auto kCanary = std::byte{0xa5};
 
-// Stacks are kept for later launches.
+// Stacks are reused by later launches.
 std::mutex free_stacks_mutex;
 std::vector<std::vector<Stack>> free_stacks;
 
@@ -36,7 +35,7 @@ void release_stacks(std::vector<Stack> stacks) {
   free_stacks.push_back(std::move(stacks));
 }
 
-// Registers that a thread has from the start: an even share, as ptxas gives to kernels that use setmaxnreg.
+// Registers per thread at launch: an even share, as ptxas assigns to kernels that use setmaxnreg.
 constexpr int kRegisters = 65536;
 int registers_at_start(int threads) { return std::min(248, kRegisters / threads / 8 * 8); }
 
@@ -159,7 +158,7 @@ void Machine::exit_current() {
   complete_stores_at_exit(self);
   check_wgmma_at_exit(self);
   if (self.in_cluster_barrier)
-    fail("exit", kNoSite, "the thread has arrived at the cluster's barrier and never waited");
+    fail("exit", kNoSite, "the thread has arrived at the cluster's barrier but never waited");
   const uint32_t mine = uint32_t(1) << self.lane;
   self.exited = true;
   self.warp->runnable &= ~mine;
@@ -183,7 +182,7 @@ void Machine::end_block(Block& block) {
     fail_with(describe(*current_) + ": a store reached past the " + std::to_string(geometry_.shared_bytes) +
               " bytes of shared memory of its block");
   if (block.copies != 0)
-    fail("exit", kNoSite, "the block exits while %d copies into its shared memory are under way", block.copies);
+    fail("exit", kNoSite, "the block exits while %d copies into its shared memory are in flight", block.copies);
   check_barriers(block);
   if (checker_ && block.cluster->blocks.size() > 1) checker_->end_block(block);
 }
@@ -228,8 +227,9 @@ std::byte* Machine::shared(SharedAddress address, int bytes, int alignment, cons
 std::byte* Machine::shared(const Block& block, SharedAddress address, int bytes, int alignment, const char* instruction,
                            Site site) {
   if (address >> kRankShift != 0)
-    fail(instruction, site, "0x%x is an address of block %u of the cluster; this takes addresses of its own block",
-         address, (address >> kRankShift) - 1);
+    fail(instruction, site,
+         "0x%x is an address of block %u of the cluster; this instruction accesses its own block only", address,
+         (address >> kRankShift) - 1);
   if (address < kReservedSharedBytes || uint64_t(address) + uint64_t(bytes) > block.shared_end)
     fail(instruction, site, "%d bytes at shared address 0x%x are outside of the block's %zu bytes, 0x%x to 0x%x", bytes,
          address, geometry_.shared_bytes, kReservedSharedBytes, block.shared_end);
@@ -241,7 +241,7 @@ std::byte* Machine::shared(const Block& block, SharedAddress address, int bytes,
 Block& Machine::block_of_rank(int rank, const char* instruction, Site site) {
   const Cluster& cluster = *current_->block->cluster;
   if (rank < 0 || rank >= int(cluster.blocks.size()))
-    fail(instruction, site, "block %d of a cluster of %zu", rank, cluster.blocks.size());
+    fail(instruction, site, "block %d of a cluster of %zu blocks", rank, cluster.blocks.size());
   return *cluster.blocks[size_t(rank)];
 }
 Block& Machine::owner_of(SharedAddress& address, const char* instruction, Site site) {
@@ -250,7 +250,8 @@ Block& Machine::owner_of(SharedAddress& address, const char* instruction, Site s
   Block& block = block_of_rank(above - 1, instruction, site);
   address &= (SharedAddress(1) << kRankShift) - 1;
   if (block.threads_left == 0)
-    fail(instruction, site, "0x%x is distributed shared memory of an exited block, of rank %d", address, block.rank);
+    fail(instruction, site, "0x%x is distributed shared memory of the block of rank %d, which has exited", address,
+         block.rank);
   if (checker_ && &block != current_->block) checker_->record_remote_access(block, instruction, site);
   return block;
 }

@@ -1,8 +1,9 @@
-// The emulated multiprocessor: the blocks that are resident on one thread of the host, their warps and fibers, and the
-// scheduler that decides which fiber runs next. One Machine serves one launch on one host thread.
+// The emulated SM: the blocks that are resident on one host thread, and the scheduler that decides which of their
+// fibers runs next. One Machine runs one launch on one host thread.
 //
-// A fiber runs until it has to wait for others; then it parks and jumps straight to the next fiber that can run. When
-// none can, asynchronous copies that are still under way complete, one at a time; when none are left, it is a deadlock.
+// A fiber runs until it has to wait for others; then it parks and switches directly to the next fiber that can run.
+// When none can, asynchronous operations in flight complete, one at a time; when none are left, the kernel is
+// deadlocked.
 #pragma once
 
 #include <bit>
@@ -23,7 +24,7 @@ namespace cuda_ext::simt {
 
 class Checker;
 
-// Something the hardware does on its own: when it acts, fibers may become runnable.
+// The completion of an asynchronous operation; it may wake fibers.
 using Action = std::function<void()>;
 
 class MemoryGuard;
@@ -33,7 +34,7 @@ class Machine {
   Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread, MemoryGuard& guard);
   ~Machine();
 
-  // Runs cluster `cluster` of the grid (a block, where there are no clusters) to its end.
+  // Runs these clusters of the grid (blocks, in a launch without clusters) concurrently until all have exited.
   void run(const std::vector<int64_t>& clusters);
 
   Fiber& current() { return *current_; }
@@ -46,52 +47,54 @@ class Machine {
   uint64_t& count(Count what) { return counters_[size_t(what)]; }
   const Counters& counters() const { return counters_; }
 
-  // The current fiber waits until somebody wakes it.
+  // Suspends the current fiber until another one wakes it.
   void park(const Wait& wait);
   void wake(Fiber& fiber);
-  // The current fiber waits until `ready` holds; it is asked when nothing else can run.
+  // Suspends the current fiber until ready() is true; it is evaluated when no other fiber can run.
   void park_until(const Wait& wait, std::function<bool()> ready);
-  // Lets `action` happen: now, or when no fiber can run.
+  // Calls `action` now (eager completion) or when no fiber can run (lazy completion).
   void start(Action action);
-  // Lets a warp of higher priority go first.
+  // Switches to a warp of higher priority, if one can run.
   void yield();
 
-  // All lanes of `mask` have to come here; the last to come calls act(arguments of each lane) and returns, the others
-  // return after it.
+  // A warp-wide instruction: every lane of `mask` calls this, and the last one to arrive calls act(arguments of each
+  // lane). The others return after that.
   template <class Arguments, class Act>
   void warp_collective(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
 
-  // The same for the 128 threads of a warpgroup.
+  // The same for all 128 threads of a warpgroup.
   template <class Arguments, class Act>
   void warpgroup_collective(const char* instruction, Site site, Arguments& arguments, Act&& act);
 
-  // Whether this synchronisation call is to be carried out: it is noted, and a mutation leaves one out.
+  // Records this synchronisation call; returns false if the options say to skip it.
   bool synchronizes(const char* instruction, Site site);
 
-  // `bytes` of shared memory at `address` of the current block, or of this one.
+  // The memory at a shared address of the current block, or of `block`. Fails if it is out of bounds or misaligned.
   std::byte* shared(SharedAddress address, int bytes, int alignment, const char* instruction, Site site);
   std::byte* shared(const Block& block, SharedAddress address, int bytes, int alignment, const char* instruction,
                     Site site);
   SharedAddress address_of(const void* pointer) const;
-  // The block that an address of the cluster's window belongs to, and its address there; fails if the block has exited.
+  // The block of the cluster that `address` belongs to; `address` becomes the address within it. Fails if the block has
+  // exited.
   Block& owner_of(SharedAddress& address, const char* instruction, Site site);
   Block& block_of_rank(int rank, const char* instruction, Site site);
-  // One lane's part of a warp's access to memory, for the counters.
+  // Counts one lane's part of a warp's memory access.
   enum class Space { kSharedLoad, kSharedStore, kGlobalLoad, kGlobalStore };
   void record_access(Space space, uint64_t address, int bytes, Site site);
 
-  // A plain load or store of the current fiber, seen where kernels are compiled with hooks (raw_access.cpp).
+  // Checks and counts a plain load or store of the current fiber; called if the kernel was compiled with hooks
+  // (raw_access.cpp).
   void plain_access(bool write, const void* memory, int bytes, const void* code_address);
 
-  // The mbarrier at `address` of `block`, and its word.
+  // The mbarrier at `address` of `block`, and its word in shared memory.
   BarrierState& barrier(Block& block, SharedAddress address, const char* instruction, Site site);
   uint64_t* barrier_word(const Block& block, SharedAddress address) const;
 
-  // Ends the launch with what is wrong, as seen from the current fiber.
+  // Ends the launch with an error that names the current fiber.
   [[noreturn]] void fail(const char* instruction, Site site, const char* format, ...)
       __attribute__((format(printf, 4, 5)));
-  Instruction global_access{nullptr, kNoSite};  // under way, by the emulator
-  // Where a signal of bad memory lands, on the stack of the fiber that met it.
+  Instruction global_access{nullptr, kNoSite};  // that the emulator is executing; for faults
+  // Ends the launch after a segmentation fault of the current fiber.
   [[noreturn]] void bad_memory(const void* memory, const void* code);
   std::string describe(const Fiber& fiber) const;
   std::string describe_address(const void* memory) const;
@@ -103,7 +106,7 @@ class Machine {
   void start_block(int64_t cluster, int rank);
   void end_block(Block& block);
   [[noreturn]] void exit_current();
-  // The next fiber that can run, or null.
+  // The next fiber to run, or null if none can.
   Fiber* choose();
   Fiber* choose_lane(Warp& warp);
   Fiber* choose_or_complete();
@@ -122,15 +125,15 @@ class Machine {
   Geometry geometry_;
   const std::function<void()>& thread_;
   MemoryGuard& guard_;
-  std::vector<Stack> stacks_;  // of the fibers
+  std::vector<Stack> stacks_;  // by Fiber::index
   Options options_;
   Counters counters_{};
   std::unique_ptr<Checker> checker_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<Cluster>> clusters_;
-  std::vector<Warp*> order_;  // PCT: by priority
-  size_t turn_ = 0;           // FIFO: index into order_
-  std::deque<Action> in_flight_;
+  std::vector<Warp*> order_;      // under PCT: by priority
+  size_t turn_ = 0;               // under FIFO: index into order_
+  std::deque<Action> in_flight_;  // started, not complete
   struct Poller {
     Fiber* fiber;
     std::function<bool()> ready;
@@ -144,19 +147,19 @@ class Machine {
   std::set<std::tuple<const char*, int, const char*>> recorded_sites_;
 };
 
-// What the bulk engine and the tensor cores still owe a thread that exits.
+// Called when a thread exits: completes its bulk stores, or fails if it has not waited for them or for its products.
 void complete_stores_at_exit(Fiber& fiber);
 void check_wgmma_at_exit(Fiber& fiber);
-// A thread of the cluster has arrived at its barrier, or exited.
+// Called when a thread of the cluster arrives at the cluster's barrier or exits.
 void end_cluster_phase_if_complete(Cluster& cluster);
-// Fails if a barrier of the block that ends has been overwritten.
+// Called when a block exits: fails if one of its mbarriers was overwritten.
 void check_barriers(Block& block);
-// For mutations to choose from.
+// Adds to the list that sync_sites() returns.
 void record_sync_site(const SyncSite& site);
 
 extern thread_local Machine* machine __attribute__((tls_model("initial-exec")));
 
-// While it lives the emulator reads or writes global memory for this instruction: a fault is the instruction's.
+// Marks a scope in which the emulator accesses global memory for an instruction, so that a fault is reported for it.
 class GlobalAccess {
  public:
   GlobalAccess(const char* instruction, Site site) : before_(machine->global_access) {

@@ -22,7 +22,7 @@ void check_global(const void* pointer, int bytes, const char* instruction, Site 
 void* shared_storage(size_t bytes) {
   Fiber& self = machine->current();
   if (bytes > machine->geometry().shared_bytes)
-    machine->fail("SHARED_STORAGE", {}, "%zu bytes of shared memory are used and %zu were launched", bytes,
+    machine->fail("SHARED_STORAGE", {}, "the kernel uses %zu bytes of shared memory, but was launched with %zu", bytes,
                   machine->geometry().shared_bytes);
   return self.block->shared + kReservedSharedBytes;
 }
@@ -67,7 +67,7 @@ namespace {
 template <class T, class Change>
 T change_one(T* pointer, Site site, Change&& next) {
   if (Checker* checker = machine->checker()) {
-    // The sum of floats is rounded differently in another order.
+    // The rounding of a sum of floats depends on the order.
     const bool needs_order = std::is_floating_point_v<T> && machine->ordered_sums();
     checker->access(needs_order ? Access::kWrite : Access::kAtomic, pointer, sizeof(T), "atomic", site);
     checker->relaxed_atomic(pointer);
@@ -112,7 +112,7 @@ void reduce_add(float* pointer, const float* values, int count, Site site) {
 uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site) {
   check(Access::kAtomic, pointer, sizeof *pointer, "atomic_add_acq_rel", site);
   ++machine->count(Count::kAtomic);
-  // A mutation takes away the order, not the addition.
+  // A mutation removes the ordering, not the addition.
   const bool ordered = machine->synchronizes("atomic_add_acq_rel", site);
   if (Checker* checker = machine->checker(); checker != nullptr && ordered) {
     checker->acquire(pointer);
@@ -174,7 +174,7 @@ void perform(const AsyncCopy& copy) {
 
 void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Site site) {
   std::byte* to = machine->shared(shared, bytes, bytes, "cp_async", site);
-  if (valid < 0 || valid > bytes) machine->fail("cp_async", site, "%d valid bytes of %d", valid, bytes);
+  if (valid < 0 || valid > bytes) machine->fail("cp_async", site, "expected 0 to %d valid bytes, got %d", bytes, valid);
   machine->count(Count::kCpAsyncBytes) += uint64_t(bytes);
   machine->record_access(Machine::Space::kSharedStore, shared, bytes, site);
   if (valid > 0) {

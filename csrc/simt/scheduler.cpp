@@ -1,4 +1,4 @@
-// Decides which fiber runs next, and when asynchronous operations act.
+// Decides which fiber runs next, and when asynchronous operations complete.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -20,7 +20,7 @@ void Machine::draw_priority(Warp& warp) {
   warp.backwards = options_.schedule == Schedule::kPct && (draw >> 40 & 1) != 0;
 }
 
-// Blocks that run side by side have priorities too: their warps would else stay nearly in step.
+// Concurrent blocks have priorities too; otherwise they would run nearly in step.
 void Machine::sort_by_priority() {
   std::sort(order_.begin(), order_.end(), [](const Warp* a, const Warp* b) {
     return std::pair(a->block->priority, a->priority) > std::pair(b->block->priority, b->priority);

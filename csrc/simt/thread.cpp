@@ -18,12 +18,12 @@ void arrive(const char* instruction, int number, int threads, bool wait, Site si
   if (number < 0 || number > 15) machine->fail(instruction, site, "barrier %d; a block has 0 to 15", number);
   if (threads < kLanes || threads % kLanes != 0 || threads > machine->geometry().block)
     if (threads != machine->geometry().block)
-      machine->fail(instruction, site, "barrier %d for %d threads; a multiple of 32 up to the block's %d", number,
-                    threads, machine->geometry().block);
+      machine->fail(instruction, site, "barrier %d for %d threads; expected a multiple of 32 up to the block's %d",
+                    number, threads, machine->geometry().block);
   NamedBarrier& barrier = self.block->barriers[number];
   if (barrier.arrived != 0 && barrier.expected != threads)
-    machine->fail(instruction, site, "barrier %d for %d threads, but those before came to one for %d", number, threads,
-                  barrier.expected);
+    machine->fail(instruction, site, "barrier %d for %d threads, but earlier arrivals of this phase gave %d", number,
+                  threads, barrier.expected);
   barrier.expected = threads;
   barrier.arrivals.push_back(self.index);
   if (++barrier.arrived < threads) {
