@@ -133,7 +133,7 @@ struct GeneralStep {
 // What scores and dP begin with, so that P is a power of two of their sums, and dS their product.
 template <class Tiles>
 DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     const auto pair =
@@ -151,7 +151,7 @@ DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename 
                              const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
                              bool hide_some) {
   using Scores = typename Kernel::Scores;
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   if (hide_some)
     hide<Scores>(s, [&](int m, int half) {
       return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
@@ -177,7 +177,7 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
                                      bool hide_some) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
@@ -284,7 +284,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     copy.template operator()<typename Kernel::TileDO>(p.grad_out, stop, tile_do, p.dim_v, plan.grad_out_pass);
     constexpr int kChunks = kBlockM / 4;  // of lse, and of delta
     static_assert(2 * kChunks <= kThreads);
-    const int thread = arch::thread_index_anew();
+    const int thread = arch::opaque_thread_index();
     if (thread < 2 * kChunks) {
       const bool of_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
@@ -382,11 +382,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       const BackwardTask::Keys of = load_part(shared.task.keys);
       // Blocks of earlier keys that these queries see.
       const uint32_t earlier = of.first / kBlockN - of.visible.key_begin(first_query) / kBlockN;
-      if (arch::thread_index_anew() == 0) arch::wait_equal(turn, earlier);
+      if (arch::opaque_thread_index() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
       sums.reduce_add(grad_query);
       arch::sync_threads();  // all have added
-      if (arch::thread_index_anew() == 0) arch::store_release(turn, earlier + 1);
+      if (arch::opaque_thread_index() == 0) arch::store_release(turn, earlier + 1);
     }
   }
 

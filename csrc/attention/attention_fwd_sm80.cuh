@@ -109,7 +109,7 @@ DEVICE void shape_logits(typename Tiles::Accumulators& s, const AttentionParams&
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int column = first_key + Tiles::column(arch::thread_index_anew());
+      const int column = first_key + Tiles::column(arch::opaque_thread_index());
       const int row = row_at(m, half), head = rows.head(row), query = rows.query(row);
       const float slope = p.alibi_slopes == nullptr
                               ? 0.0f
@@ -172,7 +172,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   arch::sync_threads();  // the task is written
 
   const arch::SharedAddress base = arch::shared_address(&shared);
-  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::thread_index_anew()); };
+  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::opaque_thread_index()); };
 
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
@@ -235,12 +235,12 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
                                   first_key);
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       // What this thread's columns are counted from.
-      const int origin = first_key + LogitTiles::column(arch::thread_index_anew());
+      const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
       hide<LogitTiles>(logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
-    if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
+    if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::opaque_thread_index()]);
     softmax.take(logits, out, sums, plan.factor);
-    if constexpr (Kernel::kSumsWait) store_part(shared.sums[arch::thread_index_anew()], sums);
+    if constexpr (Kernel::kSumsWait) store_part(shared.sums[arch::opaque_thread_index()], sums);
     if constexpr (Kernel::kGeneral)
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_part(shared.task.rows);
@@ -258,7 +258,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   const TileRows rows = load_part(shared.task.rows);
   const ForwardTask::Place place = load_part(shared.task.place);
-  if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
+  if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::opaque_thread_index()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // columns of 8
