@@ -1,4 +1,4 @@
-"""Measurements made up for tests of what reads them: all suites, several opponents, failures, and known noise."""
+"""Measurements made up for tests of what reads them: all suites, several baselines, failures, and known noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Slower = Callable[[Measurement], float]
 
 
 def _problems(device: str) -> Iterator[tuple[Measurement, dict[str, float]]]:
-    """Cases without times, and how many times as long as ours their opponents take."""
+    """Cases without times, and how many times as long as ours their baselines take."""
     scale = 1 if device == "cpu" else 8
 
     def case(suite: str, op: str, phase: str, group: str, name: str, **values: object) -> Measurement:

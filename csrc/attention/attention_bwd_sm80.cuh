@@ -141,7 +141,7 @@ struct GeneralStep {
 // scores) and dS = P dP.
 template <class Tiles>
 DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     const auto pair =
@@ -159,7 +159,7 @@ DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename 
                              const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
                              bool is_masked) {
   using Scores = typename Kernel::Scores;
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   if (is_masked)
     apply_mask<Scores>(s, [&](int m, int half) {
       return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
@@ -185,7 +185,7 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
                                      bool is_masked) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
@@ -295,7 +295,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     copy.template operator()<typename Kernel::TileDO>(p.grad_out, at, tile_do, p.dim_v, plan.grad_out_pass);
     constexpr int kChunks = kBlockM / 4;  // of lse; delta has as many
     static_assert(2 * kChunks <= kThreads);
-    const int thread = arch::thread_index_anew();
+    const int thread = arch::opaque_thread_index();
     if (thread < 2 * kChunks) {
       const bool is_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
@@ -393,11 +393,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       const BackwardTask::Keys own = load_struct(shared.task.keys);
       // The number of blocks with earlier keys that these queries see.
       const uint32_t earlier = own.first / kBlockN - own.visible.key_begin(first_query) / kBlockN;
-      if (arch::thread_index_anew() == 0) arch::wait_equal(turn, earlier);
+      if (arch::opaque_thread_index() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
       sums.reduce_add(grad_query);
       arch::sync_threads();  // all have added
-      if (arch::thread_index_anew() == 0) arch::store_release(turn, earlier + 1);
+      if (arch::opaque_thread_index() == 0) arch::store_release(turn, earlier + 1);
     }
   }
 

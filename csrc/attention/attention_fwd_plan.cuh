@@ -53,7 +53,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.schedule.section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
   const bool general = needs_general_kernel(p);
   plan.block_n = config.keys(general, device.shared_bytes);
-  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
+  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
                               tiles_of(p.seqlen_k, plan.block_n));
   plan.scale = float(p.scale);
   plan.factor = float(general ? kLog2e : p.scale * kLog2e);

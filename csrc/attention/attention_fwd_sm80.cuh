@@ -115,7 +115,7 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int column = first_key + Tiles::column(arch::thread_index_anew());
+      const int column = first_key + Tiles::column(arch::opaque_thread_index());
       const int row = row_at(m, half), head = rows.head(row), query = rows.query(row);
       const float slope = p.alibi_slopes == nullptr
                               ? 0.0f
@@ -179,7 +179,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   arch::sync_threads();  // the task is written
 
   const arch::SharedAddress base = arch::shared_address(&shared);
-  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::thread_index_anew()); };
+  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::opaque_thread_index()); };
 
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
@@ -243,13 +243,13 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
                                    row_at, first_key);
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       // The key of this thread's first column.
-      const int origin = first_key + LogitTiles::column(arch::thread_index_anew());
+      const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
       apply_mask<LogitTiles>(logits,
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
-    if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::thread_index_anew()]);
+    if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
     softmax.update(logits, out, sums, plan.factor);
-    if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::thread_index_anew()], sums);
+    if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::opaque_thread_index()], sums);
     if constexpr (Kernel::kGeneral)
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_struct(shared.task.rows);
@@ -267,7 +267,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   const TileRows rows = load_struct(shared.task.rows);
   const ForwardTask::Position position = load_struct(shared.task.position);
-  if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::thread_index_anew()]);
+  if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // this thread's columns of each 8

@@ -56,7 +56,7 @@ struct Dropout {
   // words of one of these rows, and they exchange halves.
   template <int row_tiles, int key_tiles, class Number>
   DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number, int first_key) const {
-    const int lane = arch::thread_index_anew() % 4;
+    const int lane = arch::opaque_thread_index() % 4;
     const bool odd = lane % 2 == 1;
     const int group = first_key / 4 + lane / 2;
     const RngState state = load_rng(rng);
@@ -84,7 +84,7 @@ struct Dropout {
   // Four adjacent keys are in four lanes, 4 apart, which need one word each of four counters: two groups of keys by two
   // rows. So each lane computes the words of one counter, and the lanes transpose them.
   DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
-    const int lane = arch::thread_index_anew() / 4 % 4;
+    const int lane = arch::opaque_thread_index() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
     const RngState state = load_rng(rng);
     uint32_t words[4];

@@ -202,7 +202,7 @@ struct Gemm {
 
   // A block's sums in the workspace, in the order of the registers: (kRows, kColumns, kThreads) vectors of 4.
   DEVICE static void store_partial(float* partial, const Accumulators& sums) {
-    partial += arch::thread_index_anew() * 4;  // recomputed to save a register in the loop over k
+    partial += arch::opaque_thread_index() * 4;  // recomputed to save a register in the loop over k
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -390,7 +390,7 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   typename Gemm::Accumulators sums = {};
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
-    at = tile_at(arch::block_x_anew());  // recomputed, because the products leave no registers to keep it
+    at = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
     if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, at, shared, sums);

@@ -72,7 +72,7 @@ class TileCopy {
 
   // The k index of the chunk's first element (kKMajor), or of the first line. Recomputed to save a register.
   DEVICE static int begin() {
-    const int thread = arch::thread_index_anew();
+    const int thread = arch::opaque_thread_index();
     return Tile::kKMajor ? thread % Tile::kChunks * Tile::kElements : thread / Tile::kChunks;
   }
 

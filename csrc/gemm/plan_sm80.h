@@ -95,7 +95,7 @@ constexpr int64_t kMaxFloat32Sum = 8;
 
 // Device properties the heuristic uses; rates are per cycle and SM.
 struct Rates {
-  int sms;
+  int num_sms;
   double multiply_adds[kNumArithmetics];  // through mma.sync
   double l2_bytes;                        // when all SMs read
   static constexpr double kSharedBytes = 128;
@@ -105,11 +105,11 @@ struct Rates {
 // matter.
 inline Rates rates_of(const rt::Device& device) {
   // H100. mma.sync reaches 63 % of its 2048 multiply-adds.
-  if (device.compute_capability >= 90) return {device.processors, {1300, 650, 650.0 / 3}, 36};
+  if (device.compute_capability >= 90) return {device.num_sms, {1300, 650, 650.0 / 3}, 36};
   // RTX 4090.
-  if (device.compute_capability >= 86) return {device.processors, {256, 128, 128.0 / 3}, 16};
+  if (device.compute_capability >= 86) return {device.num_sms, {256, 128, 128.0 / 3}, 16};
   // A100.
-  return {device.processors, {1024, 512, 512.0 / 3}, 36};
+  return {device.num_sms, {1024, 512, 512.0 / 3}, 36};
 }
 
 inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
@@ -175,7 +175,7 @@ inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arit
   const double k_tile = std::max({area * tile.block_k / rates.multiply_adds[int(arithmetic)], written / rates.l2_bytes,
                                   (written + read) / Rates::kSharedBytes});
   const double sums = area * sizeof(float) / rates.l2_bytes;
-  const double blocks = double(ceil_div(int64_t(plan.tiles) * plan.splits, rates.sms));
+  const double blocks = double(ceil_div(int64_t(plan.tiles) * plan.splits, rates.num_sms));
   double cycles = blocks * (plan.split_k_tiles * k_tile + sums) + std::ceil(blocks / tile.min_blocks) * kStart;
   if (plan.splits > 1) cycles += kSplit + (blocks + plan.splits) * sums;
   return cycles;
@@ -206,8 +206,8 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, splits));
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
-        if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.sms) break;  // more than two waves
-        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;     // a split would be empty
+        if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.num_sms) break;  // more than two waves
+        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;         // a split would be empty
       }
       plan.splits = splits;
       const double cycles = expected_cycles(plan, tile, arithmetic, rates);

@@ -67,12 +67,12 @@ struct SharedOperand {
 // in a tile `offset` bytes after `base`. Recomputed from the thread index at each use, to save registers in long loops.
 template <class Tiles, class Tile>
 DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   return {{base + Tile::lane_offset(Tiles::first_row(thread), thread % arch::kWarpSize), offset}};
 }
 template <class Tiles, class Tile>
 DEVICE LaneAddress columns_of(arch::SharedAddress base, int offset) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   return {base + Tile::lane_offset(Tiles::first_column(thread), thread % arch::kWarpSize), offset};
 }
 

@@ -70,7 +70,7 @@ class WorkspaceTile {
 template <class Tiles, class Tile>
 DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& x, float factor) {
   // All addresses are derived from one, by constants, where they are used: there are no registers to keep them.
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   const arch::SharedAddress first =
       tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::first_column(thread) / 8) + thread % 4 * 4;
 #pragma unroll

@@ -151,7 +151,7 @@ CONFORMANCE(plain_race, 64, sizeof(Words), 128, 128) {
   arch::sync_threads();
   out[thread_index() % 32] = shared.x[thread_index() % 32];
 }
-// Only thread 0's fence is before what it announces: the others' rows are in no order with the reader.
+// Only thread 0's fence is before what it announces: the others' rows are not ordered before the reader.
 GLOBAL(32, 1) one_fence_kernel(const uint32_t* in, uint32_t* out) {
   const int lane = thread_index();
   out[32 + block_x() * 32 + lane] = in[lane];

@@ -153,6 +153,6 @@ def test_plain_accesses_are_seen(library: Library, name: str) -> None:
     """Without hooks of a compiler, which the direct emulation needs for them."""
     with (
         library.options(mode="lazy", schedule="pct", seed=1, check_races=True),
-        pytest.raises(Fault, match=r"race: this (write|read) of .* are in no order"),
+        pytest.raises(Fault, match=r"race: this (write|read) of .* are not ordered"),
     ):
         library.run(name, data_of(library, name))

@@ -18,7 +18,7 @@ PHASES = ("forward", "backward")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Many heads fill the device; of few, keys and walks are divided.
 SIZES = {"blocks enough": (8, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
-# From which the paper model (benchmarks/kernel_work.py) has what a step, a block and a tile of queries cost.
+# From which the paper model (benchmarks/model) has what a step, a block and a tile of queries cost.
 GROWING = ((8, 128, 128), (8, 128, 256), (8, 256, 128))
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
 

@@ -518,7 +518,7 @@ def test_loss_of_any_synchronisation_is_noticed(library: GemmLibrary, hooked: Ge
 # Each tile of 16-bit elements, half as deep of 4-byte ones, and an output for which the emulator's device takes it.
 # Three products of tf32 have no 128 x 256.
 TILES = [((128, 256, 32), (256, 512)), ((128, 128, 32), (256, 256)), ((64, 64, 64), (64, 64))]
-# Two depths: what a k tile costs, and what a block costs beside, can then be told apart (benchmarks/model.py does).
+# Two depths: what a k tile costs, and what a block costs beside, can then be told apart (benchmarks/model does).
 DEPTHS = (128, 256)
 
 
