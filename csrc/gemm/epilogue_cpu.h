@@ -199,7 +199,7 @@ inline bool accumulates(const GemmParams& params) {
   return params.c.data != nullptr && params.c.data == params.out.data;
 }
 
-// Whether a product needs more than a BLAS does, which can add to its output.
+// Whether a product needs more than a BLAS call, which can scale and accumulate.
 inline bool has_epilogue(const GemmParams& params) {
   return (params.c.data != nullptr && !accumulates(params)) || params.bias.data != nullptr ||
          params.residual.data != nullptr || params.preact_out.data != nullptr || params.preact.data != nullptr ||
