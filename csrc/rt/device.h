@@ -7,8 +7,8 @@ namespace cuda_ext::rt {
 
 struct Device {
   int compute_capability;  // 86 for 8.6
-  int num_sms;             // multiprocessors
-  int shared_bytes;        // of a multiprocessor
+  int num_sms;
+  int shared_bytes;  // per SM
 };
 
 #if defined(__CUDACC__)
