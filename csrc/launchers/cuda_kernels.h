@@ -1,5 +1,5 @@
-// The table of launchers of the CUDA kernels. There are two: the library's, for CUDA devices, and that of the emulator
-// module (csrc/emulated), which runs the same kernels on CPU tensors.
+// The launchers of the CUDA kernels as a table. There are two of a kind: the one below, linked into the library for
+// devices, and that of the emulator, which runs the same kernels on CPU tensors (csrc/emulated).
 #pragma once
 
 #include "attention/attention_bwd_sm80.h"
@@ -11,7 +11,7 @@
 namespace cuda_ext {
 
 struct CudaKernels {
-  // Detects a table that was compiled from other sources, whose parameter structs may differ.
+  // Tells a table that was compiled from other sources, which would be read amiss.
   static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
                                       sizeof(ActivationGradParams) << 16 |
                                       (sizeof(BucketParams) + sizeof(SymmetricParams));
