@@ -207,7 +207,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
         if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.processors) break;  // more than two waves
-        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;  // one would have nothing to do
+        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;        // one would have nothing to do
       }
       plan.splits = splits;
       const double cycles = expected_cycles(plan, tile, arithmetic, rates);
