@@ -286,7 +286,7 @@ def test_abort_wakes_those_who_wait() -> None:
         time.sleep(0.1)
         arena.abort()
     begin = time.monotonic()
-    assert "one that rank 1 gave up;" in failure_of(lambda: arena.all_reduce(arena.bytes.view(torch.float32)))
+    assert "memory that rank 1 gave up;" in failure_of(lambda: arena.all_reduce(arena.bytes.view(torch.float32)))
     assert time.monotonic() - begin < 5
 
 
@@ -319,7 +319,7 @@ def test_refusals() -> None:
         (arena.bytes, 0, "expected bucket of dtype float32, float16, bfloat16 or float64, got"),
         (floats[::2], 0, "expected bucket of shape (N,) and contiguous"),
         (floats[1:], 0, "expected bucket to begin at a multiple of 64 bytes, got byte 4"),
-        (torch.zeros(16), 0, "expected bucket to be a view of segments[0] behind its first 131072 bytes"),
+        (torch.zeros(16), 0, "expected bucket to be a view of segments[0] after its first 131072 bytes"),
     ):
         assert message in failure_of(lambda bucket=bucket, slot=slot: arena.all_reduce(bucket, slot=slot))
     with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; ask for slots="):
