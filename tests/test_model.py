@@ -142,14 +142,14 @@ def test_a_kernel_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_leads_leave_the_large_tile_its_products(evidence: Evidence, gpu: str, layout: str) -> None:
-    """Of the time of a turn of 128 x 256, whose block is alone on its multiprocessor, the products have 0.99 at least;
+    """Products take at least 0.99 of an iteration of 128 x 256, whose block has its SM to itself;
     and 0.95 for 16-bit types if all warps came to the longest pause at once."""
     for dtype, least in (("bfloat16", 0.99), ("float16", 0.99), ("tf32", 0.99)):
         config = evidence.configs[DTYPES[dtype].index][0]
         assert (config.block_m, config.block_n) == (128, 256)
         work = gemm_work.gemm_work(evidence, GPUS[gpu], 8192, 8192, 8192, dtype, layout, config, 1)
-        products = work.turn.tensor / GPUS[gpu].multiply_adds
-        assert work.at_once == 1 and products / (products + work.lead) >= least
+        products = work.iteration.tensor / GPUS[gpu].multiply_adds
+        assert work.blocks_per_sm == 1 and products / (products + work.lead) >= least
         if dtype != "tf32":
             kernel = evidence.kernel(GPUS[gpu], config.kernel_name(DTYPES[dtype], layout))
             pause = kernel.loop.pause * config.warps_m * config.warps_n / GPUS[gpu].issued
@@ -270,7 +270,7 @@ def test_blocks_take_the_steps_that_the_kernel_takes(
     evidence: Evidence, backward: bool, causal: bool, window: int | None
 ) -> None:
     """On the emulator's device of 4 multiprocessors, which tells by its products."""
-    gpu = dataclasses.replace(GPUS["a100"], processors=4)
+    gpu = dataclasses.replace(GPUS["a100"], sms=4)
     heads, kv_heads = random.choice([(8, 8), (16, 8)])
     problem = Problem(
         1,
@@ -339,10 +339,10 @@ def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     logits = batch * heads * length**2
     forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
     # The busiest multiprocessor has a few more than its part.
-    part = gpu.special * gpu.clock * gpu.processors * 1.0001
+    part = gpu.special * gpu.clock * gpu.sms * 1.0001
     for phase in (forward, backward):
         assert logits / part < phase.resources["special"] < 1.1 * logits / part
-    sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.processors * 1.0001)
+    sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.sms * 1.0001)
     assert sums < backward.resources["reduce"] < 1.1 * sums
     assert forward.resources["reduce"] == 0
 
@@ -382,10 +382,10 @@ def test_as_many_blocks_fit_as_the_launcher_counts_with(evidence: Evidence, gpu:
     for dtype, arithmetic in DTYPES.items():
         for config in evidence.configs[arithmetic.index]:
             kernel = evidence.kernel(gpu, config.kernel_name(arithmetic, "nn"))
-            at_once = fit(kernel, gpu, config.shared_bytes)
+            blocks_per_sm = fit(kernel, gpu, config.shared_bytes)
             # 99 KiB of shared memory hold two blocks of 48 KiB, as the ladder of the GEMM says.
             least = min(config.min_blocks, 2) if gpu is GPUS["4090"] else config.min_blocks
-            assert at_once >= least, f"{dtype} {config}"
+            assert blocks_per_sm >= least, f"{dtype} {config}"
 
 
 @ON_EVERY_GPU
@@ -463,11 +463,11 @@ def test_more_bandwidth_is_not_slower() -> None:
 def test_a_block_alone_hides_nothing() -> None:
     gpu = GPUS["a100"]
     work = Work(
-        blocks=4 * gpu.processors,
-        at_once=1,
-        turns=10,
-        turn=Amounts(tensor=gpu.multiply_adds * 1000),
-        ends=Amounts(l2=gpu.l2_bytes * 500),
+        blocks=4 * gpu.sms,
+        blocks_per_sm=1,
+        iterations=10,
+        iteration=Amounts(tensor=gpu.multiply_adds * 1000),
+        outside=Amounts(l2=gpu.l2_bytes * 500),
         in_flight=3,
         memory_bytes=0,
     )
@@ -475,31 +475,30 @@ def test_a_block_alone_hides_nothing() -> None:
     cycles = 4 * (10 * 1000 + 500 + gpu.memory_latency)
     assert alone.seconds == pytest.approx(gpu.launch + cycles / gpu.clock, rel=0.001)
     assert (alone.waves, alone.binding) == (4, "tensor")
-    together = time_of(dataclasses.replace(work, at_once=2), gpu)
+    together = time_of(dataclasses.replace(work, blocks_per_sm=2), gpu)
     assert together.seconds < alone.seconds - 1.9 * 500 / gpu.clock
 
 
 def test_the_busiest_multiprocessor_decides() -> None:
     gpu = GPUS["a100"]
-    turn = Amounts(tensor=gpu.multiply_adds * 1000)
-    even = Work(2 * gpu.processors, 2, 10, turn, Amounts(), 3, 0)
+    iteration = Amounts(tensor=gpu.multiply_adds * 1000)
+    even = Work(2 * gpu.sms, 2, 10, iteration, Amounts(), 3, 0)
     seconds = time_of(even, gpu).seconds
-    for turns in ([10] * 2 * gpu.processors, [20] + [10] * (2 * gpu.processors - 2)):
-        assert time_of(dataclasses.replace(even, blocks=len(turns), turns=turns), gpu).seconds == pytest.approx(
-            seconds, rel=0.02
-        )
-    longest_first = [40] + [10] * (2 * gpu.processors - 4)
+    for iterations in ([10] * 2 * gpu.sms, [20] + [10] * (2 * gpu.sms - 2)):
+        work = dataclasses.replace(even, blocks=len(iterations), iterations=iterations)
+        assert time_of(work, gpu).seconds == pytest.approx(seconds, rel=0.02)
+    longest_first = [40] + [10] * (2 * gpu.sms - 4)
     first, last = (
-        time_of(dataclasses.replace(even, blocks=len(turns), turns=turns), gpu).resources["tensor"] * gpu.clock
-        for turns in (longest_first, longest_first[::-1])
+        time_of(dataclasses.replace(even, blocks=len(steps), iterations=steps), gpu).resources["tensor"] * gpu.clock
+        for steps in (longest_first, longest_first[::-1])
     )
     assert (first, last) == (pytest.approx(40 * 1000), pytest.approx(50 * 1000))
 
 
 def test_a_block_alone_does_one_thing_after_the_other() -> None:
     gpu = GPUS["a100"]
-    work = Work(4 * gpu.processors, 1, 10, Amounts(tensor=gpu.multiply_adds * 1000), Amounts(), 1, 0, alone=1500)
-    one, two = (time_of(dataclasses.replace(work, at_once=n), gpu) for n in (1, 2))
+    work = Work(4 * gpu.sms, 1, 10, Amounts(tensor=gpu.multiply_adds * 1000), Amounts(), 1, 0, lone_cycles=1500)
+    one, two = (time_of(dataclasses.replace(work, blocks_per_sm=n), gpu) for n in (1, 2))
     assert one.binding == "latency" and one.resources["latency"] * gpu.clock > 4 * 10 * 1500
     assert two.binding == "tensor" and two.seconds < 0.85 * one.seconds
 
@@ -520,7 +519,7 @@ def test_missing_evidence_says_how_to_get_it(evidence: Evidence) -> None:
         predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, gemm=fewer))
     with pytest.raises(ModelError, match=r"expected gemm_sm80<Gemm<bfloat16_t, 0, true, false, .* of sm_90a"):
         predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, kernels={"sm_90a": {}}))
-    with pytest.raises(ModelError, match="expected to fit a multiprocessor of H100 SXM"):
+    with pytest.raises(ModelError, match="expected a block to fit on an SM of H100 SXM"):
         predict_gemm(GPUS["h100"], *LARGE, evidence=other_configs(shared_bytes=lambda n: 300_000)(evidence))
 
 
