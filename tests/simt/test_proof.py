@@ -1,6 +1,6 @@
-"""The Hopper proof kernels on the emulator: exact on whole numbers, whatever completes when.
+"""The Hopper proof kernels on the emulator give exact results for integers in every mode.
 
-That they are free of races is in test_planted_sm90.py.
+test_planted_sm90.py tests that they have no races.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from harness import BUILDS, Library
 from test_conformance import MODES
 
 GEMMS = ("gemm_f16_128x128", "gemm_bf16_128x256", "gemm_bf16_128x128_cluster", "gemm_f16_128x256_cluster")
-# (M, N, K): one element, less than a tile, a tile, a tile and more, more K-tiles than twice the stages, many tiles.
+# (M, N, K): one element, less than a tile, one tile, more than one, more than 2 * stages K tiles, many tiles.
 SIZES = ((1, 1, 8), (127, 65, 56), (128, 256, 64), (129, 257, 72), (64, 128, 584), (300, 520, 136))
 
 
-# nvcc's code takes the architecture that the kernels are for.
+# nvcc's code is only for the architecture of the kernels.
 every_build = pytest.mark.parametrize(
     "library",
     [pytest.param(way, marks=getattr(pytest.mark, way.partition("_")[0])) for way in BUILDS if way != "ptx_sm_80"],
@@ -33,7 +33,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 def encode(values: np.ndarray, float16: bool) -> np.ndarray:
-    """Whole numbers as 16-bit floats, as bytes padded to a multiple of 256."""
+    """Integers as 16-bit floats, in bytes padded to a multiple of 256."""
     if float16:
         bits = values.astype(np.float16).view(np.uint16)
     else:
@@ -84,7 +84,7 @@ def test_attention_is_exact(library: Library, options: dict[str, object]) -> Non
 
 
 def test_gemm_is_fast(library: Library) -> None:
-    """An emulated 512^3 is some 0.02 s on one core; ten times that would make tests of real kernels unbearable."""
+    """An emulated 512^3 takes about 0.02 s on one core; ten times that would make tests of real kernels too slow."""
     best = 1e9
     data = pack((512, 512, 512), False, np.ones((512, 512)), np.ones((512, 512)))
     for _ in range(3):
