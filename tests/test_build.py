@@ -675,7 +675,7 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
         assert done.stdout == "cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got '2'\n"
 
     def test_builds_compile_what_changed_and_nothing_else(self, tmp_path: Path, run_python: RunPython) -> None:
-        """On a small library: csrc/binding/library.cpp, csrc/cuda, and a source that knows nothing of CUDA. The last
+        """On a small library: csrc/ops/library.cpp, csrc/launchers, and a source that knows nothing of CUDA. The last
         build is a wheel, which must work where it is unpacked."""
         source = copy_sources(tmp_path)
         (source / "csrc/plain.cpp").write_text("int plain() { return 0; }\n")
@@ -701,11 +701,11 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
         assert has_cuda
         assert stamp["archs"] == list(_toolchain.choose_archs(_build._capabilities()))
 
-        (source / "csrc/cuda/device_probe.h").touch()
+        (source / "csrc/launchers/device_probe.h").touch()
         assert build("1") == {"library.cpp", "device_probe.cu"}
         commands = json.loads((source / "build/compile_commands.json").read_text())
         files = {str(Path(command["file"]).relative_to(source)) for command in commands}
-        assert files == {"csrc/binding/library.cpp", "csrc/cuda/device_probe.cu", "csrc/plain.cpp"}
+        assert files == {"csrc/ops/library.cpp", "csrc/launchers/device_probe.cu", "csrc/plain.cpp"}
 
         assert build("0", "bdist_wheel") == {"library.cpp"}
         (wheel,) = (source / "dist").iterdir()
@@ -724,7 +724,7 @@ def copy_sources(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, source / name)
     for name in ("README.md", "LICENSE"):
         (source / name).touch()
-    shutil.copytree(ROOT / "csrc/cuda", source / "csrc/cuda")
-    (source / "csrc/binding").mkdir()
-    shutil.copy(ROOT / "csrc/binding/library.cpp", source / "csrc/binding/library.cpp")
+    shutil.copytree(ROOT / "csrc/launchers", source / "csrc/launchers")
+    (source / "csrc/ops").mkdir()
+    shutil.copy(ROOT / "csrc/ops/library.cpp", source / "csrc/ops/library.cpp")
     return source

@@ -1,9 +1,9 @@
-"""Draws the figures of docs/architecture.md as SVG, with the standard library alone.
+"""Draws the figures of docs/architecture.md as SVG, and the table of layers in CONTRIBUTING.md.
 
-    python tools/draw_figures.py      # writes docs/figures/*.svg
+    python tools/draw_figures.py      # writes docs/figures/*.svg and CONTRIBUTING.md
 
-`tests/test_docs.py` fails if the committed figures differ from what this script draws, or LAYERS from what the sources
-include and import.
+`tests/test_docs.py` fails if the committed figures or the table differ from what this script writes, or LAYERS from
+what the sources include and import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from html import escape
 from pathlib import Path
 from textwrap import wrap
 
-FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs" / "figures"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 INK, GREY, BLUE, ORANGE = "#1f2328", "#57606a", "#0b5cad", "#c2410c"
 PYTHON, TORCH, KERNEL, HARDWARE, BASE, PLAIN = "#dbe9f9", "#fde4cf", "#d8f0da", "#ece1f7", "#e6e9ec", "#ffffff"
@@ -55,20 +57,17 @@ LAYERS = (
         Part(
             "public ops",
             "cuda_ext/{gemm, attention, bucket, ops}.py",
-            "public ops: functions, fakes, vmap rules",
+            "functions, fake kernels, vmap rules",
             "support",
             PYTHON,
         ),
-        Part("support", "cuda_ext/_*.py, dev.py, info.py", "support: loads the library, builds, checks", "", PYTHON),
+        Part("support", "cuda_ext/_*.py, dev.py, info.py", "loads the library, builds it, checks", "", PYTHON),
     ),
     Layer(
         "3 ops in C++",
-        Part("emulated", "csrc/emulated", "the module _simt", "table, attention, gemm, bucket, simt", KERNEL),
-        Part("attention op", "csrc/attention", "attention op", "gemm op, binding, attention, base", TORCH),
-        Part("bucket op", "csrc/bucket", "bucket op", "binding, bucket", TORCH),
-        Part("gemm op", "csrc/gemm", "gemm op", "binding, gemm", TORCH),
-        Part("binding", "csrc/binding", "shared by all ops", "table, cpu, cuda, base", TORCH),
-        Part("table", "cuda_kernels.h", "the table of launchers", "attention, gemm, bucket", KERNEL),
+        Part("emulated", "csrc/emulated", "the module _simt", "launchers, attention, gemm, bucket, simt", KERNEL),
+        Part("ops", "csrc/ops", "checks, autograd, dispatch", "launchers, attention, gemm, bucket, cpu, base", TORCH),
+        Part("launchers", "csrc/launchers", "the table of launchers", "attention, gemm, bucket", KERNEL),
     ),
     Layer(
         "2 kernels and\nlaunchers",
@@ -82,7 +81,6 @@ LAYERS = (
         Part("rt", "csrc/rt", "launch, device, tensor map", "arch, simt", HARDWARE),
         Part("arch", "csrc/arch", "one function per instruction", "simt, base", HARDWARE),
         Part("cpu", "csrc/cpu", "vectors, instruction sets", "base", HARDWARE),
-        Part("cuda", "csrc/cuda", "device probe", "", HARDWARE),
     ),
     Layer(
         "0 foundation",
@@ -207,14 +205,14 @@ def linear() -> Drawing:
         (40, "cuda_ext/gemm.py", "linear(): calls the op torch.ops.cuda_ext.linear", PYTHON),
         (
             110,
-            "csrc/gemm/gemm.cpp",
+            "csrc/ops/gemm.cpp",
             "linear_autocast, linear_autograd, linear_forward, run_linear: casts, node, checks",
             TORCH,
         ),
-        (180, "csrc/gemm/product.cpp", "project: allocates outputs, tensors become GemmParams; run_gemm", TORCH),
+        (180, "csrc/ops/product.cpp", "project: allocates outputs, tensors become GemmParams; run_gemm", TORCH),
         (
             250,
-            "csrc/binding/device.cpp",
+            "csrc/ops/device.cpp",
             "cuda_kernels: the table of launchers for this device, or null for the CPU",
             TORCH,
         ),
@@ -259,7 +257,7 @@ def linear() -> Drawing:
     d.box(
         (x, 110, width, 62),
         TORCH,
-        "csrc/gemm/gemm.cpp",
+        "csrc/ops/gemm.cpp",
         "LinearBackward::backward, called by autograd\nwith the gradient of the output",
     )
     d.line((x + 90, 172), (x + 90, 214))
@@ -283,7 +281,7 @@ def linear() -> Drawing:
     d.box(
         (x, 470, width, 62),
         TORCH,
-        "csrc/gemm/product.cpp: run_gemm",
+        "csrc/ops/product.cpp: run_gemm",
         "the same launchers and kernels as forward,\nwith other strides: nothing is transposed",
     )
     d.line((640, 134), (700, 134), dashed=True)
@@ -357,7 +355,7 @@ def backward() -> Drawing:
     d.box(
         (left, 300, width, 62), PYTHON, "Arena", "arena.py: flat memory of a dtype,\nallocated once, cut into buckets"
     )
-    maps = "bucket.py, csrc/binding/gradient_slots.cpp:\nwhich view of a bucket belongs\nto which parameter"
+    maps = "bucket.py, csrc/ops/gradient_slots.cpp:\nwhich view of a bucket belongs\nto which parameter"
     d.box((middle, 300, width, 78), TORCH, "GradientSlots", maps)
     holds = "gradient_bucket.py: wire (what travels),\nviews (parameter.grad), arrived, missing,\n"
     d.box((right, 300, width, 78), PYTHON, "GradientBucket, one or more", holds + "Pending (the sum under way)")
@@ -523,7 +521,23 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
 }
 
 
+def with_table_of_layers(page: str) -> str:
+    """`page` (CONTRIBUTING.md) with LAYERS as a table between its two marks."""
+    titles = {part.key: part.title for layer in LAYERS for part in layer.parts}
+    rows = [
+        f"| {' '.join(layer.name.split())} | `{part.title}` | {part.note} | "
+        + (", ".join(f"`{titles[use]}`" for use in part.uses.split(", ")) if part.uses else "none")
+        + " |\n"
+        for layer in LAYERS
+        for part in layer.parts
+    ]
+    head, mark, rest = page.partition("written by tools/draw_figures.py -->\n")
+    tail = rest[rest.index("<!-- end of layers -->") :]
+    return head + mark + "| layer | part | contents | uses |\n|---|---|---|---|\n" + "".join(rows) + tail
+
+
 def main() -> None:
+    CONTRIBUTING.write_text(with_table_of_layers(CONTRIBUTING.read_text()))
     FIGURES.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
         (FIGURES / name).write_text(draw().svg())

@@ -1,5 +1,5 @@
 // What a CPU kernel needs from the process it lives in: threads and a BLAS. Declared here without torch, implemented
-// once by binding/host.cpp with the thread pool and the BLAS that torch carries, so that kernels compile in a second
+// once by ops/host.cpp with the thread pool and the BLAS that torch carries, so that kernels compile in a second
 // and a torch-free program can supply its own.
 #pragma once
 

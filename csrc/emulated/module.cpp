@@ -14,7 +14,7 @@
 
 #include "attention/attention_bwd_sm80.cuh"
 #include "attention/attention_fwd_sm80.cuh"
-#include "binding/cuda_kernels.h"
+#include "launchers/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"
 #include "simt/options.h"

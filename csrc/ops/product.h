@@ -6,7 +6,7 @@
 #include <array>
 #include <string_view>
 
-#include "binding/device.h"
+#include "ops/device.h"
 #include "gemm/gemm.h"
 
 namespace cuda_ext {

@@ -1,10 +1,10 @@
 // Attention and its gradients composed of differentiable ops, through the full matrix of scores. They serve second
-// derivatives, forward mode and torch.func (binding/autograd.h), and take memory that grows with Sq * Sk.
+// derivatives, forward mode and torch.func (ops/autograd.h), and take memory that grows with Sq * Sk.
 #pragma once
 
 #include <tuple>
 
-#include "attention/attention_options.h"
+#include "ops/attention_options.h"
 
 namespace cuda_ext {
 

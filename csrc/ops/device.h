@@ -1,8 +1,8 @@
 // Where the kernels of an op run, beside the CPU's own: on a CUDA device, or on the emulator.
 #pragma once
 
-#include "binding/cuda_kernels.h"
-#include "binding/op.h"
+#include "launchers/cuda_kernels.h"
+#include "ops/op.h"
 
 namespace cuda_ext {
 

@@ -1,4 +1,4 @@
-#include "binding/gradient_slots.h"
+#include "ops/gradient_slots.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/core/Event.h>

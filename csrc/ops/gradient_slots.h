@@ -11,7 +11,7 @@
 #include <atomic>
 #include <memory>
 
-#include "binding/op.h"
+#include "ops/op.h"
 
 namespace cuda_ext {
 

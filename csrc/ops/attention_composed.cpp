@@ -1,4 +1,4 @@
-#include "attention/attention_composed.h"
+#include "ops/attention_composed.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -12,7 +12,7 @@
 #include <limits>
 
 #include "base/philox.h"
-#include "gemm/gemm_composed.h"
+#include "ops/gemm_composed.h"
 
 namespace cuda_ext {
 namespace {

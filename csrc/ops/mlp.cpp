@@ -3,8 +3,8 @@
 // again, and sums the bias gradient, all in its epilogue. linear_backward does the rest. The other ops are as in gemm.cpp.
 #include <ATen/ops/zeros.h>
 
-#include "gemm/autograd.h"
-#include "gemm/gemm_composed.h"
+#include "ops/gemm_autograd.h"
+#include "ops/gemm_composed.h"
 
 namespace cuda_ext {
 namespace {

@@ -1,4 +1,4 @@
-#include "cuda/device_probe.h"
+#include "launchers/device_probe.h"
 
 #include <cuda_runtime_api.h>
 

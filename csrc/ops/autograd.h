@@ -15,7 +15,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include "binding/op.h"
+#include "ops/op.h"
 
 namespace cuda_ext {
 

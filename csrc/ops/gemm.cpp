@@ -4,14 +4,14 @@
 // output serves (relu) or nothing is needed (no activation). Backward is activation_backward, where there is an
 // activation, then gemm_backward or linear_backward with its result. These return the gradients that output_mask asks
 // for, in the order of the arguments, and empty tensors for the others. X_backward.slot writes those of weights into the
-// slots that it is given (binding/gradient_slots.h), with an empty tensor in their place; it is an op of its own so that
+// slots that it is given (ops/gradient_slots.h), with an empty tensor in their place; it is an op of its own so that
 // what a compiler traces stays without side effects.
 #include <ATen/ops/mul.h>
 
 #include <cmath>
 
-#include "gemm/autograd.h"
-#include "gemm/gemm_composed.h"
+#include "ops/gemm_autograd.h"
+#include "ops/gemm_composed.h"
 
 namespace cuda_ext {
 namespace {

@@ -1,4 +1,4 @@
-#include "gemm/product.h"
+#include "ops/product.h"
 
 #include <ATen/Context.h>
 

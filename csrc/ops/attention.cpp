@@ -1,7 +1,7 @@
 // flash_attention and flash_attention_varlen: schema, checks, autograd, autocast, dispatch. Two public ops share one
 // forward and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include "attention/attention.h"
-#include "attention/attention_composed.h"
+#include "ops/attention_composed.h"
 
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
@@ -12,8 +12,8 @@
 #include <limits>
 #include <tuple>
 
-#include "binding/autograd.h"
-#include "binding/device.h"
+#include "ops/autograd.h"
+#include "ops/device.h"
 
 namespace cuda_ext {
 namespace {

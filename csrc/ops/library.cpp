@@ -4,7 +4,7 @@
 #include "build_config.h"
 
 #if CUDA_EXT_WITH_CUDA
-#include "cuda/device_probe.h"
+#include "launchers/device_probe.h"
 #endif
 
 TORCH_LIBRARY(CUDA_EXT_NAMESPACE, m) {

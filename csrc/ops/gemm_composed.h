@@ -1,9 +1,9 @@
 // The derivatives of this family composed of differentiable ops: our own for products, PyTorch's for the rest. They serve
-// second derivatives, forward mode and torch.func (binding/autograd.h). The pre-activation is computed again.
+// second derivatives, forward mode and torch.func (ops/autograd.h). The pre-activation is computed again.
 #pragma once
 
-#include "binding/autograd.h"
-#include "gemm/product.h"
+#include "ops/autograd.h"
+#include "ops/product.h"
 
 namespace cuda_ext {
 

@@ -1,4 +1,4 @@
-#include "gemm/gemm_composed.h"
+#include "ops/gemm_composed.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/gelu.h>

@@ -1,7 +1,7 @@
 // What a call of an attention op is given beside query, key and value.
 #pragma once
 
-#include "binding/op.h"
+#include "ops/op.h"
 
 namespace cuda_ext {
 

@@ -1,9 +1,9 @@
 // What gemm.cpp and mlp.cpp share of autograd and registration.
 #pragma once
 
-#include "binding/autograd.h"
-#include "binding/gradient_slots.h"
-#include "gemm/product.h"
+#include "ops/autograd.h"
+#include "ops/gradient_slots.h"
+#include "ops/product.h"
 
 namespace cuda_ext {
 

@@ -1,4 +1,4 @@
-#include "binding/device.h"
+#include "ops/device.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
@@ -13,7 +13,7 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "cuda/device_probe.h"
+#include "launchers/device_probe.h"
 #endif
 
 namespace cuda_ext {

@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "binding/device.h"
+#include "ops/device.h"
 
 namespace cuda_ext {
 

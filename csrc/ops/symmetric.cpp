@@ -13,7 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#include "binding/device.h"
+#include "ops/device.h"
 
 namespace cuda_ext {
 
