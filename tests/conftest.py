@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "sampled(count=None): without --full, run `count` random combinations of the parameters, or by default as many "
-        "as it takes to use every value of every parameter; not on the backend cuda",
+        "as it takes to use every value of every parameter; for each backend separately",
     )
     config.addinivalue_line("markers", "every_backend: run the test on each of the backends cpu, simt, ptx and cuda")
     for name in ("cpu", "simt", "ptx", "cuda"):
@@ -127,28 +127,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The items with the marker `sampled` that are not in this run's sample. The same in all processes of a run."""
+    """The items with the marker `sampled` that are not in this run's sample."""
     groups: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec"):
-            backend = item.callspec.params.get("backend", "cpu")
-            if backend != "cuda":
-                groups.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
+            key = (item.nodeid.partition("[")[0], item.callspec.params.get("backend", "cpu"))
+            groups.setdefault(key, []).append(item)
     left_out: set[pytest.Item] = set()
     for key, group in groups.items():
-        shuffled = random.Random(f"{SEED} {key}").sample(group, len(group))
         marker = group[0].get_closest_marker("sampled")
         assert marker is not None
-        if (count := marker.kwargs.get("count")) is not None:
-            left_out |= set(shuffled[count:])
-            continue
-        used: set[tuple[str, str]] = set()
-        for item in shuffled:
-            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
-            if values <= used:
-                left_out.add(item)
-            used |= values
+        kept = sample([item.callspec.params for item in group], marker.kwargs.get("count"), f"{SEED} {key}")
+        left_out |= {item for index, item in enumerate(group) if index not in kept}
     return left_out
+
+
+def sample(rows: Sequence[Mapping[str, object]], count: int | None, seed: str) -> set[int]:
+    """Indices of `count` random rows, or of random rows that contain every value of every name. The same in all
+    processes of a run."""
+    shuffled = random.Random(seed).sample(range(len(rows)), len(rows))
+    if count is not None:
+        return set(shuffled[:count])
+    kept, used = set(), set()
+    for index in shuffled:
+        values = {(name, repr(value)) for name, value in rows[index].items()}
+        if not values <= used:
+            kept.add(index)
+        used |= values
+    return kept
 
 
 @pytest.hookimpl(wrapper=True)

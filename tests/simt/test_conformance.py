@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import subprocess
@@ -361,10 +362,14 @@ def every_build(*names: str, cases: Callable[[str], Iterable[Any]] | None = None
     return pytest.mark.parametrize(("library", *names), rows, indirect=["library"], scope="session")
 
 
+@functools.cache  # the fixture is set up again whenever pytest changes to another kind
+def load(kind: str) -> Library:
+    return Library.build_for(kind, "conformance", SOURCES_SM80 if kind == "ptx_sm_80" else SOURCES)
+
+
 @pytest.fixture(scope="session")
 def library(request: pytest.FixtureRequest) -> Library:
-    kind = getattr(request, "param", "simt")
-    return Library.build_for(kind, "conformance", SOURCES_SM80 if kind == "ptx_sm_80" else SOURCES)
+    return load(getattr(request, "param", "simt"))
 
 
 @every_build()

@@ -5,6 +5,7 @@ test_planted_sm90.py tests that they have no races.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -21,15 +22,20 @@ SIZES = ((1, 1, 8), (127, 65, 56), (128, 256, 64), (129, 257, 72), (64, 128, 584
 # nvcc's code is only for the architecture of the kernels.
 every_build = pytest.mark.parametrize(
     "library",
-    [pytest.param(way, marks=getattr(pytest.mark, way.partition("_")[0])) for way in BUILDS if way != "ptx_sm_80"],
+    [pytest.param(kind, marks=getattr(pytest.mark, kind.partition("_")[0])) for kind in BUILDS if kind != "ptx_sm_80"],
     indirect=True,
     scope="session",
 )
 
 
+@functools.cache  # the fixture is set up again whenever pytest changes to another kind
+def load(kind: str) -> Library:
+    return Library.build_for(kind, "proof", ["proof_gemm.cu", "proof_attention.cu"])
+
+
 @pytest.fixture(scope="session")
 def library(request: pytest.FixtureRequest) -> Library:
-    return Library.build_for(getattr(request, "param", "simt"), "proof", ["proof_gemm.cu", "proof_attention.cu"])
+    return load(getattr(request, "param", "simt"))
 
 
 def encode(values: np.ndarray, float16: bool) -> np.ndarray:
@@ -55,6 +61,7 @@ def check_gemm(library: Library, name: str, size: tuple[int, int, int], rng: np.
     np.testing.assert_array_equal(out.view(np.float32).reshape(m, n), a @ b.T)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("name", GEMMS)
 @every_build

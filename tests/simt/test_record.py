@@ -23,6 +23,7 @@ def library() -> Library:
 
 
 @pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_and_links(arch: str) -> None:
     """Works without the libraries of a driver. The library lists its cases, but cannot run them here."""
