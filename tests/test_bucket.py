@@ -234,6 +234,7 @@ def test_every_bit_is_the_same_with_any_number_of_threads(dtype: torch.dtype) ->
             assert torch.equal(a, b)
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("isa", ["generic", "avx2"])
 def test_every_instruction_set(isa: str, run_python: Callable) -> None:
     """Each but the widest, which every other test runs; on a processor that lacks one, the widest it has runs again."""

@@ -70,6 +70,7 @@ def what_others_do(message: str) -> dict[int, str]:
     return {int(rank): doing for ranks, doing in zip(parts[::2], parts[1::2]) for rank in re.findall(r"\d+", ranks)}
 
 
+@pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("fault", ENDINGS)
 def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
     for rank, message in errors_of_survivors(tmp_path, fault, (2,)).items():
@@ -79,6 +80,7 @@ def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
         assert NO_STORE not in message
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_where_it_is_the_rank_that_holds_the_store(fault: str, tmp_path: Path) -> None:
     for rank, message in errors_of_survivors(tmp_path, fault, (0,)).items():

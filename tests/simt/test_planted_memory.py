@@ -1,4 +1,4 @@
-"""Memory that is not there, and launches that cannot be: errors that name what was done and where."""
+"""Invalid memory accesses and launches raise errors that name the operation and its place."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ def test_is_refused_by_name_and_line(library: Library, name: str, mode: str) -> 
     data = np.random.default_rng(random.getrandbits(64)).integers(0, 2**32, 64, dtype=np.uint32)
     with library.options(mode), pytest.raises(Fault, match=BAD[name]):
         library.run(name, data)
-    assert np.array_equal(library.run("good_kernel", data), data[:32] + 1), "the process goes on as before"
+    assert np.array_equal(library.run("good_kernel", data), data[:32] + 1), "later launches fail"
