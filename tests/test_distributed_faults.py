@@ -34,9 +34,9 @@ def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> di
     """What each rank but the ``faulty`` gets, checked for what all have in common."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     # In shared memory the norm comes with the sum.
-    reduction = "all_reduce" if fault == "dies before the norm" else "auto"
+    algorithm = "all_reduce" if fault == "dies before the norm" else "auto"
     command = [sys.executable, str(ROOT / "tests" / "faulty_training.py")]
-    arguments = [str(folder), str(RANKS), fault, reduction, *map(str, faulty)]
+    arguments = [str(folder), str(RANKS), fault, algorithm, *map(str, faulty)]
     process = subprocess.Popen([*command, *arguments], env=environment, start_new_session=True)
     try:
         process.wait(timeout=300)

@@ -95,7 +95,7 @@ def groups_that_win(grouped: float | None = 0.0) -> Iterator[list[int]]:
 
 
 def wrap(module: nn.Module) -> BucketedDataParallel:
-    return BucketedDataParallel(module, reduction="all_reduce")
+    return BucketedDataParallel(module, algorithm="all_reduce")
 
 
 def backward(model: nn.Module, **options: Any) -> None:

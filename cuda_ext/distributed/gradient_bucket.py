@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -13,7 +13,7 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
 from cuda_ext.distributed.exchange import Exchange, Pending
 from cuda_ext.distributed.planning.units import byte_size
-from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.reporting import NAME, begin_profiler_range, profiler_range
 from cuda_ext.distributed.wire import ErrorFeedback
 
 # What a set flag adds, before it is divided by the number of ranks: in a sum of squares over the whole of ``wire`` it
@@ -173,7 +173,9 @@ class GradientBucket:
     def finish(self) -> Outcome:
         """Waits for the sum and brings it to ``gradients``."""
         assert self._pending is not None
-        self._stats = self._receive(self._pending.wait())
+        with profiler_range("wait_for_bucket"):
+            stats = self._pending.wait()
+        self._stats = self._receive(stats)
         self._pending = None
         self._version = self.gradients._version
         if self._unused:
@@ -197,7 +199,8 @@ class GradientBucket:
     def _receive(self, stats: Tensor | None) -> Tensor | None:
         """Brings the sum to the gradients; returns their statistics, if they came with it or it was read for this."""
         if self.unpacks:
-            return bucket_ops.unpack(self._head, [self.gradients], [0])
+            with profiler_range("unpack_bucket"):
+                return bucket_ops.unpack(self._head, [self.gradients], [0])
         return stats if self.wire.dtype in FLAGS else None  # elsewhere flags would show in them
 
     def drop_gradients(self) -> None:
@@ -257,13 +260,35 @@ class GradientBucket:
             self._version = self.gradients._version
 
 
+class _ProfiledPending(Pending):
+    """Ends a profiler range when the sum is complete, before `wait` returns."""
+
+    def __init__(self, pending: Pending, end_range: Callable[[], None]) -> None:
+        self._pending, self._end_range = pending, end_range
+        pending.when_done(end_range)
+
+    def wait(self) -> Tensor | None:
+        stats = self._pending.wait()
+        self._end_range()
+        return stats
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        self._pending.when_done(callback)
+
+
 def send(launch: Sequence[GradientBucket]) -> Pending:
     """Starts the sum over the ranks of a bucket, or of several, as one launch."""
     exchange = launch[0]._exchange
+    end_range = begin_profiler_range("sum_bucket")
     if len(launch) == 1:
         pending = exchange.start(launch[0].wire, launch[0]._flags)
     else:
         pending = exchange.start_together([bucket.wire for bucket in launch])
+    if end_range is not None:
+        if launch[0].wire.is_cpu:
+            pending = _ProfiledPending(pending, end_range)
+        else:
+            end_range()  # the profiler attributes to the range the kernels that were launched in it
     for bucket in launch:
         bucket._pending = pending
     return pending

@@ -15,7 +15,7 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
-from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.reporting import NAME, profiler_range
 from cuda_ext.distributed.status_board import GAVE_UP, name_ranks
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import Watch
@@ -202,7 +202,8 @@ class Reducer:
         with torch.no_grad():
             for number in launch:
                 bucket = self.buckets[number]
-                with nullcontext() if self.trace is None else self.trace.packing(number, bucket.label):
+                traced = nullcontext() if self.trace is None else self.trace.packing(number, bucket.label)
+                with traced, profiler_range("pack_bucket"):
                     bucket.pack(left_out=number == last and self._forward_passes.unreached > 0)
             with self._summing(launch):
                 pending = send([self.buckets[number] for number in launch])

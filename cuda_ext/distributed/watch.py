@@ -8,7 +8,6 @@ of the others into its error. While steps follow each other nothing is written.
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cuda_ext.distributed.collectives import agreed_name
+from cuda_ext.distributed.reporting import logger
 from cuda_ext.distributed.status_board import (
     BOARD_ERRORS,
     BoardInStore,
@@ -26,7 +26,6 @@ from cuda_ext.distributed.status_board import (
     board_at_last_rank,
 )
 
-logger = logging.getLogger("cuda_ext.distributed")
 STOPPING = 2.0  # seconds that the end of a process waits for a board that does not answer
 
 
