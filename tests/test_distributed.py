@@ -398,7 +398,7 @@ def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
             with pytest.raises(ValueError, match="no such batch"):
                 model(batches[rank], "raise")
     message = (
-        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks alike, got a "
+        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks, got a "
         f"forward pass on rank {guilty} that backward has not reached: "
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):

@@ -282,7 +282,7 @@ def test_training_goes_on_after_an_exception_in_backward(failing: list[int], wir
         batches = torch.randn(4, 2, 7, dtype=torch.float64)
         model.fails_at = model.module.fails_at = fails_at if rank in failing else None
         message = (
-            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to finish the backward"
+            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to complete the backward"
         )
         with pytest.raises((RuntimeError, ValueError), match=message):
             model(batches[rank]).square().mean().backward()

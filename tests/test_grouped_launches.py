@@ -172,7 +172,7 @@ def test_a_rank_that_gives_up() -> None:
         settle(model)
         model.module.fails = dist.get_rank() == 1
         launched.clear()
-        what = "cannot be" if dist.get_rank() == 1 else "expected every rank to finish the backward pass"
+        what = "cannot be" if dist.get_rank() == 1 else "expected every rank to complete the backward pass"
         with pytest.raises((ValueError, RuntimeError), match=what):
             backward(model)
         model.module.fails = False

@@ -154,9 +154,9 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             return
         if not self._reducer.announce_change():
             raise RuntimeError(
-                f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got {', '.join(changed[:3])} "
-                f"{f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank {self.process_group.rank()} and "
-                "not on all others"
+                f"{NAME}: expected the same parameters to be frozen or unfrozen on all ranks, got "
+                f"{', '.join(changed[:3])} {f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank "
+                f"{self.process_group.rank()} and not on all others"
             )
         if self._bucket_set.sharded:
             raise RuntimeError(
