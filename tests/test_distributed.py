@@ -177,11 +177,11 @@ def test_wire_dtype(wire_dtype: torch.dtype) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reduction", ["auto", "float32", "all_reduce"])
-def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(reduction: str) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
+def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(algorithm: str) -> None:
     """Of four values an all-reduce rounds three sums; in float32 only the values and the total are rounded."""
     model = BucketedDataParallel(
-        nn.Linear(300, 200), wire_dtype=torch.bfloat16, reduction=reduction, broadcast_buffers=False
+        nn.Linear(300, 200), wire_dtype=torch.bfloat16, algorithm=algorithm, broadcast_buffers=False
     )
     plain = copy.deepcopy(model.module)
     torch.manual_seed(dist.get_rank())
@@ -190,7 +190,7 @@ def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(reduction: str) ->
         m(batch).square().mean().backward()
     halves = mean_over_ranks((plain.weight.grad / 4).bfloat16().double()) * 4
     exactly_rounded = (model.module.weight.grad == halves.bfloat16().float()).float().mean()
-    if reduction == "all_reduce":
+    if algorithm == "all_reduce":
         assert exactly_rounded < 0.95
     else:
         assert exactly_rounded == 1.0
@@ -332,16 +332,16 @@ class Optional(nn.Module):
         return torch.zeros((), dtype=x.dtype) if used == "constant" else self.branches(x, used)
 
 
-REDUCTIONS = ("auto", "float32", "all_reduce")
+ALGORITHMS = ("auto", "float32", "all_reduce")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])
 def test_a_backward_that_reaches_no_parameter_takes_part_with_zeros(
-    reduction: str, wire_dtype: torch.dtype | None
+    algorithm: str, wire_dtype: torch.dtype | None
 ) -> None:
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, reduction=reduction, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     # Of every step, what each rank uses. After the first that reaches parameters, buckets follow their order.
@@ -368,15 +368,15 @@ def test_a_backward_that_reaches_no_parameter_leaves_the_sharded_optimizer_its_a
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("how", ["no backward", "constant", "raise"])
 def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
-    reduction: str, wire_dtype: torch.dtype | None, guilty: int, how: str
+    algorithm: str, wire_dtype: torch.dtype | None, guilty: int, how: str
 ) -> None:
     """The next pass of that rank would else meet this one of the others, from here to the end."""
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, reduction=reduction, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     batches = torch.randn(2, 2, 7, dtype=torch.float64)
@@ -398,7 +398,7 @@ def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
             with pytest.raises(ValueError, match="no such batch"):
                 model(batches[rank], "raise")
     message = (
-        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks alike, got a "
+        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks, got a "
         f"forward pass on rank {guilty} that backward has not reached: "
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
@@ -452,9 +452,9 @@ def test_forward_passes_may_differ_where_none_is_left_out() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reduction", ["all_reduce", "symmetric"])
-def test_the_norm_takes_one_read_for_all_ranks_together_or_none(reduction: str) -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL, reduction=reduction)
+@pytest.mark.parametrize("algorithm", ["all_reduce", "symmetric"])
+def test_the_norm_takes_one_read_for_all_ranks_together_or_none(algorithm: str) -> None:
+    model = BucketedDataParallel(make_model(), bucket_mb=SMALL, algorithm=algorithm)
     elements = sum(bucket.gradients.numel() for bucket in model._reducer.buckets)
     model(torch.randn(3, 7, dtype=torch.float64)).square().mean().backward()
     with count_ops() as count:
@@ -463,7 +463,7 @@ def test_the_norm_takes_one_read_for_all_ranks_together_or_none(reduction: str) 
         clipped = model.clip_grad_norm_(math.inf)  # scaled by us, the norm is known
     read = torch.tensor(count["elements"])
     dist.all_reduce(read)
-    assert read == (elements if reduction == "all_reduce" else 0)
+    assert read == (elements if algorithm == "all_reduce" else 0)
     torch.testing.assert_close(clipped, norm * 1e-3 / (norm + 1e-6), rtol=1e-12, atol=0)
     grads = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(clipped, nn.utils.get_total_norm(grads), rtol=1e-12, atol=0)

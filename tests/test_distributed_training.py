@@ -54,7 +54,7 @@ def loss_of(net: nn.Module, tokens: Tensor, step: int) -> Tensor:
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "small buckets": {"bucket_mb": 1e-3},
-    "over sockets": {"bucket_mb": 1e-3, "reduction": "all_reduce"},
+    "over sockets": {"bucket_mb": 1e-3, "algorithm": "all_reduce"},
     "wire": {"bucket_mb": 1e-3, "wire_dtype": torch.float64},
     "sharded": {"bucket_mb": 1e-3, "shard_optimizer": True},
     "hierarchical": {"bucket_mb": 2e-3},

@@ -60,7 +60,7 @@ TORCH_WRAPPER = nn.parallel.DistributedDataParallel
 
 # Reasons, and the tests without "test_".
 BY_DESIGN_GROUPS = {
-    "registers a communication hook: wire_dtype, reduction and error_feedback take their place": (
+    "registers a communication hook: wire_dtype, algorithm and error_feedback take their place": (
         "accumulate_gradients_no_sync_allreduce_hook",
         "accumulate_gradients_no_sync_allreduce_with_then_hook",
         "ddp_broadcast_buffer_via_hook",
@@ -366,7 +366,7 @@ def main() -> int:
             for name, reason in sorted(table.items()):
                 print(f"{title}: test_{name}: {reason}")
         return 0
-    Adapter.options = {"reduction": options.reduction}
+    Adapter.options = {"algorithm": options.reduction}
     if not options.as_written:
         lend_cpu_as_gpus()
     module = import_tests()

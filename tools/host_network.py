@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.exchange import REDUCTIONS, choose_exchange
+from cuda_ext.distributed.exchange import ALGORITHMS, choose_exchange
 from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
 from cuda_ext.distributed.planning.links import Link, fit
 from cuda_ext.distributed.planning.simulation import Gradient, simulate
@@ -162,7 +162,7 @@ def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pac
 
 
 def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
-    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, reduction=reduction) for mb in bucket_mbs}
+    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, algorithm=reduction) for mb in bucket_mbs}
     alone, beside, packing = Local(), Local(), Packing()
 
     def step_beside_sums() -> None:
@@ -233,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--bucket-mb", type=float, nargs="+", required=True)
-    parser.add_argument("--reduction", choices=REDUCTIONS, required=True)
+    parser.add_argument("--reduction", choices=ALGORITHMS, required=True)
     parser.add_argument("--rate", required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

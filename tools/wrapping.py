@@ -38,8 +38,8 @@ from cuda_ext.distributed.planning.presets import PRESETS
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "auto": BucketedDataParallel,
-    "float32": partial(BucketedDataParallel, reduction="float32"),
-    "all_reduce": partial(BucketedDataParallel, reduction="all_reduce"),
+    "float32": partial(BucketedDataParallel, algorithm="float32"),
+    "all_reduce": partial(BucketedDataParallel, algorithm="all_reduce"),
     "DDP": DistributedDataParallel,
     "DDP, bucket views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from cuda_ext.distributed.planning.measuring import LARGEST, measure_link
 from cuda_ext.distributed.planning.simulation import Gradient
 from cuda_ext.distributed.planning.units import MIB, byte_size
 from cuda_ext.distributed.reducer import Reducer
-from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.reporting import NAME, logger
 from cuda_ext.distributed.sharded import ShardedBucket
 
 # Modules of fewer bytes have one bucket with bucket_mb="auto", and nothing is measured.
@@ -45,7 +44,7 @@ class Options:
 
     bucket_bytes: float | None  # None: "auto"
     wire_dtype: torch.dtype | None
-    reduction: str
+    algorithm: str
     error_feedback: bool
     shard_optimizer: bool
 
@@ -118,7 +117,7 @@ class BucketSet:
             self._mesh,
             self.device,
             [(sizes[dtype], wire_dtypes[dtype]) for dtype in rooms],
-            self._options.reduction,
+            self._options.algorithm,
             narrowed=self._options.wire_dtype is not None,
             sharded=self._options.shard_optimizer,
         )
@@ -249,7 +248,7 @@ class BucketSet:
                 division, launches = [list(bucket) for bucket in choice.buckets], choice.launches
                 self.capacity = assignment.Capacity(choice.last, choice.largest, choice.reason)
             if self._group.rank() == 0:
-                print(f"{NAME}: {self.capacity.reason}", file=sys.stderr)
+                logger.info("%s", self.capacity.reason)
         grouped = any(count > 1 for count in launches)
         if grouped or [set(indices) for indices in division] != [set(indices) for indices in self._division]:
             self._cut(division, launches)

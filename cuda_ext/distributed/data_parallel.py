@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from cuda_ext.distributed.bucket_set import BucketSet, Options
 from cuda_ext.distributed.coalescing import start_together
 from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group, resolve_mesh
-from cuda_ext.distributed.exchange import check_reduction
+from cuda_ext.distributed.exchange import check_algorithm
 from cuda_ext.distributed.module_wrapper import ModuleWrapper
 from cuda_ext.distributed.planning.assignment import parse_bucket_mb
 from cuda_ext.distributed.reducer import Reducer
@@ -55,22 +56,23 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             over the network.
         bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, measures when gradients come in the third pass,
             and before the fourth for half a second what a sum takes; from that a model of the costs divides them, and
-            the first rank prints what came of it (docs/buckets.md). Modules up to 1 MiB have one bucket. With
+            the first rank logs the result at level INFO (docs/buckets.md). Modules up to 1 MiB have one bucket. With
             ``shard_optimizer`` the half second is part of wrapping.
         wire_dtype: in which gradients travel; default that of the parameters. bfloat16 halves the bytes of float32.
         broadcast_buffers: whether the buffers of the first rank go to all before each forward pass that trains (in
             training mode, with gradients enabled, outside `no_sync`); default True.
-        reduction: ``"all_reduce"``: that of the backend, in ``wire_dtype``. ``"float32"``: an all-to-all, a sum in
-            float32 that is rounded once, and an all-gather. ``"symmetric"``: by loads and stores in memory that all
-            ranks address, as on one host, in float32, without a message. ``"auto"``, the default: on CPUs the last if
-            they share memory, else the second, both of which add in the order of the ranks, so that results do not
-            depend on the buckets; on GPUs the second where a ``wire_dtype`` of 16 bits is given and there are more
-            than two ranks, else the first.
+        algorithm: how buckets are summed. ``"all_reduce"``: the backend's all-reduce, in ``wire_dtype``. ``"float32"``:
+            an all-to-all, a sum in float32 that is rounded once, and an all-gather. ``"symmetric"``: loads and stores
+            in memory that the ranks of one host share, summed in float32. ``"auto"``, the default: on CPUs
+            ``"symmetric"`` if the ranks share memory, else ``"float32"``; both add in the order of the ranks, so
+            results do not depend on the buckets. On GPUs ``"float32"`` for a 16-bit ``wire_dtype`` on more than two
+            ranks, else ``"all_reduce"``.
         error_feedback: whether what rounding to ``wire_dtype`` takes from a gradient is added to that of the next step
             (Karimireddy et al., arXiv 1901.09847); default False. What rounding takes from the sum is not.
         shard_optimizer: whether each rank gets its part of the averages alone, for an optimizer that updates that part
             (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
             memory of the wrapper.
+        reduction: deprecated name of ``algorithm``.
 
     A parameter that some ranks do not use needs no flag: they contribute zeros, even to all parameters, if their loss
     depends on an output of the module. One that no rank uses keeps ``grad=None``. Where some ranks run no backward pass
@@ -101,25 +103,31 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         bucket_mb: float | str = "auto",
         wire_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
-        reduction: str = "auto",
+        algorithm: str = "auto",
         error_feedback: bool = False,
         shard_optimizer: bool = False,
+        reduction: str | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        if reduction is not None:
+            warnings.warn(f"{NAME}: reduction= is now algorithm=, with the same values", FutureWarning, stacklevel=2)
+            if algorithm != "auto":
+                raise ValueError(f"{NAME}: expected algorithm or its former name reduction, got both; drop reduction")
+            algorithm = reduction
         self._in_join = False
         mesh = None
         if isinstance(process_group, DeviceMesh):
             mesh, process_group = process_group, resolve_mesh(NAME, process_group)
         group = resolve_group(NAME, process_group)
         self._agreed = (
-            f"{bucket_mb=}, {wire_dtype=}, {broadcast_buffers=}, {reduction=}, {error_feedback=}, {shard_optimizer=}"
+            f"{bucket_mb=}, {wire_dtype=}, {broadcast_buffers=}, {algorithm=}, {error_feedback=}, {shard_optimizer=}"
         )
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         check_ranks_agree(parameters, buffers, self._agreed, group)
         check_wire_dtype(NAME, wire_dtype)
         bucket_bytes = parse_bucket_mb(NAME, bucket_mb)
-        check_reduction(reduction)
+        check_algorithm(algorithm)
         if error_feedback and wire_dtype is None:
             raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
         trained = check_trainable(parameters, buffers)
@@ -130,7 +138,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         self.broadcast_buffers = broadcast_buffers
         self._wrapped = WrappedModule(module)
         self._reducer = Reducer(group, device)
-        options = Options(bucket_bytes, wire_dtype, reduction, error_feedback, shard_optimizer)
+        options = Options(bucket_bytes, wire_dtype, algorithm, error_feedback, shard_optimizer)
         self._bucket_set = BucketSet(self._reducer, group, mesh, device, options)
         weakref.finalize(self, self._reducer.watch.stop)
         weakref.finalize(self, self._bucket_set.release).atexit = False
@@ -146,9 +154,9 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             return
         if not self._reducer.announce_change():
             raise RuntimeError(
-                f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got {', '.join(changed[:3])} "
-                f"{f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank {self.process_group.rank()} and "
-                "not on all others"
+                f"{NAME}: expected the same parameters to be frozen or unfrozen on all ranks, got "
+                f"{', '.join(changed[:3])} {f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank "
+                f"{self.process_group.rank()} and not on all others"
             )
         if self._bucket_set.sharded:
             raise RuntimeError(

@@ -16,7 +16,7 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
-from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.reporting import NAME, profiler_range
 
 
 def asked_for_optimizers() -> bool:
@@ -219,7 +219,8 @@ class ShardedBucket(GradientBucket):
 
     def _receive(self, stats: Tensor | None) -> None:
         if self.unpacks:
-            bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
+            with profiler_range("unpack_bucket"):
+                bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
 
     def gather(self) -> dist.Work | None:
         """Starts to bring every rank's part of the parameters to all."""
