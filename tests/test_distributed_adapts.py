@@ -329,7 +329,7 @@ def test_a_sharded_optimizer_needs_all_ranks() -> None:
     """A rank that has no inputs left would not update its part."""
     model = BucketedDataParallel(make_model(), shard_optimizer=True)
     batch = torch.randn(2, 7, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside of Join, got True"), Join([model]):
+    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside Join, got True"), Join([model]):
         model(batch)
     with Join([model], enable=False):
         model(batch).sum().backward()

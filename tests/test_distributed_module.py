@@ -340,7 +340,7 @@ def test_subgroups() -> None:
         m(batch).sum().backward()
     assert_gradients(model, plain, tolerance=0)
     with pytest.raises(
-        RuntimeError, match=f"^{re.escape(NAME)}: expected a process group that holds this process, got"
+        RuntimeError, match=f"^{re.escape(NAME)}: expected a process group that contains this process, got"
     ):
         BucketedDataParallel(make_model(), process_group=other)
     tensor = torch.ones(2)
@@ -437,12 +437,12 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "nothing to train": (
             lambda: BucketedDataParallel(nn.Linear(2, 2).requires_grad_(False)),
             ValueError,
-            f"{NAME}: expected a module with parameters that require grad, got 2 and none that does",
+            f"{NAME}: expected a module with parameters that require grad, got 2, none of which does",
         ),
         "optimizer in backward": (
             lambda: BucketedDataParallel(_with_optimizer_in_backward(nn.Linear(2, 2))),
             ValueError,
-            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of backward",
+            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside backward",
         ),
         "hook on accumulated gradients": (
             lambda: BucketedDataParallel(_with_hook_in_backward(nn.Linear(2, 2))),
@@ -452,7 +452,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "no parameters": (
             lambda: BucketedDataParallel(nn.ReLU()),
             ValueError,
-            f"{NAME}: expected a module with parameters that require grad, got 0 and none that does",
+            f"{NAME}: expected a module with parameters that require grad, got 0, none of which does",
         ),
         "complex": (
             lambda: BucketedDataParallel(nn.Linear(2, 2, dtype=torch.complex64)),
@@ -463,7 +463,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "on meta": (
             lambda: BucketedDataParallel(nn.Linear(2, 2, device="meta")),
             ValueError,
-            f"{NAME}: expected parameters and buffers that have memory, got weight on meta; give the module memory",
+            f"{NAME}: expected parameters and buffers that have memory, got weight on meta; allocate memory",
         ),
         "buffer on meta": (
             lambda: BucketedDataParallel(
@@ -475,12 +475,12 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "in inference mode": (
             torch.inference_mode()(lambda: BucketedDataParallel(linear)),
             RuntimeError,
-            f"{NAME}: expected to be made outside of torch.inference_mode(), got made inside",
+            f"{NAME}: expected to be constructed outside torch.inference_mode(), got a call inside it",
         ),
         "made in inference mode": (
             lambda: BucketedDataParallel(torch.inference_mode()(lambda: nn.Linear(2, 2))()),
             ValueError,
-            f"{NAME}: expected parameters and buffers made outside of torch.inference_mode(), got weight made inside",
+            f"{NAME}: expected parameters and buffers made outside torch.inference_mode(), got weight made inside it",
         ),
         "max_norm negative": (
             lambda: BucketedDataParallel(make_model()).clip_grad_norm_(-1.0),
@@ -505,7 +505,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "arena without a group": (
             lambda: SymmetricArena(8, None, torch.device("cpu")),  # type: ignore[arg-type]
             TypeError,
-            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that holds this process, got No",
+            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that contains this process, got No",
         ),
         "lazy": (
             lambda: BucketedDataParallel(nn.LazyLinear(2)),
@@ -594,8 +594,8 @@ CHANGES: dict[Callable[[nn.Module], object], str] = {
     _move: _tail("0.weight, 0.bias new"),
     _append: _tail("8 new"),
     _swap: _tail("2 new"),
-    _delete_buffer: "expected buffer 7.running_mean, which was there when the module was wrapped and goes from",
-    _set_buffer_to_none: "expected buffer 7.running_var, which was there when the module was wrapped and goes from",
+    _delete_buffer: "expected buffer 7.running_mean, which existed when the module was wrapped and is broadcast",
+    _set_buffer_to_none: "expected buffer 7.running_var, which existed when the module was wrapped and is broadcast",
     _remove: _tail("members of the module removed"),
     _remove_bias: _tail("0.bias new"),
 }
@@ -669,7 +669,7 @@ def test_a_rank_outside_of_the_mesh() -> None:
         BucketedDataParallel(nn.Linear(2, 2), process_group=mesh)
     else:
         with pytest.raises(
-            ValueError, match=f"^{re.escape(NAME)}: expected a device mesh that holds this rank, got rank 1"
+            ValueError, match=f"^{re.escape(NAME)}: expected a device mesh that contains this rank, got rank 1"
         ):
             BucketedDataParallel(nn.Linear(2, 2), process_group=mesh)
 

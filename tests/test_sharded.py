@@ -148,9 +148,9 @@ def test_state_goes_from_torch_s_wrapper_and_back() -> None:
             call()
     fresh = sharded.sharded_optimizer(torch.optim.AdamW)
     assert sharded.optimizer_state_dict(fresh)["state"] == {}
-    with pytest.raises(ValueError, match="expected state_dict to have 1 param_groups, as the optimizer, got 2"):
+    with pytest.raises(ValueError, match="expected state_dict to have 1 param_groups, like the optimizer, got 2"):
         sharded.load_optimizer_state_dict(fresh, saved["optimizer"])
-    with pytest.raises(ValueError, match="expected param_groups that name parameters as the optimizer has them"):
+    with pytest.raises(ValueError, match="expected param_groups with the same parameters as the optimizer"):
         sharded.load_optimizer_state_dict(fresh, plain_optimizer.state_dict() | {"param_groups": [{"params": [0]}]})
     with pytest.raises(ValueError, match="expected an optimizer from sharded_optimizer of this model, got AdamW"):
         sharded.optimizer_state_dict(back_optimizer)

@@ -322,7 +322,7 @@ def test_refusals() -> None:
         (torch.zeros(16), 0, "expected bucket to be a view of segments[0] after its first 131072 bytes"),
     ):
         assert message in failure_of(lambda bucket=bucket, slot=slot: arena.all_reduce(bucket, slot=slot))
-    with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; ask for slots="):
+    with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; pass a larger slots to SymmetricArena"):
         arena.all_reduce(floats, slot=1)
     for nbytes, options, message in (
         (-1, {}, "expected nbytes >= 0, got -1"),
