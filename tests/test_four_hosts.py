@@ -257,11 +257,11 @@ def test_machines_that_cannot_make_hosts(monkeypatch: pytest.MonkeyPatch, capsys
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: 1000)
         patch.setattr(hosts_module.shutil, "which", lambda command: f"/bin/{command}")
-        assert obstacle() == "only root may make network namespaces: run it with sudo"
-        with pytest.raises(HostsError, match="cannot make hosts: only root may"):
+        assert obstacle() == "only root may create network namespaces: run it with sudo"
+        with pytest.raises(HostsError, match="cannot create hosts: only root may"):
             Hosts(2)
         assert four_hosts.main(["train"]) == 2
-        assert capsys.readouterr().err == "four_hosts: error: only root may make network namespaces: run it with sudo\n"
+        assert capsys.readouterr().err == "four_hosts: error: only root may create network namespaces: run it with sudo\n"
     with monkeypatch.context() as patch:
         patch.setattr(hosts_module.shutil, "which", lambda command: None if command in ("ip", "tc") else command)
         assert obstacle() == "not installed: ip (of iproute2), tc (of iproute2)"

@@ -529,7 +529,7 @@ def test_attention_that_the_model_does_not_know(evidence: Evidence) -> None:
     with pytest.raises(ModelError, match=r"attention.json, got 2; record them with"):
         predict_attention(gpu, problem, True, evidence=dataclasses.replace(evidence, attention=few))
     for unknown in (Problem(1, 1, 8, 128, keys=4096), dataclasses.replace(problem, deterministic=True)):
-        with pytest.raises(NotModelledError, match=r"S=.*: expected tiles enough to fill H100 SXM, in any order"):
+        with pytest.raises(NotModelledError, match=r"S=.*: expected enough tiles to fill H100 SXM, in any order"):
             predict_attention(gpu, unknown, False)
 
 
@@ -595,7 +595,7 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
     assert "measured" not in out
     assert command.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
     out = capsys.readouterr().out
-    assert "999 x 999 x 999 *" in out and "8 x 8 x 8 *" not in out and "* copied" in out
+    assert "999 x 999 x 999 *" in out and "8 x 8 x 8 *" not in out and "* rows are no multiples" in out
     assert command.main(["--gpu", "a100", "--figures"]) == 0
     assert "thonking.ai" in capsys.readouterr().out
 
