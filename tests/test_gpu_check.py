@@ -414,7 +414,7 @@ def test_a_library_with_other_head_dims_is_tested_anew(tmp_path: Path, monkeypat
     for name in ("first", "second"):
         check(tmp_path / name, stages, *state)
         report = (tmp_path / name / "report.md").read_text()
-        assert "- The library has attention's CUDA kernels of head dims 64, 128 only: tests of others fail" in report
+        assert "- The library has attention's CUDA kernels for head dims 64, 128 only: tests of others fail" in report
     assert runs.read_text() == "tests conformance "
     stages[0] = python("build", f"open({str(dims)!r}, 'w')", repeats=True)
     check(tmp_path / "third", stages, *state)
@@ -462,7 +462,7 @@ def test_a_checkout_that_cannot_be_written_costs_the_second_call_only(tmp_path: 
 def test_estimates_are_told_before_and_beside_the_times(tmp_path: Path) -> None:
     stages = [python("short", "", estimate=3), python("long", "", estimate=40)]
     _, terminal, _ = check(tmp_path / "out", stages)
-    assert "Seconds that stages should take: short 3, long 40; 43 of 30\n" in terminal
+    assert "Estimated seconds: short 3, long 40; 43 of 30\n" in terminal
     report = (tmp_path / "out" / "report.md").read_text()
     assert re.search(r"^\| long \| passed \| 40 \| 2\d \| \d\.\d \|  \|$", report, re.MULTILINE)
     assert re.search(r"^\| all \| \| 43 \| \| \d\.\d \| \|$", report, re.MULTILINE)
@@ -545,7 +545,7 @@ def test_at_most_8_files_of_at_most_16_mib(tmp_path: Path) -> None:
     report = (out / "report.md").read_text()
     assert "- `plots/gemm-huge.png`: 17 MiB, more than 16" in report
     assert "- `plots/attention.svg`: there are 8 more important files" in report
-    assert "- `plots/a name.png`: a link, too deep, or of an unusual name" in report
+    assert "- `plots/a name.png`: a link, too deep, or with an unusual name" in report
     with tarfile.open(out / "golden.tar.gz") as tar:
         assert tar.getnames() == ["answer"]
 
@@ -649,7 +649,7 @@ if not dims or len(sys.argv) > 2:
     command = [sys.executable, "-c", code, str(tmp_path / "built")]
     assert build_in_time.main(["--minutes", "0.1"], command) == 0
     assert (tmp_path / "built").read_text() == "[][64,128]"
-    assert "cuda_ext: all head dims take longer than 4 s; going on with 64,128 only, and with" in capfd.readouterr().out
+    assert "cuda_ext: all head dims take longer than 4 s; building 64,128, the next call" in capfd.readouterr().out
     assert build_in_time.main(["--minutes", "0.05"], [*command, "hangs"]) == 1
     assert "the next call continues with the files left to compile" in capfd.readouterr().out
     (tmp_path / "built").unlink()
@@ -705,7 +705,7 @@ def test_leaves_its_folder_where_the_environment_says(tmp_path: Path) -> None:
     assert f"gpu_check: --out {tmp_path / 'file' / 'out'}: expected a folder that can be written" in done.stderr
     for out in ({}, {"OUT": ""}):
         help_text = run("--help", **out).stdout
-        assert "what the variable OUT names, else gpu-check" in " ".join(help_text.split())
+        assert "default: $OUT, else gpu-check" in " ".join(help_text.split())
 
 
 def test_builds_for_the_gpu_that_is_there() -> None:
@@ -772,4 +772,4 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len([path for path in out.rglob("*") if path.is_file()]) <= 8
     report = (out / "report.md").read_text()
     assert f"- Of {len(names)} stages: {len(names)} passed\n- 20" in report
-    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal with made-up times" in report
+    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal: the measurements are predicted times" in report

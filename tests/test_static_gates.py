@@ -161,7 +161,7 @@ def test_missing_log_is_an_error() -> None:
 def test_blocks_that_fit() -> None:
     def fit(registers: int, threads: int, shared: int, arch: str = "sm_90a") -> int | None:
         kernel = Kernel(arch, "k", registers=registers, threads=threads)
-        return static_gates.blocks_per_multiprocessor(kernel, shared)
+        return static_gates.blocks_per_sm(kernel, shared)
 
     assert fit(64, 256, 0) == 4  # registers: 64 * 256 * 4 = 65536
     assert fit(65, 256, 0) == 3  # 72 of them are allocated

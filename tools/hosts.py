@@ -53,7 +53,7 @@ def obstacle() -> str | None:
         return "only root may create network namespaces: run it with sudo"
     probe = subprocess.run([*UNSHARE, "sh", "-c", " && ".join(PROBE)], capture_output=True, text=True)
     if probe.returncode:
-        return f"root may not create namespaces with links here ({probe.stderr.strip()}): a container needs --privileged"
+        return f"cannot create namespaces with links here ({probe.stderr.strip()}); a container needs --privileged"
     return None
 
 

@@ -3,8 +3,8 @@
     python tools/static_gates.py           # checks, and compares docs/kernels.md
     python tools/static_gates.py --write   # checks, and updates the tables in docs/kernels.md
 
-It needs no GPU and compiles nothing: cuobjdump (from the CUDA toolkit or the triton wheel) reads the machine code in the
-library, and the build stores nvcc's messages next to each object.
+It needs no GPU and compiles nothing: cuobjdump (from the CUDA toolkit or the triton wheel) reads the machine code in
+the library, and the build stores nvcc's messages next to each object.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def find_tool(name: str) -> str:
         pass
     if found := shutil.which(name):
         return found
-    raise FileNotFoundError(f"{name} is not on PATH, and triton, which includes it, is not installed; pip install triton")
+    raise FileNotFoundError(f"{name} is neither on PATH nor in a triton wheel; pip install triton")
 
 
 def _dump(binary: Path, *flags: str) -> str:
@@ -146,7 +146,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
             kernel.opcodes[match[3]] += 1
             code.append((int(match[1], 16), match[2].strip()))
             if match[3].startswith("BRA"):
-                kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # the innermost loop ends first
+                kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # innermost first
     bounded = False
     for arch, line in _by_arch(_dump(binary, "-elf")):
         if line.startswith(".nv.info."):
@@ -163,8 +163,8 @@ def read_kernels(binary: Path) -> list[Kernel]:
 
 def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
     """The loop that the last instruction of `code`, (address, text) pairs, closes by a branch back; empty if there is
-    none, or one without matrix products. Of the paths through the loop, the one with the most 16-byte copies counts, and
-    of these the shortest: it handles the interior of a matrix."""
+    none, or one without matrix products. Of the paths through the loop, the one with the most 16-byte copies counts,
+    and of these the shortest: it handles the interior of a matrix."""
     last, text = code[-1]
     first = _branch_target(text)
     if first is None or first >= last:
@@ -172,8 +172,8 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
     body = [(address, text) for address, text in code if address >= first]
     if not any("MMA." in text for _, text in body):
         return Loop()
-    # address -> the best path to it: its copies, its instructions (negative: fewer are better), and how many of them are
-    # before the first product, between products, and after the last.
+    # address -> the best path to it: its copies, its instructions (negative: fewer are better), and how many of them
+    # are before the first product, between products, and after the last.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {first: (0, 0, (0,))}
     for (address, text), (following, _) in zip(body, body[1:]):
         if address not in best:
@@ -254,7 +254,7 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
         if rule.lead is not None and kernel.loop.lead > rule.lead:
             found.append(
                 f"{where}expected at most {rule.lead} instructions before the first product of its loop, got "
-                f"{kernel.loop.lead}; a branch prevents the compiler from interleaving copies and loads with the products"
+                f"{kernel.loop.lead}; a branch keeps the compiler from interleaving copies and loads with products"
             )
         if rule.pause is not None and kernel.loop.pause > rule.pause:
             found.append(
@@ -269,7 +269,7 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
 
 
 @dataclass(frozen=True)
-class Multiprocessor:
+class SmLimits:
     shared_bytes: int
     registers: int = 65536
     threads: int = 2048
@@ -277,17 +277,17 @@ class Multiprocessor:
 
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-MULTIPROCESSORS = {
-    "sm_80": Multiprocessor(164 * 1024),
-    "sm_89": Multiprocessor(100 * 1024, threads=1536, blocks=24),
-    "sm_90a": Multiprocessor(228 * 1024),
+SM_LIMITS = {
+    "sm_80": SmLimits(164 * 1024),
+    "sm_89": SmLimits(100 * 1024, threads=1536, blocks=24),
+    "sm_90a": SmLimits(228 * 1024),
 }
 RESERVED_SHARED_BYTES = 1024  # per block, for the system
 
 
-def blocks_per_multiprocessor(kernel: Kernel, shared_bytes: int) -> int | None:
+def blocks_per_sm(kernel: Kernel, shared_bytes: int) -> int | None:
     """The number of blocks that fit on an SM at once; None if it is not known."""
-    limits = MULTIPROCESSORS.get(kernel.arch)
+    limits = SM_LIMITS.get(kernel.arch)
     if limits is None or kernel.threads == 0:
         return None
     warps = -(-kernel.threads // 32)
@@ -308,14 +308,14 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
         lines = [
             f"## {arch}",
             "",
-            "| kernel | registers | threads | shared memory | blocks | loop | lead | pause | instructions | of them |",
+            "| kernel | registers | threads | shared memory | blocks | loop | lead | pause | instructions | opcodes |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for kernel in (k for k in kernels if k.arch == arch):
             rule = rule_of(kernel, rules)
             dynamic = rule.shared_bytes if rule else None
             shared = kernel.shared_bytes + (dynamic or 0)
-            blocks = blocks_per_multiprocessor(kernel, shared)
+            blocks = blocks_per_sm(kernel, shared)
             mix = ", ".join(f"{n} {opcode}" for opcode in SHOWN if (n := kernel.count(opcode)))
             lines.append(
                 f"| `{kernel.name}` | {kernel.registers} | {kernel.threads or '?'} | "
@@ -344,7 +344,7 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
 
 
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
-    """architecture -> name -> kernel of the document; dynamic shared memory counts as static."""
+    """architecture -> name -> kernel of the document; its shared memory is the total, or 0 for ?."""
     row = re.compile(
         r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE
     )

@@ -5,13 +5,13 @@
     python tools/torch_matrix.py /some/venv/bin/python  # with the torch of this Python
     python tools/torch_matrix.py 2.15.0 --tests tests/test_gemm.py -- -k bias -x
 
-Each release gets a copy of the sources and a virtual environment in build/torch_matrix, about 7 GB for a release of torch
-with CUDA, which is removed afterwards unless --keep is given. The build has no CUDA kernels (CUDA_EXT_CUDA=0). Arguments
-after -- are passed to pytest instead of `-m "not simt"`, which deselects the emulated kernels: they are compiled without
-torch.
+Each release gets a copy of the sources and a virtual environment in build/torch_matrix, about 7 GB for a release of
+torch with CUDA, which is removed afterwards unless --keep is given. The build has no CUDA kernels (CUDA_EXT_CUDA=0).
+Arguments after -- are passed to pytest instead of `-m "not simt"`, which deselects the emulated kernels: they are
+compiled without torch.
 
-On stdout there is one line per release; the output of the commands is in build/torch_matrix/NAME.log. The exit status is
-the number of releases that failed.
+On stdout there is one line per release; the output of the commands is in build/torch_matrix/NAME.log. The exit status
+is the number of releases that failed.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def copy_sources(target: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="+", metavar="RELEASE", help="a release of torch, such as 2.15.0, or a Python that has one")
+    parser.add_argument("releases", nargs="+", metavar="RELEASE", help="such as 2.15.0, or a Python that has torch")
     parser.add_argument("--keep", action="store_true", help="keep environments, copies and builds")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/torch_matrix", help="default: %(default)s")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help=f"default: tests/test_{{{','.join(TESTS)}}}.py")
