@@ -653,7 +653,7 @@ def test_measurements_are_shown_next_to_predictions(measured_root: Path, capsys:
     (folder / "one.jsonl").write_text("\n".join(m.to_json() for m in lines))
     found = {(p.op, p.dtype, p.case): p for p in command.predictions(gpu, None, "bfloat16", "nn", False)}
     always = len(SHAPES) + len(PACKS) + 2 * len(PROBLEMS)
-    assert len(found) == always + 1 + 2, "what was measured comes beside what is always shown"
+    assert len(found) == always + 1 + 2, "measured cases are added to the representative ones"
     for of_case, ratio in ((p, 0.5), (odd, 2), (pack, 1)):
         assert found[of_case.op, of_case.dtype, of_case.case].ratio == pytest.approx(ratio)
     for problem, phase in itertools.product((of_grid, odd_problem), ("forward", "backward")):
