@@ -1,4 +1,4 @@
-"""A worker of `python -m benchmarks` whose suite "gemm" has sides with every kind of failure."""
+"""A worker of `python -m benchmarks` whose suite "gemm" has sides that fail in every possible way."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prints(x: torch.Tensor) -> Call:
 
 
 class DiesLater:
-    """Correct when checked; ends its process when timed."""
+    """Passes the check, and crashes its process when timed."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.calls = x, 0

@@ -21,7 +21,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 INK, GREY, BLUE, ORANGE = "#1f2328", "#57606a", "#0b5cad", "#c2410c"
 PYTHON, TORCH, KERNEL, HARDWARE, BASE, PLAIN = "#dbe9f9", "#fde4cf", "#d8f0da", "#ece1f7", "#e6e9ec", "#ffffff"
 SANS, MONO = "Helvetica, Arial, sans-serif", "ui-monospace, Consolas, monospace"
-# Of a character, in parts of the font size: an estimate on the wide side, as the fonts of the viewer are not known.
+# Width of a character relative to the font size: a high estimate, because the viewer's fonts are unknown.
 SANS_WIDTH, MONO_WIDTH = 0.54, 0.605
 
 Point = tuple[float, float]
@@ -115,10 +115,10 @@ class Drawing:
         """`y` is the baseline. Raises ValueError if the text may be wider than `limit`."""
         width = len(text) * size * (MONO_WIDTH if mono else SANS_WIDTH)
         if limit is not None and width > limit:
-            raise ValueError(f"{self.title}: {text!r} takes about {width:.0f} of {limit:.0f} pixels; shorten it")
+            raise ValueError(f"{self.title}: {text!r} is about {width:.0f} pixels wide, of {limit:.0f}; shorten it")
         left = {"start": x, "middle": x - width / 2, "end": x - width}[anchor]
         if left < 0 or left + width > self.width:
-            raise ValueError(f"{self.title}: {text!r} leaves the figure")
+            raise ValueError(f"{self.title}: {text!r} exceeds the figure")
         weight = ' font-weight="600"' if bold else ""
         family = MONO if mono else SANS
         self._elements.append(
@@ -140,7 +140,7 @@ class Drawing:
     def box(
         self, place: tuple[float, float, float, float], fill: str, title: str, notes: str = "", *, mono: bool = True
     ) -> None:
-        """A title with lines of notes below it, in the middle of a rectangle: x, y, width, height."""
+        """A title with lines of notes below it, centred in a rectangle (x, y, width, height)."""
         x, y, width, height = place
         self.rectangle(x, y, width, height, fill)
         lines, pitch = notes.splitlines(), 15
