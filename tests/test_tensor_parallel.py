@@ -141,6 +141,7 @@ def test_group_of_some_ranks() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize(("backend", "op"), [("aot_eager", "sum"), ("aot_eager", "mean"), ("inductor", "sum")])
 def test_compiled(backend: str, op: str) -> None:
     def step(x: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
