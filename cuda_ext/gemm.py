@@ -128,11 +128,12 @@ def mlp(
     bias2: Tensor | None = None,
     *,
     activation: str | None = "gelu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2``.
+    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2 + residual``.
 
-    One op, so that in backward the gradients of the activation and of ``bias1`` are formed in the epilogue of the
-    product before them, which also forms the hidden tensor again: only its pre-activation is saved.
+    Saves only the pre-activation of the hidden layer for backward: there the epilogue of the first product forms the
+    gradients of the activation and of ``bias1``, and recomputes the hidden tensor.
 
     Args:
         input: ``(..., K)``.
@@ -141,11 +142,12 @@ def mlp(
         bias1: ``(F,)``.
         bias2: ``(N,)``.
         activation: see the module.
+        residual: broadcasts to the output.
 
     Returns:
         ``(..., N)``.
     """
-    return _mlp(input, weight1, weight2, bias1, bias2, activation=activation)
+    return _mlp(input, weight1, weight2, bias1, bias2, residual, activation=activation)
 
 
 def gated_mlp(
@@ -156,10 +158,11 @@ def gated_mlp(
     bias2: Tensor | None = None,
     *,
     activation: str | None = "silu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``(activation(gate) * up) @ weight2.T + bias2`` with ``[gate, up] = input @ weight1.T + bias1``.
+    """``(activation(gate) * up) @ weight2.T + bias2 + residual`` with ``[gate, up] = input @ weight1.T + bias1``.
 
-    The feed-forward layer of Llama, fused as `mlp` is.
+    The feed-forward layer of Llama-style models, fused like `mlp`.
 
     Args:
         input: ``(..., K)``.
@@ -168,8 +171,9 @@ def gated_mlp(
         bias1: ``(2F,)``.
         bias2: ``(N,)``.
         activation: see the module.
+        residual: broadcasts to the output.
 
     Returns:
         ``(..., N)``.
     """
-    return _gated_mlp(input, weight1, weight2, bias1, bias2, activation=activation)
+    return _gated_mlp(input, weight1, weight2, bias1, bias2, residual, activation=activation)

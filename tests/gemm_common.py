@@ -25,7 +25,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
 
 def shapes_of(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5) -> dict[str, tuple[int, ...]]:
     """Every tensor argument of an op for rows (*lead, m), k inputs, n outputs and, in an mlp, f hidden features."""
-    hidden = {"bias1": (f,), "bias2": (n,)}
+    hidden = {"bias1": (f,), "bias2": (n,), "residual": (*lead, m, n)}
     return {
         "gemm": {"a": (*lead, m, k), "b": (*lead, k, n), "c": (*lead, m, n), "bias": (n,)},
         "linear": {"input": (*lead, m, k), "weight": (n, k), "bias": (n,), "residual": (*lead, m, n)},

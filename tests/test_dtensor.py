@@ -109,8 +109,9 @@ def products() -> None:
     for splits in every_split(gated, ["input", "weight"]):
         check(gated_linear, gated, splits, out="S(0)" if splits == {"input": 0} else None)
     layers = {"input": (3, 4, 8), "weight1": (12, 8), "weight2": (8, 12), "bias1": (12,), "bias2": (8,)}
+    layers["residual"] = (3, 4, 8)
     check(mlp, layers, {"weight1": 0, "weight2": 1, "bias1": 0}, out="P(sum)", activation="gelu_tanh")
-    check(mlp, layers, {"input": 1}, out="S(1)")
+    check(mlp, layers, {"input": 1, "residual": 1}, out="S(1)")
     check(mlp, layers, {"weight2": 0})
     gated_layers = {**layers, "weight2": (8, 6)}
     check(gated_mlp, gated_layers, {"input": 1}, out="S(1)")

@@ -11,7 +11,8 @@ from gemm_common import OPS, arguments
 from torch import Tensor
 
 from cuda_ext.attention import flash_attention
-from cuda_ext.gemm import linear
+from cuda_ext.gemm import linear, mlp
+from cuda_ext.testing import reference_mlp
 
 
 def jagged(sequences: list[Tensor]) -> Tensor:
@@ -47,6 +48,8 @@ def test_residual() -> None:
     torch.testing.assert_close(out.values(), torch.relu(x.values() @ weight.mT) + x.values())
     out.values().sum().backward()
     assert x.grad.is_nested and weight.grad.shape == weight.shape
+    out = mlp(x, weight, weight, residual=x)
+    torch.testing.assert_close(out.values(), reference_mlp(x.values(), weight, weight, residual=x.values()))
 
 
 def test_refusals() -> None:

@@ -202,12 +202,14 @@ def _linear_backward(
 # mlp, gated_mlp
 
 
-def _mlp(results: int, gated: bool, input: Any, *more: Any, **options: Any) -> Iterator[Rule]:
+def _mlp(
+    results: int, gated: bool, input: Any, w1: Any, w2: Any, b1: Any, b2: Any, residual: Any, **options: Any
+) -> Iterator[Rule]:
     last = input.ndim - 1
     for dim in range(last):
-        yield [Shard(dim)] * results, [Shard(dim), *[REPLICATE] * 4]
+        yield [Shard(dim)] * results, [Shard(dim), *[REPLICATE] * 4, _split_at(residual, dim, input.ndim)]
     if not gated:
-        yield [PARTIAL, Shard(last)][:results], [REPLICATE, Shard(0), Shard(1), Shard(0), PARTIAL]
+        yield [PARTIAL, Shard(last)][:results], [REPLICATE, Shard(0), Shard(1), Shard(0), PARTIAL, PARTIAL]
 
 
 def _mlp_hidden_backward(grad: Any, *more: Any, gated: bool, output_mask: int, **options: Any) -> Iterator[Rule]:

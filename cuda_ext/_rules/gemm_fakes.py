@@ -203,12 +203,15 @@ def _fake_mlp(op: str, gated: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         weight2: Tensor,
         bias1: Tensor | None = None,
         bias2: Tensor | None = None,
+        residual: Tensor | None = None,
         *,
         activation: str | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows, width = _mlp_widths(op, input, weight1, weight2, bias1, bias2, gated)
+        size = [*input.shape[:-1], width]
+        check_addend(op, "residual", residual, input, input.dtype, size)
         _check_activation(op, activation)
-        return _empty(input, *input.shape[:-1], width), _empty(input, *input.shape[:-1], rows)
+        return _empty(input, *size), _empty(input, *input.shape[:-1], rows)
 
     return fake
 

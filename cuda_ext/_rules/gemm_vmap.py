@@ -137,14 +137,17 @@ def _mlp_vmap(fused: Callable[..., Tensor], first: Callable[..., Any], default: 
         weight2: Tensor,
         bias1: Tensor | None = None,
         bias2: Tensor | None = None,
+        residual: Tensor | None = None,
         *,
         activation: str | None = default,
     ) -> tuple[Tensor, int | None]:
-        dim_input, dim1, dim2, dim_bias1, dim_bias2 = (*in_dims, None, None)[:5]
-        if all(dim is None for dim in in_dims[1:]):
-            return fused(input.movedim(dim_input or 0, 0), weight1, weight2, bias1, bias2, activation=activation), 0
+        dim_input, dim1, dim2, dim_bias1, dim_bias2, dim_residual = (*in_dims, None, None, None)[:6]
+        if dim_input is not None and all(dim is None for dim in (dim1, dim2, dim_bias1, dim_bias2)):
+            residual = _in_front(residual, dim_residual, _own_rank(input, dim_input))
+            tensors = input.movedim(dim_input, 0), weight1, weight2, bias1, bias2, residual
+            return fused(*tensors, activation=activation), 0
         hidden, dim = first(info, (dim_input, dim1, dim_bias1), input, weight1, bias1, activation=activation)
-        return _vmap_linear(info, (dim, dim2, dim_bias2), hidden, weight2, bias2)
+        return _vmap_linear(info, (dim, dim2, dim_bias2, dim_residual), hidden, weight2, bias2, residual)
 
     return rule
 

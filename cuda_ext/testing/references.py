@@ -86,9 +86,11 @@ def reference_mlp(
     bias2: Tensor | None = None,
     *,
     activation: str | None = "gelu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2`` for weight1 (F, K), weight2 (N, F)."""
-    return F.linear(reference_linear(input, weight1, bias1, activation=activation), weight2, bias2)
+    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2 + residual`` for weight1 (F, K), weight2 (N, F)."""
+    hidden = reference_linear(input, weight1, bias1, activation=activation)
+    return reference_linear(hidden, weight2, bias2, residual=residual)
 
 
 def reference_gated_mlp(
@@ -99,9 +101,11 @@ def reference_gated_mlp(
     bias2: Tensor | None = None,
     *,
     activation: str | None = "silu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``(activation(gate) * up) @ weight2.T + bias2`` for weight1 (2F, K) = [gate; up], weight2 (N, F)."""
-    return F.linear(reference_gated_linear(input, weight1, bias1, activation=activation), weight2, bias2)
+    """``(activation(gate) * up) @ weight2.T + bias2 + residual`` for weight1 (2F, K) = [gate; up], weight2 (N, F)."""
+    hidden = reference_gated_linear(input, weight1, bias1, activation=activation)
+    return reference_linear(hidden, weight2, bias2, residual=residual)
 
 
 # attention
