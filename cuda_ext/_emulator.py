@@ -110,7 +110,7 @@ def load(hooks: bool = False) -> ModuleType:
     """The module `_simt` (csrc/emulated) with all CUDA kernels of the package in it."""
     import torch
 
-    kernels = sorted(path for path in CSRC.rglob("*.cu") if path.parent.name != "cuda")
+    kernels = sorted(path for path in CSRC.rglob("*.cu") if path.parent.name != "launchers")
     headers = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include")
     flags = [f"-isystem{path}" for path in headers]
     if not (FOLDER / f"{_name(hooks)}.so").exists():

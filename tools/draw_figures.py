@@ -206,7 +206,7 @@ def linear() -> Drawing:
         (40, "cuda_ext/gemm.py", "linear(): calls the op torch.ops.cuda_ext.linear", PYTHON),
         (
             110,
-            "csrc/ops/gemm.cpp",
+            "csrc/ops/linear.cpp",
             "linear_autocast, linear_autograd, linear_forward, run_linear: casts, node, checks",
             TORCH,
         ),
@@ -258,7 +258,7 @@ def linear() -> Drawing:
     d.box(
         (x, 110, width, 62),
         TORCH,
-        "csrc/ops/gemm.cpp",
+        "csrc/ops/linear.cpp",
         "LinearBackward::backward, called by autograd\nwith the gradient of the output",
     )
     d.line((x + 90, 172), (x + 90, 214))

@@ -53,7 +53,7 @@ def sources(every_dtype: bool) -> list[Path]:
 
     GEMM's, which take longest to compile, come first, so that none is left alone at the end.
     """
-    found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "cuda"]
+    found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "launchers"]
     found.sort(key=lambda path: (path.parent.name != "gemm", path))
     return [path for path in found if every_dtype or not {"f16", "f32", "tf32"} & set(path.stem.split("_"))]
 
