@@ -1,4 +1,4 @@
-// Which weights are dropped: the same ones as on a CPU (attention_tiles.h), and again in the backward.
+// Which weights are dropped: the same ones as on a CPU (attention_tiles_cpu.h), and again in the backward.
 #pragma once
 
 #include "arch/memory.cuh"

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "attention/attention_bwd_sm80.cuh"
-#include "attention/attention_fwd_sm80.cuh"
+#include "attention/attention_bwd_sm80_launch.cuh"
+#include "attention/attention_fwd_sm80_launch.cuh"
 #include "launchers/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"

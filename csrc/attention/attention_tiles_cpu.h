@@ -1,8 +1,8 @@
-// The pieces that attention's forward and backward share on a CPU.
+// What attention's forward and backward share on the CPU: packing, masks, bias and dropout.
 //
-// Queries lie in the lanes. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width), so
-// that S^T = K Q^T is a product of broadcast keys and whole vectors of queries, a softmax row runs down a lane with no
-// horizontal step, and neither head dimension ever needs padding.
+// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width).
+// S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane, so that no
+// horizontal operation is needed, and neither head dimension needs padding.
 #pragma once
 
 #include "attention/attention.h"
@@ -12,7 +12,8 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-constexpr int kSlack = 8;  // how far, in logits, the maximum that weights of a row are relative to may lag behind
+// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save rescaling.
+constexpr int kMaxLag = 8;
 
 template <class T>
 constexpr int64_t kPanelQueries = kTileVectors* kLanes<T>;
@@ -22,23 +23,23 @@ constexpr int64_t padded(int64_t n) {
   return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
-// Distance between packed rows: a cache line more than whole vectors, so that the rows a tile walks down do not share
-// the few cache sets that a power of two would give them.
+// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the few
+// cache sets that a power of two would map them to.
 template <class T>
 constexpr int64_t row_pitch(int64_t n) {
   return padded<T>(n) + kLanes<T>;
 }
 
-// An array of T to be placed in scratch, and where its address goes.
+// An array to allocate, and where to store its address.
 template <class T>
-struct Placement {
+struct ScratchArray {
   T** address;
   int64_t count;
 };
 
-// One piece of scratch for several arrays, each from a cache line of its own.
+// Allocates several arrays in one piece of scratch, each aligned to a cache line.
 template <class T>
-Scratch place(std::initializer_list<Placement<T>> arrays) {
+Scratch allocate(std::initializer_list<ScratchArray<T>> arrays) {
   constexpr int64_t line = 64 / sizeof(T);
   const auto whole_lines = [](int64_t count) { return (count + line - 1) / line * line; };
   int64_t total = 0;
@@ -52,7 +53,7 @@ Scratch place(std::initializer_list<Placement<T>> arrays) {
   return scratch;
 }
 
-// Calls f(std::integral_constant<int, V>) for the V = vectors in [1, kTileVectors].
+// Calls f(std::integral_constant<int, vectors>), for vectors in [1, kTileVectors].
 template <class F>
 CUDA_EXT_INLINE void with_vectors(int64_t vectors, F&& f) {
   if constexpr (kTileVectors == 4) {
@@ -63,7 +64,7 @@ CUDA_EXT_INLINE void with_vectors(int64_t vectors, F&& f) {
   f(std::integral_constant<int, 1>{});
 }
 
-// Where sequence b of the call lies.
+// First rows and lengths of sequence b.
 struct Sequence {
   int64_t q_begin, q_len;  // rows of query, out, lse
   int64_t k_begin, k_len;
@@ -98,20 +99,20 @@ Rows<Storage> rows_of(const HeadsView& view, int64_t b, int64_t begin, int64_t h
           view.seq_stride};
 }
 
-// Which keys which queries see: key j and query i iff low <= j - i <= high.
+// Query i sees key j iff low <= j - i <= high.
 struct Visibility {
   int64_t low, high;
   int64_t k_len;
 
   Visibility(const AttentionParams& p, const Sequence& s) : k_len(s.k_len) {
-    // Lengths are less, and sums of a few of them, so that no sum below overflows.
+    // Far more than any length, but small enough that the sums below cannot overflow.
     constexpr int64_t kFar = int64_t(1) << 60;
     const auto side = [](int64_t window) { return window < 0 || window > kFar ? kFar : window; };
     const int64_t diagonal = s.k_len - s.q_len;
     low = diagonal - side(p.window_left);
     high = diagonal + side(p.window_right);
   }
-  // Keys seen by any query of [i_begin, i_end), as [begin, end).
+  // Keys that any query in [i_begin, i_end) sees: [begin, end).
   int64_t key_begin(int64_t i_begin) const { return std::clamp<int64_t>(i_begin + low, 0, k_len); }
   int64_t key_end(int64_t i_end) const { return std::clamp<int64_t>(i_end + high, 0, k_len); }
   bool all_visible(int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end) const {
@@ -119,7 +120,7 @@ struct Visibility {
   }
 };
 
-// Rows of one head lie far apart, out of the hardware's sight: each is asked for this many rows before its turn.
+// Rows of one head are too far apart for the hardware prefetcher, so they are prefetched this many rows ahead.
 constexpr int64_t kRowsAhead = 8;
 template <class Storage>
 CUDA_EXT_INLINE void prefetch_row(const Storage* row, int64_t dim) {
@@ -127,7 +128,7 @@ CUDA_EXT_INLINE void prefetch_row(const Storage* row, int64_t dim) {
   for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d);
 }
 
-// (n, dim) rows of storage -> rows of T a row_pitch apart, zeros past dim up to a whole vector.
+// (n, dim) rows of storage -> rows of T, row_pitch apart, padded with zeros to a whole vector.
 template <class Storage, class T = Compute<Storage>>
 void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
   const int64_t pitch = row_pitch<T>(dim);
@@ -138,7 +139,7 @@ void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
   }
 }
 
-// (n, dim) rows of storage -> factor * transpose, (dim, width) of T, zeros in the lanes past n. width: whole vectors.
+// (n, dim) rows of storage -> factor * transpose, (dim, width) of T; lanes from n on are zeros. width: whole vectors.
 template <class Storage, class T = Compute<Storage>>
 void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T factor, T* packed, int64_t width) {
   constexpr int lanes = kLanes<T>;
@@ -152,7 +153,7 @@ void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T factor,
   }
 }
 
-// (dim, width) of T, scaled lane by lane -> (n, dim) rows of storage.
+// (dim, width) of T, each lane scaled -> transpose, (n, dim) rows of storage.
 template <class Storage, class T = Compute<Storage>>
 void unpack_transposed(const T* packed, int64_t width, const T* lane_scale, int64_t n, int64_t dim,
                        Rows<Storage> rows) {
@@ -183,7 +184,7 @@ void apply_softcap(T* logits, int64_t keys, T cap) {
   for (int64_t i = 0; i < keys * Vectors * kLanes<T>; i += kLanes<T>) store(logits + i, cap * tanh(load(logits + i)));
 }
 
-// `count` elements of a bias, a stride apart; the other lanes are zero.
+// `count` elements of a bias, `stride` apart; the other lanes are zero.
 template <class T, class Element>
 CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t count) {
   constexpr int lanes = kLanes<T>;
@@ -206,9 +207,9 @@ CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t co
   return load(values);
 }
 
-// Adds values of a bias to the logits at `at`, or hides those where a boolean one is false.
+// Adds bias values to the logits at `at`; a boolean bias hides the logits where it is false.
 template <class T, class Element>
-CUDA_EXT_INLINE void join_bias(const Element*, T* at, Vec<T> values) {
+CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   if constexpr (std::is_same_v<Element, uint8_t>) {
     store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
   } else {
@@ -216,8 +217,8 @@ CUDA_EXT_INLINE void join_bias(const Element*, T* at, Vec<T> values) {
   }
 }
 
-// logits (keys, width), of which the first `queries` lanes count, with the transpose of a bias (queries, keys). Rows of
-// the bias are read a vector of keys at a time where those are dense.
+// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows of
+// the bias are read one vector of keys at a time if keys are contiguous.
 template <class T, class Element>
 void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
               int64_t width) {
@@ -225,7 +226,7 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
   if (i_stride == 0) {
     for (int64_t j = 0; j < keys; ++j) {
       const Vec<T> values = splat(load_bias<T>(bias + j * j_stride, 1, 1)[0]);
-      for (int64_t i = 0; i < width; i += lanes) join_bias(bias, logits + j * width + i, values);
+      for (int64_t i = 0; i < width; i += lanes) apply_bias_values(bias, logits + j * width + i, values);
     }
     return;
   }
@@ -236,12 +237,12 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
         square[r] =
             i + r < queries ? load_bias<T>(bias + (i + r) * i_stride + j * j_stride, j_stride, count) : Vec<T>{};
       transpose<T>(square);
-      for (int64_t c = 0; c < count; ++c) join_bias(bias, logits + (j + c) * width + i, square[c]);
+      for (int64_t c = 0; c < count; ++c) apply_bias_values(bias, logits + (j + c) * width + i, square[c]);
     });
   }
 }
 
-// Calls f(the bias from `offset` elements into it on), whatever it holds.
+// Calls f(pointer to element `offset` of the bias), with the bias's own element type.
 template <class T, class F>
 CUDA_EXT_INLINE void with_bias(const AttentionParams& p, int64_t offset, F&& f) {
   if (p.bias_kind == BiasKind::kBoolean) return f(static_cast<const uint8_t*>(p.bias) + offset);
@@ -252,8 +253,8 @@ CUDA_EXT_INLINE void with_bias(const AttentionParams& p, int64_t offset, F&& f) 
   });
 }
 
-// The bias of the head that begins `head_offset` elements into it, for keys [j_begin, j_begin + keys) against queries
-// [i_begin, i_end).
+// Applies the bias of one head, which begins at element `head_offset`, to the logits of keys [j_begin, j_begin + keys) and
+// queries [i_begin, i_end).
 template <class T>
 void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
                 int64_t keys, T* logits, int64_t width) {
@@ -262,8 +263,8 @@ void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, 
                [&](const auto* bias) { add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width); });
 }
 
-// ALiBi and the mask, for keys [j_begin, j_begin + keys) against the panel of queries that starts at i_begin. Most tiles
-// need neither: it stays out of the code of those that do not.
+// ALiBi and the mask, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline, because
+// most blocks need neither.
 template <int Vectors, class T>
 __attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T slope, int64_t diagonal,
                                                     int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {
@@ -273,7 +274,7 @@ __attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T
   const Vec<T> hidden = splat(-std::numeric_limits<T>::infinity());
   for (int64_t j = 0; j < keys; ++j) {
     for (int v = 0; v < Vectors; ++v, logits += lanes) {
-      // j - i of lane 0; lane l is l less. Small enough to be exact in T where it decides anything.
+      // j - i of lane 0; that of lane l is l less. Exact in T wherever it affects the result.
       const int64_t distance = j_begin + j - i_begin - v * lanes;
       Vec<T> x = load(logits);
       if (slope != 0) {
@@ -288,7 +289,7 @@ __attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T
 }
 
 // Multiplies values (keys, Vectors * lanes) by the dropout mask: 0, or 1 / (1 - p) where the element is kept. j_begin
-// is a multiple of 4, so that four keys of one query share a counter.
+// must be a multiple of 4, because four keys of one query share a counter.
 template <int Vectors, class T>
 void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin, int64_t keys, T* values) {
   constexpr int width = Vectors * kLanes<T>;
@@ -306,5 +307,39 @@ void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin,
     }
   }
 }
+
+// The parameters of one head of one sequence.
+template <class T>
+struct HeadContext {
+  const AttentionParams& p;
+  Visibility visible;
+  T q_factor;  // multiplied into the packed queries: the scale, divided by the softcap if there is one
+  T softcap;
+  T slope;
+  int64_t diagonal;   // Sk - Sq
+  int64_t first_row;  // of the head's sequence within lse
+  int64_t bias_offset;
+
+  HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
+      : p(params),
+        visible(params, s),
+        q_factor(T(params.softcap > 0 ? params.scale / params.softcap : params.scale)),
+        softcap(T(params.softcap)),
+        slope(params.alibi_slopes == nullptr
+                  ? T(0)
+                  : static_cast<const T*>(params.alibi_slopes)[b * params.alibi_batch_stride + h]),
+        diagonal(s.k_len - s.q_len),
+        first_row(cpu::CUDA_EXT_ISA::first_row(params, s, b, h)),
+        bias_offset(b * params.bias_strides[0] + h * params.bias_strides[1]) {}
+
+  // Applies bias, ALiBi and mask to logits (keys, Vectors * lanes). The mask comes last, so that it overrides any bias.
+  template <int Vectors>
+  void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
+    if (p.bias_kind != BiasKind::kNone)
+      apply_bias(p, bias_offset, i_begin, i_end, j_begin, keys, logits, Vectors * kLanes<T>);
+    if (slope != 0 || !visible.all_visible(i_begin, i_end, j_begin, j_begin + keys))
+      apply_alibi_and_mask<Vectors>(visible, slope, diagonal, i_begin, j_begin, keys, logits);
+  }
+};
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

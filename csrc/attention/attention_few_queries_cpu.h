@@ -1,28 +1,29 @@
-// Attention's forward on a CPU for sequences of a few queries, as when text is generated: panels would leave most of
-// their lanes empty, and packing keys and values would cost more than the products.
+// Attention forward on the CPU for sequences of a few queries, as in text generation: panels of queries would leave most
+// lanes empty, and packing keys and values would cost more than the products.
 //
-// Keys lie in the lanes. A tile is up to kTileRows rows of one sequence, of all query heads that share a key head, so
-// that keys and values are read once for all of them, and in place wherever no conversion is worth a copy. Where key
-// heads are neighbours in memory, a tile takes several, a few keys of each in turn: memory is then read as it lies.
-//   logits (rows, keys) = q k^T     dot products, a vector of them at a time
-//   weights = exp(logits - max)     along the rows
+// Each vector lane holds a key. A tile is up to kTileRows rows (queries of any head) of one sequence, from all query heads
+// that share a key head, so that keys and values are read once for all of them, and without a copy unless converting them
+// once for all rows is cheaper. If key heads are adjacent in memory, a tile has several and reads a few keys of each
+// alternately, so that memory is read in order.
+//   logits (rows, keys) = q k^T     dot products, one vector of them at a time
+//   weights = exp(logits - max)     along each row
 //   out (rows, dim_v) += weights v
-// With fewer tiles than threads, a tile's keys are split among several tasks, whose sums are added in order.
+// If there are fewer tiles than threads, the keys of a tile are split among several tasks, whose sums are added in order.
 #pragma once
 
-#include "attention/attention_tiles.h"
+#include "attention/attention_tiles_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kTileRows = 64;
-constexpr int64_t kRowKeys = 128;          // of a step: their logits stay in cache until they are weights
-constexpr int64_t kNeighbourBytes = 4096;  // of key heads read together: longer streams are no faster
-constexpr int64_t kLeastSplitKeys = 512;   // worth a task of its own
+constexpr int64_t kRowKeys = 128;          // keys of a step: their logits stay in cache until they are weights
+constexpr int64_t kAdjacentBytes = 4096;   // of the key heads of a tile: longer contiguous reads are no faster
+constexpr int64_t kLeastSplitKeys = 512;   // the fewest keys that are worth a separate task
 template <class T>
-constexpr int64_t kTurnKeys = std::max(8, kLanes<T>);  // of a head, before the next head's turn
+constexpr int64_t kInterleavedKeys = std::max(8, kLanes<T>);  // of a head, before those of the next head are read
 
-// logits (Count, keys), kRowKeys apart = q (Count, dim) k^T. dim: whole vectors, also the distance of q's rows. Writes
-// whole vectors of logits.
+// logits (Count, keys), rows kRowKeys apart = q (Count, dim) k^T. dim: whole vectors; rows of q are dim apart. Writes whole
+// vectors of logits.
 template <int Count, class T, class Element>
 void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, T* logits) {
   constexpr int lanes = kLanes<T>, kAtOnce = lanes / Count;
@@ -48,7 +49,7 @@ void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, 
   }
 }
 
-// out (Count, Vectors * lanes), `pitch` apart += weights (Count, keys), kRowKeys apart @ v.
+// Columns [begin, begin + Vectors * lanes) of out (Count, pitch) += weights (Count, keys), rows kRowKeys apart @ v.
 template <int Count, int Vectors, class T, class Element>
 CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Element> v, int64_t begin, T* out,
                                 int64_t pitch) {
@@ -77,7 +78,7 @@ CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Eleme
   }
 }
 
-// The same for all of `dim` columns, whole vectors of them, as many at once as there are registers for sums.
+// The same for columns [begin, dim), whole vectors, as many at once as the registers can sum.
 template <int Count, int Vectors, class T, class Element>
 void add_all_values(int64_t begin, int64_t dim, int64_t keys, const T* weights, Rows<const Element> v, T* out) {
   for (; begin + Vectors * kLanes<T> <= dim; begin += Vectors * kLanes<T>)
@@ -86,7 +87,7 @@ void add_all_values(int64_t begin, int64_t dim, int64_t keys, const T* weights, 
     if (begin < dim) add_all_values<Count, Vectors / 2>(begin, dim, keys, weights, v, out);
 }
 
-// Calls f(std::integral_constant<int, Count>, first) until all rows have had their turn: by fours, twos and ones.
+// Calls f(std::integral_constant<int, Count>, first) for consecutive groups of 4, 2 and 1 rows, until all are covered.
 template <class T, class F>
 CUDA_EXT_INLINE void for_row_groups(int64_t rows, F&& f) {
   int64_t r = 0;
@@ -96,7 +97,7 @@ CUDA_EXT_INLINE void for_row_groups(int64_t rows, F&& f) {
   if (r < rows) f(std::integral_constant<int, 1>{}, r);
 }
 
-// A tile's softmax on its way through the keys.
+// A tile's softmax over the keys visited so far.
 template <class T>
 struct RowSums {
   T max[kTileRows];
@@ -104,7 +105,7 @@ struct RowSums {
   T* out;  // (rows, padded dim_v)
 };
 
-// One task's rows, of some neighbouring key heads, and what their logits are made of.
+// The rows of one task, from adjacent key heads.
 template <class T>
 struct RowTile {
   const AttentionParams& p;
@@ -126,13 +127,13 @@ struct RowTile {
   int64_t head(int64_t r) const {
     return (kv_head + r / head_rows()) * (p.heads / p.heads_kv) + (begin + r % head_rows()) / s.q_len;
   }
-  // Keys that any query sees, whether it is of this tile or another.
+  // Keys that any query of the sequence sees.
   int64_t keys_begin() const { return visible.key_begin(0); }
   int64_t keys_end() const { return visible.key_end(s.q_len); }
 
-  // From products to logits, of keys [j_begin, j_begin + keys): softcap, ALiBi, bias and, last, the mask, which hides
-  // all else, also what fills the last vector.
-  void finish_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
+  // Applies softcap, ALiBi, bias and, last, the mask to row r of the logits of keys [j_begin, j_begin + keys). The mask also
+  // hides the padding of the last vector.
+  void modify_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
     const int64_t i = query(r), h = head(r), width = padded<T>(keys);
     if (p.softcap > 0) apply_softcap<1>(logits, width / lanes, T(p.softcap));
@@ -144,7 +145,7 @@ struct RowTile {
       with_bias<T>(p, batch * p.bias_strides[0] + h * p.bias_strides[1] + i * p.bias_strides[2], [&](const auto* bias) {
         const int64_t stride = p.bias_strides[3];
         for_vectors<T>(keys, [&](int64_t j, int64_t count) {
-          join_bias(bias, logits + j, load_bias<T>(bias + (j_begin + j) * stride, stride, count));
+          apply_bias_values(bias, logits + j, load_bias<T>(bias + (j_begin + j) * stride, stride, count));
         });
       });
     const auto inside = [&](int64_t j) { return std::clamp<int64_t>(j - j_begin, 0, keys); };
@@ -154,16 +155,16 @@ struct RowTile {
   }
 };
 
-// Takes one row's logits (keys, padded with -inf) into its softmax: they become weights.
+// Updates one row's softmax and output with its logits (keys, padded with -inf), which become weights.
 template <class T>
-void take_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t out_width) {
+void update_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t out_width) {
   constexpr int lanes = kLanes<T>;
   Vec<T> most = splat(row_max);
   for (int64_t j = 0; j < keys; j += lanes) most = max<T>(load(logits + j), most);
   T largest = most[0];
   for (int l = 1; l < lanes; ++l) largest = std::max(largest, most[l]);
-  // As for panels of queries: the maximum that weights are relative to may lag behind.
-  if (largest > row_max + kSlack) {
+  // As in attend(): row_max may lag behind.
+  if (largest > row_max + kMaxLag) {
     const T rescale = std::exp(row_max - largest);
     row_max = largest;
     row_sum *= rescale;
@@ -179,24 +180,24 @@ void take_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t o
   row_sum += horizontal_sum<T>(sum);
 }
 
-// What a worker needs for its tiles.
+// The buffers of one thread.
 template <class T>
 struct RowScratch {
   T *q, *logits;  // (rows, padded dim), (rows, kRowKeys)
-  T* packed;      // (kTurnKeys, pitch or pitch_v), of keys or values where they cannot be read in place
+  T* packed;      // (kInterleavedKeys, pitch or pitch_v), keys or values that cannot be read in place
   T *step, *out;  // (rows, padded dim_v): the sums of kRowKeys keys, and of all
   Scratch scratch;
 
   RowScratch(const AttentionParams& p, int64_t rows)
-      : scratch(place<T>({{&q, rows * padded<T>(p.dim)},
-                          {&logits, rows * kRowKeys},
-                          {&packed, kTurnKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
-                          {&step, rows * padded<T>(p.dim_v)},
-                          {&out, rows * padded<T>(p.dim_v)}})) {}
+      : scratch(allocate<T>({{&q, rows * padded<T>(p.dim)},
+                             {&logits, rows * kRowKeys},
+                             {&packed, kInterleavedKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
+                             {&step, rows * padded<T>(p.dim_v)},
+                             {&out, rows * padded<T>(p.dim_v)}})) {}
 };
 
-// Calls f(rows) with `count` rows as vectors are loaded from them: where they are, if they end with whole vectors and are
-// not converted anew for many rows of a tile; else packed.
+// Calls f(rows) with `count` rows from which whole vectors can be loaded: in place, if dim is a multiple of a vector and
+// the elements need no conversion (or only for a few rows of the tile); else packed.
 template <class T, class Storage, class F>
 CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, int64_t dim, int64_t tile_rows,
                                         T* packed, F&& f) {
@@ -209,14 +210,14 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
   f(Rows<const T>{packed, row_pitch<T>(dim)});
 }
 
-// Calls f(j, count, r, rows) for all of `keys` keys from j_begin on: rows [j, j + count) of these, keys or values, of a
-// key head to which the tile's rows from r on attend. The tile's key heads take turns.
+// Calls f(j, count, r, rows) for all keys [j_begin, j_begin + keys), alternating between the key heads of the tile. `rows`
+// are keys or values [j, j + count), relative to j_begin, of the key head to which the tile's rows from r on attend.
 template <class Storage, class T, class F>
-CUDA_EXT_INLINE void for_turns(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
+CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
                                int64_t keys, T* packed, F&& f) {
   const auto first_head = rows_of<const Storage>(view, tile.batch, tile.s.k_begin + j_begin, tile.kv_head);
-  for (int64_t j = 0; j < keys; j += kTurnKeys<T>) {
-    const int64_t count = std::min(kTurnKeys<T>, keys - j);
+  for (int64_t j = 0; j < keys; j += kInterleavedKeys<T>) {
+    const int64_t count = std::min(kInterleavedKeys<T>, keys - j);
     for (int64_t h = 0; h < tile.kv_heads; ++h) {
       const Rows<const Storage> rows{first_head[j] + h * view.head_stride, view.seq_stride};
       with_whole_vectors(rows, count, dim, tile.head_rows(), packed,
@@ -233,7 +234,7 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   const int64_t dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
-    for_turns<Storage>(tile, p.key, p.dim, j, keys, scratch.packed,
+    for_interleaved_keys<Storage>(tile, p.key, p.dim, j, keys, scratch.packed,
                        [&](int64_t at, int64_t count, int64_t first, auto k) {
                          for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
                            dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
@@ -242,12 +243,12 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
                        });
     for (int64_t r = 0; r < tile.rows(); ++r) {
       T* const logits = scratch.logits + r * kRowKeys;
-      tile.finish_logits(logits, r, j, keys);
-      take_row(logits, keys, sums.max[r], sums.sum[r], sums.out + r * dim_v, dim_v);
+      tile.modify_logits(logits, r, j, keys);
+      update_row(logits, keys, sums.max[r], sums.sum[r], sums.out + r * dim_v, dim_v);
     }
-    // Summed apart first: rounding errors then grow with the number of steps, not of turns.
+    // A separate sum for each step: rounding errors then grow with the number of steps, not of calls to add_all_values.
     std::fill_n(scratch.step, tile.rows() * dim_v, T(0));
-    for_turns<Storage>(
+    for_interleaved_keys<Storage>(
         tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto v) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             constexpr int kCount = decltype(rows)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
@@ -260,9 +261,9 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   }
 }
 
-// Output and lse of a tile, from the sums of its splits.
+// Combines the sums of a tile's splits, and stores output and lse.
 template <class Storage, class T = Compute<Storage>>
-void finish_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits) {
+void store_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits) {
   constexpr T nothing = -std::numeric_limits<T>::infinity();
   const AttentionParams& p = tile.p;
   for (int64_t r = 0; r < tile.rows(); ++r) {
@@ -281,26 +282,26 @@ void finish_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits)
   }
 }
 
-inline bool heads_are_neighbours(const AttentionParams& p) {
+inline bool heads_are_adjacent(const AttentionParams& p) {
   return p.heads_kv > 1 && p.key.head_stride == p.dim && p.value.head_stride == p.dim_v;
 }
 
-// Whether panels of longest_q queries serve worse than rows: while they leave most lanes empty, and a bit longer where
-// they would pack keys piece by piece from among those of other heads, or where keys have to be split among threads.
+// Whether this file's method is faster than panels for longest_q queries: if panels leave most lanes empty, and for a few
+// more queries if keys would be packed from between those of other heads, or if keys have to be split among threads.
 template <class T>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
-  return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_neighbours(p)) ||
+  return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_adjacent(p)) ||
          (longest_q <= 16 && p.batch * p.heads < num_threads());
 }
 
-// How many key heads, of head_rows rows each, a tile takes: neighbours in memory, but so few that every thread gets a
-// task, of which a key head alone would make `tasks`.
+// How many adjacent key heads, of head_rows rows each, share a tile: as many as leave a task for every thread. `tasks` is
+// the number of tasks per key head if each has its own tile.
 template <class Storage>
 int64_t heads_together(const AttentionParams& p, int64_t head_rows, int64_t tasks) {
-  if (!heads_are_neighbours(p)) return 1;
-  const int64_t of_stream = kNeighbourBytes / (std::max(p.dim, p.dim_v) * int64_t(sizeof(Storage)));
-  int64_t heads = std::min({p.heads_kv, of_stream, kTileRows / std::max<int64_t>(1, head_rows)});
+  if (!heads_are_adjacent(p)) return 1;
+  const int64_t contiguous = kAdjacentBytes / (std::max(p.dim, p.dim_v) * int64_t(sizeof(Storage)));
+  int64_t heads = std::min({p.heads_kv, contiguous, kTileRows / std::max<int64_t>(1, head_rows)});
   while (heads > 1 && (p.heads_kv % heads != 0 || p.heads_kv / heads * tasks < num_threads())) --heads;
   return std::max<int64_t>(1, heads);
 }
@@ -324,7 +325,7 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
   };
   std::unique_ptr<RowSums<T>[]> parts(splits > 1 ? new RowSums<T>[tiles * splits] : nullptr);
   T* part_outs;
-  const Scratch part_scratch = place<T>({{&part_outs, splits > 1 ? tiles * splits * tile_rows * dim_v : 0}});
+  const Scratch part_scratch = allocate<T>({{&part_outs, splits > 1 ? tiles * splits * tile_rows * dim_v : 0}});
 
   run_workers(tiles * splits, [&](TaskQueue& queue) {
     const RowScratch<T> scratch(p, tile_rows);
@@ -336,7 +337,7 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
       sums.out = splits > 1 ? part_outs + task * tile_rows * dim_v : scratch.out;
       std::fill_n(sums.out, tile.rows() * dim_v, T(0));
       for (int64_t r = 0; r < tile.rows(); ++r) {
-        // A sink is a key seen before all others, with no value.
+        // A sink is a key before all others that has no value.
         const bool has_sink = p.sinks != nullptr && split == 0;
         sums.max[r] = has_sink ? static_cast<const T*>(p.sinks)[tile.head(r)] : -std::numeric_limits<T>::infinity();
         sums.sum[r] = T(has_sink ? 1 : 0);
@@ -349,12 +350,12 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
       if (tile.rows() == 0) continue;
       const int64_t begin = tile.keys_begin(), keys = std::max<int64_t>(0, tile.keys_end() - begin);
       attend_rows<Storage>(tile, begin + split * keys / splits, begin + (split + 1) * keys / splits, scratch, sums);
-      if (splits == 1) finish_rows<Storage>(tile, &sums, 1);
+      if (splits == 1) store_rows<Storage>(tile, &sums, 1);
     }
   });
   if (splits > 1)
     parallel_for(tiles, 1, [&](int64_t first, int64_t last) {
-      for (int64_t n = first; n < last; ++n) finish_rows<Storage>(tile_at(n), parts.get() + n * splits, splits);
+      for (int64_t n = first; n < last; ++n) store_rows<Storage>(tile_at(n), parts.get() + n * splits, splits);
     });
 }
 
