@@ -15,16 +15,6 @@ from torch import Tensor
 
 from cuda_ext._toolchain import NAMESPACE
 
-_DTYPE_NAMES = {
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.float64: "Double",
-    torch.int32: "Int",
-    torch.int64: "Long",
-    torch.bool: "Bool",
-}
-
 
 def check(condition: Any, op: str, message: str) -> None:
     torch._check(condition, lambda: f"{NAMESPACE}::{op}: {message}")
@@ -35,7 +25,7 @@ def shape_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return str(dtype).removeprefix("torch.")
 
 
 def is_floating(dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Flash attention, forward and backward: softmax(scale * query @ key^T) @ value in memory linear in the sequence length.
+"""Flash attention, forward and backward: softmax(scale * query @ key^T) @ value in memory linear in sequence length.
 
 The method is FlashAttention (Dao et al., arXiv 2205.14135) with the online softmax of Milakov and Gimelshein (arXiv
 1805.02867). The CPU kernels hold one block of logits per thread and sum gradients in a fixed order, so results repeat

@@ -146,6 +146,9 @@ def attention() -> None:
     def call(**arguments: Any) -> Any:
         return flash_attention(**arguments, causal=True, return_lse=True)
 
+    def masked(bias: Any, **arguments: Any) -> Any:
+        return flash_attention(**arguments, bias=bias, mask=bias.detach() < 1, return_lse=True)
+
     n = world_size()
 
     def shapes(batch: int, heads: int, heads_kv: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -156,6 +159,8 @@ def attention() -> None:
     full = shapes(n, 4 * n, 2 * n, sinks=(4 * n,), bias=(n, 4 * n, 5, 7))
     check(call, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
     check(call, full, {**by_batch, "bias": 0}, out="S(0)")
+    check(masked, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
+    check(masked, full, {**by_batch, "bias": 0}, out="S(0)")
     check(call, shapes(2 * n + 1, 2, 1, bias=(5, 7)), by_batch, out="S(0)")
     check(call, shapes(2, n + 1, n + 1, bias=(n + 1, 1, 1)), by_heads, out="S(2)")  # uneven
     check(call, shapes(2, 2 * n, 1), {"query": 2}, out="S(2)")  # all read one head

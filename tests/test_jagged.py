@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cuda_ext.attention import flash_attention
 from cuda_ext.gemm import linear, mlp
-from cuda_ext.testing import reference_mlp
+from cuda_ext.testing import reference_attention_varlen, reference_mlp
 
 
 def jagged(sequences: list[Tensor]) -> Tensor:
@@ -114,6 +114,16 @@ def test_attention_to_other_sequences() -> None:
         torch.testing.assert_close(a, flash_attention(query[None], own[None], own[None])[0])
 
 
+def test_attention_with_a_bias_and_a_mask() -> None:
+    query, key, value = (jagged(sequences) for sequences in attention_inputs())
+    bias = torch.randn(4, 1, 17, 17, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(17, 17) < 0.8
+    out = flash_attention(query, key, value, bias=bias, mask=mask)
+    cu = query.offsets().int()
+    expected = reference_attention_varlen(query.values(), key.values(), value.values(), cu, cu, bias=bias, mask=mask)
+    torch.testing.assert_close(out.values(), expected)
+
+
 def test_refusals_of_attention() -> None:
     x = jagged([torch.randn(n, 2, 8) for n in (3, 5)])
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key .*, got key with 4 .*not nested"):
@@ -130,5 +140,3 @@ def test_refusals_of_attention() -> None:
         flash_attention(strided, strided, strided)
     with pytest.raises(RuntimeError, match="flash_attention: expected value of the same sequences as key"):
         flash_attention(x, x, jagged([torch.randn(n, 2, 8) for n in (5, 3)]))
-    with pytest.raises(RuntimeError, match="flash_attention: expected bias=None with nested tensors"):
-        flash_attention(x, x, x, bias=torch.zeros(5))

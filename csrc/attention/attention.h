@@ -20,7 +20,6 @@ enum class BiasKind : uint8_t {
   kNone,
   kStorage,       // numbers of the call's dtype
   kAccumulation,  // numbers of the accumulation type
-  kBoolean,       // bytes: 1 where a key takes part, 0 where it is hidden
 };
 
 // Seed and offset of random numbers. A captured CUDA graph reads them anew at each replay: they are in memory, where
@@ -60,11 +59,13 @@ struct AttentionParams {
   const void* sinks = nullptr;  // (heads,): one more logit per row, with no value behind it
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
-  // Joins the logits after softcap and ALiBi. The strides, in elements, are those over (batch, heads, seqlen_q,
-  // seqlen_k): 0 where it is broadcast, else any. Packed sequences have none.
+  // Added to the logits after softcap and ALiBi. The strides, in elements, are over (batch, heads, seqlen_q, seqlen_k):
+  // 0 where it is broadcast, else any. Queries and keys of packed sequences are counted within their sequence.
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};
+  const uint8_t* mask = nullptr;  // 1 where a key takes part, 0 where it is hidden; null for none
+  int64_t mask_strides[4] = {};   // like bias_strides
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;

@@ -16,9 +16,9 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kTileRows = 64;
-constexpr int64_t kRowKeys = 128;          // keys of a step: their logits stay in cache until they are weights
-constexpr int64_t kAdjacentBytes = 4096;   // of the key heads of a tile: longer contiguous reads are no faster
-constexpr int64_t kLeastSplitKeys = 512;   // the fewest keys that are worth a separate task
+constexpr int64_t kRowKeys = 128;         // keys of a step: their logits stay in cache until they are weights
+constexpr int64_t kAdjacentBytes = 4096;  // of the key heads of a tile: longer contiguous reads are no faster
+constexpr int64_t kLeastSplitKeys = 512;  // the fewest keys that are worth a separate task
 template <class T>
 constexpr int64_t kInterleavedKeys = std::max(8, kLanes<T>);  // of a head, before those of the next head are read
 
@@ -131,7 +131,7 @@ struct RowTile {
   int64_t keys_begin() const { return visible.key_begin(0); }
   int64_t keys_end() const { return visible.key_end(s.q_len); }
 
-  // Applies softcap, ALiBi, bias and, last, the mask to row r of the logits of keys [j_begin, j_begin + keys). The mask also
+  // Applies softcap, ALiBi, bias, mask, causal and window to row r of the logits of keys [j_begin, j_begin + keys), and
   // hides the padding of the last vector.
   void modify_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
@@ -141,13 +141,11 @@ struct RowTile {
       const T slope = static_cast<const T*>(p.alibi_slopes)[batch * p.alibi_batch_stride + h];
       for (int64_t j = 0; j < keys; ++j) logits[j] -= slope * T(std::abs(j_begin + j - i - (s.k_len - s.q_len)));
     }
-    if (p.bias_kind != BiasKind::kNone)
-      with_bias<T>(p, batch * p.bias_strides[0] + h * p.bias_strides[1] + i * p.bias_strides[2], [&](const auto* bias) {
-        const int64_t stride = p.bias_strides[3];
-        for_vectors<T>(keys, [&](int64_t j, int64_t count) {
-          apply_bias_values(bias, logits + j, load_bias<T>(bias + (j_begin + j) * stride, stride, count));
-        });
+    for_bias_and_mask<T>(p, batch, h, i, [&](const auto* data, const int64_t(&strides)[4]) {
+      for_vectors<T>(keys, [&](int64_t j, int64_t count) {
+        apply_bias_values(data, logits + j, load_bias<T>(data + (j_begin + j) * strides[3], strides[3], count));
       });
+    });
     const auto inside = [&](int64_t j) { return std::clamp<int64_t>(j - j_begin, 0, keys); };
     const T hidden = -std::numeric_limits<T>::infinity();
     std::fill(logits, logits + inside(visible.key_begin(i)), hidden);
@@ -214,7 +212,7 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
 // are keys or values [j, j + count), relative to j_begin, of the key head to which the tile's rows from r on attend.
 template <class Storage, class T, class F>
 CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
-                               int64_t keys, T* packed, F&& f) {
+                                          int64_t keys, T* packed, F&& f) {
   const auto first_head = rows_of<const Storage>(view, tile.batch, tile.s.k_begin + j_begin, tile.kv_head);
   for (int64_t j = 0; j < keys; j += kInterleavedKeys<T>) {
     const int64_t count = std::min(kInterleavedKeys<T>, keys - j);
@@ -235,12 +233,12 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
     for_interleaved_keys<Storage>(tile, p.key, p.dim, j, keys, scratch.packed,
-                       [&](int64_t at, int64_t count, int64_t first, auto k) {
-                         for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
-                           dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
-                                                               scratch.logits + (first + r) * kRowKeys + at);
-                         });
-                       });
+                                  [&](int64_t at, int64_t count, int64_t first, auto k) {
+                                    for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
+                                      dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
+                                                                          scratch.logits + (first + r) * kRowKeys + at);
+                                    });
+                                  });
     for (int64_t r = 0; r < tile.rows(); ++r) {
       T* const logits = scratch.logits + r * kRowKeys;
       tile.modify_logits(logits, r, j, keys);

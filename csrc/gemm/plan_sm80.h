@@ -137,7 +137,7 @@ inline bool is_k_major_b(const GemmParams& params) {
 inline int checked_count(int64_t count, const char* of_what) {
   constexpr int64_t kMax = 1 << 27;  // eight times as many still fit an int
   if (count > kMax)
-    throw std::invalid_argument("gemm_sm80: expected at most 2^27 " + std::string(of_what) + ", got " +
+    throw std::invalid_argument("expected at most 2^27 " + std::string(of_what) + ", got " +
                                 std::to_string(count) + "; divide the product");
   return int(count);
 }

@@ -52,11 +52,12 @@ def _(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
     one_mask = _needs_one_mask("flash_attention", info, options)
-    if one_mask or bias is not None or any(dim is not None for dim in in_dims[3:]):
-        tensors = query, key, value, alibi_slopes, sinks, bias
+    if one_mask or bias is not None or mask is not None or any(dim is not None for dim in in_dims[3:]):
+        tensors = query, key, value, alibi_slopes, sinks, bias, mask
         return _one_call_per_element(_attention, info, in_dims, *tensors, one_mask=one_mask, **options)
     size = info.batch_size
     mapped = [

@@ -275,26 +275,33 @@ def _attention_splits(query: Any, key: Any) -> Iterator[_Split]:
 
 
 def _attention(
-    query: Any, key: Any, value: Any, slopes: Any, sinks: Any, bias: Any, *, dropout_p: float = 0.0, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    slopes: Any,
+    sinks: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    dropout_p: float = 0.0,
+    **options: Any,
 ) -> Iterator[Rule]:
     _refuse_dropout(dropout_p)
     for split in _attention_splits(query, key):
-        places = [split.query, split.key, split.key, split.alibi_slopes(slopes), split.sinks, split.bias(bias)]
-        yield [split.query, split.lse], places
+        others = [split.alibi_slopes(slopes), split.sinks, split.bias(bias), split.bias(mask)]
+        yield [split.query, split.lse], [split.query, split.key, split.key, *others]
 
 
 def _attention_varlen(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, slopes: Any, sinks: Any, **options: Any
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *others: Any, **options: Any
 ) -> Iterator[Rule]:
-    for results, (q, k, v, *others) in _attention(query, key, value, slopes, sinks, None, **options):
-        yield results, [q, k, v, REPLICATE, REPLICATE, *others[:2]]
+    for results, (q, k, v, *places) in _attention(query, key, value, *others, **options):
+        yield results, [q, k, v, REPLICATE, REPLICATE, *places]
 
 
-def _attention_forward(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, slopes: Any, sinks: Any, bias: Any, **options: Any
-) -> Iterator[Rule]:
-    for results, (q, k, v, *others) in _attention(query, key, value, slopes, sinks, bias, **options):
-        yield [*results, REPLICATE], [q, k, v, REPLICATE, REPLICATE, *others]
+def _attention_forward(*args: Any, **options: Any) -> Iterator[Rule]:
+    for results, places in _attention_varlen(*args, **options):
+        yield [*results, REPLICATE], places
 
 
 def _attention_backward(
@@ -312,6 +319,7 @@ def _attention_backward(
     slopes: Any,
     sinks: Any,
     bias: Any,
+    mask: Any,
     *,
     dropout_p: float = 0.0,
     **options: Any,
@@ -325,7 +333,7 @@ def _attention_backward(
         places = [q, split.lse, q, k, k, q, split.lse, REPLICATE, None, REPLICATE, REPLICATE]
         yield (
             [q, sums_key, sums_key, grad_sinks, grad_bias],
-            [*places, split.alibi_slopes(slopes), split.sinks, at_bias],
+            [*places, split.alibi_slopes(slopes), split.sinks, at_bias, split.bias(mask)],
         )
 
 
