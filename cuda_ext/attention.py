@@ -301,7 +301,8 @@ def _jagged_attention(
     query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attention` of `(batch, jagged seq, heads, dim)`, whose memory has the packed form already."""
-    op = f"{NAMESPACE}::flash_attention"  # not `check`, which torch.compile cannot follow
+    op = f"{NAMESPACE}::flash_attention"
+    # Raised directly because torch.compile cannot trace `check`.
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         is_jagged = tensor.is_nested and tensor.layout == torch.jagged and tensor.dim() == 4
         if not (is_jagged and tensor._ragged_idx == 1 and tensor.lengths() is None):
@@ -312,7 +313,7 @@ def _jagged_attention(
             )
     if key.shape[1] != value.shape[1]:
         raise RuntimeError(
-            f"{op}: expected value of the same sequences as key, got offsets of its own; make it with those of key "
+            f"{op}: expected value with the same offsets as key, got others; create it with those of key "
             "(torch.nested.nested_tensor_from_jagged)"
         )
     offsets = query.offsets()

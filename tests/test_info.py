@@ -162,7 +162,7 @@ def test_checkout_without_a_library_reports_on_the_installed_package(tmp_path: P
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (
-        done.stderr == f"{checkout}/cuda_ext has not been built; this is about the installed {package_copy}/cuda_ext\n"
+        done.stderr == f"{checkout}/cuda_ext has not been built; this report is about the installed {package_copy}/cuda_ext\n"
     )
     report = json.loads(done.stdout)
     assert report["package"]["folder"] == f"{package_copy}/cuda_ext"

@@ -55,11 +55,11 @@ def test_residual() -> None:
 def test_refusals() -> None:
     x = jagged([torch.randn(n, 5) for n in (2, 4)])
     weight = torch.randn(5, 5)
-    with pytest.raises(RuntimeError, match="linear: expected input and residual to be jagged nested tensors both"):
+    with pytest.raises(RuntimeError, match="linear: expected both input and residual to be jagged nested tensors"):
         linear(x, weight, residual=torch.randn(5))
-    with pytest.raises(RuntimeError, match="linear: expected input and residual to be jagged nested tensors both"):
+    with pytest.raises(RuntimeError, match="linear: expected both input and residual to be jagged nested tensors"):
         linear(torch.randn(6, 5), weight, residual=x)
-    with pytest.raises(RuntimeError, match="linear: expected residual of the same sequences as input"):
+    with pytest.raises(RuntimeError, match="linear: expected residual with the same offsets as input"):
         linear(x, weight, residual=jagged([torch.randn(n, 5) for n in (4, 2)]))
     holes = torch.nested.narrow(torch.randn(2, 6, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 4]), torch.jagged)
     with pytest.raises(RuntimeError, match="linear: expected input to be contiguous"):
@@ -130,7 +130,7 @@ def test_refusals_of_attention() -> None:
         flash_attention(x, torch.randn(2, 5, 2, 8), x)
     for dense in (torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8, requires_grad=True)):
         with pytest.raises(
-            RuntimeError, match=r"flash_attention: expected .* nested tensors all three, got a dense query"
+            RuntimeError, match=r"flash_attention: expected .* nested tensors, got a dense query"
         ):
             flash_attention(dense, x, x)
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*, got query"):
@@ -138,5 +138,5 @@ def test_refusals_of_attention() -> None:
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*torch.strided"):
         strided = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.strided)
         flash_attention(strided, strided, strided)
-    with pytest.raises(RuntimeError, match="flash_attention: expected value of the same sequences as key"):
+    with pytest.raises(RuntimeError, match="flash_attention: expected value with the same offsets as key"):
         flash_attention(x, x, jagged([torch.randn(n, 2, 8) for n in (5, 3)]))

@@ -1,5 +1,5 @@
-"""vmap rules of the GEMM family: the mapped dimension becomes one more leading or batch dimension, at no copy where
-strides allow."""
+"""vmap rules of the GEMM family: the mapped dimension becomes another leading or batch dimension, without a copy if the
+strides allow it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ InDims = tuple[int | None, ...]
 
 
 def _in_front(tensor: Tensor | None, dim: int | None, rank: int) -> Tensor | None:
-    """A mapped tensor as (mapped, 1, ..., 1, its own dims), `rank` dims behind the first; others as they are."""
+    """A mapped tensor as (mapped, 1, ..., 1, its own dims), with `rank` dims after the first; others unchanged."""
     if tensor is None or dim is None:
         return tensor
     tensor = tensor.movedim(dim, 0)
@@ -69,7 +69,7 @@ def _(
     assert row is not None
     if c_ is None or beta == 0.0:
         return _gemm(a_, b_, row, **options), 0
-    # The sum of both as the kernel would form it, unrounded.
+    # c and bias become one addend, in the accumulation dtype so that their sum is not rounded.
     dtype, exact = options.pop("out_dtype", None) or a.dtype, _accumulation_dtype(a)
     check_addend("gemm", "c", c_, a, dtype, c_.shape)
     check_addend("gemm", "bias", row, a, dtype, row.shape)
