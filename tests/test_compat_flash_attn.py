@@ -412,7 +412,7 @@ def refusals() -> list[Any]:
     sequences = (cu, cu, 4, 4)
     two, three = flash_attn_2, flash_attn_interface
     no_paging = (
-        "flash_attn.flash_attn_varlen_func: expected block_table to be None, as paged keys and values are not "
+        "flash_attn.flash_attn_varlen_func: expected block_table to be None, because paged keys and values are not "
         "supported, got a tensor of shape (1, 1); gather the pages"
     )
     cases: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
@@ -426,8 +426,8 @@ def refusals() -> list[Any]:
     ]
     for name, value, words in [
         ("qv", q, "expected qv to be None, got a tensor of shape (1, 4, 2, 8); pass torch.cat([q, qv], -1) as q"),
-        ("q_descale", cu, "expected q_descale to be None, as float8 is not supported, got a tensor of shape (2,)"),
-        ("k_descale", cu, "expected k_descale to be None, as float8 is not supported, got a tensor of shape (2,)"),
+        ("q_descale", cu, "expected q_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
+        ("k_descale", cu, "expected k_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
         ("v_descale", cu, "; scale v itself and convert it"),
         ("attention_chunk", 16, "expected attention_chunk to be 0, got 16; with as many queries as keys, pass each"),
     ]:
