@@ -168,7 +168,7 @@ def attention() -> None:
     check(call, shapes(2, 4, 2), {"query": 1, "key": 1})
     parts = sharded({name: torch.randn(shape) for name, shape in shapes(n, 2, 2).items()}, {})
     assert all(isinstance(part, DTensor) for part in parts.values())
-    with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p 0 for DTensors"):
+    with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p=0 for DTensors"):
         flash_attention(**parts, dropout_p=0.5)
 
 

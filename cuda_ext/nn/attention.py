@@ -18,10 +18,10 @@ class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by angles proportional to their positions.
 
     RoFormer (Su et al., arXiv 2104.09864), section 3.2.2.
-    Element d of the first half of a head and element d + D/2 form a pair (the "rotate half" order of Llama
-    checkpoints, where the paper pairs neighbours), which turns by ``position * base**(-2 d / D)`` radians. Angles are
-    float32, and products float32 or, for float64, float64. The tables are buffers that no state dict holds; they
-    start at ``max_seqlen`` positions, double when a longer sequence comes, and stay float32 when the module is cast.
+    Elements d and d + D/2 of a head form a pair (the "rotate half" order of Llama checkpoints; the paper pairs
+    neighbours), which is rotated by ``position * base**(-2 d / D)`` radians. Angles are float32; products are float32,
+    or float64 for float64. The tables are buffers outside the state dict; they start with ``max_seqlen`` positions,
+    double if a sequence is longer, and stay float32 if the module is cast.
 
     Args:
         head_dim: D, even.
@@ -57,7 +57,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        # a cast has rounded the tables, to_empty has dropped them
+        # Casts round the tables, and to_empty drops them.
         self.cos, self.sin = self._tables(self.cos.shape[0], self.cos.device)
         return self
 

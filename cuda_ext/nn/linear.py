@@ -18,7 +18,7 @@ def _empty() -> Tensor:
 
 
 class Linear(nn.Linear):
-    """``activation(input @ weight.T + bias) + residual`` in one op, with the parameters and the state dict of
+    """``activation(input @ weight.T + bias) + residual`` as one op, with the parameters and state dict of
     `torch.nn.Linear`.
 
     Args:
@@ -110,8 +110,8 @@ class GatedMLP(nn.Module):
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.
 
     State dict: ``gate_up_proj.weight`` (2F, K), the rows of the gate first, and ``down_proj.weight`` (K, F), with
-    ``.bias`` where there is one. ``gate_proj.weight`` and ``up_proj.weight``, both (F, K), load as well;
-    `cuda_ext.nn.unpacked` gives them back.
+    ``.bias`` if there is one. Separate ``gate_proj.weight`` and ``up_proj.weight``, both (F, K), load too;
+    `cuda_ext.nn.unpacked` returns them.
     """
 
     def __init__(

@@ -207,7 +207,7 @@ def reference_attention_varlen(
 
 
 def _part_of_sequence(whole: Tensor | None, n: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-    """What of a bias or mask, which broadcasts to (B, H, max Sq, max Sk), belongs to sequence n: (1, H, Sq, Sk)."""
+    """The part (1, H, Sq, Sk) of a bias or mask, which broadcasts to (B, H, max Sq, max Sk), for sequence n."""
     if whole is None:
         return None
     whole = whole[(None,) * (4 - whole.dim())]
@@ -263,7 +263,7 @@ def _attention(
         logits = torch.cat(
             [logits[..., :-1], sinks.to(scores.dtype).view(1, heads, 1, 1).expand_as(logits[..., -1:])], dim=-1
         )
-    # Empty rows are made finite, so that the softmax and its gradient hold no NaN; their result is masked below.
+    # Empty rows are made finite, so that the softmax and its gradient contain no NaN; their result is masked below.
     empty = (logits == -math.inf).all(dim=-1, keepdim=True)  # (B, H, Sq, 1)
     logits = logits.masked_fill(empty, 0.0)
     lse = torch.logsumexp(logits, dim=-1).masked_fill(empty.squeeze(-1), -math.inf)  # (B, H, Sq)
