@@ -408,15 +408,15 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "bucket dtype": (
             lambda: pack([a], torch.zeros(10, dtype=torch.int32), [0]),
-            f"cuda_ext::bucket_pack: expected bucket of dtype {floating}, got Int; convert it with .to()",
+            f"cuda_ext::bucket_pack: expected bucket of dtype {floating}, got int32; convert it with .to()",
         ),
         "tensor dtype": (
             lambda: pack([a, b.long()], bucket, [0, 4]),
-            f"cuda_ext::bucket_pack: expected tensors[1] of dtype {floating}, got Long; convert it with .to()",
+            f"cuda_ext::bucket_pack: expected tensors[1] of dtype {floating}, got int64; convert it with .to()",
         ),
         "complex": (
             lambda: stats([torch.zeros(2, dtype=torch.complex64)]),
-            f"cuda_ext::bucket_stats: expected tensors[0] of dtype {floating}, got ComplexFloat; convert it with .to()",
+            f"cuda_ext::bucket_stats: expected tensors[0] of dtype {floating}, got complex64; convert it with .to()",
         ),
         "sparse": (
             lambda: pack([b.to_sparse()], bucket, [0]),

@@ -35,7 +35,7 @@ def _refusals() -> dict[str, tuple[Callable[[bucket.GradientSlots, Tensor], obje
         ),
         "dtype": (
             lambda s, w: s.assign([w], [torch.zeros(5, 7).bfloat16()]),
-            assign + "views[0] of dtype Float on device cpu, as its parameter, got BFloat16 on cpu",
+            assign + "views[0] of dtype float32 on device cpu, as its parameter, got bfloat16 on cpu",
         ),
         "gradient": (
             lambda s, w: s.assign([w], [torch.zeros(5, 7, requires_grad=True)]),
@@ -183,11 +183,13 @@ def _refused_slots() -> dict[str, tuple[Tensor, str]]:
         "layout": (torch.zeros(7, 5).t(), shape + "(5, 7) with strides (1, 5)"),
         "dtype": (
             torch.zeros(5, 7, dtype=torch.float64),
-            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), got Double for a weight of Float",
+            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), "
+            "got float64 for a weight of float32",
         ),
         "integers": (
             torch.zeros(5, 7, dtype=torch.int32),
-            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), got Int for a weight of Float",
+            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), "
+            "got int32 for a weight of float32",
         ),
     }
 

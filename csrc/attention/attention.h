@@ -20,7 +20,6 @@ enum class BiasKind : uint8_t {
   kNone,
   kStorage,       // the dtype of the call
   kAccumulation,  // the accumulation type
-  kBoolean,       // bytes: 1 where a key is visible, 0 where it is hidden
 };
 
 // Seed and offset of random numbers. In a captured CUDA graph they are in memory, because each replay has new ones:
@@ -61,10 +60,12 @@ struct AttentionParams {
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
   // Added to the logits after softcap and ALiBi. Strides in elements over (batch, heads, seqlen_q, seqlen_k); 0
-  // broadcasts. Not available for packed sequences.
+  // broadcasts. Queries and keys of packed sequences are counted within their sequence.
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};
+  const uint8_t* mask = nullptr;  // 1 where a key takes part, 0 where it is hidden; null for none
+  int64_t mask_strides[4] = {};   // like bias_strides
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;

@@ -132,8 +132,8 @@ struct RowTile {
   int64_t keys_begin() const { return visible.key_begin(0); }
   int64_t keys_end() const { return visible.key_end(s.q_len); }
 
-  // Applies softcap, ALiBi, bias and, last, the mask to row r of the logits of keys [j_begin, j_begin + keys). The mask
-  // also hides the padding of the last vector.
+  // Applies softcap, ALiBi, bias, mask, causal and window to row r of the logits of keys [j_begin, j_begin + keys), and
+  // hides the padding of the last vector.
   void modify_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
     const int64_t i = query(r), h = head(r), width = padded<T>(keys);
@@ -142,13 +142,11 @@ struct RowTile {
       const T slope = static_cast<const T*>(p.alibi_slopes)[batch * p.alibi_batch_stride + h];
       for (int64_t j = 0; j < keys; ++j) logits[j] -= slope * T(std::abs(j_begin + j - i - (s.k_len - s.q_len)));
     }
-    if (p.bias_kind != BiasKind::kNone)
-      with_bias<T>(p, batch * p.bias_strides[0] + h * p.bias_strides[1] + i * p.bias_strides[2], [&](const auto* bias) {
-        const int64_t stride = p.bias_strides[3];
-        for_vectors<T>(keys, [&](int64_t j, int64_t count) {
-          apply_bias_values(bias, logits + j, load_bias<T>(bias + (j_begin + j) * stride, stride, count));
-        });
+    for_bias_and_mask<T>(p, batch, h, i, [&](const auto* data, const int64_t(&strides)[4]) {
+      for_vectors<T>(keys, [&](int64_t j, int64_t count) {
+        apply_bias_values(data, logits + j, load_bias<T>(data + (j_begin + j) * strides[3], strides[3], count));
       });
+    });
     const auto inside = [&](int64_t j) { return std::clamp<int64_t>(j - j_begin, 0, keys); };
     const T hidden = -std::numeric_limits<T>::infinity();
     std::fill(logits, logits + inside(visible.key_begin(i)), hidden);

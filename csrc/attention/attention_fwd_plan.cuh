@@ -47,7 +47,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.schedule.heads = int(p.heads / plan.pack);
   const int64_t pairs = plan.schedule.heads * p.batch;
   if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
-    throw std::invalid_argument("attention_fwd_sm80: expected at most 2^31 tiles of queries, got " +
+    throw std::invalid_argument("expected at most 2^31 tiles of queries, got " +
                                 std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
   plan.schedule.pairs = int(pairs);
   plan.schedule.section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);

@@ -34,7 +34,7 @@ auto with_gemm_sm80(const GemmParams& params, Float32Product float32, F&& f) {
     case Dtype::kBFloat16: return f(GemmSm80<bfloat16_t>{});
     case Dtype::kFloat32:
       return float32 == Float32Product::kTf32 ? f(GemmSm80<float, Float32Product::kTf32>{}) : f(GemmSm80<float>{});
-    default: throw std::invalid_argument("gemm_sm80: expected float16, bfloat16 or float32 operands, got float64");
+    default: throw std::invalid_argument("expected float16, bfloat16 or float32 operands, got float64");
   }
 }
 

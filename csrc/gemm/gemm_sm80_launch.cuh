@@ -60,7 +60,7 @@ inline bool is_empty(const GemmParams& params) {
 
 inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
   if (rows > 0 && columns > 0 && !gemm_sm80_reads(operand, rows, columns))
-    throw std::invalid_argument("gemm_sm80: expected a row or column stride of 1 in " + std::string(name) + ", got " +
+    throw std::invalid_argument("expected a row or column stride of 1 in " + std::string(name) + ", got " +
                                 std::to_string(operand.row_stride) + " and " + std::to_string(operand.column_stride) +
                                 "; make it contiguous");
 }

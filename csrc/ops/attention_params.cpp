@@ -61,14 +61,16 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     p.sinks = operands.sinks.const_data_ptr();
   }
   if (is_given(o.bias)) {
-    p.bias_kind = o.bias->scalar_type() == at::kBool             ? BiasKind::kBoolean
-                  : o.bias->scalar_type() == query.scalar_type() ? BiasKind::kStorage
-                                                                 : BiasKind::kAccumulation;
+    p.bias_kind = o.bias->scalar_type() == query.scalar_type() ? BiasKind::kStorage : BiasKind::kAccumulation;
     p.bias = o.bias->const_data_ptr();
     broadcast_strides(*o.bias, p.bias_strides);
   }
+  if (is_given(o.mask)) {
+    p.mask = static_cast<const uint8_t*>(o.mask->const_data_ptr());
+    broadcast_strides(*o.mask, p.mask_strides);
+  }
   p.dropout_p = o.dropout_p;
-  p.dropout_pitch = (shape.dropout_keys + 3) / 4 * 4;
+  p.dropout_pitch = (shape.longest_k + 3) / 4 * 4;
 }
 
 }  // namespace cuda_ext

@@ -65,7 +65,7 @@ void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
     CUDA_EXT_CHECK(tensor.layout() == at::kStrided, op, "expected tensors[", i, "] with a dense layout, got ",
                    tensor.layout(), "; convert it with .to_dense()");
     CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected tensors[", i,
-                   "] of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
+                   "] of dtype float32, float16, bfloat16 or float64, got ", dtype_name(tensor.scalar_type()),
                    "; convert it with .to()");
     CUDA_EXT_CHECK(tensor.device() == device, op, "expected tensors[", i, "] on device ", device, ", got ",
                    tensor.device(), "; move it with .to()");

@@ -1,6 +1,8 @@
 // Selects the CUDA kernels of an op, for a CUDA device or for the emulator, and provides what their launches need.
 #pragma once
 
+#include <stdexcept>
+
 #include "launchers/cuda_kernels.h"
 #include "ops/op.h"
 
@@ -32,5 +34,15 @@ class LaunchScope {
   void* stream_ = nullptr;
   Tensor workspace_;
 };
+
+// Calls a launcher of CUDA kernels, which throws std::invalid_argument for what it cannot do; the error names the op.
+template <class Launch>
+void launch_for(const char* op, const Launch& launch) {
+  try {
+    launch();
+  } catch (const std::invalid_argument& refusal) {
+    CUDA_EXT_CHECK(false, op, refusal.what());
+  }
+}
 
 }  // namespace cuda_ext

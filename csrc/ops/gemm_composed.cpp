@@ -122,8 +122,9 @@ Tensor linear_tangent(const Tensor& input, const Tensor& weight, const OptionalT
 }
 
 Tensor mlp_tangent(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-                   const OptionalTensor& bias2, Activation activation, bool gated) {
-  return tangent_of(call_linear(hidden_of(call_linear(input, weight1, bias1), activation, gated), weight2, bias2));
+                   const OptionalTensor& bias2, const OptionalTensor& residual, Activation activation, bool gated) {
+  const Tensor hidden = hidden_of(call_linear(input, weight1, bias1), activation, gated);
+  return tangent_of(call_linear(hidden, weight2, bias2, residual));
 }
 
 std::array<Tensor, 4> gemm_composed_backward(const Tensor& grad, const Tensor& a, const Tensor& b,

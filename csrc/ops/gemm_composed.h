@@ -19,7 +19,7 @@ Tensor gemm_tangent(const Tensor& a, const Tensor& b, const OptionalTensor& c, c
 Tensor linear_tangent(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       const OptionalTensor& residual, Activation activation, bool gated);
 Tensor mlp_tangent(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-                   const OptionalTensor& bias2, Activation activation, bool gated);
+                   const OptionalTensor& bias2, const OptionalTensor& residual, Activation activation, bool gated);
 
 // The gradients selected by `wanted`, in the order of the op's arguments; the others are undefined.
 std::array<Tensor, 4> gemm_composed_backward(const Tensor& grad, const Tensor& a, const Tensor& b,

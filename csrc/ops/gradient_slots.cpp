@@ -189,8 +189,9 @@ void GradientSlots::assign(const std::vector<Tensor>& parameters, const std::vec
                    "] contiguous and of shape ", shape_string(parameter), ", that of its parameter, got shape ",
                    shape_string(view), " with strides ", shape_string(view.strides()));
     CUDA_EXT_CHECK(view.scalar_type() == parameter.scalar_type() && view.device() == parameter.device(), method,
-                   "expected views[", i, "] of dtype ", parameter.scalar_type(), " on device ", parameter.device(),
-                   ", as its parameter, got ", view.scalar_type(), " on ", view.device());
+                   "expected views[", i, "] of dtype ", dtype_name(parameter.scalar_type()), " on device ",
+                   parameter.device(), ", as its parameter, got ", dtype_name(view.scalar_type()), " on ",
+                   view.device());
     CUDA_EXT_CHECK(!view.requires_grad(), method, "expected views[", i,
                    "] to need no gradient, got requires_grad=True; detach it");
     slots.push_back(std::make_shared<GradientSlot>(

@@ -50,6 +50,9 @@ inline Dtype to_dtype(at::ScalarType type) {
   }
 }
 
+// "float16", as Python names a dtype.
+inline std::string dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+
 // at::empty; on the CPU without the dispatcher, which saves a third of a microsecond.
 inline Tensor empty_on(at::Device device, at::IntArrayRef sizes, at::ScalarType type) {
   return device.is_cpu() ? Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt))
@@ -69,7 +72,7 @@ inline void check_given(const char* op, const char* argument, const Tensor& tens
 inline void check_floating(const char* op, const char* argument, const Tensor& tensor) {
   check_given(op, argument, tensor);
   CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected ", argument,
-                 " of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
+                 " of dtype float32, float16, bfloat16 or float64, got ", dtype_name(tensor.scalar_type()),
                  "; convert it with .to()");
 }
 
@@ -77,8 +80,8 @@ inline void check_same_dtype(const char* op, const char* argument, const Tensor&
                              const Tensor& other) {
   check_given(op, argument, tensor);
   CUDA_EXT_CHECK(tensor.scalar_type() == other.scalar_type(), op, "expected ", argument, " of dtype ",
-                 other.scalar_type(), " to match ", other_argument, ", got ", tensor.scalar_type(),
-                 "; convert one of them with .to()");
+                 dtype_name(other.scalar_type()), " to match ", other_argument, ", got ",
+                 dtype_name(tensor.scalar_type()), "; convert one of them with .to()");
 }
 
 inline void check_same_device(const char* op, const char* argument, const Tensor& tensor, const char* other_argument,

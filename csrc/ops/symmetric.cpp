@@ -277,7 +277,7 @@ void check_segments(const char* op, at::TensorList segments, int64_t rank) {
                        segment.numel() == segments[0].numel() && segment.numel() >= kPadBytes,
                    op, "expected segments[", i,
                    "] of dtype uint8, contiguous and of the same size as the others, at least ", kPadBytes, ", got ",
-                   segment.scalar_type(), " of shape ", shape_string(segment));
+                   dtype_name(segment.scalar_type()), " of shape ", shape_string(segment));
     CUDA_EXT_CHECK(segment.device() == segments[0].device(), op, "expected segments[", i, "] on device ",
                    segments[0].device(), ", got ", segment.device());
   }
