@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     running.add_argument(
         "--auto-resume",
         action="store_true",
-        help="like --resume if there is an intact checkpoint, else a new run: for jobs that are restarted automatically",
+        help="like --resume if there is an intact checkpoint, else start: for jobs that are restarted automatically",
     )
     number(running, "--timeout", 120.0, "seconds that a process waits for another before it gives up with an error")
     running.add_argument(

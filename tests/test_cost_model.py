@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import itertools
 import math
 import random
@@ -462,23 +460,3 @@ def test_text() -> None:
         "3 GiB",
     ]
     assert [byte_rate(rate) for rate in (278e9, 2e12, 12.5e6)] == ["278 GB/s", "2 TB/s", "12.5 MB/s"]
-
-
-def test_no_module_imports_one_that_imports_it() -> None:
-    """Imports inside functions and for type checkers count too."""
-    folder = ROOT / "cuda_ext" / "distributed"
-    sources = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
-        for path in folder.rglob("*.py")
-    }
-    imports: dict[str, set[str]] = {}
-    for module, text in sources.items():
-        found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-        names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
-        imports[module] = (names | {node.module or "" for node in found}) & sources.keys()
-    assert len(imports) > 30 and imports["cuda_ext.distributed.__main__"]
-    order = graphlib.TopologicalSorter(imports)
-    order.prepare()  # raises CycleError with the modules
-    planning = "cuda_ext.distributed.planning"
-    for module in filter(lambda name: name.startswith(planning), imports):
-        assert all(used.startswith(planning) for used in imports[module]), f"{module} uses the wrapper"
