@@ -1,4 +1,4 @@
-"""BucketedDataParallel as a module: its state, what autograd does to it, and what goes wrong."""
+"""BucketedDataParallel as a module: its state, its use of autograd, and errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_buffers(broadcast_buffers: bool) -> None:
     model(torch.randn(8, 3)).sum().backward()
     assert not torch.equal(mean, mean_over_ranks(mean))
 
-    # None of these broadcasts, or this would wait for a forward that only one rank runs.
+    # None of these broadcasts; otherwise this would wait for a forward pass that only one rank runs.
     if dist.get_rank() == 1:
         with torch.no_grad():
             model(torch.randn(8, 3))
@@ -210,7 +210,7 @@ def test_a_second_gradient_after_the_first_was_sent(group: None) -> None:
         RuntimeError, match=r"expected one gradient of parameter layer\.\w+ in a backward pass, got a second"
     ):
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
-    # In one bucket with a parameter that comes last, the second gradient is in time.
+    # In one bucket with the last parameter, the second gradient is in time.
     shared = Shared()
     shared.last = nn.Parameter(torch.ones(3))
     shared.register_forward_pre_hook(lambda module, args: (args[0] * module.last,))
@@ -219,7 +219,7 @@ def test_a_second_gradient_after_the_first_was_sent(group: None) -> None:
     batch = torch.randn(2, 3, requires_grad=True)
     for m in (model, plain):
         m(batch).sum().backward()
-    assert_gradients(model, plain, tolerance=1e-6)  # float32 in the order of additions of autograd
+    assert_gradients(model, plain, tolerance=1e-6)  # float32, in autograd's order of additions
 
 
 @on_ranks(2)
@@ -244,7 +244,7 @@ def test_gradients_of_gradients() -> None:
 
 
 class Fails(torch.autograd.Function):
-    """Identity whose backward raises where it is told to."""
+    """Identity with a backward that raises on request."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
@@ -277,12 +277,12 @@ def test_training_goes_on_after_an_exception_in_backward(failing: list[int], wir
     model = BucketedDataParallel(Failing(), bucket_mb=SMALL, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
-    # With buckets sent before it, with none, with all but one, and between the output and the first parameter.
+    # After some buckets were sent, none, all but one, and between the output and the first parameter.
     for fails_at in (4, 6, 1, 7):
         batches = torch.randn(4, 2, 7, dtype=torch.float64)
         model.fails_at = model.module.fails_at = fails_at if rank in failing else None
         message = (
-            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to complete the backward"
+            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to complete the back"
         )
         with pytest.raises((RuntimeError, ValueError), match=message):
             model(batches[rank]).square().mean().backward()
@@ -505,7 +505,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "arena without a group": (
             lambda: SymmetricArena(8, None, torch.device("cpu")),  # type: ignore[arg-type]
             TypeError,
-            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that contains this process, got No",
+            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that contains this process, got",
         ),
         "lazy": (
             lambda: BucketedDataParallel(nn.LazyLinear(2)),
@@ -555,7 +555,7 @@ def _reshape(module: nn.Module) -> None:
 
 
 def _move(module: nn.Module) -> None:
-    module.to("meta")  # torch puts new parameters in the place of the old
+    module.to("meta")  # torch replaces the parameters
 
 
 def _append(module: nn.Module) -> None:
@@ -636,7 +636,7 @@ ASSIGNMENTS: dict[str, Callable[[BucketedDataParallel], object]] = {
 
 
 def test_members_of_the_wrapper_are_refused(group: None) -> None:
-    """They would not be trained, nor saved."""
+    """They would be neither trained nor saved."""
     model = BucketedDataParallel(nn.Linear(7, 3))
     model.threshold = 3.0
     for name, assign in ASSIGNMENTS.items():
@@ -677,7 +677,7 @@ def test_a_rank_outside_of_the_mesh() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("inner", ["sequence", "layer"])
 def test_state_dicts_of_torch_distributed_checkpoint(inner: str) -> None:
-    """As for DistributedDataParallel: names are those of the module, and one's state fits the other."""
+    """As for DistributedDataParallel, names are those of the module, and each can load the other's state."""
 
     def make(wrap: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
         layer = nn.Linear(7, 3, dtype=torch.float64)

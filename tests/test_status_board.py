@@ -1,4 +1,4 @@
-"""The lines of all ranks on what they are doing, beside the store: kept by the last rank."""
+"""The second status board, which the last rank keeps."""
 
 from __future__ import annotations
 
@@ -137,6 +137,6 @@ def test_it_goes_with_the_wrapper() -> None:
     wait_until(lambda: len(watch.boards) == 2)
     dist.barrier()
     del model
-    # Threads end by themselves once nothing is left for them to do; and the store of the first rank may have held
-    # connections of the wrapper before.
+    # Threads end by themselves when they have nothing to do; and the store of the first rank may have had
+    # connections of the previous wrapper.
     wait_until(lambda: all(now <= then for now, then in zip(held(), before)))
