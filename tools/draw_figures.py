@@ -186,7 +186,7 @@ class Drawing:
 
 def layers() -> Drawing:
     margin, label, gap, height, pitch = 12, 104, 10, 80, 94
-    d = Drawing(1080, 2 * margin + len(LAYERS) * pitch - 14, "Who may include or import whom")
+    d = Drawing(1080, 2 * margin + len(LAYERS) * pitch - 14, "Which part may include or import which")
     for row, layer in enumerate(LAYERS):
         y = margin + row * pitch
         for number, line in enumerate(layer.name.split("\n")):
@@ -292,8 +292,8 @@ def linear() -> Drawing:
 
 
 def attention() -> Drawing:
-    d = Drawing(1080, 400, "The forward attention kernel: the walk of a block, and one step of it")
-    d.text(20, 26, "The walk: a block owns block_m rows of queries", size=14, bold=True)
+    d = Drawing(1080, 400, "The forward attention kernel: the loop of a block over keys, and one step of it")
+    d.text(20, 26, "The loop: a block owns block_m rows of queries", size=14, bold=True)
     cell, left, top = 46, 112, 76
     for tile in range(6):
         d.text(left + (tile + 0.5) * cell, top - 8, f"K{tile}", size=11, anchor="middle", mono=True)
@@ -342,15 +342,15 @@ def attention() -> Drawing:
 
 def backward() -> Drawing:
     d = Drawing(1080, 640, "The objects of one backward pass of BucketedDataParallel")
-    d.note(20, 26, "Black: who owns or builds whom. Blue: what happens in a pass, in this order.")
+    d.note(20, 26, "Black: what owns or builds what. Blue: the steps of a pass, in this order.")
     left, middle, right, width = 20, 400, 780, 280
     d.box(
         (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "data_parallel.py: forward, no_sync,\nclip_grad_norm_"
     )
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
     d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(planning: choice.py, measuring.py)")
-    decides = "reducer.py: which gradients have come,\nwhich bucket goes next, when a pass ends\n"
-    d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py tells what other ranks do)")
+    decides = "reducer.py: which gradients have arrived,\nwhich bucket is next, when a pass ends\n"
+    d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py: what other ranks are doing)")
     d.line((middle, 75), (160, 75), (160, 152))
     d.line((middle + width, 75), (920, 75), (920, 152))
 
@@ -360,7 +360,7 @@ def backward() -> Drawing:
     maps = "bucket.py, csrc/ops/gradient_slots.cpp:\nwhich view of a bucket belongs\nto which parameter"
     d.box((middle, 300, width, 78), TORCH, "GradientSlots", maps)
     holds = "gradient_bucket.py: wire (what travels),\nviews (parameter.grad), arrived, missing,\n"
-    d.box((right, 300, width, 78), PYTHON, "GradientBucket, one or more", holds + "Pending (the sum under way)")
+    d.box((right, 300, width, 78), PYTHON, "GradientBucket, one or more", holds + "Pending (the sum in flight)")
     d.line((90, 230), (90, 300))
     d.line((left + width, 176), (540, 176), (540, 300))
     d.line((left + width, 206), (720, 206), (720, 320), (right, 320))
@@ -372,7 +372,7 @@ def backward() -> Drawing:
         "then its post hook: Reducer.gradient_hook; at the end of the pass the callback Reducer._finish"
     )
     d.box((20, 530, 660, 78), PLAIN, "autograd engine", runs, mono=False)
-    sums = "exchange.py: shared memory, NCCL, float32\nsums, gloo; on a thread or stream of its\nown, next to backward"
+    sums = "exchange.py: shared memory, NCCL, float32\nsums, gloo; on a separate thread\nor stream, next to backward"
     d.box((right, 530, width, 78), PYTHON, "Exchange", sums)
     d.line((230, 230), (230, 270), (340, 270), (340, 470), (730, 470), (730, 550), (780, 550))
     d.note(492, 486, "BucketSet owns the Exchange")
