@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-import types
-from collections.abc import Callable, Sequence
-
 import torch
 
 from cuda_ext import _stamp
@@ -31,40 +23,3 @@ if not _stamp.ops_are_defined():
     _load_installed()
 
 ops = getattr(torch.ops, NAMESPACE)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Calls `then` once a module has been imported, for what is to work with it but not to import it."""
-
-    def __init__(self, module: str, then: Callable[[], object]) -> None:
-        self._module, self._then = module, then
-        self._loader: importlib.abc.Loader | None = None
-        if module in sys.modules:
-            then()
-        else:
-            sys.meta_path.insert(0, self)
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None:
-            self._loader, spec.loader = spec.loader, self
-        return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        assert self._loader is not None
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        assert self._loader is not None and module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._then()
-
-
-_AfterImport("torch.distributed.tensor", lambda: importlib.import_module("cuda_ext._dtensor"))
-_AfterImport("torch.nested._internal.ops", lambda: importlib.import_module("cuda_ext._jagged"))

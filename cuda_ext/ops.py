@@ -8,6 +8,4 @@ not fit:
     program = torch.export.load("model.pt2")
 """
 
-import cuda_ext.attention
-import cuda_ext.bucket
-import cuda_ext.gemm  # noqa: F401
+import cuda_ext._rules  # noqa: F401

@@ -542,7 +542,7 @@ class TestRaces:
         tensors = self.many_terms()
         with testing.emulated("sm_80", check_races=True, ordered_sums=True):
             first = self.run(tensors)
-            with pytest.raises(RuntimeError, match=r"race: this write of .* are in no order"):
+            with pytest.raises(RuntimeError, match=r"race: this write of .* are not ordered"):
                 self.run(tensors, deterministic=False)
         for seed in range(20):
             with testing.emulated("sm_80", "lazy", "pct", seed):

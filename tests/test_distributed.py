@@ -28,8 +28,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed import AllreduceState, BucketedDataParallel, all_reduce_coalesced, allreduce_hook, plan
-from cuda_ext.distributed.cost_model import Link
+from cuda_ext.distributed import AllreduceState, BucketedDataParallel, all_reduce_coalesced, allreduce_hook
+from cuda_ext.distributed.planning import assignment
+from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.planning.simulation import Gradient
+from cuda_ext.distributed.planning.units import MIB
 
 # the average
 
@@ -540,36 +543,47 @@ def test_gradients_of_two_precisions_have_one_norm() -> None:
 def test_first_capacity_of_a_link() -> None:
     for hides, efficiency in ((1.0, 4 / 5), (0.0, 8 / 9)):
         link = Link(79e-6, 278e9, hides)  # NCCL on 8 Hopper GPUs, messages of 32 MiB and more
-        capacity = plan.first_capacity(link)
+        capacity = assignment.first_capacity(link)
         transfer = capacity.other / link.bandwidth
         assert transfer / (link.latency + transfer) == pytest.approx(efficiency)
         assert "an all-reduce takes 79 us + size / (278 GB/s)" in capacity.reason
         if hides:
             assert link.seconds(capacity.last) == pytest.approx(9 / 8 * link.latency)
-            assert 64 <= capacity.other / plan.MIB <= 128
-            assert 1 <= capacity.last / plan.MIB <= 4
+            assert 64 <= capacity.other / MIB <= 128
+            assert 1 <= capacity.last / MIB <= 4
         else:
             assert capacity.last == capacity.other
-    assert plan.fixed_capacity(2) == plan.Capacity(2 * plan.MIB, 2 * plan.MIB, "as given")
+
+
+def test_bucket_mb_is_parsed() -> None:
+    assert assignment.parse_bucket_mb("op", "auto") is None
+    assert assignment.parse_bucket_mb("op", 2) == 2 * MIB
+    assert assignment.parse_bucket_mb("op", 0.5) == MIB / 2
 
 
 def test_assignment_to_buckets() -> None:
     def assign(*sizes: int, last: float, other: float, max_buckets: int = 0) -> list[list[int]]:
-        each = [plan.Size(torch.float32, 4 * size) for size in sizes]
-        return plan.assign(each, range(len(sizes))[::-1], plan.Capacity(last, other, ""), max_buckets)
+        gradients = [Gradient("", 4 * size, -n, "") for n, size in enumerate(sizes)]
+        return assignment.fill(gradients, assignment.Capacity(last, other, ""), max_buckets)
 
     assert assign(1, last=4, other=4) == [[0]]
-    assert assign(5, 5, 5, 5, 5, last=40, other=40) == [[4, 3], [2], [1, 0]]
+    # Buckets of one capacity leave the rest to the last one.
+    assert assign(5, 5, 5, 5, 5, last=40, other=40) == [[4, 3], [2, 1], [0]]
     assert assign(5, 5, 5, 5, 5, last=20, other=1000) == [[4, 3, 2, 1], [0]]
     assert assign(5, 5, 5, 5, 5, last=1, other=1000) == [[4, 3, 2, 1], [0]]
+    assert assign(5, 5, 5, 5, 5, last=40, other=60) == [[4, 3, 2], [1, 0]]
     assert assign(5, 5, 100, 5, 5, last=40, other=40) == [[4, 3], [2], [1, 0]]
     assert assign(5, 5, 5, 5, last=0, other=40) == [[3, 2], [1], [0]]
     assert assign(*[5] * 40, last=20, other=20, max_buckets=3) == [list(range(39, 7, -1)), list(range(7, 0, -1)), [0]]
     assert assign(0, 0, last=0, other=1) == [[1, 0]]
-    mixed = [plan.Size(dtype, 4 * dtype.itemsize) for dtype in (torch.float32, torch.bfloat16) * 3]
-    # Sent by when the last gradient of each is expected.
-    assert plan.assign(mixed, range(6)[::-1], plan.Capacity(1, 100, "")) == [[5, 3], [4, 2], [1], [0]]
-    assert plan.assign(mixed, [0, 1, 4, 3, 2, 5], plan.Capacity(1, 100, "")) == [[0, 4], [1, 3], [2], [5]]
+    # Each kind has its own buckets, sent by when the last gradient of each is ready.
+    capacity = assignment.Capacity(1, 100, "")
+    mixed = [("float32", 16), ("bfloat16", 8)] * 3
+    backwards = [Gradient("", size, -n, kind) for n, (kind, size) in enumerate(mixed)]
+    assert assignment.fill(backwards, capacity) == [[5, 3], [4, 2], [1], [0]]
+    order = [0, 1, 4, 3, 2, 5]
+    shuffled = [Gradient("", size, order.index(n), kind) for n, (kind, size) in enumerate(mixed)]
+    assert assignment.fill(shuffled, capacity) == [[0, 4], [1, 3], [2], [5]]
 
 
 # collectives

@@ -270,13 +270,13 @@ def parallel_layers() -> None:
 )
 def test_rules_are_registered_in_either_order_and_only_then(order: str, run_python: Callable[..., Any]) -> None:
     code = f"""
-import sys, cuda_ext._load
-assert "torch.distributed.tensor" not in sys.modules and "cuda_ext._dtensor" not in sys.modules
+import sys, cuda_ext._rules
+assert "torch.distributed.tensor" not in sys.modules and "cuda_ext._rules.dtensor" not in sys.modules
 import {order}
 from torch.distributed.tensor import DTensor
 assert torch.ops.cuda_ext.linear.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
 """
     if order.startswith("torch"):
-        code = code.replace("import sys, cuda_ext._load", "import sys").replace(" and", " #")
+        code = code.replace("import sys, cuda_ext._rules", "import sys").replace(" and", " #")
     done = run_python("-c", code)
     assert done.returncode == 0, done.stdout

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import cuda_ext.nn
 from cuda_ext.distributed import BucketedDataParallel, bucket_set, exchange
 from cuda_ext.distributed.coalescing import coalesces, start_together
-from cuda_ext.distributed.cost_model import Link
 from cuda_ext.distributed.exchange import AllReduce, Pending
-from cuda_ext.distributed.measure import Measurement
+from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.planning.measuring import Measurement
 
 WIDTH = 300  # 90,000 weights a layer: too many for a single bucket
 

@@ -305,14 +305,14 @@ def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
     """The vectors that Random123 publishes for philox4x32-10."""
     words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
     low, high = (int(word, 16) for word in key.split())
-    assert [f"{int(word):08x}" for word in testing._philox4x32_10(words, (low, high))] == expected.split()
+    assert [f"{int(word):08x}" for word in testing.philox.philox4x32_10(words, (low, high))] == expected.split()
 
 
 def test_philox_layout_of_key_and_counter() -> None:
     # elements are int64, so the high word of element >> 2 stays below 2**29
     element, offset, seed = 0x05A308D3_243F6A88 << 2, 0x03707344_13198A2E, 0x299F31D0_A4093822
     counter = [0x243F6A88, 0x05A308D3, 0x13198A2E, 0x03707344]
-    words = testing._philox4x32_10(tuple(torch.tensor([c]) for c in counter), (0xA4093822, 0x299F31D0))
+    words = testing.philox.philox4x32_10(tuple(torch.tensor([c]) for c in counter), (0xA4093822, 0x299F31D0))
     actual = philox_uint32(seed, offset, torch.tensor([[element, element + 1], [element + 2, element + 3]]))
     assert actual.shape == (2, 2)
     assert actual.flatten().tolist() == [int(word) for word in words]
@@ -323,7 +323,7 @@ def test_philox_layout_of_key_and_counter() -> None:
 def test_philox_multiplies_like_python() -> None:
     x = torch.cat([torch.randint(0, 2**32, (1000,)), torch.tensor([0, 1, 2**32 - 1])])
     for factor in (0xD2511F53, 0xCD9E8D57, 2**32 - 1):
-        high, low = testing._multiply_32x32(factor, x)
+        high, low = testing.philox._multiply_32x32(factor, x)
         assert [(h << 32) | w for h, w in zip(high.tolist(), low.tolist(), strict=True)] == [
             factor * value for value in x.tolist()
         ]

@@ -217,7 +217,7 @@ class Adapter(BucketedDataParallel):
         return Adapter, (self.module,)
 
 
-class TorchOnCPU(TORCH_WRAPPER):  # type: ignore[valid-type, misc]
+class TorchOnCPU(TORCH_WRAPPER):
     """torch's wrapper without the numbers of GPUs that it would refuse."""
 
     def __init__(self, module: nn.Module, device_ids: object = None, output_device: object = None, **rest: Any) -> None:
@@ -256,7 +256,7 @@ def lend_cpu_as_gpus() -> None:
             kwargs["device"] = on_cpu(kwargs["device"])
         return module_to(module, *map(on_cpu, args[:1]), *args[1:], **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign]
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
     common.skip_if_no_gpu = lambda test: test
     common.skip_if_lt_x_gpu = lambda count, **kwargs: (
         (lambda test: test) if count <= RANKS else skip_if_fewer(count, **kwargs)

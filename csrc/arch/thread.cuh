@@ -35,14 +35,14 @@ DEVICE void fence_device(Site = {}) { __threadfence(); }
 
 // The same as thread_index, as a value the compiler knows nothing of: what comes of it is computed where it is used, and
 // not kept in registers.
-DEVICE int thread_index_anew() {
+DEVICE int opaque_thread_index() {
   int index = int(threadIdx.x);
   asm volatile("" : "+r"(index));
   __builtin_assume(index >= 0 && index < 1024);  // so that divisions by powers of two are shifts
   return index;
 }
 // The same of block_x.
-DEVICE int block_x_anew() {
+DEVICE int opaque_block_x() {
   int index = int(blockIdx.x);
   asm volatile("" : "+r"(index));
   __builtin_assume(index >= 0);
@@ -70,8 +70,8 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site site = {}) {
 }
 DEVICE void fence_device(Site site = {}) { simt::fence_device(site); }
 
-DEVICE int thread_index_anew() { return thread_index(); }
-DEVICE int block_x_anew() { return block_x(); }
+DEVICE int opaque_thread_index() { return thread_index(); }
+DEVICE int opaque_block_x() { return block_x(); }
 
 #endif
 

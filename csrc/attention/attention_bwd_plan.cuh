@@ -67,8 +67,8 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
   plan.schedule.tiles = int(tiles_of(p.seqlen_k, config.block_n));
   plan.schedule.heads = int(p.heads_kv);
   plan.schedule.section = section_of(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
-  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
-                              group * plan.query_tiles);
+  plan.splits =
+      choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks, group * plan.query_tiles);
   // Of a head: a sequence begins with a tile of its own.
   const int64_t query_tiles =
       p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;

@@ -31,9 +31,9 @@
 
 #include <cstddef>
 
-#include "attention/attention_bwd_passes.cuh"
 #include "attention/attention_bwd_plan.cuh"
 #include "attention/bias.cuh"
+#include "attention/mask.cuh"
 #include "attention/rows.cuh"
 #include "attention/task.cuh"
 #include "tile/results.cuh"
@@ -133,7 +133,7 @@ struct GeneralStep {
 // What scores and dP begin with, so that P is a power of two of their sums, and dS their product.
 template <class Tiles>
 DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     const auto pair =
@@ -151,7 +151,7 @@ DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename 
                              const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
                              bool hide_some) {
   using Scores = typename Kernel::Scores;
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   if (hide_some)
     hide<Scores>(s, [&](int m, int half) {
       return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
@@ -177,7 +177,7 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
                                      bool hide_some) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
@@ -284,7 +284,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     copy.template operator()<typename Kernel::TileDO>(p.grad_out, stop, tile_do, p.dim_v, plan.grad_out_pass);
     constexpr int kChunks = kBlockM / 4;  // of lse, and of delta
     static_assert(2 * kChunks <= kThreads);
-    const int thread = arch::thread_index_anew();
+    const int thread = arch::opaque_thread_index();
     if (thread < 2 * kChunks) {
       const bool of_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
@@ -382,11 +382,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       const BackwardTask::Keys of = load_part(shared.task.keys);
       // Blocks of earlier keys that these queries see.
       const uint32_t earlier = of.first / kBlockN - of.visible.key_begin(first_query) / kBlockN;
-      if (arch::thread_index_anew() == 0) arch::wait_equal(turn, earlier);
+      if (arch::opaque_thread_index() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
       sums.reduce_add(grad_query);
       arch::sync_threads();  // all have added
-      if (arch::thread_index_anew() == 0) arch::store_release(turn, earlier + 1);
+      if (arch::opaque_thread_index() == 0) arch::store_release(turn, earlier + 1);
     }
   }
 
@@ -411,68 +411,6 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
                                                 p.grad_key.seq_stride, count, int(p.dim));
   write_lines<typename Kernel::TileV, kThreads>(tile_v, row_of<T>(p.grad_value, batch, first_row, head.head_kv),
                                                 p.grad_value.seq_stride, count, int(p.dim_v));
-}
-
-template <class Kernel>
-void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void* stream) {
-  using T = typename Kernel::Element;
-  constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
-  BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
-  place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
-
-  launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
-
-  plan.query_pass = LinesCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
-  plan.grad_out_pass = LinesCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
-  if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
-    rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
-                                           {.grid = {blocks},
-                                            .threads = Kernel::kThreads,
-                                            .shared_bytes = sizeof(typename Kernel::Storage),
-                                            .waits = p.deterministic ? rt::Waits::kForEarlier : rt::Waits::kForNone,
-                                            .stream = stream},
-                                           p, plan);
-
-  finish_gradient<T, typename Kernel::GradQ>(
-      p, plan,
-      {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
-      stream);
-  if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
-    FinishParams finish{.to = p.grad_key,
-                        .tiles = plan.grad_key,
-                        .parts = plan.splits,
-                        .part_stride = tiles * Kernel::kBlockN * config.dim,
-                        .width = int(p.dim)};
-    finish_gradient<T, typename Kernel::GradK>(p, plan, finish, stream);
-    finish.to = p.grad_value;
-    finish.tiles = plan.grad_value;
-    finish.part_stride = tiles * Kernel::kBlockN * config.dim_v;
-    finish.width = int(p.dim_v);
-    finish_gradient<T, typename Kernel::GradV>(p, plan, finish, stream);
-  }
-  if (p.grad_sinks != nullptr) launch_sinks<Kernel::kBlockM>(p, plan, stream);
-}
-
-template <class T, int tile>
-size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
-  if (params.heads == 0) return 0;
-  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
-  BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
-  return place(params, config, nullptr, plan).used();
-}
-
-// Calls f(Backward<..>{}) for what the parameters ask for.
-template <class T, int tile, class F>
-auto with_backward(const AttentionBackwardParams& p, const F& f) {
-  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
-  return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
-}
-
-template <class T, int tile>
-void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
-  if (params.heads == 0) return;
-  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext::sm80

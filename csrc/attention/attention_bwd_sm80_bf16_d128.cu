@@ -1,5 +1,5 @@
 // Attention backward for bfloat16 and head dims up to 128.
-#include "attention/attention_bwd_sm80.cuh"
+#include "attention/attention_bwd_sm80_launch.cuh"
 
 namespace cuda_ext::sm80 {
 

@@ -1,5 +1,5 @@
 // Attention backward for float16 and head dims up to 256.
-#include "attention/attention_bwd_sm80.cuh"
+#include "attention/attention_bwd_sm80_launch.cuh"
 
 namespace cuda_ext::sm80 {
 

@@ -23,41 +23,16 @@
 #pragma once
 
 #include <cstddef>
-#include <limits>
-#include <stdexcept>
-#include <string>
 
-#include "attention/attention_fwd_sm80.h"
+#include "attention/attention_fwd_plan.cuh"
 #include "attention/bias.cuh"
-#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
-#include "attention/scheduler.cuh"
 #include "attention/softmax.cuh"
 #include "attention/task.cuh"
-#include "rt/device.h"
 #include "tile/results.cuh"
 
 namespace cuda_ext::sm80 {
-
-// What the host decides; the same for all blocks.
-struct ForwardPlan {
-  Schedule schedule;
-  int block_n;     // keys
-  int pack = 1;    // heads of a tile
-  int splits = 1;  // of the keys
-  float factor;    // of what softmax is taken of, to powers of two
-  // General:
-  float scale;    // of the products
-  float softcap;  // 0: none
-  float inverse_softcap;
-  float kept_scale = 1.0f;  // of weights that dropout keeps
-  Dropout dropout;
-  int64_t key_pass = 0, value_pass = 0;  // bytes to a thread's next line
-  // In the workspace; null if there is but one split.
-  float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
-  float* partial_lse = nullptr;  // (splits, rows of lse)
-};
 
 // The rows of a tile: query and head of each.
 struct alignas(16) TileRows {
@@ -134,7 +109,7 @@ DEVICE void shape_logits(typename Tiles::Accumulators& s, const AttentionParams&
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int column = first_key + Tiles::column(arch::thread_index_anew());
+      const int column = first_key + Tiles::column(arch::opaque_thread_index());
       const int row = row_at(m, half), head = rows.head(row), query = rows.query(row);
       const float slope = p.alibi_slopes == nullptr
                               ? 0.0f
@@ -197,7 +172,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   arch::sync_threads();  // the task is written
 
   const arch::SharedAddress base = arch::shared_address(&shared);
-  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::thread_index_anew()); };
+  const auto row_at = [](int m, int half) { return LogitTiles::row(m, half, arch::opaque_thread_index()); };
 
   typename OutTiles::Accumulators out = {};
   OnlineSoftmax<kRowTiles> softmax;
@@ -260,12 +235,12 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
                                   first_key);
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       // What this thread's columns are counted from.
-      const int origin = first_key + LogitTiles::column(arch::thread_index_anew());
+      const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
       hide<LogitTiles>(logits, [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
-    if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
+    if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::opaque_thread_index()]);
     softmax.take(logits, out, sums, plan.factor);
-    if constexpr (Kernel::kSumsWait) store_part(shared.sums[arch::thread_index_anew()], sums);
+    if constexpr (Kernel::kSumsWait) store_part(shared.sums[arch::opaque_thread_index()], sums);
     if constexpr (Kernel::kGeneral)
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_part(shared.task.rows);
@@ -283,7 +258,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   const TileRows rows = load_part(shared.task.rows);
   const ForwardTask::Place place = load_part(shared.task.place);
-  if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::thread_index_anew()]);
+  if constexpr (Kernel::kSumsWait) sums = load_part(shared.sums[arch::opaque_thread_index()]);
   const int64_t split_rows =
       arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // columns of 8
@@ -328,127 +303,6 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
     T* const to = row_of<T>(p.out, place.batch, place.q_begin + rows.query(row), rows.head(row));
     arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(staged + TileOut::offset(row, chunk)));
-  }
-}
-
-// Weighs what the splits of a row left by 2^(their log-sum-exp). A warp has a row.
-template <class T, int threads>
-GLOBAL(threads, 1)
-attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const int64_t queries = packed ? p.total_q : p.seqlen_q;  // of a head
-  const int64_t rows = (packed ? 1 : p.batch) * p.heads * queries;
-  const int64_t row = int64_t(arch::block_x()) * (threads / arch::kWarpSize) + arch::thread_index() / arch::kWarpSize;
-  if (row >= rows) return;
-  const auto lse_of = [&](int split) { return arch::load_global<float>(plan.partial_lse + split * rows + row); };
-  float max = -INFINITY;
-  for (int split = 0; split < plan.splits; ++split) max = fmaxf(max, lse_of(split));
-  float sum = 0.0f;
-  if (max != -INFINITY)
-    for (int split = 0; split < plan.splits; ++split) sum += arch::fast_exp2((lse_of(split) - max) * kLog2e);
-  if (arch::lane_index() == 0)
-    arch::store_global(static_cast<float*>(p.lse) + row,
-                       max == -INFINITY ? -INFINITY : max + arch::fast_log2(sum) / kLog2e);
-
-  const int64_t head = row / queries, query = row % queries;
-  T* const to = row_of<T>(p.out, packed ? 0 : int(head / p.heads), query, int(head % p.heads));
-  for (int d = arch::lane_index() * 2; d < p.dim_v; d += 2 * arch::kWarpSize) {
-    float pair[2] = {};
-    for (int split = 0; split < plan.splits; ++split) {
-      const float lse = lse_of(split);
-      if (lse == -INFINITY) continue;
-      const float weight = arch::fast_exp2((lse - max) * kLog2e) / sum;
-      const auto words = arch::load_global<arch::Words2>(plan.partial_out + (split * rows + row) * p.dim_v + d);
-      pair[0] = arch::fma(weight, arch::bits_float(words.data[0]), pair[0]);
-      pair[1] = arch::fma(weight, arch::bits_float(words.data[1]), pair[1]);
-    }
-    arch::store_global(to + d, arch::pack<T>(pair[0], pair[1]));
-  }
-}
-
-inline int64_t lse_rows(const AttentionParams& p) {
-  return p.heads * (p.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q);
-}
-
-inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig& config, const rt::Device& device) {
-  constexpr double kLog2e = 1.4426950408889634;
-  const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
-  const int64_t group = p.heads / p.heads_kv;
-  const int64_t tiles = tiles_of(p.seqlen_q, config.block_m),
-                packed_tiles = tiles_of(p.seqlen_q * group, config.block_m);
-  ForwardPlan plan;
-  plan.pack = int(packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
-  plan.schedule.tiles = int(plan.pack > 1 ? packed_tiles : tiles);
-  plan.schedule.heads = int(p.heads / plan.pack);
-  const int64_t pairs = plan.schedule.heads * p.batch;
-  if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
-    throw std::invalid_argument("attention_fwd_sm80: expected at most 2^31 tiles of queries, got " +
-                                std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
-  plan.schedule.pairs = int(pairs);
-  plan.schedule.section = section_of(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
-  // A section's blocks are counted in ints too.
-  const bool general = needs_general_kernel(p);
-  plan.block_n = config.keys(general, device.shared_bytes);
-  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.processors) * config.min_blocks,
-                              tiles_of(p.seqlen_k, plan.block_n));
-  plan.scale = float(p.scale);
-  plan.factor = float(general ? kLog2e : p.scale * kLog2e);
-  plan.softcap = float(p.softcap);
-  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
-  plan.kept_scale = float(1 / (1 - p.dropout_p));
-  plan.dropout = dropout_of(p);
-  return plan;
-}
-
-// Divides the workspace.
-inline WorkspaceCursor place(const AttentionParams& p, void* data, ForwardPlan& plan) {
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.take(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
-    cursor.take(plan.partial_lse, plan.splits * lse_rows(p));
-  }
-  return cursor;
-}
-
-inline bool is_empty(const AttentionParams& p) { return lse_rows(p) == 0 || p.seqlen_q == 0; }
-
-template <class T, int tile>
-size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
-  if (is_empty(params)) return 0;
-  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
-  return place(params, nullptr, plan).used();
-}
-
-// Calls f(Forward<..>{}) for what the parameters ask for.
-template <class T, int tile, class F>
-auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
-  constexpr const AttentionConfig& config = kForwardTiles[tile];
-  if (needs_general_kernel(p)) return f(Forward<T, config, config.block_n.general, true>{});
-  if (plan.block_n == config.block_n.fast) return f(Forward<T, config, config.block_n.fast, false>{});
-  return f(Forward<T, config, config.block_n.small, false>{});
-}
-
-template <class T, int tile>
-void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace workspace, void* stream) {
-  if (is_empty(params)) return;
-  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
-  place(params, workspace.data, plan).expect_room("attention_fwd_sm80", workspace);
-  with_forward<T, tile>(params, plan, [&]<class Kernel>(Kernel) {
-    plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
-    plan.value_pass = LinesCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
-    rt::launch<attention_fwd_sm80<Kernel>>("attention_fwd_sm80",
-                                           {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
-                                            .threads = Kernel::kThreads,
-                                            .shared_bytes = sizeof(typename Kernel::Storage),
-                                            .stream = stream},
-                                           params, plan);
-  });
-  if (plan.splits > 1) {
-    constexpr int kThreads = 128;
-    const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
-    rt::launch<attention_combine<T, kThreads>>(
-        "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
   }
 }
 

@@ -1,5 +1,5 @@
 // Attention forward for bfloat16 and head dims up to 64.
-#include "attention/attention_fwd_sm80.cuh"
+#include "attention/attention_fwd_sm80_launch.cuh"
 
 namespace cuda_ext::sm80 {
 

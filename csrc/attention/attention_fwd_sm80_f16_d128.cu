@@ -1,5 +1,5 @@
 // Attention forward for float16 and head dims up to 128.
-#include "attention/attention_fwd_sm80.cuh"
+#include "attention/attention_fwd_sm80_launch.cuh"
 
 namespace cuda_ext::sm80 {
 

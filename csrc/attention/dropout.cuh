@@ -1,4 +1,4 @@
-// Which weights are dropped: the same ones as on a CPU (attention_tiles.h), and again in the backward.
+// Which weights are dropped: the same ones as on a CPU (attention_tiles_cpu.h), and again in the backward.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -56,7 +56,7 @@ struct Dropout {
   // of one of these rows, and they trade halves.
   template <int row_tiles, int key_tiles, class Number>
   DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number, int first_key) const {
-    const int lane = arch::thread_index_anew() % 4;
+    const int lane = arch::opaque_thread_index() % 4;
     const bool odd = lane % 2 == 1;
     const int group = first_key / 4 + lane / 2;
     const RngState state = load_rng(rng);
@@ -84,7 +84,7 @@ struct Dropout {
   // Four neighbouring keys are in four lanes, four apart, which want one word each of four counters: of two keys'
   // groups and two rows. So each lane makes the words of one of these, and they transpose them.
   DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
-    const int lane = arch::thread_index_anew() / 4 % 4;
+    const int lane = arch::opaque_thread_index() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;
     const RngState state = load_rng(rng);
     uint32_t words[4];

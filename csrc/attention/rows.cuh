@@ -26,7 +26,7 @@ template <class Tile, int threads, class Row>
 DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row) {
   constexpr int kCopies = Tile::kLines * Tile::kChunks / threads;
   static_assert(kCopies * threads == Tile::kLines * Tile::kChunks);
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
 #pragma unroll 1
   for (int i = 0; i < kCopies; ++i) {
     const int index = i * threads + thread;
@@ -51,7 +51,7 @@ struct LinesCopy {
   DEVICE static void start(arch::SharedAddress tile, const typename Tile::Element* lines, int64_t stride,
                            const int64_t& pass, int count, int width) {
     if constexpr (kOneChunk) {
-      const int thread = arch::thread_index_anew();
+      const int thread = arch::opaque_thread_index();
       const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
       const int left = chunk * Tile::kElements < width ? count : 0;
       const char* source = reinterpret_cast<const char*>(lines + first * stride) + chunk * 16;

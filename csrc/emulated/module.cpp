@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "attention/attention_bwd_sm80.cuh"
-#include "attention/attention_fwd_sm80.cuh"
+#include "attention/attention_bwd_sm80_launch.cuh"
+#include "attention/attention_fwd_sm80_launch.cuh"
 #include "launchers/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"
@@ -38,7 +38,7 @@ void configure(int compute_capability, bool lazy, bool pct, uint64_t seed, bool 
                      .threads = threads,
                      .skip = skip ? &skipped : nullptr,
                      .compute_capability = compute_capability,
-                     .processors = processors};
+                     .num_sms = processors};
 }
 
 std::map<std::string, uint64_t> counters() {
@@ -54,7 +54,7 @@ std::vector<Site> sync_sites() {
   return sites;
 }
 
-// What the paper model (benchmarks/kernel_work.py) has to know of kernels and launchers.
+// What the paper model (benchmarks/model) has to know of kernels and launchers.
 using Numbers = std::map<std::string, int64_t>;
 
 template <sm80::Arithmetic arithmetic, size_t shape>
@@ -91,7 +91,7 @@ Numbers gemm_choice(int arithmetic, int64_t m, int64_t n, int64_t k, int compute
   params.b = {.row_stride = n, .column_stride = 1};
   const sm80::GemmPlan plan =
       sm80::choose_plan(params, sm80::Arithmetic(arithmetic),
-                        sm80::rates_of({.compute_capability = compute_capability, .processors = processors}));
+                        sm80::rates_of({.compute_capability = compute_capability, .num_sms = processors}));
   return {{"shape", plan.shape}, {"splits", plan.splits}};
 }
 

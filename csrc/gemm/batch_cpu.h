@@ -55,4 +55,10 @@ inline Output of_batch(Output output, int64_t batch, int64_t size) {
   return output;
 }
 
+// Rows whole pages apart: pieces of them compete for the same few lines of L1.
+template <class T>
+bool has_competing_rows(const Operand& matrix) {
+  return matrix.column_stride == 1 && matrix.row_stride * int64_t(sizeof(T)) % 4096 == 0;
+}
+
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -194,4 +194,63 @@ struct BackwardEpilogue {
   }
 };
 
+inline bool accumulates(const GemmParams& params) { return params.c.data != nullptr && params.c.data == params.out.data; }
+
+// Whether there is more to a product than the BLAS does, which can add to what its output holds.
+inline bool has_epilogue(const GemmParams& params) {
+  return (params.c.data != nullptr && !accumulates(params)) || params.bias.data != nullptr ||
+         params.residual.data != nullptr || params.preact_out.data != nullptr || params.preact.data != nullptr ||
+         params.activation != Activation::kNone;
+}
+
+// Where sums can be formed that are the results: null if there is more to do, or another dtype to round to.
+template <class T>
+T* plain_result(const GemmParams& params, int64_t batch) {
+  const bool plain = !has_epilogue(params) && params.c.data == nullptr && params.alpha == 1.0 && !params.gated &&
+                     params.out.dtype == DtypeOf<T>::value;
+  return plain ? static_cast<T*>(params.out.data) + batch * params.m * params.n : nullptr;
+}
+
+// The epilogue of a whole product: which one it is, and how it looks for one batch.
+template <class T>
+struct Epilogues {
+  const GemmParams& params;
+  T alpha;
+  T* bias_sums;
+
+  bool is_backward() const { return params.preact.data != nullptr; }
+  int64_t width() const { return params.gated ? 2 * params.n : params.n; }
+  BackwardEpilogue<T> backward() const {
+    return {alpha, params.activation, params.gated, params.n, params.preact, params.out, params.hidden, bias_sums};
+  }
+  ForwardEpilogue<T> forward(int64_t batch) const {
+    return {alpha,
+            T(params.beta),
+            params.activation,
+            params.gated,
+            params.n,
+            of_batch(params, params.c, batch),
+            params.bias,
+            of_batch(params, params.residual, batch),
+            of_batch(params.preact_out, batch, params.m * width()),
+            of_batch(params.out, batch, params.m * params.n)};
+  }
+};
+
+// Calls epilogue(position, tile) for every tile of `matrix` (rows, n), a thread for each row block.
+template <class T, class Epilogue>
+void for_tiles_of(const Operand& matrix, int64_t rows, int64_t n, const Epilogue& epilogue) {
+  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, n * kRowBlock));
+  parallel_for(num_row_blocks(rows), grain, [&](int64_t begin, int64_t end) {
+    alignas(64) T tile[kTileSize<T>];
+    for (int64_t row = begin * kRowBlock; row < std::min(end * kRowBlock, rows); row += kPanelRows)
+      for (int64_t column = 0; column < n; column += kPanelColumns<T>) {
+        const TilePosition at{row, column, std::min<int64_t>(kPanelRows, rows - row),
+                              std::min<int64_t>(kPanelColumns<T>, n - column)};
+        load_tile(matrix, at, tile);
+        epilogue(at, tile);
+      }
+  });
+}
+
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

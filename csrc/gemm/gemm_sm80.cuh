@@ -25,10 +25,8 @@
 
 #include "gemm/epilogue_sm80.cuh"
 #include "gemm/float32_sm80.cuh"
-#include "gemm/gemm_sm80.h"
 #include "gemm/operand_sm80.cuh"
 #include "gemm/plan_sm80.h"
-#include "rt/device.h"
 
 namespace cuda_ext::sm80 {
 
@@ -195,7 +193,7 @@ struct Gemm {
 
   // A block's sums in the workspace, as threads hold them: (kRows, kColumns, kThreads) vectors of 4.
   DEVICE static void store_partial(float* partial, const Accumulators& sums) {
-    partial += arch::thread_index_anew() * 4;  // not known before the loop over k, where it would take registers
+    partial += arch::opaque_thread_index() * 4;  // not known before the loop over k, where it would take registers
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -380,7 +378,7 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   typename Gemm::Accumulators sums = {};
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
-    at = tile_at(arch::block_x_anew());  // the products leave no registers to keep it in
+    at = tile_at(arch::opaque_block_x());  // the products leave no registers to keep it in
     if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, at, shared, sums);
@@ -405,105 +403,4 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   }
 }
 
-// No block of a tile has arrived.
-template <int threads>
-GLOBAL(threads, 1)
-clear_arrivals(uint32_t* arrivals, int tiles) {
-  const int i = arch::block_x() * threads + arch::thread_index();
-  if (i < tiles) arch::store_global(arrivals + i, 0u);
-}
-
-// Divides the workspace.
-inline WorkspaceCursor place(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.take(plan.arrivals, plan.tiles);
-    cursor.take(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
-  }
-  if (params.bias_grad.data != nullptr) cursor.take(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
-  return cursor;
-}
-
-template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, int shape>
-void launch_shape(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
-  if constexpr (shape < kNumShapes[int(arithmetic)]) {
-    using Kernel = Gemm<T, arithmetic, a_k_major, b_k_major, kTiles[int(arithmetic)][shape]>;
-    rt::launch<gemm_sm80<Kernel>>("gemm_sm80",
-                                  {.grid = {plan.tiles, plan.splits},
-                                   .threads = Kernel::kThreads,
-                                   .shared_bytes = sizeof(typename Kernel::Storage),
-                                   .stream = stream},
-                                  params, plan);
-  }
-}
-
-template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major>
-void launch_layout(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
-  switch (plan.shape) {
-    case 0: return launch_shape<T, arithmetic, a_k_major, b_k_major, 0>(params, plan, stream);
-    case 1: return launch_shape<T, arithmetic, a_k_major, b_k_major, 1>(params, plan, stream);
-    default: return launch_shape<T, arithmetic, a_k_major, b_k_major, 2>(params, plan, stream);
-  }
-}
-
-inline bool is_empty(const GemmParams& params) {
-  return params.m == 0 || params.n == 0 || product_of(params.batch_dims, params.batch_sizes) == 0;
-}
-
-inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
-  if (rows > 0 && columns > 0 && !gemm_sm80_reads(operand, rows, columns))
-    throw std::invalid_argument("gemm_sm80: expected a row or column stride of 1 in " + std::string(name) + ", got " +
-                                std::to_string(operand.row_stride) + " and " + std::to_string(operand.column_stride) +
-                                "; make it contiguous");
-}
-
-template <Arithmetic arithmetic>
-size_t workspace_of(const GemmParams& params) {
-  if (is_empty(params)) return 0;
-  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
-  return place(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
-}
-
-template <class T, Arithmetic arithmetic>
-void launch_with(const GemmParams& params, Workspace workspace, rt::Stream stream) {
-  if (is_empty(params)) return;
-  check_operand("a", params.a, params.m, params.k);
-  check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
-  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
-  place(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan).expect_room("gemm_sm80", workspace);
-  if (plan.splits > 1) {
-    constexpr int kThreads = 256;
-    const int blocks = int(ceil_div(plan.tiles, kThreads));
-    rt::launch<clear_arrivals<kThreads>>("clear_arrivals", {.grid = {blocks}, .threads = kThreads, .stream = stream},
-                                         plan.arrivals, plan.tiles);
-  }
-  const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
-                                                                    : launch_layout<T, arithmetic, true, false>
-                        : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
-                                             : launch_layout<T, arithmetic, false, false>;
-  launch(params, plan, stream);
-  if (plan.bias_sums != nullptr)
-    epilogue::launch_add_block_sums(plan.bias_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n, params.bias_grad,
-                                    stream);
-}
-
 }  // namespace cuda_ext::sm80
-
-namespace cuda_ext {
-
-template <class T, Float32Product float32>
-constexpr sm80::Arithmetic kArithmetic = sizeof(T) == 2                     ? sm80::Arithmetic::k16Bit
-                                         : float32 == Float32Product::kTf32 ? sm80::Arithmetic::kTf32
-                                                                            : sm80::Arithmetic::kThreeTf32;
-
-template <class T, Float32Product float32>
-size_t GemmSm80<T, float32>::workspace(const GemmParams& params) {
-  return sm80::workspace_of<kArithmetic<T, float32>>(params);
-}
-
-template <class T, Float32Product float32>
-void GemmSm80<T, float32>::launch(const GemmParams& params, Workspace workspace, void* stream) {
-  sm80::launch_with<T, kArithmetic<T, float32>>(params, workspace, stream);
-}
-
-}  // namespace cuda_ext

@@ -1,5 +1,5 @@
 // The kernels for bfloat16 operands.
-#include "gemm/gemm_sm80.cuh"
+#include "gemm/gemm_sm80_launch.cuh"
 
 namespace cuda_ext {
 

@@ -1,5 +1,5 @@
 // The kernels for float32 operands, as sums of two tf32.
-#include "gemm/gemm_sm80.cuh"
+#include "gemm/gemm_sm80_launch.cuh"
 
 namespace cuda_ext {
 

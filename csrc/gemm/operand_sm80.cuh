@@ -70,7 +70,7 @@ class TileCopy {
 
   // Tile::kKMajor: the first k of the chunk, else of the first line. Not kept: it would take a register of the loop.
   DEVICE static int begin() {
-    const int thread = arch::thread_index_anew();
+    const int thread = arch::opaque_thread_index();
     return Tile::kKMajor ? thread % Tile::kChunks * Tile::kElements : thread / Tile::kChunks;
   }
 

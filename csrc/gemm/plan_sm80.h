@@ -105,11 +105,11 @@ struct Rates {
 // matter.
 inline Rates rates_of(const rt::Device& device) {
   // H100, of whose 2048 multiply-adds mma.sync reaches 63 %.
-  if (device.compute_capability >= 90) return {device.processors, {1300, 650, 650.0 / 3}, 36};
+  if (device.compute_capability >= 90) return {device.num_sms, {1300, 650, 650.0 / 3}, 36};
   // RTX 4090.
-  if (device.compute_capability >= 86) return {device.processors, {256, 128, 128.0 / 3}, 16};
+  if (device.compute_capability >= 86) return {device.num_sms, {256, 128, 128.0 / 3}, 16};
   // A100.
-  return {device.processors, {1024, 512, 512.0 / 3}, 36};
+  return {device.num_sms, {1024, 512, 512.0 / 3}, 36};
 }
 
 inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
@@ -207,7 +207,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
         if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.processors) break;  // more than two waves
-        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;        // one would have nothing to do
+        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;  // one would have nothing to do
       }
       plan.splits = splits;
       const double cycles = expected_cycles(plan, tile, arithmetic, rates);

@@ -1,24 +1,20 @@
-// flash_attention and flash_attention_varlen: schema, checks, autograd, autocast, dispatch. Two public ops share one
-// forward and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
-#include "attention/attention.h"
-#include "ops/attention_composed.h"
-
+// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. Two public ops share one forward and
+// one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
-#include <ATen/ops/diff.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
-#include <cmath>
-#include <limits>
+
 #include <tuple>
 
+#include "ops/attention_composed.h"
+#include "ops/attention_params.h"
 #include "ops/autograd.h"
 #include "ops/device.h"
 
 namespace cuda_ext {
 namespace {
 
-using at::IntArrayRef;
 // vmap rules ask that tensors be positional.
 #define ATTENTION_OPTION_SCHEMA(tensors, more)                                                               \
   "Tensor? alibi_slopes=None, Tensor? sinks=None, " tensors "*, " more                                       \
@@ -30,219 +26,7 @@ using at::IntArrayRef;
 
 using Options = AttentionOptions;
 
-struct Shape {
-  int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
-  int64_t dropout_keys;  // what the numbers of a row of weights are laid out for
-};
-
-void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens, const char* rows_name, int64_t rows,
-                      const Tensor& query) {
-  CUDA_EXT_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 && cu_seqlens.scalar_type() == at::kInt, op,
-                 "expected ", name, " of shape (batch + 1,) and dtype int32, got ", shape_string(cu_seqlens),
-                 " and dtype ", cu_seqlens.scalar_type());
-  check_same_device(op, name, cu_seqlens, "query", query);
-  // On a GPU the values stay unread: reading them would stall the stream.
-  if (!cu_seqlens.is_cpu()) return;
-  const Tensor contiguous = cu_seqlens.contiguous();
-  const int32_t* at = contiguous.const_data_ptr<int32_t>();
-  const int64_t batch = cu_seqlens.size(0) - 1;
-  CUDA_EXT_CHECK(at[0] == 0, op, "expected ", name, " to start at 0, got ", at[0]);
-  for (int64_t b = 0; b < batch; ++b)
-    CUDA_EXT_CHECK(at[b] <= at[b + 1], op, "expected ", name, " to be non-decreasing, got ", at[b], " before ",
-                   at[b + 1], " at index ", b + 1);
-  CUDA_EXT_CHECK(at[batch] == rows, op, "expected ", name, " to end at ", rows, ", the rows of ", rows_name, ", got ",
-                 at[batch]);
-}
-
-void check_side(const char* op, const char* name, OptionalInt side) {
-  CUDA_EXT_CHECK(!side.has_value() || *side >= 0, op, "expected ", name, " to be >= 0 or None (unbounded), got ",
-                 *side);
-}
-
-void check_bias(const char* op, const Tensor& bias, const Tensor& query, const Shape& shape) {
-  const std::array<int64_t, 4> full{shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k};
-  bool broadcasts = bias.dim() <= 4;
-  for (int64_t d = 1; broadcasts && d <= bias.dim(); ++d)
-    broadcasts = bias.size(-d) == 1 || bias.size(-d) == full[size_t(4 - d)];
-  CUDA_EXT_CHECK(broadcasts, op, "expected bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = ",
-                 shape_string(full), ", got ", shape_string(bias), "; give it these sizes or 1, aligned to the right");
-  const auto type = bias.scalar_type(), accumulation = accumulation_type(query.scalar_type());
-  CUDA_EXT_CHECK(type == at::kBool || type == query.scalar_type() || type == accumulation, op,
-                 "expected bias of dtype Bool",
-                 query.scalar_type() == accumulation ? "" : c10::str(", ", query.scalar_type()), " or ", accumulation,
-                 " to match query, got ", type, "; convert it with .to()");
-  check_same_device(op, "bias", bias, "query", query);
-}
-
-Shape check(const char* op, const Tensor& query, const Tensor& key, const Tensor& value, const Options& o) {
-  const bool packed = o.packed();
-  const int64_t rank = packed ? 3 : 4;
-  const char* layout = packed ? "(total, heads, dim)" : "(batch, seq, heads, dim)";
-  const auto check_rank = [&](const char* name, const Tensor& tensor) {
-    check_given(op, name, tensor);
-    CUDA_EXT_CHECK(tensor.dim() == rank, op, "expected ", name, " of shape ", layout, ", got ", shape_string(tensor));
-  };
-  check_rank("query", query);
-  check_rank("key", key);
-  check_rank("value", value);
-  check_floating(op, "query", query);
-  check_same_dtype(op, "key", key, "query", query);
-  check_same_dtype(op, "value", value, "query", query);
-  check_same_device(op, "key", key, "query", query);
-  check_same_device(op, "value", value, "query", query);
-
-  Shape shape{};
-  shape.heads = query.size(-2);
-  shape.heads_kv = key.size(-2);
-  shape.dim = query.size(-1);
-  shape.dim_v = value.size(-1);
-  CUDA_EXT_CHECK(key.size(-1) == shape.dim, op, "expected key of head dim ", shape.dim, " to match query ",
-                 shape_string(query), ", got ", shape_string(key));
-  CUDA_EXT_CHECK(value.sizes().slice(0, rank - 1) == key.sizes().slice(0, rank - 1), op, "expected value of shape ",
-                 shape_string(key.sizes().slice(0, rank - 1)), " + (dim_v,) to match key ", shape_string(key), ", got ",
-                 shape_string(value));
-  CUDA_EXT_CHECK(shape.heads_kv > 0 ? shape.heads % shape.heads_kv == 0 : shape.heads == 0, op,
-                 "expected the heads of query to be a multiple of the heads of key, got ", shape.heads, " and ",
-                 shape.heads_kv);
-  if (packed) {
-    CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k beside cu_seqlens_q, got None");
-    check_cu_seqlens(op, "cu_seqlens_q", *o.cu_seqlens_q, "query", query.size(0), query);
-    check_cu_seqlens(op, "cu_seqlens_k", *o.cu_seqlens_k, "key", key.size(0), query);
-    CUDA_EXT_CHECK(o.cu_seqlens_q->size(0) == o.cu_seqlens_k->size(0), op, "expected cu_seqlens_k of shape ",
-                   shape_string(*o.cu_seqlens_q), " to match cu_seqlens_q, got ", shape_string(*o.cu_seqlens_k));
-    shape.batch = o.cu_seqlens_q->size(0) - 1;
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    const auto longest = [&](const char* name, const Tensor& cu_seqlens, OptionalInt given) {
-      int64_t length = 0;
-      if (cu_seqlens.is_cpu()) {
-        const Tensor contiguous = cu_seqlens.contiguous();
-        const int32_t* at = contiguous.const_data_ptr<int32_t>();
-        for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, at[b + 1] - at[b]);
-      } else if (!given.has_value() && shape.batch > 0) {
-        length = cu_seqlens.diff().max().item<int>();  // waits for the stream
-      }
-      CUDA_EXT_CHECK(!given.has_value() || *given >= length, op, "expected ", name, " of at least ", length,
-                     ", the longest sequence, got ", *given);
-      CUDA_EXT_CHECK(!given.has_value() || *given <= kMost, op, "expected ", name, " of at most ", kMost,
-                     ", all that int32 cu_seqlens can hold, got ", *given);
-      return given.value_or(length);
-    };
-    // No sequence has more rows than there are: launches need not go by more.
-    shape.seqlen_q = std::min(longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q), query.size(0));
-    shape.dropout_keys = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
-    shape.seqlen_k = std::min(shape.dropout_keys, key.size(0));
-  } else {
-    shape.batch = query.size(0);
-    shape.seqlen_q = query.size(1);
-    shape.seqlen_k = shape.dropout_keys = key.size(1);
-    CUDA_EXT_CHECK(key.size(0) == shape.batch, op, "expected key of batch ", shape.batch, " to match query ",
-                   shape_string(query), ", got ", shape_string(key));
-  }
-
-  check_side(op, "window left", o.window_left);
-  check_side(op, "window right", o.window_right);
-  CUDA_EXT_CHECK(!o.causal || o.window_right.value_or(0) == 0, op,
-                 "expected window right to be 0 or None with causal=True, which hides every key to the right, got ",
-                 *o.window_right);
-  CUDA_EXT_CHECK(!o.scale.has_value() || std::isfinite(*o.scale), op, "expected a finite scale, got ", *o.scale);
-  CUDA_EXT_CHECK(std::isfinite(o.softcap) && o.softcap >= 0, op, "expected a finite softcap >= 0 (0 for none), got ",
-                 o.softcap);
-  CUDA_EXT_CHECK(o.dropout_p >= 0 && o.dropout_p < 1, op, "expected dropout_p in [0, 1), got ", o.dropout_p);
-  if (is_given(o.alibi_slopes)) {
-    const bool per_head = o.alibi_slopes->sizes() == IntArrayRef{shape.heads};
-    const bool per_batch = o.alibi_slopes->sizes() == IntArrayRef{shape.batch, shape.heads};
-    CUDA_EXT_CHECK(per_head || per_batch, op, "expected alibi_slopes of shape (", shape.heads, ",) or (", shape.batch,
-                   ", ", shape.heads, "), got ", shape_string(*o.alibi_slopes));
-    check_floating(op, "alibi_slopes", *o.alibi_slopes);
-    check_same_device(op, "alibi_slopes", *o.alibi_slopes, "query", query);
-  }
-  if (is_given(o.sinks)) {
-    CUDA_EXT_CHECK(o.sinks->sizes() == IntArrayRef{shape.heads}, op, "expected sinks of shape (", shape.heads,
-                   ",), got ", shape_string(*o.sinks));
-    check_floating(op, "sinks", *o.sinks);
-    check_same_device(op, "sinks", *o.sinks, "query", query);
-  }
-  if (is_given(o.bias)) {
-    CUDA_EXT_CHECK(!packed, op, "expected no bias beside cu_seqlens_q; call the op once for each sequence");
-    check_bias(op, *o.bias, query, shape);
-  }
-  return shape;
-}
-
-HeadsView view_of(const Tensor& tensor) {
-  const int64_t rank = tensor.dim();
-  return {tensor.data_ptr(), rank == 4 ? tensor.stride(0) : 0, tensor.stride(rank - 3), tensor.stride(rank - 2)};
-}
-
-// The kernels walk rows: the last dimension has to be dense, the others may have any stride. CUDA kernels read 16
-// bytes at a time (`aligned`), and so they have to begin at multiples of that.
-Tensor with_dense_rows(const Tensor& tensor, bool aligned) {
-  const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) <= 1;
-  if (dense && (!aligned || attention_sm80_reads(view_of(tensor)))) return tensor;
-  return dense && tensor.is_contiguous() ? tensor.clone() : tensor.contiguous();
-}
-
-// Over the four dims that `tensor` broadcasts to; 0 where it is broadcast.
-void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]) {
-  const int64_t missing = 4 - tensor.dim();
-  for (int64_t d = 0; d < 4; ++d)
-    strides[d] = d < missing || tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
-}
-
-// Tensors that a Params points into, so that they live until the launch.
-struct Operands {
-  Tensor query, key, value, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k;
-};
-
-void fill(AttentionParams& p, Operands& operands, const Shape& shape, const Tensor& query, const Tensor& key,
-          const Tensor& value, const Options& o, bool on_cuda) {
-  const auto accumulation = accumulation_type(query.scalar_type());
-  operands.query = with_dense_rows(query, on_cuda);
-  operands.key = with_dense_rows(key, on_cuda);
-  operands.value = with_dense_rows(value, on_cuda);
-  p.query = view_of(operands.query);
-  p.key = view_of(operands.key);
-  p.value = view_of(operands.value);
-  p.dtype = to_dtype(query.scalar_type());
-  p.batch = shape.batch;
-  p.heads = shape.heads;
-  p.heads_kv = shape.heads_kv;
-  p.dim = shape.dim;
-  p.dim_v = shape.dim_v;
-  p.seqlen_q = shape.seqlen_q;
-  p.seqlen_k = shape.seqlen_k;
-  if (o.packed()) {
-    operands.cu_seqlens_q = o.cu_seqlens_q->contiguous();
-    operands.cu_seqlens_k = o.cu_seqlens_k->contiguous();
-    p.cu_seqlens_q = operands.cu_seqlens_q.const_data_ptr<int32_t>();
-    p.cu_seqlens_k = operands.cu_seqlens_k.const_data_ptr<int32_t>();
-    p.total_q = query.size(0);
-  }
-  p.window_left = o.window_left.value_or(AttentionParams::kUnbounded);
-  p.window_right = o.causal ? 0 : o.window_right.value_or(AttentionParams::kUnbounded);
-  p.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, shape.dim))));
-  p.softcap = o.softcap;
-  if (is_given(o.alibi_slopes)) {
-    operands.alibi_slopes = o.alibi_slopes->to(accumulation).contiguous();
-    p.alibi_slopes = operands.alibi_slopes.const_data_ptr();
-    p.alibi_batch_stride = o.alibi_slopes->dim() == 2 ? shape.heads : 0;
-  }
-  if (is_given(o.sinks)) {
-    operands.sinks = o.sinks->to(accumulation).contiguous();
-    p.sinks = operands.sinks.const_data_ptr();
-  }
-  if (is_given(o.bias)) {
-    p.bias_kind = o.bias->scalar_type() == at::kBool             ? BiasKind::kBoolean
-                  : o.bias->scalar_type() == query.scalar_type() ? BiasKind::kStorage
-                                                                 : BiasKind::kAccumulation;
-    p.bias = o.bias->const_data_ptr();
-    broadcast_strides(*o.bias, p.bias_strides);
-  }
-  p.dropout_p = o.dropout_p;
-  p.dropout_pitch = (shape.dropout_keys + 3) / 4 * 4;
-}
-
-Tensor empty_lse(const Tensor& query, const Shape& shape, bool packed) {
+Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool packed) {
   const auto type = accumulation_type(query.scalar_type());
   return packed ? empty_on(query.device(), {shape.heads, query.size(0)}, type)
                 : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
@@ -285,30 +69,14 @@ void set_rng(AttentionParams& p, const char* op, const Tensor& rng_state, const 
   }
 }
 
-// What the CUDA kernels can do of what the CPU's can.
-void check_cuda(const char* op, const Shape& shape, const Tensor& query) {
-  CUDA_EXT_CHECK(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16, op,
-                 "expected float16 or bfloat16 on a CUDA device, got ", query.scalar_type(),
-                 "; cast, or run it under torch.autocast");
-  const auto check_dim = [&](const char* name, int64_t dim, const char* if_odd, const char* if_large) {
-    const bool large = dim > sm80::kMaxHeadDim;
-    CUDA_EXT_CHECK(!large && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
-                   sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
-  };
-  check_dim("head dim of query and key", shape.dim, "pad both with zeros and give the scale of the dim before that",
-            "take torch.nn.functional.scaled_dot_product_attention, or the CPU");
-  check_dim("head dim of value", shape.dim_v, "pad it with zeros and cut the output",
-            "split value along its last dimension, and concatenate the outputs of the parts");
-}
-
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Options& o) {
-  const Shape shape = check(op, query, key, value, o);
+  const AttentionShape shape = check_attention(op, query, key, value, o);
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
-  if (cuda != nullptr) check_cuda(op, shape, query);
+  if (cuda != nullptr) check_cuda_attention(op, shape, query);
   AttentionParams p;
-  Operands operands;
-  fill(p, operands, shape, query, key, value, o, cuda != nullptr);
+  AttentionOperands operands;
+  fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
   c10::SmallVector<int64_t, 4> out_sizes(query.sizes());
   out_sizes.back() = shape.dim_v;
   Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
@@ -363,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   constexpr const char* op = "flash_attention_backward";
   const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
                   bias,         max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
-  const Shape shape = check(op, query, key, value, o);
+  const AttentionShape shape = check_attention(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
                    " to match ", other_name, ", got ", shape_string(tensor));
@@ -378,10 +146,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
                  "; leave it False");
 
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
-  if (cuda != nullptr) check_cuda(op, shape, query);
+  if (cuda != nullptr) check_cuda_attention(op, shape, query);
   AttentionBackwardParams p;
-  Operands operands;
-  fill(p, operands, shape, query, key, value, o, cuda != nullptr);
+  AttentionOperands operands;
+  fill_params(p, operands, shape, query, key, value, o, cuda != nullptr);
   p.deterministic = o.deterministic.value_or(at::globalContext().deterministicAlgorithms());
   if (dropout_p > 0) set_rng(p, op, value_or_empty(rng_state), query, cuda != nullptr);
   const Tensor dense_out = with_dense_rows(out, cuda != nullptr),

@@ -1,11 +1,9 @@
-// gemm, linear and gated_linear: schema, checks, autograd, autocast, dispatch.
+// gemm, and the backward of activations that gemm, linear and mlp share: schema, checks, autograd, autocast, dispatch.
 //
-// X is what users call. X_forward also returns what backward needs: the pre-activation, or an empty tensor where the
-// output serves (relu) or nothing is needed (no activation). Backward is activation_backward, where there is an
-// activation, then gemm_backward or linear_backward with its result. These return the gradients that output_mask asks
-// for, in the order of the arguments, and empty tensors for the others. X_backward.slot writes those of weights into the
-// slots that it is given (ops/gradient_slots.h), with an empty tensor in their place; it is an op of its own so that
-// what a compiler traces stays without side effects.
+// Users call gemm. gemm_forward also returns what backward needs: the pre-activation, or an empty tensor where backward
+// can use the output (relu) or needs neither (no activation). Backward calls activation_backward if there is an
+// activation, then gemm_backward with its result. The latter returns the gradients that output_mask asks for, in the
+// order of the arguments, and empty tensors for the others.
 #include <ATen/ops/mul.h>
 
 #include <cmath>
@@ -15,8 +13,6 @@
 
 namespace cuda_ext {
 namespace {
-
-// gemm
 
 struct GemmShape {
   Sizes batch;
@@ -176,63 +172,6 @@ std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad, const Tensor&
   return {grad_preact.is_alias_of(grad) ? grad_preact.clone() : grad_preact, bias};
 }
 
-// linear, gated_linear
-
-std::tuple<Tensor, Tensor> run_linear(const char* op, const Tensor& input, const Tensor& weight,
-                                      const OptionalTensor& bias, const OptionalTensor& residual,
-                                      const ActivationName& activation_name, bool gated, bool for_backward) {
-  check_projection(op, "input", input, "weight", weight, "bias", bias, gated);
-  const Activation activation = parse_activation(op, activation_name);
-  if (is_given(residual))
-    check_addend(op, "residual", *residual, input, input.scalar_type(),
-                 replace_last(input.sizes(), 1, {weight.size(0)}));
-  const bool save_preact = for_backward && needs_preact(activation, gated, is_given(residual));
-  auto [out, preact] = project(op, input, weight, bias, residual, activation, gated, save_preact);
-  return {out, for_backward && !save_preact ? absent(input, input.scalar_type()) : preact};
-}
-
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& residual,
-              ActivationName activation) {
-  return std::get<0>(run_linear("linear", input, weight, bias, residual, activation, false, false));
-}
-std::tuple<Tensor, Tensor> linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                          const OptionalTensor& residual, ActivationName activation) {
-  return run_linear("linear", input, weight, bias, residual, activation, false, true);
-}
-Tensor gated_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, ActivationName activation) {
-  return std::get<0>(run_linear("gated_linear", input, weight, bias, std::nullopt, activation, true, false));
-}
-std::tuple<Tensor, Tensor> gated_linear_forward(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                                                ActivationName activation) {
-  return run_linear("gated_linear", input, weight, bias, std::nullopt, activation, true, true);
-}
-
-using LinearGradients = std::tuple<Tensor, Tensor, Tensor>;
-
-LinearGradients run_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                    const OptionalTensor& bias, const std::array<bool, 3>& output_mask,
-                                    const WeightSlot* into) {
-  constexpr const char* op = "linear_backward";
-  check_projection(op, "input", input, "weight", weight, "bias", std::nullopt, false);
-  check_gradient(op, grad, replace_last(input.sizes(), 1, {weight.size(0)}));
-  if (into != nullptr) check_slot(op, *into, weight);
-  const auto type = input.scalar_type();
-  Tensor grad_bias = bias_gradient(op, grad, output_mask[2], is_given(bias) ? bias->scalar_type() : type);
-  return {output_mask[0] ? input_gradient(op, grad, weight, type) : absent(grad, type),
-          output_mask[1] ? weight_gradient(op, grad, input, type, into) : absent(grad, type), grad_bias};
-}
-
-LinearGradients linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                const OptionalTensor& bias, std::array<bool, 3> output_mask) {
-  return run_linear_backward(grad, input, weight, bias, output_mask, nullptr);
-}
-LinearGradients linear_backward_slot(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                     const OptionalTensor& bias, std::array<bool, 3> output_mask,
-                                     const OptionalTensor& weight_slot, double slot_alpha, double slot_beta) {
-  const WeightSlot into{"weight_slot", weight_slot, slot_alpha, slot_beta};
-  return run_linear_backward(grad, input, weight, bias, output_mask, &into);
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> call_activation_backward(const Tensor& grad, const Tensor& preact,
@@ -242,22 +181,7 @@ std::tuple<Tensor, Tensor> call_activation_backward(const Tensor& grad, const Te
   return op.call(grad, preact, activation, gated, bias_type);
 }
 
-ProjectionGradients call_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
-                                         const OptionalTensor& bias, std::array<bool, 3> wanted) {
-  static const auto op = find_op<decltype(linear_backward)>(CUDA_EXT_OP("linear_backward"));
-  static const auto slot_op = find_op<decltype(linear_backward_slot)>(CUDA_EXT_OP("linear_backward"), "slot");
-  if (!wanted[0] && !wanted[1] && !wanted[2]) return {};
-  SlotWrite slot(wanted[1], /*input=*/1, grad);
-  auto [grad_input, grad_weight, grad_bias] =
-      slot.found() ? slot_op.call(grad, input, weight, bias, wanted, slot.view(), slot.alpha(), slot.beta())
-                   : op.call(grad, input, weight, bias, wanted);
-  slot.done();
-  return {wanted[0] ? grad_input : Tensor(), wanted[1] && !slot.found() ? grad_weight : Tensor(),
-          wanted[2] ? grad_bias : Tensor()};
-}
-
-// The autograd nodes. Their names show in profiles and as grad_fn, so they are outside of the anonymous namespace.
-
+// The autograd node. Its name shows in profiles and as grad_fn, so it is outside of the anonymous namespace.
 struct GemmBackward : torch::autograd::Function<GemmBackward> {
   static constexpr const char* kNodeName = CUDA_EXT_OP("GemmBackward");
 
@@ -292,45 +216,6 @@ struct GemmBackward : torch::autograd::Function<GemmBackward> {
   }
 };
 
-// Of linear, and of gated_linear, which has no residual.
-template <bool gated>
-struct LinearBackward : torch::autograd::Function<LinearBackward<gated>> {
-  static constexpr const char* kNodeName = gated ? CUDA_EXT_OP("GatedLinearBackward") : CUDA_EXT_OP("LinearBackward");
-
-  static variable_list backward(AutogradContext* ctx, variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(gated ? 3 : 4);
-    std::array<bool, 3> wanted{};
-    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
-    auto saved = ctx->get_saved_variables();
-    const Tensor &input = saved[0], &weight = saved[1];
-    Tensor& preact = saved[2];
-    const OptionalTensor bias = optional(saved[3]);
-    const ActivationName activation = saved_activation(ctx);
-    Tensor grad_residual;
-    if constexpr (!gated) grad_residual = ctx->needs_input_grad(3) ? grads[0] : Tensor();
-    variable_list result;
-    if (!preact.defined() || needs_composed_backward(grads[0])) {
-      auto [grad_input, grad_weight, grad_bias] = linear_composed_backward(
-          grads[0], input, weight, bias, parse_activation("linear_backward", activation), gated, wanted);
-      result = {grad_input, grad_weight, grad_bias};
-    } else {
-      Tensor grad = std::move(grads[0]), grad_bias;
-      const bool has_activation = gated || activation.has_value();
-      if (has_activation) {
-        std::tie(grad, grad_bias) =
-            call_activation_backward(grad, preact, activation, gated, bias_type(wanted[2], bias, input));
-        preact.reset();
-        release_saved(ctx);
-      }
-      auto gradients =
-          call_linear_backward(grad, input, weight, bias, {wanted[0], wanted[1], wanted[2] && !has_activation});
-      result = {gradients.input, gradients.weight, has_activation && wanted[2] ? grad_bias : gradients.bias};
-    }
-    if constexpr (!gated) result.push_back(grad_residual);
-    return result;
-  }
-};
-
 namespace {
 
 Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
@@ -355,41 +240,6 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& c, 
   return out;
 }
 
-Tensor linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       const OptionalTensor& residual, ActivationName activation) {
-  static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));
-  static const auto forward_op = find_op<decltype(linear_forward)>(CUDA_EXT_OP("linear_forward"));
-  const Derivatives wanted = derivatives_of(input, weight, bias, residual);
-  auto [out, preact] = call_below_autograd(wanted, op, forward_op, input, weight, bias, residual, activation);
-  if (wanted.reverse) {
-    const auto node = make_node<LinearBackward<false>>(input, weight, bias, residual);
-    save_activation(&node->ctx_, activation);
-    const bool output_serves = activation == "relu" && !is_given(residual) && preact.defined();
-    finish_node(node, {input, weight, output_serves ? out : preact, value_or_empty(bias)}, out);
-  }
-  if (wanted.forward)
-    set_tangent(out, linear_tangent(input, weight, bias, residual, parse_activation("linear", activation), false));
-  return out;
-}
-
-Tensor gated_linear_autograd(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             ActivationName activation) {
-  static const auto op = find_op<decltype(gated_linear)>(CUDA_EXT_OP("gated_linear"));
-  static const auto forward_op = find_op<decltype(gated_linear_forward)>(CUDA_EXT_OP("gated_linear_forward"));
-  const Derivatives wanted = derivatives_of(input, weight, bias);
-  auto [out, preact] = call_below_autograd(wanted, op, forward_op, input, weight, bias, activation);
-  if (wanted.reverse) {
-    const auto node = make_node<LinearBackward<true>>(input, weight, bias);
-    save_activation(&node->ctx_, activation);
-    finish_node(node, {input, weight, preact, value_or_empty(bias)}, out);
-  }
-  if (wanted.forward)
-    set_tangent(out, linear_tangent(input, weight, bias, {}, parse_activation("gated_linear", activation), true));
-  return out;
-}
-
-// Autocast
-
 template <c10::DeviceType device>
 Tensor gemm_autocast(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                      ActivationName activation, double alpha, double beta, OptionalType out_dtype) {
@@ -397,33 +247,13 @@ Tensor gemm_autocast(const Tensor& a, const Tensor& b, const OptionalTensor& c, 
   const Autocast cast(device);
   return op.call(cast(a), cast(b), cast(c), cast(bias), activation, alpha, beta, out_dtype);
 }
-template <c10::DeviceType device>
-Tensor linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                       const OptionalTensor& residual, ActivationName activation) {
-  static const auto op = find_op<decltype(linear)>(CUDA_EXT_OP("linear"));
-  const Autocast cast(device);
-  return op.call(cast(input), cast(weight), cast(bias), cast(residual), activation);
-}
-template <c10::DeviceType device>
-Tensor gated_linear_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
-                             ActivationName activation) {
-  static const auto op = find_op<decltype(gated_linear)>(CUDA_EXT_OP("gated_linear"));
-  const Autocast cast(device);
-  return op.call(cast(input), cast(weight), cast(bias), activation);
-}
 
 }  // namespace
 
-// Tensors come first and by position, as vmap rules want them.
+// Tensors come first and are positional: vmap rules need that.
 #define GEMM_ARGUMENTS                                                                \
   "(Tensor a, Tensor b, Tensor? c=None, Tensor? bias=None, *, str? activation=None, " \
   "float alpha=1.0, float beta=1.0, ScalarType? out_dtype=None)"
-#define LINEAR_ARGUMENTS \
-  "(Tensor input, Tensor weight, Tensor? bias=None, Tensor? residual=None, *, str? activation=None)"
-#define GATED_LINEAR_ARGUMENTS "(Tensor input, Tensor weight, Tensor? bias=None, *, str? activation='silu')"
-#define LINEAR_BACKWARD_ARGUMENTS "Tensor grad_out, Tensor input, Tensor weight, Tensor? bias, *, bool[3] output_mask"
-#define LINEAR_SLOT_ARGUMENTS LINEAR_BACKWARD_ARGUMENTS ", Tensor(a!)? weight_slot, float slot_alpha, float slot_beta"
-#define LINEAR_GRADIENTS " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout};
@@ -437,14 +267,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "activation_backward(Tensor grad_out, Tensor preact, *, str? activation, bool gated, "
       "ScalarType? bias_dtype) -> (Tensor grad_preact, Tensor grad_bias)",
       tags);
-  m.def("linear" LINEAR_ARGUMENTS " -> Tensor", tags);
-  m.def("linear_forward" LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  m.def("linear_backward(" LINEAR_BACKWARD_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
-  m.def("linear_backward.slot(" LINEAR_SLOT_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
-  m.def("gated_linear" GATED_LINEAR_ARGUMENTS " -> Tensor", tags);
-  m.def("gated_linear_forward" GATED_LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "activation_backward", "linear", "linear_forward",
-                        "linear_backward", "linear_backward.slot", "gated_linear", "gated_linear_forward"});
+  register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "activation_backward"});
 }
 
 namespace {
@@ -454,12 +277,6 @@ void register_kernels(torch::Library& m) {
   m.impl("gemm_forward", gemm_forward);
   m.impl("gemm_backward", gemm_backward);
   m.impl("activation_backward", activation_backward);
-  m.impl("linear", linear);
-  m.impl("linear_forward", linear_forward);
-  m.impl("linear_backward", linear_backward);
-  m.impl("linear_backward.slot", linear_backward_slot);
-  m.impl("gated_linear", gated_linear);
-  m.impl("gated_linear_forward", gated_linear_forward);
 }
 
 }  // namespace
@@ -469,23 +286,12 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
   m.impl("gemm", gemm_autograd);
-  m.impl("linear", linear_autograd);
-  m.impl("gated_linear", gated_linear_autograd);
-  for (const char* name : {"gemm_forward", "gemm_backward", "activation_backward", "linear_forward", "linear_backward",
-                           "linear_backward.slot", "gated_linear_forward"})
+  for (const char* name : {"gemm_forward", "gemm_backward", "activation_backward"})
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
 }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
-  m.impl("gemm", gemm_autocast<c10::DeviceType::CPU>);
-  m.impl("linear", linear_autocast<c10::DeviceType::CPU>);
-  m.impl("gated_linear", gated_linear_autocast<c10::DeviceType::CPU>);
-}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) { m.impl("gemm", gemm_autocast<c10::DeviceType::CPU>); }
 
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) {
-  m.impl("gemm", gemm_autocast<c10::DeviceType::CUDA>);
-  m.impl("linear", linear_autocast<c10::DeviceType::CUDA>);
-  m.impl("gated_linear", gated_linear_autocast<c10::DeviceType::CUDA>);
-}
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) { m.impl("gemm", gemm_autocast<c10::DeviceType::CUDA>); }
 
 }  // namespace cuda_ext

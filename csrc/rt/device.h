@@ -7,7 +7,7 @@ namespace cuda_ext::rt {
 
 struct Device {
   int compute_capability;  // 86 for 8.6
-  int processors;          // multiprocessors
+  int num_sms;             // multiprocessors
   int shared_bytes;        // of a multiprocessor
 };
 
@@ -15,22 +15,22 @@ struct Device {
 
 inline Device describe_device(const char* kernel) {
   const int device = current_device(kernel);
-  int major = 0, minor = 0, processors = 0, shared_bytes = 0;
+  int major = 0, minor = 0, num_sms = 0, shared_bytes = 0;
   const auto read = [&](int& value, cudaDeviceAttr attribute) {
     check(cudaDeviceGetAttribute(&value, attribute, device), kernel, "ask what the device has");
   };
   read(major, cudaDevAttrComputeCapabilityMajor);
   read(minor, cudaDevAttrComputeCapabilityMinor);
-  read(processors, cudaDevAttrMultiProcessorCount);
+  read(num_sms, cudaDevAttrMultiProcessorCount);
   read(shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  return {10 * major + minor, processors, shared_bytes};
+  return {10 * major + minor, num_sms, shared_bytes};
 }
 
 #else
 
 inline Device describe_device(const char*) {
   const simt::Options& options = simt::options();
-  return {options.compute_capability, options.processors, options.shared_bytes()};
+  return {options.compute_capability, options.num_sms, options.shared_bytes()};
 }
 
 #endif

@@ -154,7 +154,7 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
   geometry.cluster = {config.cluster.x, config.cluster.y, config.cluster.z};
   geometry.shared_bytes = config.shared_bytes;
   constexpr int kSome = 6;  // as many as a device may run at once, whichever they are
-  geometry.together = config.waits == Waits::kForAny ? 0 : config.waits == Waits::kForEarlier ? kSome : 1;
+  geometry.concurrent_clusters = config.waits == Waits::kForAny ? 0 : config.waits == Waits::kForEarlier ? kSome : 1;
   simt::launch(name, geometry, [&] { kernel(params...); });
 }
 

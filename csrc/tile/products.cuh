@@ -68,12 +68,12 @@ struct SharedOperand {
 // registers need not keep it.
 template <class Tiles, class Tile>
 DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   return {{base + Tile::lane_offset(Tiles::first_row(thread), thread % arch::kWarpSize), offset}};
 }
 template <class Tiles, class Tile>
 DEVICE LaneAddress columns_of(arch::SharedAddress base, int offset) {
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   return {base + Tile::lane_offset(Tiles::first_column(thread), thread % arch::kWarpSize), offset};
 }
 

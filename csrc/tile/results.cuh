@@ -71,7 +71,7 @@ template <class Tiles, class Tile>
 DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& x, float factor) {
   // All addresses come from one, by numbers that the compiler knows, where they are used: kept, they would take the
   // registers that the loop has not.
-  const int thread = arch::thread_index_anew();
+  const int thread = arch::opaque_thread_index();
   const arch::SharedAddress first =
       tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::first_column(thread) / 8) + thread % 4 * 4;
 #pragma unroll

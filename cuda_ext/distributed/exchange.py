@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext.distributed.coalescing import coalesces, start_together
 from cuda_ext.distributed.own_group import is_on_gloo, own_group
-from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.registered import RegisteredMemory
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.symmetric import NotSharedError, SymmetricArena
 from cuda_ext.distributed.wire import fp32_all_reduce, fp32_reduce_scatter
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
-from cuda_ext.distributed.cost_model import byte_size
 from cuda_ext.distributed.exchange import Exchange, Pending
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.planning.units import byte_size
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.wire import ErrorFeedback
 
 # What a set flag adds, before it is divided by the number of ranks: in a sum of squares over the whole of ``wire`` it

@@ -15,7 +15,7 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.status_board import GAVE_UP, name_ranks
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import Watch

@@ -64,7 +64,7 @@ fault("exp2 instead of log2", "arch/math.cuh", "lg2.approx.ftz.f32", "ex2.approx
 fault("cp.async copies bytes that are not there", "arch/async_copy.cuh", "[%0], [%1], %2, %3;", "[%0], [%1], %2, %2;",
       MEMORY, "cp_async")
 fault("cp.async of another size", "arch/async_copy.cuh", '"n"(bytes), "r"(valid)', '"n"(4), "r"(valid)',
-      MEMORY, "cp_async", "valid bytes of")
+      MEMORY, "cp_async", "valid bytes, got")
 fault("cp.async with addresses swapped", "arch/async_copy.cuh",
       '[%0], [%1], 16, %2;" ::"r"(shared), "l"(global)', '[%0], [%1], 16, %2;" ::"r"(uint32_t(uint64_t(global))), '
       '"l"(uint64_t(shared))', MEMORY, "cp_async", "cp_async .* is an address of")
@@ -210,7 +210,7 @@ fault("a wait of the cluster without acquire", "arch/cluster.cuh",
 fault("bytes that are not announced", "arch/barrier.cuh",
       'asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"',
       'asm volatile("{.reg .b32 t; mov.b32 t, %1; mbarrier.arrive.shared::cta.b64 _, [%0];}"',
-      SM90, "tma_load_2d_64_swizzle64_float16", "copies into its shared memory are under way")
+      SM90, "tma_load_2d_64_swizzle64_float16", "copies into its shared memory are in flight")
 fault("a proxy fence compiled away", "arch/barrier.cuh",
       "fence_async_shared(Site = {}) {\n#if __CUDA_ARCH__ >= 900", "fence_async_shared(Site = {}) {\n#if __CUDA_ARCH__ "
       ">= 9000", SM90, "tma_store_2d_128_swizzle128_bfloat16", RACE)
@@ -250,7 +250,7 @@ fault("wgmma.fence left out", "arch/wgmma.cuh", 'CUDA_EXT_SM90A(asm volatile("wg
       '"memory");)', "", WGMMA, "wgmma_f16_8_k128_k128", "no wgmma_fence since")
 fault("wgmma.wait_group lets products through", "arch/wgmma.cuh", '"wgmma.wait_group.sync.aligned %0;" ::"n"(pending)',
       '"wgmma.wait_group.sync.aligned %0;" ::"n"(pending + 1)', WGMMA, "wgmma_groups",
-      "products of wgmma are under way")
+      "never waited for wgmma products")
 fault("registers released instead of allocated", "arch/wgmma.cuh", "setmaxnreg.inc", "setmaxnreg.dec",
       WGMMA, "wgmma_groups", "decrease_registers at")
 fault("registers allocated that are not a multiple of 8", "arch/wgmma.cuh",

@@ -93,4 +93,4 @@ def emulated(
         "threads": threads,
         "skip": None,
     }
-    return testing._emulated_by(kernels, settings)
+    return testing.emulation.emulated_by(kernels, settings)

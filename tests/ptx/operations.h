@@ -230,7 +230,7 @@ class Thread {
   uint64_t time() { return ++time_; }
 
   uint32_t load_acquire(uint64_t address, Site site) {
-    return simt::load_acquire(pointer<uint32_t>(address), look_, site);
+    return simt::load_acquire(pointer<uint32_t>(address), poll_, site);
   }
 
   template <class Register>
@@ -243,7 +243,7 @@ class Thread {
   std::byte* window_;
   const std::byte* parameters_;
   uint64_t parameter_bytes_;
-  simt::Look look_;
+  simt::Poll poll_;
   uint64_t time_ = 0;
 };
 

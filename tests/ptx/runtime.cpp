@@ -92,7 +92,7 @@ Function* find(const void* host) {
 // The device of the emulator's options, but at least of the kernels' architecture.
 struct Device {
   int compute_capability = std::max(simt::options().compute_capability, target());
-  int processors = simt::options().processors;
+  int processors = simt::options().num_sms;
   size_t shared_bytes = size_t(simt::Options{.compute_capability = compute_capability}.shared_bytes());
   int threads = compute_capability == 80 || compute_capability >= 90 ? 2048 : 1536;  // per SM
   int blocks = compute_capability == 80 || compute_capability >= 90 ? 32 : compute_capability == 89 ? 24 : 16;
@@ -172,7 +172,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
   geometry.block = int(block.x);
   geometry.cluster = {int(cluster.x), int(cluster.y), int(cluster.z)};
   geometry.shared_bytes = config.dynamicSmemBytes;
-  geometry.together = cooperative ? 0 : entry.waits_for_others ? kSome : 1;
+  geometry.concurrent_clusters = cooperative ? 0 : entry.waits_for_others ? kSome : 1;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     last_launch = "grid " + text(grid) + ", " + std::to_string(block.x) + " threads, " +

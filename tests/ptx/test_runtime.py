@@ -153,6 +153,6 @@ def test_races_of_plain_accesses_are_found(library: Library, name: str) -> None:
     """The direct emulation needs a compiler's hooks for this."""
     with (
         library.options(mode="lazy", schedule="pct", seed=1, check_races=True),
-        pytest.raises(Fault, match=r"race: this (write|read) of .* are in no order"),
+        pytest.raises(Fault, match=r"race: this (write|read) of .* are not ordered"),
     ):
         library.run(name, data_of(library, name))

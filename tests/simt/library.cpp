@@ -73,7 +73,7 @@ EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, in
   o.threads = threads;
   o.ordered_sums = ordered_sums != 0;
   o.compute_capability = compute_capability;
-  o.processors = processors;
+  o.num_sms = processors;
 }
 // Skips the synchronisation call at this place from now on; none if `file` is null.
 EXPORT void simt_skip(const char* file, int line, const char* instruction) {

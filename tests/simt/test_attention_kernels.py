@@ -18,7 +18,7 @@ PHASES = ("forward", "backward")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Many heads fill the device; with few heads, keys are split among blocks.
 SIZES = {"blocks enough": (8, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
-# The paper model (benchmarks/kernel_work.py) derives the costs of a step, a block and a tile of queries from these.
+# The paper model (benchmarks/model) derives the costs of a step, a block and a tile of queries from these.
 GROWING = ((8, 128, 128), (8, 128, 256), (8, 256, 128))
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
 

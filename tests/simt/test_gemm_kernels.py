@@ -518,7 +518,7 @@ def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked
 # Tiles for 16-bit elements (half as deep for 4-byte ones), and an output size for which the heuristic chooses them on
 # the emulated device. Three products of tf32 have no 128 x 256 tile.
 TILES = [((128, 256, 32), (256, 512)), ((128, 128, 32), (256, 256)), ((64, 64, 64), (64, 64))]
-# Two depths, which separate the cost of a k tile from the rest of a block's cost (benchmarks/model.py uses this).
+# Two depths, which separate the cost of a k tile from the rest of a block's cost (benchmarks/model uses this).
 DEPTHS = (128, 256)
 
 

@@ -138,7 +138,7 @@ def test_race_names_the_engines_and_the_block(hooked: Library) -> None:
         r"tma_load at proof_gemm.cuh:\d+: race: this write of shared address 0x\w+ and the read by thread \d+ of this"
     )
     assert re.search(
-        early + r" block, wgmma at proof_gemm.cuh:\d+, are in no order", message(hooked, "kReleasesBeforeTheWait", True)
+        early + r" block, wgmma at proof_gemm.cuh:\d+, are not ordered", message(hooked, "kReleasesBeforeTheWait", True)
     )
     remote = r"tma_load_multicast at .*shared address 0x\w+ in block \(0, 0, 0\)"
     assert re.search(remote, message(hooked, "kWaitsAtBlockScope", True))

@@ -1,0 +1,1 @@
+"""The paper model; docs/model.md explains it."""

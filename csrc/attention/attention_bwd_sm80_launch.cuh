@@ -1,0 +1,71 @@
+// Launches attention's backward: plan, workspace, and its passes one after the other.
+#pragma once
+
+#include "attention/attention_bwd_passes.cuh"
+#include "attention/attention_bwd_sm80.cuh"
+
+namespace cuda_ext::sm80 {
+
+template <class Kernel>
+void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void* stream) {
+  using T = typename Kernel::Element;
+  constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
+  BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
+  place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
+
+  launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
+
+  plan.query_pass = LinesCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
+  plan.grad_out_pass = LinesCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
+  if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
+    rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
+                                           {.grid = {blocks},
+                                            .threads = Kernel::kThreads,
+                                            .shared_bytes = sizeof(typename Kernel::Storage),
+                                            .waits = p.deterministic ? rt::Waits::kForEarlier : rt::Waits::kForNone,
+                                            .stream = stream},
+                                           p, plan);
+
+  finish_gradient<T, typename Kernel::GradQ>(
+      p, plan,
+      {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
+      stream);
+  if (plan.splits > 1) {
+    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
+    FinishParams finish{.to = p.grad_key,
+                        .tiles = plan.grad_key,
+                        .parts = plan.splits,
+                        .part_stride = tiles * Kernel::kBlockN * config.dim,
+                        .width = int(p.dim)};
+    finish_gradient<T, typename Kernel::GradK>(p, plan, finish, stream);
+    finish.to = p.grad_value;
+    finish.tiles = plan.grad_value;
+    finish.part_stride = tiles * Kernel::kBlockN * config.dim_v;
+    finish.width = int(p.dim_v);
+    finish_gradient<T, typename Kernel::GradV>(p, plan, finish, stream);
+  }
+  if (p.grad_sinks != nullptr) launch_sinks<Kernel::kBlockM>(p, plan, stream);
+}
+
+template <class T, int tile>
+size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
+  if (params.heads == 0) return 0;
+  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
+  BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
+  return place(params, config, nullptr, plan).used();
+}
+
+// Calls f(Backward<..>{}) for what the parameters ask for.
+template <class T, int tile, class F>
+auto with_backward(const AttentionBackwardParams& p, const F& f) {
+  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
+  return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
+}
+
+template <class T, int tile>
+void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
+  if (params.heads == 0) return;
+  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
+}
+
+}  // namespace cuda_ext::sm80

@@ -1,0 +1,207 @@
+// Attention forward on the CPU. A task is a block of up to kBlockPanels panels of queries, of the heads that share a key
+// head. It visits the keys that the block can see, kBlockKeys at a time:
+//   K block -> packed float      S^T = K Q^T       (keys, queries)   microkernel
+//   V block -> packed float      P^T = exp(S^T - max)                along each lane
+//                                O^T += V^T P^T    (dim_v, queries)  microkernel
+// Sequences of a few queries use attention_few_queries_cpu.h instead.
+#pragma once
+
+#include "attention/attention_few_queries_cpu.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+constexpr int64_t kBlockKeys = 128;  // a panel's logits fit in L1; the packed K and V, next to the panels, in L2
+constexpr int64_t kBlockPanels = 8;  // at most; the panels of a block share each packing of K and V
+
+// A panel of queries, and its softmax over the keys visited so far.
+template <class T>
+struct Panel {
+  T* q_t;    // (dim, width)
+  T* out_t;  // (dim_v, width); divided by row_sum at the end
+  T row_max[kPanelQueries<T>];
+  T row_sum[kPanelQueries<T>];
+  int64_t head;
+  int64_t i_begin, i_end;
+
+  int64_t vectors() const { return padded<T>(i_end - i_begin) / kLanes<T>; }
+  int64_t width() const { return padded<T>(i_end - i_begin); }
+};
+
+// Updates the panel's softmax and output with keys [j_begin, j_begin + keys), which pack_rows has packed into k and v.
+template <int Vectors, class T>
+void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v, int64_t j_begin, int64_t keys,
+            T* logits) {
+  constexpr int lanes = kLanes<T>;
+  constexpr int64_t width = Vectors * lanes;
+  const AttentionParams& p = head.p;
+
+  panel_product<T, Vectors, false>(keys, p.dim, k, row_pitch<T>(p.dim), 1, panel.q_t, width, logits, width);
+  if (head.softcap > 0) apply_softcap<Vectors>(logits, keys, head.softcap);
+  head.template apply_bias_and_mask<Vectors>(logits, panel.i_begin, panel.i_end, j_begin, keys);
+
+  Vec<T> new_max[Vectors], shift[Vectors], sum[Vectors], rescale[Vectors];
+  for (int x = 0; x < Vectors; ++x) new_max[x] = load(panel.row_max + x * lanes);
+  for (int64_t j = 0; j < keys; ++j)
+    for (int x = 0; x < Vectors; ++x) new_max[x] = max<T>(load(logits + j * width + x * lanes), new_max[x]);
+
+  // row_max changes only when the maximum of some row has grown by more than kMaxLag. Until then weights stay below
+  // e^kMaxLag, which costs no precision, and the output need not be rescaled.
+  bool rescaled = false;
+  for (int x = 0; x < Vectors; ++x) {
+    const auto grown = new_max[x] > load(panel.row_max + x * lanes) + kMaxLag;
+    for (int l = 0; l < lanes; ++l) rescaled |= grown[l] != 0;
+  }
+  for (int x = 0; x < Vectors; ++x) {
+    const Vec<T> old_max = load(panel.row_max + x * lanes);
+    if (!rescaled) new_max[x] = old_max;
+    // A row with no visible key so far has a maximum of -inf; a shift of 0 makes its weights 0 instead of NaN.
+    shift[x] = new_max[x] == -std::numeric_limits<T>::infinity() ? Vec<T>{} : new_max[x];
+    rescale[x] = exp_below_88(old_max - shift[x]);
+    sum[x] = Vec<T>{};
+    store(panel.row_max + x * lanes, new_max[x]);
+  }
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int x = 0; x < Vectors; ++x) {
+      T* at = logits + j * width + x * lanes;
+      const Vec<T> weight = exp_below_88(load(at) - shift[x]);
+      sum[x] += weight;
+      store(at, weight);
+    }
+  }
+  for (int x = 0; x < Vectors; ++x)
+    store(panel.row_sum + x * lanes, load(panel.row_sum + x * lanes) * rescale[x] + sum[x]);
+  if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_row + panel.i_begin, j_begin, keys, logits);
+
+  if (rescaled) {
+    for (int64_t d = 0; d < p.dim_v; ++d)
+      for (int x = 0; x < Vectors; ++x) {
+        T* at = panel.out_t + d * width + x * lanes;
+        store(at, load(at) * rescale[x]);
+      }
+  }
+  panel_product<T, Vectors, true>(p.dim_v, keys, v, 1, row_pitch<T>(p.dim_v), logits, width, panel.out_t, width);
+}
+
+// Runs tasks one after the other; a thread allocates its buffers once for all of its tasks.
+template <class Storage>
+class ForwardWorker {
+  using T = Compute<Storage>;
+
+ public:
+  ForwardWorker(const AttentionParams& p, int64_t max_panels)
+      : p_(p),
+        scratch_(allocate<T>({{&q_t_, max_panels * p.dim * kPanelQueries<T>},
+                              {&out_t_, max_panels * p.dim_v * kPanelQueries<T>},
+                              {&k_block_, kBlockKeys * row_pitch<T>(p.dim)},
+                              {&v_block_, kBlockKeys * row_pitch<T>(p.dim_v)},
+                              {&logits_, kBlockKeys * kPanelQueries<T>}})) {}
+
+  // Panels [first, end) of sequence b and key head kv_head. Among the heads of the group, panels of the same queries have
+  // consecutive indices.
+  void run(int64_t b, int64_t kv_head, int64_t first, int64_t end) {
+    const Sequence s(p_, b);
+    start_panels(s, b, kv_head, first, end);
+    if (count_ == 0) return;
+    visit_keys(s, b, kv_head);
+    for (int64_t n = 0; n < count_; ++n) store_panel(s, b, panels_[n]);
+  }
+
+ private:
+  void start_panels(const Sequence& s, int64_t b, int64_t kv_head, int64_t first, int64_t end) {
+    const int64_t group = p_.heads / p_.heads_kv;
+    const bool has_sink = p_.sinks != nullptr;
+    count_ = 0;
+    for (int64_t n = first; n < end; ++n) {
+      Panel<T>& panel = panels_[count_];
+      panel.i_begin = n / group * kPanelQueries<T>;
+      if (panel.i_begin >= s.q_len) break;
+      panel.i_end = std::min(s.q_len, panel.i_begin + kPanelQueries<T>);
+      panel.head = kv_head * group + n % group;
+      panel.q_t = q_t_ + count_ * p_.dim * kPanelQueries<T>;
+      panel.out_t = out_t_ + count_ * p_.dim_v * kPanelQueries<T>;
+      const HeadContext<T> head(p_, s, b, panel.head);
+      pack_transposed(rows_of<const Storage>(p_.query, b, s.q_begin + panel.i_begin, panel.head),
+                      panel.i_end - panel.i_begin, p_.dim, head.q_factor, panel.q_t, panel.width());
+      std::fill_n(panel.out_t, p_.dim_v * panel.width(), T(0));
+      // A sink is a key before all others that has no value.
+      std::fill_n(panel.row_max, kPanelQueries<T>,
+                  has_sink ? static_cast<const T*>(p_.sinks)[panel.head] : -std::numeric_limits<T>::infinity());
+      std::fill_n(panel.row_sum, kPanelQueries<T>, T(has_sink ? 1 : 0));
+      ++count_;
+    }
+  }
+
+  void visit_keys(const Sequence& s, int64_t b, int64_t kv_head) {
+    const int64_t pitch = row_pitch<T>(p_.dim), pitch_v = row_pitch<T>(p_.dim_v);
+    const auto k = rows_of<const Storage>(p_.key, b, s.k_begin, kv_head),
+               v = rows_of<const Storage>(p_.value, b, s.k_begin, kv_head);
+    // Blocks of keys start at a multiple of 4, as apply_dropout requires; the mask hides the keys this adds.
+    const Visibility visible(p_, s);
+    const int64_t keys_begin = visible.key_begin(panels_[0].i_begin) / 4 * 4,
+                  keys_end = visible.key_end(panels_[count_ - 1].i_end);
+    for (int64_t j = keys_begin; j < keys_end; j += kBlockKeys) {
+      const int64_t j_end = std::min(keys_end, j + kBlockKeys);
+      pack_rows(k.from(j), j_end - j, p_.dim, k_block_);
+      pack_rows(v.from(j), j_end - j, p_.dim_v, v_block_);
+      for (int64_t n = 0; n < count_; ++n) {
+        Panel<T>& panel = panels_[n];
+        const int64_t from = std::max(j, visible.key_begin(panel.i_begin) / 4 * 4);
+        const int64_t to = std::min(j_end, visible.key_end(panel.i_end));
+        if (from >= to) continue;
+        const HeadContext<T> head(p_, s, b, panel.head);
+        with_vectors(panel.vectors(), [&](auto vectors) {
+          attend<decltype(vectors)::value>(head, panel, k_block_ + (from - j) * pitch, v_block_ + (from - j) * pitch_v,
+                                           from, to - from, logits_);
+        });
+      }
+    }
+  }
+
+  void store_panel(const Sequence& s, int64_t b, Panel<T>& panel) {
+    const auto out = rows_of<Storage>(p_.out, b, s.q_begin, panel.head);
+    T* const lse = static_cast<T*>(p_.lse) + first_row(p_, s, b, panel.head);
+    for (int64_t i = panel.i_begin; i < panel.i_end; ++i) {
+      T& sum = panel.row_sum[i - panel.i_begin];
+      const bool empty = sum == 0;
+      lse[i] = empty ? -std::numeric_limits<T>::infinity() : panel.row_max[i - panel.i_begin] + std::log(sum);
+      sum = empty ? T(0) : T(1) / sum;
+    }
+    unpack_transposed(panel.out_t, panel.width(), panel.row_sum, panel.i_end - panel.i_begin, p_.dim_v,
+                      out.from(panel.i_begin));
+  }
+
+  const AttentionParams& p_;
+  T *q_t_, *out_t_, *k_block_, *v_block_, *logits_;
+  const Scratch scratch_;
+  Panel<T> panels_[kBlockPanels];
+  int64_t count_ = 0;  // panels of the task
+};
+
+template <class Storage>
+void forward(const AttentionParams& p) {
+  using T = Compute<Storage>;
+  int64_t longest_q = p.seqlen_q;
+  if (p.cu_seqlens_q != nullptr) {
+    longest_q = 0;
+    for (int64_t b = 0; b < p.batch; ++b) longest_q = std::max(longest_q, Sequence(p, b).q_len);
+  }
+  if (are_few_queries<T>(p, longest_q) && p.dropout_p == 0) return forward_of_few_queries<Storage>(p, longest_q);
+
+  // Blocks are small enough that every thread gets several.
+  const int64_t all_panels = p.heads / p.heads_kv * ((longest_q + kPanelQueries<T> - 1) / kPanelQueries<T>);
+  const int64_t wanted_blocks = num_threads() == 1 ? 1 : 4 * num_threads();
+  const int64_t panels = std::clamp<int64_t>(p.batch * p.heads_kv * all_panels / wanted_blocks, 1, kBlockPanels);
+  const int64_t blocks = (all_panels + panels - 1) / panels;
+
+  run_workers(p.batch * p.heads_kv * blocks, [&](TaskQueue& queue) {
+    ForwardWorker<Storage> worker(p, panels);
+    for (int64_t task; queue.next(task);) {
+      // With a causal mask the last blocks see the most keys, so they are started first.
+      const int64_t block = blocks - 1 - task / (p.batch * p.heads_kv);
+      worker.run(task % (p.batch * p.heads_kv) / p.heads_kv, task % p.heads_kv, block * panels,
+                 std::min(all_panels, (block + 1) * panels));
+    }
+  });
+}
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

@@ -1,0 +1,80 @@
+// What the host decides about attention's forward, and the workspace of its kernels.
+#pragma once
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "attention/attention_fwd_sm80.h"
+#include "attention/dropout.cuh"
+#include "attention/scheduler.cuh"
+#include "rt/device.h"
+
+namespace cuda_ext::sm80 {
+
+// What the host decides; the same for all blocks.
+struct ForwardPlan {
+  Schedule schedule;
+  int block_n;     // keys
+  int pack = 1;    // heads of a tile
+  int splits = 1;  // of the keys
+  float factor;    // of what softmax is taken of, to powers of two
+  // General:
+  float scale;    // of the products
+  float softcap;  // 0: none
+  float inverse_softcap;
+  float kept_scale = 1.0f;  // of weights that dropout keeps
+  Dropout dropout;
+  int64_t key_pass = 0, value_pass = 0;  // bytes to a thread's next line
+  // In the workspace; null if there is but one split.
+  float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
+  float* partial_lse = nullptr;  // (splits, rows of lse)
+};
+
+inline int64_t lse_rows(const AttentionParams& p) {
+  return p.heads * (p.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q);
+}
+
+inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig& config, const rt::Device& device) {
+  constexpr double kLog2e = 1.4426950408889634;
+  const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
+  const int64_t group = p.heads / p.heads_kv;
+  const int64_t tiles = tiles_of(p.seqlen_q, config.block_m),
+                packed_tiles = tiles_of(p.seqlen_q * group, config.block_m);
+  ForwardPlan plan;
+  plan.pack = int(packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
+  plan.schedule.tiles = int(plan.pack > 1 ? packed_tiles : tiles);
+  plan.schedule.heads = int(p.heads / plan.pack);
+  const int64_t pairs = plan.schedule.heads * p.batch;
+  if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
+    throw std::invalid_argument("attention_fwd_sm80: expected at most 2^31 tiles of queries, got " +
+                                std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
+  plan.schedule.pairs = int(pairs);
+  plan.schedule.section = section_of(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
+  // A section's blocks are counted in ints too.
+  const bool general = needs_general_kernel(p);
+  plan.block_n = config.keys(general, device.shared_bytes);
+  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
+                              tiles_of(p.seqlen_k, plan.block_n));
+  plan.scale = float(p.scale);
+  plan.factor = float(general ? kLog2e : p.scale * kLog2e);
+  plan.softcap = float(p.softcap);
+  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.kept_scale = float(1 / (1 - p.dropout_p));
+  plan.dropout = dropout_of(p);
+  return plan;
+}
+
+// Divides the workspace.
+inline WorkspaceCursor place(const AttentionParams& p, void* data, ForwardPlan& plan) {
+  WorkspaceCursor cursor(data);
+  if (plan.splits > 1) {
+    cursor.take(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
+    cursor.take(plan.partial_lse, plan.splits * lse_rows(p));
+  }
+  return cursor;
+}
+
+inline bool is_empty(const AttentionParams& p) { return lse_rows(p) == 0 || p.seqlen_q == 0; }
+
+}  // namespace cuda_ext::sm80

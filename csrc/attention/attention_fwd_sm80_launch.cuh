@@ -1,0 +1,49 @@
+// Launches attention's forward: plan, workspace, and the instantiation that the parameters need.
+#pragma once
+
+#include "attention/attention_combine.cuh"
+#include "attention/attention_fwd_sm80.cuh"
+#include "rt/launch.cuh"
+
+namespace cuda_ext::sm80 {
+
+template <class T, int tile>
+size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
+  if (is_empty(params)) return 0;
+  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
+  return place(params, nullptr, plan).used();
+}
+
+// Calls f(Forward<..>{}) for what the parameters ask for.
+template <class T, int tile, class F>
+auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
+  constexpr const AttentionConfig& config = kForwardTiles[tile];
+  if (needs_general_kernel(p)) return f(Forward<T, config, config.block_n.general, true>{});
+  if (plan.block_n == config.block_n.fast) return f(Forward<T, config, config.block_n.fast, false>{});
+  return f(Forward<T, config, config.block_n.small, false>{});
+}
+
+template <class T, int tile>
+void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace workspace, void* stream) {
+  if (is_empty(params)) return;
+  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
+  place(params, workspace.data, plan).expect_room("attention_fwd_sm80", workspace);
+  with_forward<T, tile>(params, plan, [&]<class Kernel>(Kernel) {
+    plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
+    plan.value_pass = LinesCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
+    rt::launch<attention_fwd_sm80<Kernel>>("attention_fwd_sm80",
+                                           {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
+                                            .threads = Kernel::kThreads,
+                                            .shared_bytes = sizeof(typename Kernel::Storage),
+                                            .stream = stream},
+                                           params, plan);
+  });
+  if (plan.splits > 1) {
+    constexpr int kThreads = 128;
+    const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
+    rt::launch<attention_combine<T, kThreads>>(
+        "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
+  }
+}
+
+}  // namespace cuda_ext::sm80

@@ -1,0 +1,345 @@
+// What attention's forward and backward share on the CPU: packing, masks, bias and dropout.
+//
+// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width).
+// S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane, so that no
+// horizontal operation is needed, and neither head dimension needs padding.
+#pragma once
+
+#include "attention/attention.h"
+#include "base/philox.h"
+#include "cpu/math.h"
+#include "cpu/microkernel.h"
+
+namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save rescaling.
+constexpr int kMaxLag = 8;
+
+template <class T>
+constexpr int64_t kPanelQueries = kTileVectors* kLanes<T>;
+
+template <class T>
+constexpr int64_t padded(int64_t n) {
+  return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the few
+// cache sets that a power of two would map them to.
+template <class T>
+constexpr int64_t row_pitch(int64_t n) {
+  return padded<T>(n) + kLanes<T>;
+}
+
+// An array to allocate, and where to store its address.
+template <class T>
+struct ScratchArray {
+  T** address;
+  int64_t count;
+};
+
+// Allocates several arrays in one piece of scratch, each aligned to a cache line.
+template <class T>
+Scratch allocate(std::initializer_list<ScratchArray<T>> arrays) {
+  constexpr int64_t line = 64 / sizeof(T);
+  const auto whole_lines = [](int64_t count) { return (count + line - 1) / line * line; };
+  int64_t total = 0;
+  for (const auto& array : arrays) total += whole_lines(array.count);
+  Scratch scratch(total * int64_t(sizeof(T)));
+  T* next = scratch.as<T>();
+  for (const auto& array : arrays) {
+    *array.address = next;
+    next += whole_lines(array.count);
+  }
+  return scratch;
+}
+
+// Calls f(std::integral_constant<int, vectors>), for vectors in [1, kTileVectors].
+template <class F>
+CUDA_EXT_INLINE void with_vectors(int64_t vectors, F&& f) {
+  if constexpr (kTileVectors == 4) {
+    if (vectors == 4) return f(std::integral_constant<int, 4>{});
+    if (vectors == 3) return f(std::integral_constant<int, 3>{});
+  }
+  if (vectors == 2) return f(std::integral_constant<int, 2>{});
+  f(std::integral_constant<int, 1>{});
+}
+
+// First rows and lengths of sequence b.
+struct Sequence {
+  int64_t q_begin, q_len;  // rows of query, out, lse
+  int64_t k_begin, k_len;
+
+  Sequence(const AttentionParams& p, int64_t b) {
+    const bool packed = p.cu_seqlens_q != nullptr;
+    q_begin = packed ? p.cu_seqlens_q[b] : 0;
+    q_len = packed ? p.cu_seqlens_q[b + 1] - q_begin : p.seqlen_q;
+    k_begin = packed ? p.cu_seqlens_k[b] : 0;
+    k_len = packed ? p.cu_seqlens_k[b + 1] - k_begin : p.seqlen_k;
+  }
+};
+
+// Index of a sequence's first row within lse, which is also its row number for dropout.
+inline int64_t first_row(const AttentionParams& p, const Sequence& s, int64_t b, int64_t h) {
+  return p.cu_seqlens_q != nullptr ? h * p.total_q + s.q_begin : (b * p.heads + h) * p.seqlen_q;
+}
+inline int64_t total_rows(const AttentionParams& p) {
+  return p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q;
+}
+
+template <class Storage>
+struct Rows {
+  Storage* data;
+  int64_t stride;
+  Storage* operator[](int64_t i) const { return data + i * stride; }
+  Rows from(int64_t i) const { return {data + i * stride, stride}; }
+};
+template <class Storage>
+Rows<Storage> rows_of(const HeadsView& view, int64_t b, int64_t begin, int64_t head) {
+  return {static_cast<Storage*>(view.data) + b * view.batch_stride + begin * view.seq_stride + head * view.head_stride,
+          view.seq_stride};
+}
+
+// Query i sees key j iff low <= j - i <= high.
+struct Visibility {
+  int64_t low, high;
+  int64_t k_len;
+
+  Visibility(const AttentionParams& p, const Sequence& s) : k_len(s.k_len) {
+    // Far more than any length, but small enough that the sums below cannot overflow.
+    constexpr int64_t kFar = int64_t(1) << 60;
+    const auto side = [](int64_t window) { return window < 0 || window > kFar ? kFar : window; };
+    const int64_t diagonal = s.k_len - s.q_len;
+    low = diagonal - side(p.window_left);
+    high = diagonal + side(p.window_right);
+  }
+  // Keys that any query in [i_begin, i_end) sees: [begin, end).
+  int64_t key_begin(int64_t i_begin) const { return std::clamp<int64_t>(i_begin + low, 0, k_len); }
+  int64_t key_end(int64_t i_end) const { return std::clamp<int64_t>(i_end + high, 0, k_len); }
+  bool all_visible(int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t j_end) const {
+    return j_begin - (i_end - 1) >= low && j_end - 1 - i_begin <= high;
+  }
+};
+
+// Rows of one head are too far apart for the hardware prefetcher, so they are prefetched this many rows ahead.
+constexpr int64_t kRowsAhead = 8;
+template <class Storage>
+CUDA_EXT_INLINE void prefetch_row(const Storage* row, int64_t dim) {
+  constexpr int64_t kLine = 64 / sizeof(Storage);
+  for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d);
+}
+
+// (n, dim) rows of storage -> rows of T, row_pitch apart, padded with zeros to a whole vector.
+template <class Storage, class T = Compute<Storage>>
+void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
+  const int64_t pitch = row_pitch<T>(dim);
+  for (int64_t i = 0; i < n; ++i) {
+    prefetch_row(rows[i + kRowsAhead], dim);
+    for_vectors<T>(dim,
+                   [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
+  }
+}
+
+// (n, dim) rows of storage -> factor * transpose, (dim, width) of T; lanes from n on are zeros. width: whole vectors.
+template <class Storage, class T = Compute<Storage>>
+void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T factor, T* packed, int64_t width) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t i = 0; i < width; i += lanes) {
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) {
+      Vec<T> square[lanes];
+      for (int r = 0; r < lanes; ++r) square[r] = i + r < n ? load_partial(rows[i + r] + d, count) * factor : Vec<T>{};
+      transpose<T>(square);
+      for (int64_t r = 0; r < count; ++r) store(packed + (d + r) * width + i, square[r]);
+    });
+  }
+}
+
+// (dim, width) of T, each lane scaled -> transpose, (n, dim) rows of storage.
+template <class Storage, class T = Compute<Storage>>
+void unpack_transposed(const T* packed, int64_t width, const T* lane_scale, int64_t n, int64_t dim,
+                       Rows<Storage> rows) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t i = 0; i < n; i += lanes) {
+    const Vec<T> scale = load(lane_scale + i);
+    for_vectors<T>(dim, [&](int64_t d, int64_t count) {
+      Vec<T> square[lanes];
+      for (int r = 0; r < lanes; ++r) square[r] = r < count ? load(packed + (d + r) * width + i) * scale : Vec<T>{};
+      transpose<T>(square);
+      for (int64_t r = 0; r < std::min<int64_t>(lanes, n - i); ++r) store_partial(rows[i + r] + d, square[r], count);
+    });
+  }
+}
+
+// The inverse of pack_rows.
+template <class Storage, class T = Compute<Storage>>
+void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
+  const int64_t pitch = row_pitch<T>(dim);
+  for (int64_t i = 0; i < n; ++i)
+    for_vectors<T>(dim,
+                   [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
+}
+
+// logits (keys, Vectors * lanes) -> cap * tanh(logits).
+template <int Vectors, class T>
+void apply_softcap(T* logits, int64_t keys, T cap) {
+  for (int64_t i = 0; i < keys * Vectors * kLanes<T>; i += kLanes<T>) store(logits + i, cap * tanh(load(logits + i)));
+}
+
+// `count` elements of a bias, `stride` apart; the other lanes are zero.
+template <class T, class Element>
+CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t count) {
+  constexpr int lanes = kLanes<T>;
+  if constexpr (!std::is_same_v<Element, uint8_t>) {
+    if (stride == 1) return load_partial(bias, count);
+  } else if (stride == 1 && count == lanes) {
+    typedef uint8_t Bytes __attribute__((vector_size(lanes)));
+    Bytes bytes;
+    std::memcpy(&bytes, bias, lanes);
+    return __builtin_convertvector(bytes, Vec<T>);
+  }
+  T values[lanes] = {};
+  for (int64_t n = 0; n < count; ++n) {
+    if constexpr (std::is_same_v<Element, uint8_t>) {
+      values[n] = T(bias[n * stride]);
+    } else {
+      values[n] = to_compute(bias[n * stride]);
+    }
+  }
+  return load(values);
+}
+
+// Adds bias values to the logits at `at`; a boolean bias hides the logits where it is false.
+template <class T, class Element>
+CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
+  if constexpr (std::is_same_v<Element, uint8_t>) {
+    store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
+  } else {
+    store(at, load(at) + values);
+  }
+}
+
+// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows of
+// the bias are read one vector of keys at a time if keys are contiguous.
+template <class T, class Element>
+void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
+              int64_t width) {
+  constexpr int lanes = kLanes<T>;
+  if (i_stride == 0) {
+    for (int64_t j = 0; j < keys; ++j) {
+      const Vec<T> values = splat(load_bias<T>(bias + j * j_stride, 1, 1)[0]);
+      for (int64_t i = 0; i < width; i += lanes) apply_bias_values(bias, logits + j * width + i, values);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < queries; i += lanes) {
+    for_vectors<T>(keys, [&](int64_t j, int64_t count) {
+      Vec<T> square[lanes];
+      for (int r = 0; r < lanes; ++r)
+        square[r] =
+            i + r < queries ? load_bias<T>(bias + (i + r) * i_stride + j * j_stride, j_stride, count) : Vec<T>{};
+      transpose<T>(square);
+      for (int64_t c = 0; c < count; ++c) apply_bias_values(bias, logits + (j + c) * width + i, square[c]);
+    });
+  }
+}
+
+// Calls f(pointer to element `offset` of the bias), with the bias's own element type.
+template <class T, class F>
+CUDA_EXT_INLINE void with_bias(const AttentionParams& p, int64_t offset, F&& f) {
+  if (p.bias_kind == BiasKind::kBoolean) return f(static_cast<const uint8_t*>(p.bias) + offset);
+  if (p.bias_kind == BiasKind::kAccumulation) return f(static_cast<const T*>(p.bias) + offset);
+  dispatch(p.dtype, [&](auto storage) {
+    using Storage = decltype(storage);
+    if constexpr (std::is_same_v<Compute<Storage>, T>) f(static_cast<const Storage*>(p.bias) + offset);
+  });
+}
+
+// Applies the bias of one head, which begins at element `head_offset`, to the logits of keys [j_begin, j_begin + keys) and
+// queries [i_begin, i_end).
+template <class T>
+void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
+                int64_t keys, T* logits, int64_t width) {
+  const int64_t i_stride = p.bias_strides[2], j_stride = p.bias_strides[3];
+  with_bias<T>(p, head_offset + i_begin * i_stride + j_begin * j_stride,
+               [&](const auto* bias) { add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width); });
+}
+
+// ALiBi and the mask, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline, because
+// most blocks need neither.
+template <int Vectors, class T>
+__attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T slope, int64_t diagonal,
+                                                    int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {
+  constexpr int lanes = kLanes<T>;
+  Vec<T> lane_index;
+  for (int i = 0; i < lanes; ++i) lane_index[i] = T(i);
+  const Vec<T> hidden = splat(-std::numeric_limits<T>::infinity());
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int v = 0; v < Vectors; ++v, logits += lanes) {
+      // j - i of lane 0; that of lane l is l less. Exact in T wherever it affects the result.
+      const int64_t distance = j_begin + j - i_begin - v * lanes;
+      Vec<T> x = load(logits);
+      if (slope != 0) {
+        const Vec<T> from_diagonal = T(distance - diagonal) - lane_index;
+        x -= slope * (from_diagonal < 0 ? -from_diagonal : from_diagonal);
+      }
+      const Vec<T> most = splat(T(std::clamp<int64_t>(distance - visible.low, -1, lanes)));
+      const Vec<T> least = splat(T(std::clamp<int64_t>(distance - visible.high, -1, lanes)));
+      store(logits, lane_index <= most ? (lane_index >= least ? x : hidden) : hidden);
+    }
+  }
+}
+
+// Multiplies values (keys, Vectors * lanes) by the dropout mask: 0, or 1 / (1 - p) where the element is kept. j_begin
+// must be a multiple of 4, because four keys of one query share a counter.
+template <int Vectors, class T>
+void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin, int64_t keys, T* values) {
+  constexpr int width = Vectors * kLanes<T>;
+  const uint32_t threshold = uint32_t(p.dropout_p * 4294967296.0);
+  const T keep_scale = T(1 / (1 - p.dropout_p));
+  for (int64_t j = 0; j < keys; j += 4) {
+    uint64_t counter[width];
+    uint32_t words[4][width];
+    for (int i = 0; i < width; ++i)
+      counter[i] = uint64_t(first_row + i) * uint64_t(p.dropout_pitch / 4) + uint64_t(j_begin + j) / 4;
+    philox<width>(p.rng.seed, p.rng.offset, counter, words);
+    for (int64_t r = 0; r < std::min<int64_t>(4, keys - j); ++r) {
+      T* row = values + (j + r) * width;
+      for (int i = 0; i < width; ++i) row[i] = words[r][i] >= threshold ? row[i] * keep_scale : T(0);
+    }
+  }
+}
+
+// The parameters of one head of one sequence.
+template <class T>
+struct HeadContext {
+  const AttentionParams& p;
+  Visibility visible;
+  T q_factor;  // multiplied into the packed queries: the scale, divided by the softcap if there is one
+  T softcap;
+  T slope;
+  int64_t diagonal;   // Sk - Sq
+  int64_t first_row;  // of the head's sequence within lse
+  int64_t bias_offset;
+
+  HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
+      : p(params),
+        visible(params, s),
+        q_factor(T(params.softcap > 0 ? params.scale / params.softcap : params.scale)),
+        softcap(T(params.softcap)),
+        slope(params.alibi_slopes == nullptr
+                  ? T(0)
+                  : static_cast<const T*>(params.alibi_slopes)[b * params.alibi_batch_stride + h]),
+        diagonal(s.k_len - s.q_len),
+        first_row(cpu::CUDA_EXT_ISA::first_row(params, s, b, h)),
+        bias_offset(b * params.bias_strides[0] + h * params.bias_strides[1]) {}
+
+  // Applies bias, ALiBi and mask to logits (keys, Vectors * lanes). The mask comes last, so that it overrides any bias.
+  template <int Vectors>
+  void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
+    if (p.bias_kind != BiasKind::kNone)
+      apply_bias(p, bias_offset, i_begin, i_end, j_begin, keys, logits, Vectors * kLanes<T>);
+    if (slope != 0 || !visible.all_visible(i_begin, i_end, j_begin, j_begin + keys))
+      apply_alibi_and_mask<Vectors>(visible, slope, diagonal, i_begin, j_begin, keys, logits);
+  }
+};
+
+}  // namespace cuda_ext::cpu::CUDA_EXT_ISA

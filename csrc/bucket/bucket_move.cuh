@@ -1,0 +1,306 @@
+// How a warp moves its region of a bucket: long pieces of one tensor in vectors, short tensors and gaps together.
+#pragma once
+
+#include <type_traits>
+
+#include "arch/math.cuh"
+#include "bucket/bucket_table.cuh"
+
+namespace cuda_ext {
+
+enum class BucketOp { kPack, kUnpack, kStats };
+
+struct BucketConfig {
+  static constexpr int kThreads = 256;
+  static constexpr int kMinBlocks = 4;  // per multiprocessor
+  static constexpr int kWarps = kThreads / arch::kWarpSize;
+  static constexpr int kRegionElements = int(kBlockElements) / kWarps;
+  static constexpr int kBytesInFlight = 64;  // per lane, of 16-byte loads
+  static constexpr int kMaxLoads = 8;        // per lane, of narrower ones
+  static constexpr int kShortElements = 8;   // per lane, among short tensors
+  // A piece this long is worth the warp's full attention; shorter ones are moved together.
+  static constexpr int kLongPiece = kShortElements * arch::kWarpSize;
+  static_assert(kBlockElements % kWarps == 0);
+};
+
+namespace bucket {
+
+using Config = BucketConfig;
+
+template <class F>
+DEVICE auto with_type(Dtype dtype, F f) {
+  if (dtype == Dtype::kFloat16) return f(half_t{});
+  if (dtype == Dtype::kBFloat16) return f(bfloat16_t{});
+  return f(float{});
+}
+
+// `width` elements as they travel through registers.
+template <class T, int width>
+using Packed = std::conditional_t<width == 1, T, arch::Words<int(sizeof(T)) * width / 4>>;
+
+template <class T, int width>
+DEVICE void widen(const Packed<T, width>& packed, float (&v)[width]) {
+  if constexpr (width == 1) {
+    v[0] = arch::to_float(packed);
+  } else if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < width; ++i) v[i] = arch::bits_float(packed.data[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < width; i += 2) {
+      v[i] = arch::unpack_low<T>(packed.data[i / 2]);
+      v[i + 1] = arch::unpack_high<T>(packed.data[i / 2]);
+    }
+  }
+}
+
+template <class T, int width>
+DEVICE Packed<T, width> narrow(const float (&v)[width]) {
+  if constexpr (width == 1) {
+    return arch::from_float<T>(v[0]);
+  } else {
+    Packed<T, width> packed;
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < width; ++i) packed.data[i] = arch::float_bits(v[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < width; i += 2) packed.data[i / 2] = arch::pack<T>(v[i], v[i + 1]);
+    }
+    return packed;
+  }
+}
+
+// target[0..width) = cast(loaded * scale), unless `write` is false, and the sum of squares of what target then holds.
+template <BucketOp op, int width, class Source, class Target>
+DEVICE double finish(const Packed<Source, width>& loaded, Target* target, float scale, bool write) {
+  float v[width];
+  widen<Source, width>(loaded, v);
+  if constexpr (op != BucketOp::kStats) {
+#pragma unroll
+    for (int i = 0; i < width; ++i) v[i] *= scale;
+    const Packed<Target, width> stored = narrow<Target, width>(v);
+    if (write) arch::store_global_streaming(target, stored);
+    widen<Target, width>(stored, v);
+  }
+  double squares = 0.0;
+#pragma unroll
+  for (int i = 0; i < width; ++i) squares += double(v[i]) * double(v[i]);  // exact products, so fused or not is one
+  return squares;
+}
+
+// The elements before the first 32-byte sector that `pointer` begins, at most `count`.
+template <class T>
+DEVICE int head_of(const T* pointer, int count) {
+  constexpr int kSector = 32;
+  const int head = int(-reinterpret_cast<uintptr_t>(pointer) % kSector / sizeof(T));
+  return head < count ? head : count;
+}
+
+// The element that this lane moves alone in an array of `count`, of which [head, count - tail) moves as vectors; or -1.
+DEVICE int single_of(int head, int tail, int count) {
+  constexpr int kFirstTailLane = kWarpSize / 2;
+  const int lane = arch::lane_index();
+  if (lane < head) return lane;
+  if (lane >= kFirstTailLane && lane < kFirstTailLane + tail) return count - tail + (lane - kFirstTailLane);
+  return -1;
+}
+
+// Moves a piece with the whole warp, in vectors of `width` elements: what brings the target to a multiple of `width`
+// elements brings the source to one. Returns this lane's share of the squares.
+template <BucketOp op, int width, class Source, class Target>
+DEVICE double move_vectors(const Source* source, Target* target, int count, float scale, bool write) {
+  constexpr int kWanted = Config::kBytesInFlight / (width * int(sizeof(Source)));
+  constexpr int kLoads = kWanted < Config::kMaxLoads ? kWanted : Config::kMaxLoads;
+  const int head = head_of(target, count);
+  const int vectors = (count - head) / width;
+  const int single = single_of(head, (count - head) % width, count);
+  double squares = 0.0;
+  if (single >= 0) {
+    const Source loaded = arch::load_global_streaming<Source>(source + single);
+    squares = finish<op, 1, Source>(loaded, target + single, scale, write);
+  }
+  source += head;
+  target += head;
+  for (int first = arch::lane_index(); first < vectors; first += kLoads * kWarpSize) {
+    Packed<Source, width> loaded[kLoads] = {};  // zeros behind the end add nothing, which is cheaper than a branch
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int vector = first + i * kWarpSize;
+      if (vector < vectors) loaded[i] = arch::load_global_streaming<Packed<Source, width>>(source + vector * width);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int vector = first + i * kWarpSize;
+      squares += finish<op, width, Source>(loaded[i], target + vector * width, scale, write && vector < vectors);
+    }
+  }
+  return squares;
+}
+
+// As many elements as 16 bytes of the wider dtype hold.
+template <class Source, class Target>
+constexpr int kWidest = 16 / int(sizeof(Source) > sizeof(Target) ? sizeof(Source) : sizeof(Target));
+
+// move_vectors with the widest vector, of at most `width` elements, that source and target can both be aligned to.
+template <BucketOp op, class Source, class Target, int width = kWidest<Source, Target>>
+DEVICE double move_piece(const Source* source, Target* target, int count, float scale, bool write) {
+  if constexpr (width > 1) {
+    const uintptr_t phase =
+        reinterpret_cast<uintptr_t>(source) / sizeof(Source) - reinterpret_cast<uintptr_t>(target) / sizeof(Target);
+    if (phase % width != 0) return move_piece<op, Source, Target, width / 2>(source, target, count, scale, write);
+  }
+  return move_vectors<op, width>(source, target, count, scale, write);
+}
+
+template <class T>
+DEVICE void fill_zeros(T* target, int count) {
+  constexpr int width = 16 / int(sizeof(T));
+  const int head = head_of(target, count);
+  const int vectors = (count - head) / width;
+  const int single = single_of(head, (count - head) % width, count);
+  if (single >= 0) arch::store_global_streaming(target + single, T{});
+  for (int vector = arch::lane_index(); vector < vectors; vector += kWarpSize)
+    arch::store_global_streaming(target + head + vector * width, arch::Words4{});
+}
+
+DEVICE uint32_t load_bits(const void* data, int64_t index, Dtype dtype) {
+  if (dtype == Dtype::kFloat32)
+    return arch::load_global_streaming<uint32_t>(static_cast<const uint32_t*>(data) + index);
+  return arch::load_global_streaming<uint16_t>(static_cast<const uint16_t*>(data) + index);
+}
+DEVICE float float_of(uint32_t bits, Dtype dtype) {
+  if (dtype == Dtype::kFloat32) return arch::bits_float(bits);
+  if (dtype == Dtype::kFloat16) return arch::unpack_low<half_t>(bits);
+  return arch::unpack_low<bfloat16_t>(bits);
+}
+
+// Moves bucket elements [position, position + count), at most kLongPiece, one per lane at a time. Their entries are in
+// [first_entry, last_entry]; gaps are among them.
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t last_entry, int64_t position,
+                         int count) {
+  constexpr int kElements = Config::kShortElements;
+  constexpr Dtype kBucketDtype = DtypeOf<Bucket>::value;
+  constexpr int kGap = -1, kAbsent = -2;
+  const float scale = params.scale;
+  Bucket* const bucket = static_cast<Bucket*>(params.bucket);  // null for stats
+  const int num_entries = int(last_entry - first_entry);
+
+  // Every lane searches all its elements' entries side by side: at each step, half of what is left is passed or not.
+  int passed[kElements] = {};  // then the element's entry; or kGap, or kAbsent where nothing is to be done
+  int step = 1;
+  while (step <= num_entries / 2) step *= 2;
+  for (; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int probe = passed[i] + step - 1;
+      const int element = arch::lane_index() + i * kWarpSize;
+      if (probe < num_entries && params.table.end(first_entry + probe) <= position + element) passed[i] += step;
+    }
+  }
+
+  uint32_t bits[kElements];
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int element = arch::lane_index() + i * kWarpSize;
+    const int64_t at = position + element;
+    bits[i] = 0;
+    if (element >= count || first_entry + passed[i] >= params.num_entries) {
+      passed[i] = element >= count ? kAbsent : kGap;
+      continue;
+    }
+    const TableEntry entry = params.table.entry(first_entry + passed[i]);
+    if (entry.begin > at)
+      passed[i] = kGap;
+    else if (entry.data == nullptr)
+      passed[i] = kAbsent;
+    else if (op == BucketOp::kUnpack)
+      bits[i] = load_bits(bucket, at, kBucketDtype);
+    else
+      bits[i] = load_bits(entry.data, at - entry.begin, entry.dtype);
+  }
+
+  double squares = 0.0;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int element = arch::lane_index() + i * kWarpSize;
+    const int64_t at = position + element;
+    if (passed[i] < 0) {
+      if (op == BucketOp::kPack && passed[i] == kGap) arch::store_global_streaming(bucket + at, Bucket{});
+      continue;
+    }
+    const TableEntry entry = params.table.entry(first_entry + passed[i]);
+    const int64_t offset = at - entry.begin;
+    if constexpr (op == BucketOp::kStats) {
+      const double v = float_of(bits[i], entry.dtype);
+      squares += v * v;
+    } else if constexpr (op == BucketOp::kPack) {
+      const Dtype dtype = entry.dtype;
+      const bool in_place = dtype == kBucketDtype && static_cast<Bucket*>(entry.data) + offset == bucket + at;
+      squares += finish<op, 1, float>(float_of(bits[i], dtype), bucket + at, scale, !in_place || scale != 1.0f);
+    } else {
+      squares += with_type(entry.dtype, [&](auto tag) {
+        auto* const place = static_cast<decltype(tag)*>(entry.data) + offset;
+        const bool in_place = static_cast<void*>(place) == bucket + at;
+        return finish<op, 1, float>(float_of(bits[i], kBucketDtype), place, scale, !in_place || scale != 1.0f);
+      });
+    }
+  }
+  return squares;
+}
+
+// Moves [position, position + count) of the bucket, all of it in `entry`.
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_long(const Move<Table>& params, const TableEntry& entry, int64_t position, int count) {
+  const float scale = params.scale;
+  return with_type(entry.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    T* const data = static_cast<T*>(entry.data) + (position - entry.begin);
+    if constexpr (op == BucketOp::kStats) {
+      return move_piece<op>(data, data, count, scale, false);
+    } else {
+      Bucket* const place = static_cast<Bucket*>(params.bucket) + position;
+      const bool write = static_cast<void*>(place) != data || scale != 1.0f;
+      if constexpr (op == BucketOp::kPack)
+        return move_piece<op>(data, place, count, scale, write);
+      else
+        return move_piece<op>(place, data, count, scale, write);
+    }
+  });
+}
+
+// Moves bucket elements [position, end) with one warp; returns this lane's share of the squares.
+template <BucketOp op, class Bucket, class Table>
+DEVICE double move_region(const Move<Table>& params, int64_t position, int64_t end) {
+  double squares = 0.0;
+  int64_t index = 0;
+  while (position < end) {
+    index = find_entry(params, index, position);
+    TableEntry entry{nullptr, end, end, Dtype::kFloat32};  // behind the last one is a gap
+    if (index < params.num_entries) entry = params.table.entry(index);
+    const bool is_gap = entry.begin > position;
+    const int64_t piece_end = smaller(is_gap ? entry.begin : entry.end, end);
+    const int count = int(piece_end - position);
+    if (is_gap ? op != BucketOp::kPack : entry.data == nullptr) {
+      position = piece_end;
+    } else if (count >= Config::kLongPiece || piece_end == end) {
+      if (is_gap)
+        fill_zeros(static_cast<Bucket*>(params.bucket) + position, count);
+      else
+        squares += move_long<op, Bucket>(params, entry, position, count);
+      position = piece_end;
+    } else {
+      const int64_t short_end = smaller(position + Config::kLongPiece, end);
+      const int64_t last = find_entry(params, index, short_end - 1);
+      squares += move_short<op, Bucket>(params, index, last, position, int(short_end - position));
+      position = short_end;
+      index = last;
+    }
+  }
+  return squares;
+}
+
+}  // namespace bucket
+
+}  // namespace cuda_ext

@@ -1,0 +1,179 @@
+#include "ops/attention_checks.h"
+
+#include <ATen/ops/diff.h>
+#include <ATen/ops/max.h>
+
+#include <cmath>
+#include <limits>
+
+#include "attention/attention_fwd_sm80.h"
+
+namespace cuda_ext {
+namespace {
+
+void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens, const char* rows_name, int64_t rows,
+                      const Tensor& query) {
+  CUDA_EXT_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 && cu_seqlens.scalar_type() == at::kInt, op,
+                 "expected ", name, " of shape (batch + 1,) and dtype int32, got ", shape_string(cu_seqlens),
+                 " and dtype ", cu_seqlens.scalar_type());
+  check_same_device(op, name, cu_seqlens, "query", query);
+  // On a GPU the values stay unread: reading them would stall the stream.
+  if (!cu_seqlens.is_cpu()) return;
+  const Tensor contiguous = cu_seqlens.contiguous();
+  const int32_t* at = contiguous.const_data_ptr<int32_t>();
+  const int64_t batch = cu_seqlens.size(0) - 1;
+  CUDA_EXT_CHECK(at[0] == 0, op, "expected ", name, " to start at 0, got ", at[0]);
+  for (int64_t b = 0; b < batch; ++b)
+    CUDA_EXT_CHECK(at[b] <= at[b + 1], op, "expected ", name, " to be non-decreasing, got ", at[b], " before ",
+                   at[b + 1], " at index ", b + 1);
+  CUDA_EXT_CHECK(at[batch] == rows, op, "expected ", name, " to end at ", rows, ", the rows of ", rows_name, ", got ",
+                 at[batch]);
+}
+
+void check_side(const char* op, const char* name, OptionalInt side) {
+  CUDA_EXT_CHECK(!side.has_value() || *side >= 0, op, "expected ", name, " to be >= 0 or None (unbounded), got ",
+                 *side);
+}
+
+void check_bias(const char* op, const Tensor& bias, const Tensor& query, const AttentionShape& shape) {
+  const std::array<int64_t, 4> full{shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k};
+  bool broadcasts = bias.dim() <= 4;
+  for (int64_t d = 1; broadcasts && d <= bias.dim(); ++d)
+    broadcasts = bias.size(-d) == 1 || bias.size(-d) == full[size_t(4 - d)];
+  CUDA_EXT_CHECK(broadcasts, op, "expected bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = ",
+                 shape_string(full), ", got ", shape_string(bias), "; give it these sizes or 1, aligned to the right");
+  const auto type = bias.scalar_type(), accumulation = accumulation_type(query.scalar_type());
+  CUDA_EXT_CHECK(type == at::kBool || type == query.scalar_type() || type == accumulation, op,
+                 "expected bias of dtype Bool",
+                 query.scalar_type() == accumulation ? "" : c10::str(", ", query.scalar_type()), " or ", accumulation,
+                 " to match query, got ", type, "; convert it with .to()");
+  check_same_device(op, "bias", bias, "query", query);
+}
+
+// Ranks, dtypes, devices and heads: everything that does not depend on the sequences.
+void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                   bool packed) {
+  const int64_t rank = packed ? 3 : 4;
+  const char* layout = packed ? "(total, heads, dim)" : "(batch, seq, heads, dim)";
+  const auto check_rank = [&](const char* name, const Tensor& tensor) {
+    check_given(op, name, tensor);
+    CUDA_EXT_CHECK(tensor.dim() == rank, op, "expected ", name, " of shape ", layout, ", got ", shape_string(tensor));
+  };
+  check_rank("query", query);
+  check_rank("key", key);
+  check_rank("value", value);
+  check_floating(op, "query", query);
+  check_same_dtype(op, "key", key, "query", query);
+  check_same_dtype(op, "value", value, "query", query);
+  check_same_device(op, "key", key, "query", query);
+  check_same_device(op, "value", value, "query", query);
+
+  shape.heads = query.size(-2);
+  shape.heads_kv = key.size(-2);
+  shape.dim = query.size(-1);
+  shape.dim_v = value.size(-1);
+  CUDA_EXT_CHECK(key.size(-1) == shape.dim, op, "expected key of head dim ", shape.dim, " to match query ",
+                 shape_string(query), ", got ", shape_string(key));
+  CUDA_EXT_CHECK(value.sizes().slice(0, rank - 1) == key.sizes().slice(0, rank - 1), op, "expected value of shape ",
+                 shape_string(key.sizes().slice(0, rank - 1)), " + (dim_v,) to match key ", shape_string(key), ", got ",
+                 shape_string(value));
+  CUDA_EXT_CHECK(shape.heads_kv > 0 ? shape.heads % shape.heads_kv == 0 : shape.heads == 0, op,
+                 "expected the heads of query to be a multiple of the heads of key, got ", shape.heads, " and ",
+                 shape.heads_kv);
+}
+
+void check_packed(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key,
+                  const AttentionOptions& o) {
+  CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k beside cu_seqlens_q, got None");
+  check_cu_seqlens(op, "cu_seqlens_q", *o.cu_seqlens_q, "query", query.size(0), query);
+  check_cu_seqlens(op, "cu_seqlens_k", *o.cu_seqlens_k, "key", key.size(0), query);
+  CUDA_EXT_CHECK(o.cu_seqlens_q->size(0) == o.cu_seqlens_k->size(0), op, "expected cu_seqlens_k of shape ",
+                 shape_string(*o.cu_seqlens_q), " to match cu_seqlens_q, got ", shape_string(*o.cu_seqlens_k));
+  shape.batch = o.cu_seqlens_q->size(0) - 1;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const auto longest = [&](const char* name, const Tensor& cu_seqlens, OptionalInt given) {
+    int64_t length = 0;
+    if (cu_seqlens.is_cpu()) {
+      const Tensor contiguous = cu_seqlens.contiguous();
+      const int32_t* at = contiguous.const_data_ptr<int32_t>();
+      for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, at[b + 1] - at[b]);
+    } else if (!given.has_value() && shape.batch > 0) {
+      length = cu_seqlens.diff().max().item<int>();  // waits for the stream
+    }
+    CUDA_EXT_CHECK(!given.has_value() || *given >= length, op, "expected ", name, " of at least ", length,
+                   ", the longest sequence, got ", *given);
+    CUDA_EXT_CHECK(!given.has_value() || *given <= kMost, op, "expected ", name, " of at most ", kMost,
+                   ", all that int32 cu_seqlens can hold, got ", *given);
+    return given.value_or(length);
+  };
+  // No sequence has more rows than there are: launches need not go by more.
+  shape.seqlen_q = std::min(longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q), query.size(0));
+  shape.dropout_keys = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
+  shape.seqlen_k = std::min(shape.dropout_keys, key.size(0));
+}
+
+void check_options(const AttentionShape& shape, const char* op, const Tensor& query, const AttentionOptions& o) {
+  check_side(op, "window left", o.window_left);
+  check_side(op, "window right", o.window_right);
+  CUDA_EXT_CHECK(!o.causal || o.window_right.value_or(0) == 0, op,
+                 "expected window right to be 0 or None with causal=True, which hides every key to the right, got ",
+                 *o.window_right);
+  CUDA_EXT_CHECK(!o.scale.has_value() || std::isfinite(*o.scale), op, "expected a finite scale, got ", *o.scale);
+  CUDA_EXT_CHECK(std::isfinite(o.softcap) && o.softcap >= 0, op, "expected a finite softcap >= 0 (0 for none), got ",
+                 o.softcap);
+  CUDA_EXT_CHECK(o.dropout_p >= 0 && o.dropout_p < 1, op, "expected dropout_p in [0, 1), got ", o.dropout_p);
+  if (is_given(o.alibi_slopes)) {
+    const bool per_head = o.alibi_slopes->sizes() == at::IntArrayRef{shape.heads};
+    const bool per_batch = o.alibi_slopes->sizes() == at::IntArrayRef{shape.batch, shape.heads};
+    CUDA_EXT_CHECK(per_head || per_batch, op, "expected alibi_slopes of shape (", shape.heads, ",) or (", shape.batch,
+                   ", ", shape.heads, "), got ", shape_string(*o.alibi_slopes));
+    check_floating(op, "alibi_slopes", *o.alibi_slopes);
+    check_same_device(op, "alibi_slopes", *o.alibi_slopes, "query", query);
+  }
+  if (is_given(o.sinks)) {
+    CUDA_EXT_CHECK(o.sinks->sizes() == at::IntArrayRef{shape.heads}, op, "expected sinks of shape (", shape.heads,
+                   ",), got ", shape_string(*o.sinks));
+    check_floating(op, "sinks", *o.sinks);
+    check_same_device(op, "sinks", *o.sinks, "query", query);
+  }
+  if (is_given(o.bias)) {
+    CUDA_EXT_CHECK(!o.packed(), op, "expected no bias beside cu_seqlens_q; call the op once for each sequence");
+    check_bias(op, *o.bias, query, shape);
+  }
+}
+
+}  // namespace
+
+AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const AttentionOptions& o) {
+  AttentionShape shape{};
+  check_tensors(shape, op, query, key, value, o.packed());
+  if (o.packed()) {
+    check_packed(shape, op, query, key, o);
+  } else {
+    shape.batch = query.size(0);
+    shape.seqlen_q = query.size(1);
+    shape.seqlen_k = shape.dropout_keys = key.size(1);
+    CUDA_EXT_CHECK(key.size(0) == shape.batch, op, "expected key of batch ", shape.batch, " to match query ",
+                   shape_string(query), ", got ", shape_string(key));
+  }
+  check_options(shape, op, query, o);
+  return shape;
+}
+
+void check_cuda_attention(const char* op, const AttentionShape& shape, const Tensor& query) {
+  CUDA_EXT_CHECK(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16, op,
+                 "expected float16 or bfloat16 on a CUDA device, got ", query.scalar_type(),
+                 "; cast, or run it under torch.autocast");
+  const auto check_dim = [&](const char* name, int64_t dim, const char* if_odd, const char* if_large) {
+    const bool large = dim > sm80::kMaxHeadDim;
+    CUDA_EXT_CHECK(!large && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
+                   sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
+  };
+  check_dim("head dim of query and key", shape.dim, "pad both with zeros and give the scale of the dim before that",
+            "take torch.nn.functional.scaled_dot_product_attention, or the CPU");
+  check_dim("head dim of value", shape.dim_v, "pad it with zeros and cut the output",
+            "split value along its last dimension, and concatenate the outputs of the parts");
+}
+
+}  // namespace cuda_ext

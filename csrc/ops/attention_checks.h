@@ -1,0 +1,20 @@
+// Checks of the arguments of the attention ops, and the sizes found while checking them.
+#pragma once
+
+#include "ops/attention_options.h"
+
+namespace cuda_ext {
+
+struct AttentionShape {
+  int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
+  int64_t dropout_keys;  // keys that the random numbers of a row of weights are laid out for
+};
+
+// For every device. Packed sequences on a GPU without max_seqlen_q or max_seqlen_k wait for the stream.
+AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const AttentionOptions& options);
+
+// The dtypes and head dims that the CUDA kernels take; the CPU kernels take more.
+void check_cuda_attention(const char* op, const AttentionShape& shape, const Tensor& query);
+
+}  // namespace cuda_ext

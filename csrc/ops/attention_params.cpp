@@ -1,0 +1,74 @@
+#include "ops/attention_params.h"
+
+#include <cmath>
+
+#include "attention/attention_fwd_sm80.h"
+
+namespace cuda_ext {
+
+HeadsView view_of(const Tensor& tensor) {
+  const int64_t rank = tensor.dim();
+  return {tensor.data_ptr(), rank == 4 ? tensor.stride(0) : 0, tensor.stride(rank - 3), tensor.stride(rank - 2)};
+}
+
+Tensor with_dense_rows(const Tensor& tensor, bool aligned) {
+  const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) <= 1;
+  if (dense && (!aligned || attention_sm80_reads(view_of(tensor)))) return tensor;
+  return dense && tensor.is_contiguous() ? tensor.clone() : tensor.contiguous();
+}
+
+void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]) {
+  const int64_t missing = 4 - tensor.dim();
+  for (int64_t d = 0; d < 4; ++d)
+    strides[d] = d < missing || tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
+}
+
+void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
+                 const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda) {
+  const auto accumulation = accumulation_type(query.scalar_type());
+  operands.query = with_dense_rows(query, on_cuda);
+  operands.key = with_dense_rows(key, on_cuda);
+  operands.value = with_dense_rows(value, on_cuda);
+  p.query = view_of(operands.query);
+  p.key = view_of(operands.key);
+  p.value = view_of(operands.value);
+  p.dtype = to_dtype(query.scalar_type());
+  p.batch = shape.batch;
+  p.heads = shape.heads;
+  p.heads_kv = shape.heads_kv;
+  p.dim = shape.dim;
+  p.dim_v = shape.dim_v;
+  p.seqlen_q = shape.seqlen_q;
+  p.seqlen_k = shape.seqlen_k;
+  if (o.packed()) {
+    operands.cu_seqlens_q = o.cu_seqlens_q->contiguous();
+    operands.cu_seqlens_k = o.cu_seqlens_k->contiguous();
+    p.cu_seqlens_q = operands.cu_seqlens_q.const_data_ptr<int32_t>();
+    p.cu_seqlens_k = operands.cu_seqlens_k.const_data_ptr<int32_t>();
+    p.total_q = query.size(0);
+  }
+  p.window_left = o.window_left.value_or(AttentionParams::kUnbounded);
+  p.window_right = o.causal ? 0 : o.window_right.value_or(AttentionParams::kUnbounded);
+  p.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, shape.dim))));
+  p.softcap = o.softcap;
+  if (is_given(o.alibi_slopes)) {
+    operands.alibi_slopes = o.alibi_slopes->to(accumulation).contiguous();
+    p.alibi_slopes = operands.alibi_slopes.const_data_ptr();
+    p.alibi_batch_stride = o.alibi_slopes->dim() == 2 ? shape.heads : 0;
+  }
+  if (is_given(o.sinks)) {
+    operands.sinks = o.sinks->to(accumulation).contiguous();
+    p.sinks = operands.sinks.const_data_ptr();
+  }
+  if (is_given(o.bias)) {
+    p.bias_kind = o.bias->scalar_type() == at::kBool             ? BiasKind::kBoolean
+                  : o.bias->scalar_type() == query.scalar_type() ? BiasKind::kStorage
+                                                                 : BiasKind::kAccumulation;
+    p.bias = o.bias->const_data_ptr();
+    broadcast_strides(*o.bias, p.bias_strides);
+  }
+  p.dropout_p = o.dropout_p;
+  p.dropout_pitch = (shape.dropout_keys + 3) / 4 * 4;
+}
+
+}  // namespace cuda_ext

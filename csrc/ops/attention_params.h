@@ -1,0 +1,27 @@
+// Describes the tensors and options of an attention op as AttentionParams.
+#pragma once
+
+#include "attention/attention.h"
+#include "ops/attention_checks.h"
+
+namespace cuda_ext {
+
+HeadsView view_of(const Tensor& tensor);
+
+// `tensor`, or a copy of it that the kernels can read: they need the last dimension dense, the others may have any
+// stride. CUDA kernels read 16 bytes at a time (`aligned`), so their rows must begin at multiples of 16 bytes.
+Tensor with_dense_rows(const Tensor& tensor, bool aligned);
+
+// Strides over the four dims that `tensor` broadcasts to; 0 where it is broadcast.
+void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]);
+
+// Tensors that an AttentionParams points into; keeps them alive until the launch.
+struct AttentionOperands {
+  Tensor query, key, value, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k;
+};
+
+// Everything but the outputs and the random numbers.
+void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
+                 const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda);
+
+}  // namespace cuda_ext

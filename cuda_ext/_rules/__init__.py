@@ -1,0 +1,12 @@
+"""What PyTorch has to know about the ops beside their kernels, which C++ registers: fake kernels, FLOP formulas, vmap
+rules, and how they run on DTensors and jagged nested tensors. Importing this package registers all of it.
+"""
+
+import importlib
+
+import cuda_ext._load  # noqa: F401
+from cuda_ext._rules import attention_fakes, attention_vmap, bucket, flops, gemm_fakes, gemm_vmap  # noqa: F401
+from cuda_ext._rules.after_import import AfterImport
+
+AfterImport("torch.distributed.tensor", lambda: importlib.import_module("cuda_ext._rules.dtensor"))
+AfterImport("torch.nested._internal.ops", lambda: importlib.import_module("cuda_ext._rules.jagged"))

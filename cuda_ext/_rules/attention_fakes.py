@@ -1,0 +1,237 @@
+"""Fake kernels of attention: the shapes, dtypes and strides of the results, and the errors, of the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuda_ext._checks import (
+    broadcasts_to,
+    check,
+    check_floating,
+    check_same_device,
+    check_same_dtype,
+    check_shape,
+    dtype_name,
+    has_shape,
+    is_finite,
+    number_text,
+    shape_of,
+)
+from cuda_ext._toolchain import NAMESPACE
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _check_attention(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **unchecked: Any,
+) -> None:
+    packed = cu_seqlens_q is not None
+    rank, layout = (3, "(total, heads, dim)") if packed else (4, "(batch, seq, heads, dim)")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        expected = f"expected {name} of shape {layout}, got {shape_of(tensor)}"
+        check(tensor.dim() == rank, op, expected)
+    check_floating(op, "query", query)
+    check_same_dtype(op, "key", key, "query", query)
+    check_same_dtype(op, "value", value, "query", query)
+    check_same_device(op, "query", query, key=key, value=value)
+
+    heads, dim = query.shape[-2:]
+    heads_kv = key.shape[-2]
+    check(
+        key.shape[-1] == dim,
+        op,
+        f"expected key of head dim {dim} to match query {shape_of(query)}, got {shape_of(key)}",
+    )
+    for size, wanted in zip(value.shape[:-1], key.shape[:-1], strict=True):
+        check(
+            size == wanted,
+            op,
+            (
+                f"expected value of shape {tuple(key.shape[:-1])} + (dim_v,) to match key {shape_of(key)}, "
+                f"got {shape_of(value)}"
+            ),
+        )
+    check(
+        heads % heads_kv == 0 if heads_kv != 0 else heads == 0,
+        op,
+        f"expected the heads of query to be a multiple of the heads of key, got {heads} and {heads_kv}",
+    )
+    if cu_seqlens_q is None:
+        batch = query.shape[0]
+        check(
+            key.shape[0] == batch,
+            op,
+            f"expected key of batch {batch} to match query {shape_of(query)}, got {shape_of(key)}",
+        )
+    else:
+        check(cu_seqlens_k is not None, op, "expected cu_seqlens_k beside cu_seqlens_q, got None")
+        assert cu_seqlens_k is not None
+        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            expected = (
+                f"expected {name} of shape (batch + 1,) and dtype int32, got {shape_of(cu_seqlens)} and dtype "
+                f"{dtype_name(cu_seqlens.dtype)}"
+            )
+            fits = cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
+            check(fits, op, expected)
+            check(cu_seqlens.shape[0] >= 1, op, expected)
+            check_same_device(op, "query", query, **{name: cu_seqlens})
+        check_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, " to match cu_seqlens_q")
+        batch = cu_seqlens_q.shape[0] - 1
+        most = 2**31 - 1
+        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            expected = f"expected {name} of at most {most}, all that int32 cu_seqlens can hold, got {longest}"
+            check(longest is None or longest <= most, op, expected)
+
+    for name, side in (("left", window_left), ("right", window_right)):
+        expected = f"expected window {name} to be >= 0 or None (unbounded), got {side}"
+        check(side is None or side >= 0, op, expected)
+    check(
+        not causal or window_right is None or window_right == 0,
+        op,
+        (
+            "expected window right to be 0 or None with causal=True, which hides every key to the right, got "
+            f"{window_right}"
+        ),
+    )
+    check(scale is None or is_finite(scale), op, f"expected a finite scale, got {number_text(scale)}")
+    check(
+        is_finite(softcap) and softcap >= 0,
+        op,
+        f"expected a finite softcap >= 0 (0 for none), got {number_text(softcap)}",
+    )
+    check(0 <= dropout_p < 1, op, f"expected dropout_p in [0, 1), got {number_text(dropout_p)}")
+    if alibi_slopes is not None:
+        check(
+            has_shape(alibi_slopes, [heads]) | has_shape(alibi_slopes, [batch, heads]),
+            op,
+            f"expected alibi_slopes of shape ({heads},) or ({batch}, {heads}), got {shape_of(alibi_slopes)}",
+        )
+        check_floating(op, "alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        check_shape(op, "sinks", sinks, [heads])
+        check_floating(op, "sinks", sinks)
+    check_same_device(op, "query", query, alibi_slopes=alibi_slopes, sinks=sinks)
+    if bias is not None:
+        check(not packed, op, "expected no bias beside cu_seqlens_q; call the op once for each sequence")
+        _check_bias(op, bias, query, [batch, heads, query.shape[1], key.shape[1]])
+
+
+def _check_bias(op: str, bias: Tensor, query: Tensor, full: list[Any]) -> None:
+    check(
+        broadcasts_to(bias.shape, full),
+        op,
+        (
+            f"expected bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {tuple(full)}, got "
+            f"{shape_of(bias)}; give it these sizes or 1, aligned to the right"
+        ),
+    )
+    accumulation = _lse_dtype(query)
+    storage = "" if query.dtype == accumulation else f", {dtype_name(query.dtype)}"
+    check(
+        bias.dtype in (torch.bool, query.dtype, accumulation),
+        op,
+        (
+            f"expected bias of dtype Bool{storage} or {dtype_name(accumulation)} to match query, got "
+            f"{dtype_name(bias.dtype)}; convert it with .to()"
+        ),
+    )
+    check_same_device(op, "query", query, bias=bias)
+
+
+def _out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    out = query.new_empty([*query.shape[:-1], value.shape[-1]])
+    lse_shape = [query.shape[1], query.shape[0]] if query.dim() == 3 else [query.shape[n] for n in (0, 2, 1)]
+    return out, query.new_empty(lse_shape, dtype=_lse_dtype(query))
+
+
+@torch.library.register_fake(f"{NAMESPACE}::flash_attention")
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    **scalars: Any,
+) -> tuple[Tensor, Tensor]:
+    _check_attention("flash_attention", query, key, value, None, None, alibi_slopes, sinks, bias, **scalars)
+    return _out_and_lse(query, value)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::flash_attention_varlen")
+def _(query: Tensor, key: Tensor, value: Tensor, *more: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    _check_attention("flash_attention_varlen", query, key, value, *more, **options)
+    return _out_and_lse(query, value)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::flash_attention_forward")
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    *more: Tensor | None,
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    op = "flash_attention" if cu_seqlens_q is None else "flash_attention_varlen"
+    _check_attention(op, query, key, value, cu_seqlens_q, *more, dropout_p=dropout_p, **options)
+    return *_out_and_lse(query, value), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::flash_attention_backward")
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None,
+    needs_grad_bias: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    op = "flash_attention_backward"
+    _check_attention(op, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, **options)
+    check_same_device(op, "query", query, out=out, lse=lse)
+    check_same_dtype(op, "out", out, "query", query)
+    for name, grad, other_name, other in (("grad_out", grad_out, "out", out), ("grad_lse", grad_lse, "lse", lse)):
+        if grad is not None:
+            check_shape(op, name, grad, other.shape, f" to match {other_name}")
+            check_same_dtype(op, name, grad, other_name, other)
+            check_same_device(op, other_name, other, **{name: grad})
+    if rng_state is not None and rng_state.numel() > 0 and query.device.type != "meta":  # else it lives on the CPU
+        check(rng_state.device.type != "meta", op, "expected rng_state with values, got one on device meta")
+    grad_sinks = lse.new_empty([0]) if sinks is None else sinks.new_empty(sinks.shape)
+    grad_bias = bias.new_empty(bias.shape) if bias is not None and needs_grad_bias else lse.new_empty([0])
+    grad_query, grad_key, grad_value = (t.new_empty(t.shape) for t in (query, key, value))
+    return grad_query, grad_key, grad_value, grad_sinks, grad_bias

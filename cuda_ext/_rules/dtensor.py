@@ -1,0 +1,344 @@
+"""How the ops run on DTensors: which placements of the arguments give which placements of the results.
+
+DTensor calls below autograd, so that it sees X, X_forward and X_backward. Each rule lists what holds along one
+dimension of a device mesh; DTensor combines them over several, and redistributes arguments to the cheapest. What no
+rule offers is computed from gathered arguments. Partial stands for a sum over ranks: only what is linear takes or gives
+it, so never an activation.
+
+A gated weight is the rows of [gate; up], of which Shard(0) would give some ranks the gate and others the rest. So no
+rule takes one split by rows: it is gathered.
+
+`cuda_ext._rules` imports this once `torch.distributed.tensor` is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+from cuda_ext._load import ops
+from cuda_ext._rules.gemm_fakes import needs_preact
+from cuda_ext._toolchain import NAMESPACE
+
+Placements = Sequence[Placement | None]
+Rule = tuple[Placements, Placements]  # of the results, of the arguments
+
+REPLICATE, PARTIAL = Replicate(), Partial()
+
+_dispatcher = DTensor._op_dispatcher
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
+    op = getattr(ops, name).default  # slots of gradients take no tensor subclasses
+    if "output_mask" in str(op._schema):
+        op = _with_hashable_mask(op)
+    register_sharding(op)(partial(_placements, op, rule))
+    # DTensor caches its choice by the arguments named here. All that are no tensors have to be among them, which
+    # register_sharding does not see to.
+    arguments = op._schema.arguments
+    first_option = next((n for n, each in enumerate(arguments) if "Tensor" not in str(each.type)), len(arguments))
+    keywords = [each.name for each in arguments if each.kwarg_only]
+    _dispatcher.sharding_propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first_option, keywords, needs_pytree=True)
+
+
+def _with_hashable_mask(op: Any) -> Any:
+    """An op that DTensor calls in the place of `op`, whose output_mask is one number: bit n for result n. DTensor's
+    cache cannot hash a list among keyword arguments, and without it would take the shapes of another mask. It is no
+    overload of `op`: a new overload changes the hash of the packet, under which FLOP formulas are registered."""
+    results = len(op._schema.returns)
+    schema = str(op._schema).replace(f"bool[{results}] output_mask", "int output_mask")
+    name, rest = schema.removeprefix(f"{NAMESPACE}::").split("(", 1)
+    name += "_dtensor"
+
+    def call(*args: Any, output_mask: int, **options: Any) -> Any:
+        return op(*args, output_mask=_as_list(output_mask, results), **options)
+
+    _library.define(f"{name}({rest}")
+    _library.impl(name, call, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", call, lib=_library)
+    substitute = getattr(ops, name).default
+
+    def redirect(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mask = sum(wanted << n for n, wanted in enumerate(kwargs["output_mask"]))
+        return substitute(*args, **{**kwargs, "output_mask": mask})
+
+    _dispatcher._custom_op_handlers[op] = redirect
+    return substitute
+
+
+def _as_list(mask: int, results: int) -> list[bool]:
+    return [bool(mask >> n & 1) for n in range(results)]
+
+
+def _placements(op: Any, rule: Callable[..., Iterator[Rule]], *args: Any, **options: Any) -> list[Rule]:
+    schema = op._schema
+    tensors = [each for each in schema.arguments if not each.kwarg_only]
+    args = (*args, *(each.default_value for each in tensors[len(args) :]))
+    rules = [([REPLICATE] * len(schema.returns), [REPLICATE] * len(args)), *rule(*args, **options)]
+    # Where None, False or nothing was given, there is nothing to place.
+    return [
+        (list(results), [place if _is_tensor(given) else None for given, place in zip(args, places, strict=True)])
+        for results, places in rules
+    ]
+
+
+def _is_tensor(given: Any) -> bool:
+    return hasattr(given, "placements")
+
+
+def _split_at(tensor: Any, dim: int, rank: int) -> Placement:
+    """Of a tensor that broadcasts to one of `rank` dims, which is split at `dim`: split there too, unless it has no
+    such dim, or one of size 1."""
+    own = dim - (rank - tensor.ndim) if tensor is not None else -1
+    return Shard(own) if own >= 0 and tensor.shape[own] != 1 else REPLICATE
+
+
+def _wanted(places: Sequence[Placement], output_mask: int) -> Placements:
+    wanted = _as_list(output_mask, len(places))
+    return [place if is_wanted else REPLICATE for place, is_wanted in zip(places, wanted, strict=True)]
+
+
+# gemm
+
+
+def _gemm(
+    results: int, a: Any, b: Any, c: Any, bias: Any, *, activation: str | None = None, **options: Any
+) -> Iterator[Rule]:
+    rank = max(a.ndim, b.ndim)
+    keeps_preact = needs_preact(activation)
+
+    def out(place: Placement) -> Placements:
+        return [place, place if keeps_preact else REPLICATE][:results]
+
+    for dim in range(rank - 2):
+        split = Shard(dim)
+        yield out(split), [_split_at(a, dim, rank), _split_at(b, dim, rank), _split_at(c, dim, rank), REPLICATE]
+    yield out(Shard(rank - 2)), [Shard(a.ndim - 2), REPLICATE, _split_at(c, rank - 2, rank), REPLICATE]
+    yield out(Shard(rank - 1)), [REPLICATE, Shard(b.ndim - 1), _split_at(c, rank - 1, rank), Shard(0)]
+    if activation is None:
+        yield out(PARTIAL), [Shard(a.ndim - 1), Shard(b.ndim - 2), PARTIAL, PARTIAL]
+
+
+def _gemm_backward(grad: Any, a: Any, b: Any, bias: Any, *, output_mask: int, **options: Any) -> Iterator[Rule]:
+    rank = grad.ndim
+
+    def rule(places: Sequence[Placement], grad_place: Placement, grads: Sequence[Placement]) -> Rule:
+        return _wanted(grads, output_mask), [grad_place, *places]
+
+    for dim in range(rank - 2):
+        places = [_split_at(a, dim, rank), _split_at(b, dim, rank)]
+        grads = [PARTIAL if place == REPLICATE else place for place in places]
+        yield rule([*places, REPLICATE], Shard(dim), [*grads, Shard(dim), PARTIAL])
+    rows, columns = Shard(rank - 2), Shard(rank - 1)
+    rows_a, columns_b = Shard(a.ndim - 2), Shard(b.ndim - 1)
+    yield rule([rows_a, REPLICATE, REPLICATE], rows, [rows_a, PARTIAL, rows, PARTIAL])
+    yield rule([REPLICATE, columns_b, Shard(0)], columns, [PARTIAL, columns_b, columns, Shard(0)])
+    inner = [Shard(a.ndim - 1), Shard(b.ndim - 2)]
+    yield rule([*inner, REPLICATE], REPLICATE, [*inner, REPLICATE, REPLICATE])
+    yield rule([REPLICATE] * 3, PARTIAL, [PARTIAL] * 4)
+
+
+# linear, gated_linear
+
+
+def _linear(
+    results: int,
+    gated: bool,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any = None,
+    *,
+    activation: str | None = None,
+) -> Iterator[Rule]:
+    last = input.ndim - 1
+    keeps_preact = needs_preact(activation, gated, residual is not None)
+
+    def rule(place: Placement, places: Sequence[Placement]) -> Rule:
+        return [place, place if keeps_preact else REPLICATE][:results], places[: 3 if gated else 4]
+
+    for dim in range(last):
+        yield rule(Shard(dim), [Shard(dim), REPLICATE, REPLICATE, _split_at(residual, dim, input.ndim)])
+    if not gated:
+        yield rule(Shard(last), [REPLICATE, Shard(0), Shard(0), _split_at(residual, last, input.ndim)])
+        if activation is None:
+            yield rule(PARTIAL, [Shard(last), Shard(1), PARTIAL, PARTIAL])
+
+
+def _activation_backward(grad: Any, preact: Any, *, gated: bool, **options: Any) -> Iterator[Rule]:
+    last = grad.ndim - 1
+    for dim in range(last):
+        yield [Shard(dim), PARTIAL], [Shard(dim), Shard(dim)]
+    if not gated:
+        yield [Shard(last), Shard(0)], [Shard(last), Shard(last)]
+    yield [PARTIAL, PARTIAL], [PARTIAL, REPLICATE]
+
+
+def _linear_backward(
+    grad: Any, input: Any, weight: Any, bias: Any, *, output_mask: int, **options: Any
+) -> Iterator[Rule]:
+    last = input.ndim - 1
+
+    def rule(places: Sequence[Placement], grads: Sequence[Placement]) -> Rule:
+        return _wanted(grads, output_mask), places
+
+    for dim in range(last):
+        split = Shard(dim)
+        yield rule([split, split, REPLICATE, REPLICATE], [split, PARTIAL, PARTIAL])
+    split = Shard(last)
+    yield rule([split, REPLICATE, Shard(0), Shard(0)], [PARTIAL, Shard(0), Shard(0)])
+    yield rule([REPLICATE, split, Shard(1), REPLICATE], [split, Shard(1), REPLICATE])
+    yield rule([PARTIAL, *[REPLICATE] * 3], [PARTIAL] * 3)
+
+
+# mlp, gated_mlp
+
+
+def _mlp(results: int, gated: bool, input: Any, *more: Any, **options: Any) -> Iterator[Rule]:
+    last = input.ndim - 1
+    for dim in range(last):
+        yield [Shard(dim)] * results, [Shard(dim), *[REPLICATE] * 4]
+    if not gated:
+        yield [PARTIAL, Shard(last)][:results], [REPLICATE, Shard(0), Shard(1), Shard(0), PARTIAL]
+
+
+def _mlp_hidden_backward(grad: Any, *more: Any, gated: bool, output_mask: int, **options: Any) -> Iterator[Rule]:
+    last = grad.ndim - 1
+
+    def rule(places: Sequence[Placement], grads: Sequence[Placement]) -> Rule:
+        return _wanted(grads, output_mask), places
+
+    for dim in range(last):
+        split = Shard(dim)
+        yield rule([split, REPLICATE, split, REPLICATE, REPLICATE], [split, *[PARTIAL] * 3])
+    if not gated:
+        hidden = Shard(last)
+        yield rule([REPLICATE, Shard(1), hidden, Shard(0), REPLICATE], [hidden, Shard(1), Shard(0), REPLICATE])
+    yield rule([PARTIAL, *[REPLICATE] * 4], [PARTIAL] * 4)
+
+
+# attention: by batch, and by heads where every rank gets whole groups of query heads with the key head they read
+
+
+def _splits_heads(query: Any, key: Any) -> bool:
+    heads, heads_kv, mesh = query.shape[-2], key.shape[-2], query.mesh
+    if heads_kv == 0:
+        return False
+    if mesh.ndim > 1:
+        return heads_kv % mesh.size() == 0
+    return -(-heads // mesh.size()) == heads // heads_kv * -(-heads_kv // mesh.size())
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p > 0:
+        raise NotImplementedError(
+            f"{NAMESPACE}::flash_attention: expected dropout_p 0 for DTensors, got {dropout_p}: ranks would draw "
+            "numbers that differ between replicas, or repeat between shards; call it on local tensors (to_local)"
+        )
+
+
+class _Split:
+    """Along the batch or the heads of attention: the placements of all that may be given."""
+
+    def __init__(self, query: Any, key: Any, by_heads: bool) -> None:
+        packed = query.ndim == 3
+        self.by_heads = by_heads
+        self.query = Shard(query.ndim - 2) if by_heads else Shard(0)
+        self.key = REPLICATE if by_heads and key.shape[-2] == 1 else self.query
+        self.lse = Shard(0) if packed or not by_heads else Shard(1)
+        self.sinks = Shard(0) if by_heads else REPLICATE
+
+    def alibi_slopes(self, slopes: Any) -> Placement:
+        if slopes is None:
+            return REPLICATE
+        return Shard(slopes.ndim - 1) if self.by_heads else Shard(0) if slopes.ndim == 2 else REPLICATE
+
+    def bias(self, bias: Any) -> Placement:
+        return _split_at(bias, 1 if self.by_heads else 0, 4)
+
+
+def _attention_splits(query: Any, key: Any) -> Iterator[_Split]:
+    if query.ndim == 4:
+        yield _Split(query, key, by_heads=False)
+    if _splits_heads(query, key) or key.shape[-2] == 1:
+        yield _Split(query, key, by_heads=True)
+
+
+def _attention(
+    query: Any, key: Any, value: Any, slopes: Any, sinks: Any, bias: Any, *, dropout_p: float = 0.0, **options: Any
+) -> Iterator[Rule]:
+    _refuse_dropout(dropout_p)
+    for split in _attention_splits(query, key):
+        places = [split.query, split.key, split.key, split.alibi_slopes(slopes), split.sinks, split.bias(bias)]
+        yield [split.query, split.lse], places
+
+
+def _attention_varlen(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, slopes: Any, sinks: Any, **options: Any
+) -> Iterator[Rule]:
+    for results, (q, k, v, *others) in _attention(query, key, value, slopes, sinks, None, **options):
+        yield results, [q, k, v, REPLICATE, REPLICATE, *others[:2]]
+
+
+def _attention_forward(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, slopes: Any, sinks: Any, bias: Any, **options: Any
+) -> Iterator[Rule]:
+    for results, (q, k, v, *others) in _attention(query, key, value, slopes, sinks, bias, **options):
+        yield [*results, REPLICATE], [q, k, v, REPLICATE, REPLICATE, *others]
+
+
+def _attention_backward(
+    grad_out: Any,
+    grad_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    rng_state: Any,
+    needs_grad_bias: bool,
+    cu_q: Any,
+    cu_k: Any,
+    slopes: Any,
+    sinks: Any,
+    bias: Any,
+    *,
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> Iterator[Rule]:
+    _refuse_dropout(dropout_p)
+    for split in _attention_splits(query, key):
+        q, k, at_bias = split.query, split.key, split.bias(bias)
+        sums_key = PARTIAL if k == REPLICATE else k
+        grad_sinks = REPLICATE if sinks is None else split.sinks if split.by_heads else PARTIAL
+        grad_bias = REPLICATE if not needs_grad_bias else PARTIAL if at_bias == REPLICATE else at_bias
+        places = [q, split.lse, q, k, k, q, split.lse, REPLICATE, None, REPLICATE, REPLICATE]
+        yield (
+            [q, sums_key, sums_key, grad_sinks, grad_bias],
+            [*places, split.alibi_slopes(slopes), split.sinks, at_bias],
+        )
+
+
+_register("gemm", partial(_gemm, 1))
+_register("gemm_forward", partial(_gemm, 2))
+_register("gemm_backward", _gemm_backward)
+_register("activation_backward", _activation_backward)
+_register("linear_backward", _linear_backward)
+_register("mlp_hidden_backward", _mlp_hidden_backward)
+for _prefix, _gated in (("", False), ("gated_", True)):
+    _register(f"{_prefix}linear", partial(_linear, 1, _gated))
+    _register(f"{_prefix}linear_forward", partial(_linear, 2, _gated))
+    _register(f"{_prefix}mlp", partial(_mlp, 1, _gated))
+    _register(f"{_prefix}mlp_forward", partial(_mlp, 2, _gated))
+_register("flash_attention", _attention)
+_register("flash_attention_varlen", _attention_varlen)
+_register("flash_attention_forward", _attention_forward)
+_register("flash_attention_backward", _attention_backward)

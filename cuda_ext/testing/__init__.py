@@ -1,0 +1,42 @@
+"""References and the tolerance rule: what every op of the package is held against.
+
+Each ``reference_*`` function repeats the signature and the meaning of one public op in a few lines of plain PyTorch.
+It works in whatever dtype it is given, and torch's autograd differentiates it, so the same function serves twice: in
+float64 it is the reference, and in the dtype of the op under test it is the plain PyTorch evaluation whose error sets
+the tolerance (`assert_close_to_reference`). Attention here holds the whole Sq x Sk matrix of scores; it is made to be
+right and easy to read, not to be fast.
+
+`emulated` runs the CUDA kernels on a machine without a GPU.
+
+Importing this module needs torch alone, not the compiled library.
+"""
+
+from cuda_ext.testing.emulation import Emulation, emulated, is_emulating
+from cuda_ext.testing.philox import dropout_mask, philox_uint32
+from cuda_ext.testing.references import (
+    reference_attention,
+    reference_attention_varlen,
+    reference_gated_linear,
+    reference_gated_mlp,
+    reference_gemm,
+    reference_linear,
+    reference_mlp,
+)
+from cuda_ext.testing.tolerance import assert_close_to_reference, assert_op_matches_reference
+
+__all__ = [
+    "Emulation",
+    "assert_close_to_reference",
+    "assert_op_matches_reference",
+    "dropout_mask",
+    "emulated",
+    "is_emulating",
+    "philox_uint32",
+    "reference_attention",
+    "reference_attention_varlen",
+    "reference_gated_linear",
+    "reference_gated_mlp",
+    "reference_gemm",
+    "reference_linear",
+    "reference_mlp",
+]

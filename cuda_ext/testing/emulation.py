@@ -1,0 +1,139 @@
+"""`emulated` runs the CUDA kernels on a machine without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Emulation", "emulated", "emulated_by", "is_emulating"]
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """What the emulated kernels of an `emulated` block did, up to now or, after the block, up to its end."""
+
+    _module: Any
+    _before: dict[str, int]
+    _final: dict[str, int]
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Instructions and bytes by name, summed over all launches and threads.
+
+        ``blocks``, ``mma``, ``wgmma``, ``ldmatrix``, ``shuffle``, ``barrier``, ``atomic``; bytes moved by
+        ``cp_async``, ``tma_load``, ``tma_store``, ``global_load``, ``global_store``; 32-byte sectors of global memory
+        touched; ``wavefronts`` of shared memory, and how many they were without bank conflicts (``ideal``).
+        """
+        return self._final or {name: count - self._before[name] for name, count in self._module.counters().items()}
+
+    @property
+    def sync_sites(self) -> list[tuple[str, int, str]]:
+        """File, line and instruction of every synchronisation call that a kernel of this process has reached."""
+        return list(self._module.sync_sites())
+
+
+_emulation_settings: list[tuple[Any, dict[str, Any]]] = []
+
+
+@contextmanager
+def emulated(
+    arch: str = "sm_80",
+    mode: str = "eager",
+    schedule: str = "fifo",
+    seed: int = 0,
+    *,
+    check_races: bool = False,
+    ordered_sums: bool = False,
+    threads: int = 0,
+    skip: tuple[str, int, str] | None = None,
+    processors: int = 4,
+) -> Iterator[Emulation]:
+    """Within the block the public ops on CPU tensors run the *CUDA* kernels, on an emulator.
+
+    The kernels are the very sources that nvcc compiles, started by the same launchers with the same heuristics; an op
+    without a CUDA kernel raises NotImplementedError. The first use compiles them with the C++ compiler, which takes
+    one to three minutes and a source checkout. All threads of the process are affected; blocks may be nested.
+
+    Args:
+        arch: the GPU that is emulated: "sm_80", "sm_89", which has less shared memory, or "sm_90a".
+        mode: "eager": asynchronous copies and products are done when they are issued. "lazy": at the last moment that
+            the kernel's waits allow, and until then there are NaNs where they write.
+        schedule: "fifo": warps run in turn. "pct": by random priorities, drawn anew now and then (Burckhardt et al.,
+            A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLOS 2010).
+        seed: of the schedule.
+        check_races: hold every access to memory against those that nothing orders before it, plain loads and stores
+            included; several times slower.
+        ordered_sums: with `check_races`, atomic additions of floats are races too unless something orders them: for
+            kernels that promise the same bits in every run.
+        threads: of the host; 0 for all cores.
+        skip: a synchronisation call (file, line, instruction) that does nothing: a test of tests.
+        processors: multiprocessors of the GPU that is emulated, which decide how launchers divide the work: an A100 has
+            108, an H200 132, an RTX 4090 128. So few by default that small problems already take several waves.
+
+    Raises RuntimeError, naming kernel, thread, instruction and source line, for a race, a deadlock, an access out of
+    bounds, a bad launch.
+
+    >>> with emulated(mode="lazy", schedule="pct", seed=3) as emulation:
+    ...     out = cuda_ext.gemm(a, b)
+    >>> emulation.counters["mma"]
+    """
+    from cuda_ext import _emulator
+
+    for name, value, allowed in (
+        ("arch", arch, ("sm_80", "sm_89", "sm_90a")),
+        ("mode", mode, ("eager", "lazy")),
+        ("schedule", schedule, ("fifo", "pct")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"cuda_ext.testing.emulated: expected {name} to be one of {allowed}, got {value!r}")
+    if not (isinstance(processors, int) and processors >= 1):
+        raise ValueError(
+            f"cuda_ext.testing.emulated: expected processors to be an int of at least 1, got {processors!r}"
+        )
+    module = _emulator.load(hooks=check_races)
+    settings = {
+        "compute_capability": int(arch.removeprefix("sm_").rstrip("a")),
+        "lazy": mode == "lazy",
+        "pct": schedule == "pct",
+        "seed": seed,
+        "check_races": check_races,
+        "ordered_sums": ordered_sums,
+        "threads": threads,
+        "skip": skip,
+        "processors": processors,
+    }
+    with emulated_by(module, settings) as emulation:
+        yield emulation
+
+
+@contextmanager
+def emulated_by(module: Any, settings: dict[str, Any]) -> Iterator[Emulation]:
+    """`emulated`, with the kernels of `module`, which has the functions of the module `_simt` (csrc/emulated)."""
+    from cuda_ext._load import ops
+
+    _emulation_settings.append((module, settings))
+    emulation = Emulation(module, dict(module.counters()), {})
+    try:
+        _apply_emulation(ops)
+        yield emulation
+    finally:
+        emulation._final.update(emulation.counters)
+        _emulation_settings.pop()
+        _apply_emulation(ops)
+
+
+def is_emulating() -> bool:
+    """Whether an `emulated` block is open."""
+    return bool(_emulation_settings)
+
+
+def _apply_emulation(ops: Any) -> None:
+    """What the innermost block says, or no emulation outside of all."""
+    if not _emulation_settings:
+        ops._emulate(0)
+        return
+    module, settings = _emulation_settings[-1]
+    module.configure(**settings)
+    ops._emulate(module.kernels())

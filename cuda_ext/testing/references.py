@@ -1,0 +1,271 @@
+"""A reference in plain PyTorch for each public op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cuda_ext.testing.philox import dropout_mask
+
+__all__ = [
+    "reference_attention",
+    "reference_attention_varlen",
+    "reference_gated_linear",
+    "reference_gated_mlp",
+    "reference_gemm",
+    "reference_linear",
+    "reference_mlp",
+]
+
+_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda x: x,
+    "relu": torch.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+# GEMM family
+
+
+def reference_gemm(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``activation(alpha * a @ b + beta * c + bias)`` for a (..., M, K), b (..., K, N), c broadcast to (..., M, N),
+    bias (N,)."""
+    out = alpha * (a @ b)
+    if c is not None:
+        out = out + beta * c
+    if bias is not None:
+        out = out + bias
+    return _ACTIVATIONS[activation](out).to(out_dtype or a.dtype)
+
+
+def reference_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``activation(input @ weight.T + bias) + residual`` for input (..., K), weight (N, K), bias (N,), residual (...,
+    N)."""
+    out = _ACTIVATIONS[activation](F.linear(input, weight, bias))
+    return out if residual is None else out + residual
+
+
+def reference_gated_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = "silu"
+) -> Tensor:
+    """``activation(gate) * up`` (..., N), where ``[gate, up] = input @ weight.T + bias``; weight (2N, K), bias
+    (2N,)."""
+    gate, up = F.linear(input, weight, bias).chunk(2, dim=-1)
+    return _ACTIVATIONS[activation](gate) * up
+
+
+def reference_mlp(
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    activation: str | None = "gelu",
+) -> Tensor:
+    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2`` for weight1 (F, K), weight2 (N, F)."""
+    return F.linear(reference_linear(input, weight1, bias1, activation=activation), weight2, bias2)
+
+
+def reference_gated_mlp(
+    input: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+) -> Tensor:
+    """``(activation(gate) * up) @ weight2.T + bias2`` for weight1 (2F, K) = [gate; up], weight2 (N, F)."""
+    return F.linear(reference_gated_linear(input, weight1, bias1, activation=activation), weight2, bias2)
+
+
+# attention
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention as `cuda_ext.flash_attention` defines it, through the full matrix of scores.
+
+    query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv) -> (B, Sq, H, Dv), and with ``return_lse`` also lse
+    (B, H, Sq).
+
+    The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + bias``: the
+    soft cap comes before ALiBi and ``bias``, which broadcasts to (B, H, Sq, Sk); a boolean one hides the keys where it
+    is False. ``causal`` and ``window`` are aligned bottom-right, so query i stands at key position i + Sk - Sq.
+    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key, for
+    whatever reason, gives zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes
+    probabilities by the Philox numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is accepted for
+    the sake of the signature.
+    """
+    batch, seqlen_q, heads, _ = query.shape
+    seqlen_k = key.shape[1]
+    keep = None
+    if dropout_p > 0.0:
+        row = torch.arange(batch * heads * seqlen_q, device=query.device).view(batch, heads, seqlen_q)
+        keep = dropout_mask(dropout_p, seed, offset, row, seqlen_k)
+    out, lse = _attention(query, key, value, causal, window, scale, softcap, alibi_slopes, sinks, bias, dropout_p, keep)
+    return (out, lse) if return_lse else out
+
+
+def reference_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`reference_attention` of every sequence of a packed batch, one after the other.
+
+    query (total_q, H, D), key (total_k, Hk, D), value (total_k, Hk, Dv), cu_seqlens int32 (batch + 1,) -> (total_q,
+    H, Dv), and with ``return_lse`` also lse (H, total_q). ``max_seqlen_k`` (default: the longest sequence of keys)
+    sets the pitch of the dropout numbers.
+    """
+    total_q, heads, _ = query.shape
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if max_seqlen_k is None:
+        max_seqlen_k = max((end - start for start, end in pairwise(starts_k)), default=0)
+    outs, lses = (
+        [query.new_zeros(0, heads, value.shape[-1])],
+        [query.new_zeros(heads, 0, dtype=_lse_dtype(query.dtype))],
+    )
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(starts_q), pairwise(starts_k), strict=True)):
+        keep = None
+        if dropout_p > 0.0:
+            row = torch.arange(heads, device=query.device)[:, None] * total_q + torch.arange(
+                q0, q1, device=query.device
+            )
+            keep = dropout_mask(dropout_p, seed, offset, row, k1 - k0, max_seqlen_k)[None]
+        slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        out, lse = _attention(
+            query[None, q0:q1],
+            key[None, k0:k1],
+            value[None, k0:k1],
+            causal,
+            window,
+            scale,
+            softcap,
+            slopes,
+            sinks,
+            None,
+            dropout_p,
+            keep,
+        )
+        outs.append(out[0])
+        lses.append(lse[0])
+    return (torch.cat(outs), torch.cat(lses, dim=1)) if return_lse else torch.cat(outs)
+
+
+def _attention(
+    query: Tensor,  # (B, Sq, H, D)
+    key: Tensor,  # (B, Sk, Hk, D)
+    value: Tensor,  # (B, Sk, Hk, Dv)
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,  # (H,) or (B, H)
+    sinks: Tensor | None,  # (H,)
+    bias: Tensor | None,  # broadcasts to (B, H, Sq, Sk)
+    dropout_p: float,
+    keep: Tensor | None,  # (B, H, Sq, Sk)
+) -> tuple[Tensor, Tensor]:
+    heads, seqlen_q, seqlen_k = query.shape[2], query.shape[1], key.shape[1]
+    group = heads // key.shape[2] if key.shape[2] else 1
+    key, value = key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+    scale = 1.0 / math.sqrt(max(1, query.shape[-1])) if scale is None else scale
+
+    scores = scale * (query.transpose(1, 2) @ key.permute(0, 2, 3, 1))  # (B, H, Sq, Sk)
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    i = torch.arange(seqlen_q, device=query.device)[:, None] + (seqlen_k - seqlen_q)
+    j = torch.arange(seqlen_k, device=query.device)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.to(scores.dtype).reshape(-1, heads, 1, 1)
+        scores = scores - slopes * (i - j).abs().to(scores.dtype)
+    if bias is not None and bias.dtype == torch.bool:
+        scores = scores.masked_fill(~bias, -math.inf)
+    elif bias is not None:
+        scores = scores + bias.to(scores.dtype)
+    left, right = window or (None, None)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
+    if causal:
+        visible &= j <= i
+    if left is not None:
+        visible &= j >= i - left
+    if right is not None:
+        visible &= j <= i + right
+
+    # The last column is the sink.
+    logits = F.pad(scores.masked_fill(~visible, -math.inf), (0, 1), value=-math.inf)
+    if sinks is not None:
+        logits = torch.cat(
+            [logits[..., :-1], sinks.to(scores.dtype).view(1, heads, 1, 1).expand_as(logits[..., -1:])], dim=-1
+        )
+    # Empty rows are made finite, so that the softmax and its gradient hold no NaN; their result is masked below.
+    empty = (logits == -math.inf).all(dim=-1, keepdim=True)  # (B, H, Sq, 1)
+    logits = logits.masked_fill(empty, 0.0)
+    lse = torch.logsumexp(logits, dim=-1).masked_fill(empty.squeeze(-1), -math.inf)  # (B, H, Sq)
+    probabilities = torch.softmax(logits, dim=-1)[..., :-1].masked_fill(~visible | empty, 0.0)
+    if keep is not None:
+        probabilities = probabilities * keep / (1.0 - dropout_p)
+    out = (probabilities @ value.transpose(1, 2)).transpose(1, 2)  # (B, Sq, H, Dv)
+    return out, lse.to(_lse_dtype(query.dtype))
+
+
+def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

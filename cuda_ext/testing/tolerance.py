@@ -1,0 +1,141 @@
+"""The tolerance rule: how close an op has to be to its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["assert_close_to_reference", "assert_op_matches_reference"]
+
+
+def assert_close_to_reference(
+    actual: Tensor,
+    low_precision: Tensor,
+    reference: Tensor,
+    *,
+    factor: float = 2.0,
+    atol: float | None = None,
+    name: str = "output",
+) -> None:
+    """Asserts ``max|actual - reference| <= factor * max|low_precision - reference| + atol``.
+
+    ``low_precision`` is the plain PyTorch evaluation in the dtype of ``actual``, ``reference`` the same in float64
+    (or float32). The default ``atol`` is ``eps(actual.dtype) * max|reference|``, two roundings of the largest element;
+    it matters where ``low_precision`` happens to be exact, or nearly. For a float64 ``actual``, above which there is
+    no reference, it is ``1e-12 * max(1, max|reference|)``: some thousand roundings, and still far below any error of
+    a formula. Where ``reference``, rounded to ``actual.dtype``, is NaN or infinite, ``actual`` has to hold the same,
+    and nowhere else may it be NaN or infinite; such elements of ``reference`` and of ``low_precision`` count in no
+    maximum.
+
+    Raises AssertionError with the largest error, its position, and both values there.
+    """
+    if actual.shape != reference.shape or low_precision.shape != reference.shape:
+        raise AssertionError(
+            f"{name}: expected shape {tuple(reference.shape)}, got {tuple(actual.shape)} "
+            f"(plain PyTorch: {tuple(low_precision.shape)})"
+        )
+    if actual.numel() == 0:
+        return
+    actual, low_precision, reference = actual.detach(), low_precision.detach(), reference.detach()
+    rounded = reference.to(actual.dtype)
+    finite = rounded.isfinite()
+    same_special = torch.where(finite, actual.isfinite(), (actual == rounded) | (actual.isnan() & rounded.isnan()))
+    if not same_special.all():
+        position = _unravel(int((~same_special).flatten().nonzero()[0]), actual.shape)
+        count = int((~same_special).sum())
+        raise AssertionError(
+            f"{name}: {actual[position].item()} at {position}, expected {reference[position].item()} "
+            f"({count} such elements)"
+        )
+
+    exact = reference.double()
+    if atol is None and actual.dtype == torch.float64:
+        atol = 1e-12 * max(1.0, float(exact.abs().where(finite, 0.0).max()))
+    elif atol is None:
+        atol = torch.finfo(actual.dtype).eps * float(exact.abs().where(finite, 0.0).max())
+    error = (actual.double() - exact).abs().where(finite, 0.0)
+    plain_error = float((low_precision.double() - exact).abs().where(finite & low_precision.isfinite(), 0.0).max())
+    worst = int(error.argmax())
+    position, largest = _unravel(worst, actual.shape), float(error.flatten()[worst])
+    if largest > factor * plain_error + atol:
+        raise AssertionError(
+            f"{name}: largest error {largest:.3e} at {position} (got {actual[position].item():.6g}, "
+            f"expected {reference[position].item():.6g}) exceeds {factor:g} x {plain_error:.3e} "
+            f"(plain PyTorch in {low_precision.dtype}) + {atol:.3e}"
+        )
+
+
+def _unravel(index: int, shape: torch.Size) -> tuple[int, ...]:
+    position = []
+    for size in reversed(shape):
+        index, remainder = divmod(index, size)
+        position.append(remainder)
+    return tuple(reversed(position))
+
+
+def assert_op_matches_reference(
+    op: Callable[..., Any],
+    reference: Callable[..., Any],
+    tensors: Mapping[str, Tensor | None],
+    options: Mapping[str, Any] | None = None,
+    *,
+    reference_options: Mapping[str, Any] | None = None,
+    factor: float = 2.0,
+    gradient_factor: float = 2.0,
+    atol: float | None = None,
+    gradient_atol: Mapping[str, float] | None = None,
+) -> None:
+    """Holds an op and its gradients against a reference, by the rule of `assert_close_to_reference`.
+
+    ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` go to the reference
+    only (``seed`` and ``offset`` of a dropout). ``gradient_atol`` takes the place of ``atol`` for the gradients of the
+    tensors it names. Runs ``op`` as it is, then ``reference`` in the same dtypes, then ``reference`` with the
+    floating-point tensors in float64. Outputs may be a tensor or a tuple. Gradients are taken, for random gradients of
+    the outputs (drawn from torch's global generator), of every tensor that has ``requires_grad``.
+    """
+    options = dict(options or {})
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def run(
+        function: Callable[..., Any], extra: Mapping[str, Any], dtype: torch.dtype | None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        arguments = {name: _fresh_leaf(tensor, dtype) for name, tensor in given.items()}
+        result = function(**arguments, **extra)
+        outputs = list(result) if isinstance(result, tuple) else [result]
+        return outputs, {name: tensor for name, tensor in arguments.items() if tensor.requires_grad}
+
+    double_options = {k: torch.float64 if isinstance(v, torch.dtype) else v for k, v in options.items()}
+    extra = dict(reference_options or {})
+    actual, actual_leaves = run(op, options, None)
+    plain, plain_leaves = run(reference, {**options, **extra}, None)
+    exact, exact_leaves = run(reference, {**double_options, **extra}, torch.float64)
+    for n, (a, p, e) in enumerate(zip(actual, plain, exact, strict=True)):
+        assert a.dtype == p.dtype, f"output {n}: expected {p.dtype}, got {a.dtype}"
+        assert_close_to_reference(a, p, e, factor=factor, atol=atol, name=f"output {n}")
+    if not actual_leaves:
+        return
+
+    grad_outputs = [torch.randn(a.shape, dtype=torch.float64, device=a.device).to(a.dtype) for a in actual]
+
+    def gradients(outputs: list[Tensor], leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        weighted = [g.to(o.dtype) for o, g in zip(outputs, grad_outputs, strict=True)]
+        return torch.autograd.grad(outputs, list(leaves.values()), weighted)
+
+    triples = zip(
+        gradients(actual, actual_leaves), gradients(plain, plain_leaves), gradients(exact, exact_leaves), strict=True
+    )
+    for name, (a, p, e) in zip(actual_leaves, triples, strict=True):
+        assert a.dtype == p.dtype, f"gradient of {name}: expected {p.dtype}, got {a.dtype}"
+        own_atol = (gradient_atol or {}).get(name, atol)
+        assert_close_to_reference(a, p, e, factor=gradient_factor, atol=own_atol, name=f"gradient of {name}")
+
+
+def _fresh_leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A leaf of its own with the values and, unless the dtype changes, the strides of ``tensor``."""
+    leaf = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        leaf = leaf.to(dtype, copy=True)
+    return leaf.requires_grad_(tensor.requires_grad)
