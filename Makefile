@@ -16,6 +16,7 @@ THREADS := $(shell echo $$(( $(CORES) > $(PROCS) ? $(CORES) / $(PROCS) : 1 )))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
+WHOLE_RUN := --cov --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
 # The demo is quick to start: without a GPU it needs neither the CUDA compiler nor its kernels.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 
@@ -28,11 +29,11 @@ demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARG
 	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for pytest, then without coverage)
+test: $(VENV)/.toolkit ## compile every kernel, lint, run the tests (ARGS=--full: all of them; other ARGS for pytest)
 	@$(call compile,1)
 	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
 	@$(check)
-	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile --durations 20)
+	$(BIN)/python -m pytest $(ARGS) $(if $(filter-out --full,$(ARGS)),,$(WHOLE_RUN))
 
 bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## compare with every installed baseline (ARGS for python -m benchmarks)
 	@$(call compile,$(DEMO_CUDA))
