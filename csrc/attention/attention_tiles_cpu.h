@@ -243,8 +243,8 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
   }
 }
 
-// Calls f(pointer, strides) for the bias, with its own element type, and for the mask, if the call has them. The pointers
-// are to the first key of query i of a head.
+// Calls f(pointer, strides) for the bias, with its own element type, and for the mask, if the call has them. The
+// pointers are to the first key of query i of a head.
 template <class T, class F>
 CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, F&& f) {
   const auto row = [&](const int64_t(&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };

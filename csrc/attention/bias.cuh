@@ -1,5 +1,5 @@
-// The additive bias and the boolean mask of the general kernels. They can be broadcast and have any strides, so they are
-// read element by element.
+// The additive bias and the boolean mask of the general kernels. They can be broadcast and have any strides, so they
+// are read element by element.
 #pragma once
 
 #include <cmath>
