@@ -164,7 +164,7 @@ def test_a_better_link_never_exposes_more(trial: int) -> None:
 
 
 @pytest.mark.parametrize("trial", range(60))
-def test_choice_is_the_best_of_all_plans(trial: int) -> None:
+def test_choice_is_the_best_of_all_divisions(trial: int) -> None:
     backward = 0.01
     gradients = random_gradients(random.randint(1, 9), backward)
     total = sum(gradient.bytes for gradient in gradients)
@@ -279,7 +279,7 @@ def test_launches_by_hand() -> None:
 
 
 @pytest.mark.parametrize("trial", range(10))
-def test_groups_are_taken_only_where_they_end_the_pass_sooner(trial: int) -> None:
+def test_groups_are_used_only_if_they_are_faster(trial: int) -> None:
     gradients = random_gradients(60, 0.05, ("float32", "bfloat16", "float64")[: random.randint(2, 3)])
     link = random_link()
     apart = choose(gradients, link, 0.05)

@@ -59,7 +59,7 @@ def test_training_equals_one_process_with_the_whole_batch() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("bucket_mb", [SMALL, "auto"])
-def test_every_bit_is_that_of_torch(set_to_none: bool, bucket_mb: float | str) -> None:
+def test_bitwise_equal_to_torch(set_to_none: bool, bucket_mb: float | str) -> None:
     """Halving is exact and a sum of two has only one order, so float32 results must be equal."""
     model = BucketedDataParallel(make_model(torch.float32), bucket_mb=bucket_mb)
     theirs = DistributedDataParallel(copy.deepcopy(model.module))
@@ -297,7 +297,7 @@ def test_several_forwards_and_several_backwards() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("bucket_mb", [1e-4, SMALL, "auto"])
-def test_unused_parameters_need_no_flag(bucket_mb: float | str) -> None:
+def test_unused_parameters_need_no_option(bucket_mb: float | str) -> None:
     model = BucketedDataParallel(Branches(), bucket_mb=bucket_mb)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
@@ -372,7 +372,7 @@ def test_a_backward_that_reaches_no_parameter_leaves_the_sharded_optimizer_its_a
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("how", ["no backward", "constant", "raise"])
-def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
+def test_a_skipped_backward_is_reported_on_all_ranks(
     algorithm: str, wire_dtype: torch.dtype | None, guilty: int, how: str
 ) -> None:
     """Otherwise the next pass of that rank would be matched with this one of the others, until the end."""
@@ -453,7 +453,7 @@ def test_forward_passes_may_differ_where_none_is_left_out() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["all_reduce", "symmetric"])
-def test_the_norm_takes_one_read_for_all_ranks_together_or_none(algorithm: str) -> None:
+def test_the_norm_reads_gradients_once_over_all_ranks_or_never(algorithm: str) -> None:
     model = BucketedDataParallel(make_model(), bucket_mb=SMALL, algorithm=algorithm)
     elements = sum(bucket.gradients.numel() for bucket in model._reducer.buckets)
     model(torch.randn(3, 7, dtype=torch.float64)).square().mean().backward()

@@ -136,7 +136,7 @@ def test_sizes_by_measurement(algorithm: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ["auto", "float32"])
-def test_measuring_spares_gradients(algorithm: str) -> None:
+def test_measuring_keeps_gradients(algorithm: str) -> None:
     """It sums in the memory of buckets, before the fourth pass; gradients that were not zeroed are in that memory."""
     model = BucketedDataParallel(nn.Linear(9, 20000, dtype=torch.float64), algorithm=algorithm)
     plain = copy.deepcopy(model.module)
@@ -289,7 +289,7 @@ def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["auto", "all_reduce", "float32", "sharded"])
 @pytest.mark.parametrize("trained", [True, False])
-def test_frozen_or_freed_on_some_ranks_alone(algorithm: str, trained: bool) -> None:
+def test_frozen_or_unfrozen_on_some_ranks_only(algorithm: str, trained: bool) -> None:
     """All ranks raise at once, and training can continue when the ranks agree again."""
     module = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
     module[0][2].weight.requires_grad_(not trained)

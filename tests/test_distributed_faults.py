@@ -82,7 +82,7 @@ def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("fault", ["dies", "stops"])
-def test_where_it_is_the_rank_that_holds_the_store(fault: str, tmp_path: Path) -> None:
+def test_the_rank_of_the_store_fails(fault: str, tmp_path: Path) -> None:
     for rank, message in errors_of_survivors(tmp_path, fault, (0,)).items():
         others = what_others_do(message)
         assert others.keys() == {0, 3 - rank}, message
@@ -90,6 +90,6 @@ def test_where_it_is_the_rank_that_holds_the_store(fault: str, tmp_path: Path) -
         assert f"; {NO_STORE}. The gradients" in message
 
 
-def test_where_both_ranks_that_hold_what_others_say_die(tmp_path: Path) -> None:
+def test_both_ranks_with_a_board_die(tmp_path: Path) -> None:
     (message,) = errors_of_survivors(tmp_path, "dies", (0, 2)).values()
     assert f"{NO_STORE}, and neither does the last rank, which has a copy; probably rank 0 has ended" in message

@@ -146,7 +146,7 @@ def test_compiled(group: None, where: str) -> None:
         assert_gradients(module, plain)
 
 
-def test_it_lets_go_of_the_module(group: None) -> None:
+def test_deleting_the_wrapper_releases_the_module(group: None) -> None:
     module = make_model()
     model = BucketedDataParallel(module, bucket_mb=SMALL)
     message = f"{NAME}: expected a module that is not wrapped yet, got parameter 0.weight, whose gradient another"
@@ -273,7 +273,7 @@ class Failing(nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("failing", [[1], [0, 3], [0, 1, 2, 3]])
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])
-def test_training_goes_on_after_an_exception_in_backward(failing: list[int], wire_dtype: torch.dtype | None) -> None:
+def test_training_continues_after_an_exception_in_backward(failing: list[int], wire_dtype: torch.dtype | None) -> None:
     model = BucketedDataParallel(Failing(), bucket_mb=SMALL, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
@@ -613,7 +613,7 @@ def test_changes_after_wrapping_are_noticed(group: None, change: Callable[[nn.Mo
 
 
 @pytest.mark.parametrize("change", [_with_optimizer_in_backward, _with_hook_in_backward])
-def test_what_takes_gradients_first_is_noticed(group: None, change: Callable[[nn.Module], nn.Module]) -> None:
+def test_early_use_of_gradients_is_refused(group: None, change: Callable[[nn.Module], nn.Module]) -> None:
     module = nn.Linear(2, 2)
     model = BucketedDataParallel(module)
     model(torch.randn(3, 2)).sum().backward()

@@ -119,13 +119,13 @@ def train_all(way: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "nodes"])
-def test_beside_other_collectives_on_two_ranks(way: str) -> None:
+def test_together_with_other_collectives_on_two_ranks(way: str) -> None:
     train_all(way)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_beside_other_collectives(way: str) -> None:
+def test_together_with_other_collectives(way: str) -> None:
     train_all(way)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_without_a_gradient_sends_its_bucket_later() -> None:
 
 
 @on_ranks(2)
-def test_it_goes_with_the_wrapper() -> None:
+def test_it_is_freed_with_the_wrapper() -> None:
     def held() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))

@@ -124,7 +124,7 @@ class Tied(nn.Module):
         self.output.weight = self.words.weight
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_users_own_model(tmp_path: Path) -> None:
     """`save` marks embeddings, by the types of modules."""
     path = tmp_path / "shapes.json"
     model_shapes.save(Tied(), path)
@@ -287,7 +287,7 @@ def test_dtypes_in_one_launch(capsys: Capture, tmp_path: Path) -> None:
     assert dear == apart
 
 
-def test_options_move_the_prediction_as_they_should(capsys: Capture) -> None:
+def test_effects_of_options_on_the_prediction(capsys: Capture) -> None:
     base = ["llama-8b", "--layers", "4", "--ranks", "256", "--buckets", "25MiB", *COMPUTING]
 
     def exposed(*arguments: str) -> float:
@@ -445,7 +445,7 @@ def test_units_in_any_case() -> None:
     assert units.percent("2%") == 0.02 and units.percent("0%") == 0.0
 
 
-def test_a_latency_of_nothing(capsys: Capture) -> None:
+def test_zero_latency(capsys: Capture) -> None:
     command = ["LLAMA-8b", *SMALL, "--ranks", "64", "--bandwidth", "100gbit", "--latency", "0us", "--node-latency", "0"]
     for row in rows(capsys, *command, *COMPUTING):
         assert row["latency_seconds"] == 0

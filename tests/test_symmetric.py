@@ -280,7 +280,7 @@ def test_ranks_that_do_not_come_are_named(one_shot_bytes: int) -> None:
 
 
 @on_ranks(3)
-def test_abort_wakes_those_who_wait() -> None:
+def test_abort_wakes_waiting_ranks() -> None:
     arena = make_arena(64)
     if dist.get_rank() == 1:
         time.sleep(0.1)
@@ -336,7 +336,7 @@ def test_refusals() -> None:
 
 
 @on_ranks(2)
-def test_memory_that_there_is_not() -> None:
+def test_too_little_memory() -> None:
     layouts = "(nbytes, slots, one_shot_bytes): (100, 1, 65536), (101, 1, 65536)"
     for nbytes, message in (
         (1 << 50, "bytes of shared memory ([Errno 12] Cannot allocate memory)"),
