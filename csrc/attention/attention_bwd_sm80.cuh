@@ -127,7 +127,7 @@ struct GeneralStep {
   int64_t first_number;  // of the head's first row, for dropout
   float slope;
   int q_len;
-  int64_t bias, mask, grad_bias;  // offsets of the head's first element
+  int64_t bias, grad_bias;  // offsets of the head's first element
 };
 
 // What scores and dP begin with, so that P is a power of two of their sums, and dS their product.
@@ -202,9 +202,6 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
         const bool exists = query < general.q_len && key < visible.k_len;
         if (p.bias_kind != BiasKind::kNone && exists)
           logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
-        if (p.mask != nullptr && exists &&
-            hidden_by_mask(p, general.mask + query * p.mask_strides[2] + key * p.mask_strides[3]))
-          logit = -INFINITY;
         if (hide_some && !visible.queries(key).has(query)) logit = -INFINITY;
         const bool kept = random[q] >= plan.dropout.drop_below;
         const float weight = arch::fast_exp2((logit + arch::bits_float(row_lse.data[q % 2])) * plan.factor);
@@ -342,7 +339,6 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
                                                  queries.batch * p.alibi_batch_stride + stop.head);
       general.q_len = queries.count;
       general.bias = bias_offset(p.bias_strides, queries.batch, stop.head, 0);
-      general.mask = bias_offset(p.mask_strides, queries.batch, stop.head, 0);
       general.grad_bias = bias_offset(p.grad_bias_strides, queries.batch, stop.head, 0);
       general.first_number = first_lse_row(p, queries.begin, queries.batch, stop.head);
       general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
