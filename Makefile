@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench build gpu-check lint clean
+.PHONY: help demo test bench build docs gpu-check lint format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,11 +31,10 @@ demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARG
 test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for pytest, then without coverage)
 	@$(call compile,1)
 	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
-	$(BIN)/ruff check
-	$(BIN)/mypy
+	@$(check)
 	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile --durations 20)
 
-bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## measure ours beside every opponent (ARGS for python -m benchmarks)
+bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## compare with every installed baseline (ARGS for python -m benchmarks)
 	@$(call compile,$(DEMO_CUDA))
 	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -43,18 +42,34 @@ bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## measure ours beside e
 build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|0|1)
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})
 
+docs: $(VENV)/.torch ## build the documentation site, build/site/index.html
+	@$(call compile,$(DEMO_CUDA))
+	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.docs
+	$(BIN)/python tools/build_docs.py $(ARGS)
+
 # Without .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
 gpu-check: ## learn all there is from a CUDA GPU, in 9 minutes; again: the rest (ARGS=--help tells more)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
-lint: $(VENV)/.test ## ruff and mypy
-	$(BIN)/ruff check
-	$(BIN)/mypy
+lint: $(VENV)/.test ## ruff, clang-format and mypy
+	@$(check)
+
+format: $(VENV)/.test ## rewrite Python and C++ as the linters want them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	find csrc tests $(CXX_FILES) -exec $(BIN)/clang-format -i {} +
 
 clean: ## remove what was built, but keep .venv
 	rm -rf build cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py
 	rm -rf .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find cuda_ext tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+CXX_FILES := -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' -o -name '*.inc'
+define check
+set -x; $(BIN)/ruff check; $(BIN)/ruff format --check --quiet
+find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
+$(BIN)/mypy
+endef
 
 # ninja prints whole compiler commands; of these the file is what one wants to see.
 compile = CUDA_EXT_CUDA=$(1) $(BIN)/python setup.py --quiet build_ext --inplace \
@@ -74,7 +89,7 @@ $(VENV)/.toolkit: $(VENV)/.torch
 	$(INSTALL) "$$($(BIN)/python -m cuda_ext._toolchain)"
 	@touch $@
 
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.demo $(VENV)/.docs $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "installing cuda_ext[$*] into $(VENV)"
 	$(INSTALL) --no-build-isolation --editable ".[$*]"
 	@touch $@

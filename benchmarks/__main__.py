@@ -1,14 +1,14 @@
-"""Measures cuda_ext beside everything it competes with, in turns, in one process, and shows what came of it.
+"""Measures cuda_ext against its baselines, interleaved in one process, and shows the results.
 
     python -m benchmarks                        # all suites, on the GPU if there is one
-    python -m benchmarks gemm attention         # these, of: gemm attention bucket train overhead build
-    python -m benchmarks report DIR             # one HTML page from any results
-    python -m benchmarks compare OLD NEW        # what became slower, beyond the noise
-    python -m benchmarks model                  # what a GPU should take, from counted work: needs no GPU
-    python -m benchmarks readme                 # writes the README's tables from benchmarks/results
+    python -m benchmarks gemm attention         # some suites of: gemm attention bucket train overhead build
+    python -m benchmarks report DIR             # writes an HTML page from any results
+    python -m benchmarks compare OLD NEW        # lists what became slower, beyond noise
+    python -m benchmarks model                  # predicts times on a GPU; needs none
+    python -m benchmarks readme                 # writes the README's performance section
 
-Each of the last four has a --help of its own. Opponents that are not installed get a line that says so; none is
-required. Results are one JSON object a line, with the environment they were taken in.
+The last four have their own --help. A baseline that is not installed gets a line that says so; none is required.
+Results are written as one JSON object per line, each with its environment.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import environment, results, runner
-from benchmarks.measure import AGAIN
-from benchmarks.results import OURS, Measurement
-from benchmarks.stages import UNFINISHED
+from benchmarks import environment, results
+from benchmarks.results import OURS, UNFINISHED, Measurement
+from benchmarks.suites import runner
+from benchmarks.suites.measure import AGAIN
 
-OTHER_COMMANDS = ("report", "compare", "model", "readme")
+OTHER_COMMANDS = {
+    "report": "benchmarks.presentation.report",
+    "compare": "benchmarks.presentation.compare",
+    "model": "benchmarks.model.command",
+    "readme": "benchmarks.presentation.readme",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in OTHER_COMMANDS:
-        return importlib.import_module(f"benchmarks.{arguments[0]}").main(arguments[1:])
+        return importlib.import_module(OTHER_COMMANDS[arguments[0]]).main(arguments[1:])
     options = parse(arguments)
     plan = runner.Plan(
         suites=options.suites,
@@ -88,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def unfinished(measured: list[Measurement], suites: Sequence[str]) -> bool:
-    """Whether there was no time for some case."""
+    """Whether the time ran out before every case was measured."""
     done = {m.problem for m in measured if not m.failure.startswith(results.OUT_OF_TIME)}
     return any(m.problem not in done for m in measured if m.suite in suites)
 
@@ -105,43 +110,40 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--minutes",
         type=float,
         default=9.0,
-        help="for everything together (default 9); what is left over by then is reported as out of time",
+        help="time limit of the whole run (default 9); cases without time are reported as out of time",
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose op, shape, group or dtype matches")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where results.jsonl, plots and the page go, added to what is there (default: runs/benchmarks/DEVICE)",
+        help="folder for plots, page and results.jsonl, which is appended to (default: runs/benchmarks/DEVICE)",
     )
     parser.add_argument(
         "--record",
         action="store_true",
-        help="also keep the results in benchmarks/results, from which the README is written",
+        help="also store the results in benchmarks/results, from which the README is generated",
     )
     parser.add_argument(
         "--aa",
         action="store_true",
-        help="ours against ours: what the method makes of no difference; "
-        "the exit status says whether that is less than 3 %%",
+        help="compare ours with itself: shows the error of the method; exit status 0 if it is below 3 %%",
     )
     parser.add_argument(
         "--timer",
         choices=("clock", "events", "do_bench"),
         default="",
-        help="of the device's calls "
-        "(default: the clock on a CPU; CUDA events, and a captured graph for short calls, on a GPU)",
+        help="default: the clock on a CPU; CUDA events on a GPU, or a captured graph if calls are short",
     )
-    parser.add_argument("--threads", type=int, default=0, help="of PyTorch and of ours (default: PyTorch's default)")
-    parser.add_argument("--seed", type=int, default=None, help="of the random inputs (default: a fresh one)")
-    parser.add_argument("--list", action="store_true", help="list the cases, and measure nothing")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: PyTorch's default)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the random inputs (default: random)")
+    parser.add_argument("--list", action="store_true", help="list the cases without measuring them")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="measure only what results.jsonl in the folder does not have yet; the exit status is 75 as long as there "
-        "was no time for some case",
+        help="measure only cases that results.jsonl in the folder lacks; exit status 75 if the time did not suffice",
     )
-    parser.add_argument("--no-plots", action="store_true", help="write results.jsonl alone")
+    parser.add_argument("--no-plots", action="store_true", help="write only results.jsonl")
     options = parser.parse_args(arguments)
     unknown = [suite for suite in options.suites if suite not in runner.SUITES]
     if unknown:
@@ -149,7 +151,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.suites = [suite for suite in runner.SUITES if suite in (options.suites or runner.SUITES)]
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
-            "--device cuda: PyTorch finds no GPU; run `python -m cuda_ext.info` to see why, or measure on the cpu"
+            "--device cuda: PyTorch finds no GPU; run `python -m cuda_ext.info` to see why, or use --device cpu"
         )
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -165,7 +167,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def list_cases(plan: runner.Plan) -> int:
-    from benchmarks.worker import selected
+    from benchmarks.suites.worker import selected
 
     for suite in plan.suites:
         for case in selected(suite, plan.device, plan.only):
@@ -175,7 +177,7 @@ def list_cases(plan: runner.Plan) -> int:
 
 
 def run(plan: runner.Plan, target: object) -> list[Measurement]:
-    from benchmarks import table
+    from benchmarks.presentation import table
 
     print(
         f"{environment.device_name(plan.device)}, torch {torch.__version__}, "
@@ -194,8 +196,8 @@ def run(plan: runner.Plan, target: object) -> list[Measurement]:
 
 @contextlib.contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """What asks a process to end does as Ctrl-C does, so that the measuring process is ended and what it has measured
-    is shown. A signal that is ignored, as SIGHUP under nohup, stays so."""
+    """SIGTERM and SIGHUP act like Ctrl-C: the measuring process is stopped, and its results so far are shown. A signal
+    that is ignored, such as SIGHUP under nohup, stays ignored."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     asked = [number for number, handler in previous.items() if handler != signal.SIG_IGN]
     for number in asked:
@@ -208,7 +210,7 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 class _Lines:
-    """Progress where rich is not installed, or the output is no terminal: a line a case."""
+    """Prints a line per case, if rich is not installed or the output is not a terminal."""
 
     def __init__(self, minutes: float) -> None:
         self._suite, self._total, self._number = "", 0, 0
@@ -266,11 +268,11 @@ def _progress(plan: runner.Plan) -> Iterator[runner.Progress]:
 
 
 def show_files(folder: Path, measured: list[Measurement]) -> None:
-    """Plots of this run, and the page of all the folder holds."""
-    from benchmarks import report
+    """Writes plots of this run, and the page of all results in the folder."""
+    from benchmarks.presentation import report
 
     try:
-        from benchmarks import plots
+        from benchmarks.presentation import plots
 
         plots.write_plots(measured, folder)
     except ImportError as error:
@@ -280,18 +282,18 @@ def show_files(folder: Path, measured: list[Measurement]) -> None:
 
 
 def record(measured: list[Measurement]) -> None:
-    """In the file of this device and day, in place of what it holds of the same suites."""
+    """Writes to the file of this device and day, replacing its results of the same suites."""
     folder = results.ROOT / results.slug(environment.device_name(measured[0].device))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}.jsonl"
     suites = {m.suite for m in measured}
     earlier = [m for m in results.read(path) if m.suite not in suites] if path.exists() else []
     path.write_text("".join(m.to_json() + "\n" for m in [*earlier, *measured]))
-    print(f"recorded in {os.path.relpath(path)}; `python -m benchmarks readme` writes the README from it")
+    print(f"recorded in {os.path.relpath(path)}; `python -m benchmarks readme` updates the README")
 
 
 def judge(measured: list[Measurement]) -> int:
-    """Of ours against ours."""
+    """The exit status of a comparison of ours with itself."""
     import statistics
 
     ratios = [m.ratio for m in measured if m.side == AGAIN and m.ratio is not None]
@@ -300,7 +302,7 @@ def judge(measured: list[Measurement]) -> int:
         return 1
     median = statistics.median(ratios)
     largest = max(ratios, key=lambda r: abs(r - 1))
-    print(f"ours against ours: median ratio {median:.4f} of {len(ratios)} cases; the farthest from 1 is {largest:.3f}")
+    print(f"ours against itself: median ratio {median:.4f} of {len(ratios)} cases; farthest from 1: {largest:.3f}")
     return 0 if abs(median - 1) < 0.03 else 1
 
 

@@ -1,4 +1,4 @@
-"""What a measurement depends on beside the code: device, clocks, versions. Every probe may fail, then says nothing."""
+"""What a measurement depends on besides the code: device, clocks, versions. A probe that fails returns nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Of "cpu" or "cuda"; constant during a run."""
+    """Properties of the device "cpu" or "cuda" and of the software; constant during a run."""
     properties: dict[str, Any] = {
         "device": device_name(device),
         "cache_bytes": cache_bytes(device),
@@ -48,12 +48,12 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    """ "NVIDIA H200", or the processor's name with its number of cores, on which speed depends as much."""
+    """ "NVIDIA H200", or the CPU's name with its number of cores."""
     return torch.cuda.get_device_name(0) if device == "cuda" else f"{cpu_name()}, {os.cpu_count()} cores"
 
 
 def state(device: str) -> dict[str, Any]:
-    """Clocks and temperature now."""
+    """Current clocks and temperature."""
     if device == "cuda":
         clocks = nvidia_smi("clocks.sm,clocks.mem,temperature.gpu,power.draw").split(", ")
         if len(clocks) != 4:
@@ -73,7 +73,7 @@ def state(device: str) -> dict[str, Any]:
 
 @functools.cache
 def cpu_name() -> str:
-    """ "Intel Xeon 2.80GHz", without the manufacturer's marks."""
+    """ "Intel Xeon 2.80GHz", without trademark signs."""
     match = re.search(r"^model name\s*:\s*(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     name = match[1] if match else platform.processor() or platform.machine()
     return " ".join(re.sub(r"\((?:R|TM|r|tm)\)|\bCPU\b|\bProcessor\b|@", " ", name).split())
@@ -81,7 +81,7 @@ def cpu_name() -> str:
 
 @functools.cache
 def cache_bytes(device: str) -> int:
-    """Of the last-level cache; inputs rotate over more than twice as much. 64 MiB where it cannot be found."""
+    """Size of the last-level cache; 64 MiB if it cannot be found."""
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).L2_cache_size)
     sizes = [_text(path).strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
@@ -90,7 +90,7 @@ def cache_bytes(device: str) -> int:
 
 @functools.cache
 def commit() -> str:
-    """Of the source tree, with a "+" if it has changes; "" outside of git."""
+    """The commit of the source tree, with a "+" if it has changes; "" outside of git."""
     try:
         git = ["git", "-C", str(ROOT)]
         name = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -101,7 +101,7 @@ def commit() -> str:
 
 
 def nvidia_smi(query: str) -> str:
-    """The answer for the first GPU that this process may see, "" if there is none."""
+    """The answer for the first visible GPU; "" if there is none."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={first}", f"--query-gpu={query}", "--format=csv,noheader"]
     try:

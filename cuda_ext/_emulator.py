@@ -36,6 +36,8 @@ FLAGS = (
     "-Wno-missing-field-initializers",
     "-Wno-psabi",
 )
+# Kernels spend their time in the emulator, so -O2 would only make them compile longer.
+KERNEL_FLAGS = ("-O1",)
 # With these flags, plain loads and stores of kernels call the emulator (csrc/simt/raw_access.cpp).
 HOOK_FLAGS = ("-fsanitize=thread", "-fno-threadsafe-statics")
 
@@ -53,7 +55,7 @@ def build_library(
     emulator = sorted((CSRC / "simt").glob("*.cpp"))
     if not emulator:
         raise RuntimeError(f"cuda_ext: emulation compiles the kernels, but {CSRC} is missing; use a source checkout")
-    jobs = [(source, (*FLAGS, *HOOK_FLAGS * hooks, f"-I{source.parent}")) for source in kernels]
+    jobs = [(source, (*FLAGS, *KERNEL_FLAGS, *HOOK_FLAGS * hooks, f"-I{source.parent}")) for source in kernels]
     jobs += [(source, FLAGS) for source in emulator]
     jobs += [(source, (*FLAGS, *flags)) for source, flags in others]
     with _build.lock(FOLDER), ThreadPoolExecutor(toolchain.available_cores()) as pool:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -22,41 +22,42 @@ from ranks import workers  # noqa: F401
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:
-    # As on a machine with a GPU and little else: what hypothesis would have run is reported as skipped.
+    # A machine with a GPU may lack hypothesis: its tests are then reported as skipped.
     from without_hypothesis import HealthCheck, settings
 
 from cuda_ext import _stamp, testing
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Inputs are fresh in every run; the report's header says how to repeat one.
-# In the environment, so that all processes of a run have the same.
+# Inputs are different in every run; the header of the report says how to repeat one. The seed is in the environment, so
+# that all processes of a run share it.
 SEED = int(os.environ.setdefault("CUDA_EXT_TEST_SEED", str(random.SystemRandom().randrange(2**31))))
 
-# The backend stays the same for all examples of a test, as it should.
+# Function-scoped fixtures are fine: all examples of a test share its backend.
 settings.register_profile(
     "cuda_ext", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 settings.load_profile("cuda_ext")
 
 
-def pytest_report_header() -> str:
-    return f"random inputs: CUDA_EXT_TEST_SEED={SEED}"
+def pytest_report_header(config: pytest.Config) -> str:
+    sampling = "all tests" if config.getoption("--full") else "random samples of large test matrices; --full runs all"
+    return f"CUDA_EXT_TEST_SEED={SEED}: random inputs; {sampling}"
 
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Seeds each test on its own, so that it sees the same numbers whichever tests ran before it."""
+    """Seeds each test separately, so that its numbers do not depend on the tests before it."""
     seed = SEED ^ zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
 
 
-# Where the ops of a test run: the CPU's kernels; the CUDA kernels, emulated; nvcc's own code of them, emulated too
-# (tests/ptx); and on a GPU, if there is one.
+# The backends of the ops: the CPU kernels; the CUDA kernels on the emulator; nvcc's code of the CUDA kernels on the
+# emulator (tests/ptx); and a GPU, if there is one.
 BACKENDS = ("cpu", "simt", "ptx", "ptx_sm_90a", *(["cuda"] if torch.cuda.is_available() else []))
-# On ptx, without --all-ptx: the suites of the ops. Of those whose sources have one dtype each, only this one, and no
-# test that draws its dtype.
+# The suites that run on the backend ptx without --all-ptx. If a suite has sources for single dtypes, only the listed
+# dtypes are compiled, and tests that draw a dtype do not run.
 PTX_SUITES: dict[str, set[torch.dtype] | None] = {
     "test_bucket": None,
     "test_gemm": {torch.bfloat16},
@@ -66,6 +67,7 @@ NEEDS_ALL_PTX = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run all tests instead of random samples; implies --all-ptx")
     parser.addoption(
         "--all-ptx",
         action="store_true",
@@ -74,10 +76,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "every_backend: runs the test on each of the backends cpu, simt, ptx and cuda")
+    config.option.all_ptx = config.option.all_ptx or config.option.full
+    config.addinivalue_line(
+        "markers",
+        "sampled(count=None): without --full, run `count` random combinations of the parameters, or by default as many "
+        "as it takes to use every value of every parameter; for each backend separately",
+    )
+    config.addinivalue_line("markers", "every_backend: run the test on each of the backends cpu, simt, ptx and cuda")
     for name in ("cpu", "simt", "ptx", "cuda"):
-        config.addinivalue_line("markers", f"{name}: what every_backend runs there; `pytest -m {name}` selects it")
-    config.addinivalue_line("markers", "cpu_only(reason): keeps a test of such a module to the CPU's kernels")
+        config.addinivalue_line("markers", f"{name}: tests on this backend; `pytest -m {name}` selects them")
+    config.addinivalue_line("markers", "cpu_only(reason): run only on the backend cpu, in a module of every_backend")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,14 +93,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cpu_only = metafunc.definition.get_closest_marker("cpu_only")
         backends = list(BACKENDS[:1] if cpu_only else BACKENDS)
         if not metafunc.config.getoption("--all-ptx"):
-            of_an_op = metafunc.module.__name__ in PTX_SUITES
-            backends = [name for name in backends if not name.startswith("ptx") or (of_an_op and name == "ptx")]
+            has_ptx = metafunc.module.__name__ in PTX_SUITES
+            backends = [name for name in backends if not name.startswith("ptx") or (has_ptx and name == "ptx")]
         marked = [pytest.param(name, marks=getattr(pytest.mark, name.partition("_")[0])) for name in backends]
         metafunc.parametrize("backend", marked, indirect=True)
 
 
+@pytest.hookimpl(trylast=True)  # after -k and -m, so that the samples are of what they select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """float64 has no CUDA kernel; and see PTX_SUITES."""
+    """Deselects float64, which has no CUDA kernel, dtypes that PTX_SUITES excludes, and what is not in a sample."""
     all_ptx = config.getoption("--all-ptx")
 
     def applies(item: pytest.Item) -> bool:
@@ -101,21 +110,57 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             params.get("backend", "cpu"),
             {each for each in params.values() if isinstance(each, torch.dtype)},
         )
-        of_suite = PTX_SUITES.get(item.module.__name__) if isinstance(item, pytest.Function) else None
-        if backend == "ptx" and not all_ptx and of_suite is not None:
+        compiled = PTX_SUITES.get(item.module.__name__) if isinstance(item, pytest.Function) else None
+        if backend == "ptx" and not all_ptx and compiled is not None:
             draws = getattr(item.obj, "is_hypothesis_test", False)  # type: ignore[attr-defined]
-            if draws or dtypes - of_suite:
+            if draws or dtypes - compiled:
                 return False
         return backend == "cpu" or torch.float64 not in dtypes
 
-    config.hook.pytest_deselected(items=[item for item in items if not applies(item)])
-    items[:] = [item for item in items if applies(item)]
+    chosen = [item for item in items if applies(item)]
+    if not config.getoption("--full"):
+        left_out = not_sampled(chosen)
+        chosen = [item for item in chosen if item not in left_out]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
+
+
+def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The items with the marker `sampled` that are not in this run's sample."""
+    groups: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec"):
+            key = (item.nodeid.partition("[")[0], item.callspec.params.get("backend", "cpu"))
+            groups.setdefault(key, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for key, group in groups.items():
+        marker = group[0].get_closest_marker("sampled")
+        assert marker is not None
+        kept = sample([item.callspec.params for item in group], marker.kwargs.get("count"), f"{SEED} {key}")
+        left_out |= {item for index, item in enumerate(group) if index not in kept}
+    return left_out
+
+
+def sample(rows: Sequence[Mapping[str, object]], count: int | None, seed: str) -> set[int]:
+    """Indices of `count` random rows, or of random rows that contain every value of every name. The same in all
+    processes of a run."""
+    shuffled = random.Random(seed).sample(range(len(rows)), len(rows))
+    if count is not None:
+        return set(shuffled[:count])
+    kept, used = set(), set()
+    for index in shuffled:
+        values = {(name, repr(value)) for name, value in rows[index].items()}
+        if not values <= used:
+            kept.add(index)
+        used |= values
+    return kept
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that turns out to need kernels of other dtypes than PTX_SUITES has is for --all-ptx. Anywhere else a
-    kernel that is missing is a failure."""
+    """Skips a test that needs kernels of a dtype that only --all-ptx compiles. In all other cases a missing kernel is
+    a failure."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     has_one_dtype = params.get("backend") == "ptx" and not item.config.getoption("--all-ptx")
     try:
@@ -134,7 +179,7 @@ def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
         with emulation_of(name, request.config.getoption("--all-ptx")) as emulation:
             yield name
         ran = emulation.counters["blocks"] > 0 or request.node.stash.get(NEEDS_ALL_PTX, False)
-        assert ran, "the test has run no CUDA kernel"
+        assert ran, "the test ran no CUDA kernel"
     elif name == "cuda":
         with torch.device("cuda"):
             yield name
@@ -143,7 +188,7 @@ def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
 
 
 def emulation_of(name: str, all_ptx: bool) -> AbstractContextManager[testing.Emulation]:
-    """The ops on the emulator, on the backend simt, ptx or ptx_sm_90a, at its harshest."""
+    """Runs the ops on the backend simt, ptx or ptx_sm_90a, with late completion and a random schedule."""
     seed = random.randrange(2**31)
     if name == "simt":
         return testing.emulated(mode="lazy", schedule="pct", seed=seed)
@@ -156,7 +201,7 @@ def emulation_of(name: str, all_ptx: bool) -> AbstractContextManager[testing.Emu
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs: a process that has ended may still wait for its parent to ask."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -165,7 +210,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A process group of this process alone, for what needs no second rank to be seen."""
+    """A process group with one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -173,7 +218,7 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def package_copy(tmp_path: Path) -> Path:
-    """A folder to import `cuda_ext` from: its Python files, the stamp and a link to the library, free to be broken."""
+    """A copy of the package (Python files, stamp, link to the library) that a test may modify; returns its folder."""
     folder = tmp_path / "installed"
     shutil.copytree(_stamp.PACKAGE, folder / "cuda_ext", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (folder / "cuda_ext" / _stamp.LIBRARY.name).symlink_to(_stamp.LIBRARY)
@@ -182,7 +227,7 @@ def package_copy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python in a new process, away from the checkout, with `path` first among the places it imports from."""
+    """Runs Python in a new process, outside the checkout, with `path` first in its import path."""
 
     def run(*arguments: str, path: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

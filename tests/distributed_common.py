@@ -1,4 +1,4 @@
-"""What the tests of BucketedDataParallel share."""
+"""Helpers of the tests of BucketedDataParallel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cuda_ext._toolchain import NAMESPACE
 
 NAME = "cuda_ext.distributed.BucketedDataParallel"
 Gradients = dict[str, Tensor | None]
-SMALL = 1e-3  # MiB: about one layer of the models below in a bucket
+SMALL = 1e-3  # MiB: buckets of about one layer of the models below
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Six buckets of SMALL; odd sizes. float64, so that the order of additions does not matter beyond 1e-12."""
+    """A model with odd sizes and six buckets of SMALL. In float64 the order of additions matters only by 1e-12."""
     layers = [nn.Linear(7, 31), nn.Tanh(), nn.Linear(31, 13), nn.Tanh(), nn.Linear(13, 17), nn.Tanh(), nn.Linear(17, 3)]
     return nn.Sequential(*layers).to(dtype)
 
@@ -61,7 +61,7 @@ def shard(batch: Tensor) -> Tensor:
 
 @contextmanager
 def count_ops() -> Iterator[Counter[str]]:
-    """How often each of our ops runs inside, and how many elements `bucket_stats` reads, as "elements"."""
+    """Counts the calls of each of our ops, and as "elements" the elements that `bucket_stats` reads."""
     count: Counter[str] = Counter()
 
     class Mode(TorchDispatchMode):

@@ -1,9 +1,9 @@
-"""A training run in which some ranks do something wrong: what test_distributed_faults.py starts.
+"""A training run with faulty ranks, started by test_distributed_faults.py.
 
     python faulty_training.py FOLDER RANKS FAULT REDUCTION FAULTY...
 
-Each rank is a process that prints what it gets for it to FOLDER/RANK, as "ERROR SECONDS MESSAGE", seconds being those
-since the fault, or "DONE". Ends with all ranks but the FAULTY. Rank 0 holds the store.
+Each rank is a process that writes "ERROR SECONDS MESSAGE", with the seconds since the fault, or "DONE" to FOLDER/RANK.
+The program ends when all ranks except the FAULTY ones have ended. Rank 0 owns the store.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ FOR_GOOD = 3600.0
 
 
 def main() -> None:
-    folder, ranks, fault, reduction = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    folder, ranks, fault, algorithm = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
     faulty = list(map(int, sys.argv[5:]))
     listener = socket.create_server(("localhost", 0))
     processes = []
     for rank in range(ranks):
-        process = os.fork()  # PyTorch is loaded once for all, which is most of the work
+        process = os.fork()  # forked, so that PyTorch is loaded only once
         if process == 0:
             file = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
             os.dup2(file, 1)
             os.dup2(file, 2)
             try:
                 store = join_store(listener, rank, ranks)
-                train(folder, rank, ranks, store, fault, reduction, faulty)
+                train(folder, rank, ranks, store, fault, algorithm, faulty)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def join_store(listener: socket.socket, rank: int, ranks: int) -> dist.TCPStore:
-    """The first rank's store, which listens where its parent did for it, so that nobody takes the port meanwhile."""
+    """Connects to the store of rank 0, which inherits its parent's listening socket, so the port stays reserved."""
     port = listener.getsockname()[1]
     if rank == 0:
         return dist.TCPStore("localhost", port, ranks, True, master_listen_fd=listener.detach())
@@ -66,7 +66,7 @@ def join_store(listener: socket.socket, rank: int, ranks: int) -> dist.TCPStore:
 
 
 class Clock:
-    """Counts tenths of a second, but not those for which other processes keep this one from counting."""
+    """Counts tenths of a second, except those in which this process could not run."""
 
     TICK = 0.1
 
@@ -81,17 +81,17 @@ class Clock:
 
 
 def train(
-    folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, reduction: str, faulty: list[int]
+    folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
 ) -> None:
     torch.set_num_threads(1)
-    if fault.startswith("hangs"):  # nobody is gone, so nobody is to look so on a busy machine
+    if fault.startswith("hangs"):  # no rank dies, and none should seem dead on a busy machine
         status_board.PATIENCE = FOR_GOOD
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
-    dist.barrier()  # however long it took them to come here
+    dist.barrier()  # start together
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 30), nn.Linear(30, 2))
-    model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, reduction=reduction)
+    model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, algorithm=algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ def train(
     for _ in range(STEPS):
         step(torch.randn(4, 5))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    while len(model._reducer.watch.boards) < 2:  # which comes to be beside the first steps
+    while len(model._reducer.watch.boards) < 2:  # they are created during the first steps
         time.sleep(0.01)
     dist.barrier()
     clock = Clock()
@@ -132,19 +132,19 @@ def train(
     except RuntimeError as error:
         seconds = clock.seconds
         assert all(parameter.grad is None for parameter in model.parameters())
-        # A step that some rank was not part of is applied by none.
+        # If a rank did not take part in a step, no rank applies it.
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before))
         try:
             step(torch.randn(4, 5))
         except RuntimeError as again:
             assert str(error) in str(again)
         print(f"ERROR {seconds:.1f} {error}", flush=True)
-        # A real program ends here; the others are to find out by themselves.
+        # A real program would end here; the other ranks must detect it.
         while not all("ERROR" in (folder / str(other)).read_text() for other in set(range(ranks)).difference(faulty)):
             time.sleep(0.1)
     else:
         print("DONE", flush=True)
-    os._exit(0)  # the group is broken, and its threads would wait
+    os._exit(0)  # threads of the broken group would block a normal exit
 
 
 if __name__ == "__main__":

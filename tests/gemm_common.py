@@ -1,4 +1,4 @@
-"""What the GEMM tests share: the ops with their references, inputs of every kind, and the comparison."""
+"""Helpers of the GEMM tests: ops and references, inputs, and the comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
 
 
 def shapes_of(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5) -> dict[str, tuple[int, ...]]:
-    """Every tensor argument of an op for rows (*lead, m), k inputs, n outputs and, in an mlp, f hidden features."""
+    """Shapes of an op's tensor arguments for (*lead, m) rows, k inputs, n outputs and f hidden features (mlp)."""
     hidden = {"bias1": (f,), "bias2": (n,), "residual": (*lead, m, n)}
     return {
         "gemm": {"a": (*lead, m, k), "b": (*lead, k, n), "c": (*lead, m, n), "bias": (n,)},
@@ -40,35 +40,35 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True, sca
 
 
 def integers(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
-    """Small whole numbers: products and sums of them are exact in float32, whatever the order."""
+    """Small integers, whose products and sums are exact in float32 in any order."""
     return torch.randint(-4, 5, shape).to(dtype).requires_grad_(grad)
 
 
 def arguments(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5, **options: Any) -> dict[str, Tensor]:
-    """Random numbers as a model has them: a product of the inputs and a weight has the size of the inputs.
+    """Random inputs, and weights scaled so that the output is of the same size as the input, as in a model.
 
-    With weights of size 1 most pre-activations lie where an activation is straight, and the largest error of a gradient
-    is that of the few elements that do not: luck, for PyTorch as for us.
+    With unscaled weights, most pre-activations would be in the linear range of the activation, and the largest error of
+    a gradient would depend on the few others, by chance.
     """
     shapes = shapes_of(op, lead, m, n, k, f)
     terms = {"b": k, "weight": k, "weight1": k, "weight2": f}
     return {name: rand(*shape, scale=max(1, terms.get(name, 1)) ** -0.5, **options) for name, shape in shapes.items()}
 
 
-# Beside twice the error of plain PyTorch, eight roundings of the largest element, or of 1, the size of the inputs,
-# where terms cancel. The maximum over few elements of plain PyTorch's error can be small by luck, and the gradients of
-# an mlp go through three products whose operands are themselves rounded.
+# The tolerance is twice the error of plain PyTorch plus eight roundings of the largest element, or of 1, the size of
+# the inputs, where terms cancel. Over few elements the maximal error of plain PyTorch may be small by chance, and the
+# gradients of an mlp pass through three products with rounded operands.
 ROUNDINGS = 8
 
 
 def roundings(operand: Tensor) -> int:
-    """The CUDA kernels take a float32 as the sum of two tf32: a term of a product is then exact to 2^-22, not 2^-24."""
+    """The CUDA kernels split a float32 into two tf32: a term of a product then has an error of 2^-22, not 2^-24."""
     as_tf32 = operand.dtype == torch.float32 and (operand.is_cuda or testing.is_emulating())
     return 4 * ROUNDINGS if as_tf32 else ROUNDINGS
 
 
 def check(op: str, tensors: Mapping[str, Tensor], **options: Any) -> None:
-    """Holds the op and the gradients of all tensors that want one against the reference in float64."""
+    """Compares the op and the gradients of all tensors that require one with the reference in float64."""
 
     def run(function: Callable[..., Tensor], dtype: torch.dtype | None) -> tuple[Tensor, list[Tensor]]:
         leaves = {name: tensor.detach() for name, tensor in tensors.items()}

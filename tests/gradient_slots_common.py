@@ -1,4 +1,4 @@
-"""What the tests of gradient slots share: a reducer with one bucket, and exact inputs."""
+"""Helpers of the tests of gradient slots: a reducer with one bucket, and exact inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHTS |= {"mlp": ("weight1", "weight2"), "gated_mlp": ("weight1", "weight2")}
 
 
 class Reducer:
-    """Slots in one poisoned bucket, and the hooks that go with them, as a reducer of gradients has them."""
+    """Slots in one poisoned bucket, with the hooks that a reducer of gradients registers."""
 
     def __init__(self, *parameters: Tensor, takes: bool = False) -> None:
         dtype, device = parameters[0].dtype, parameters[0].device
@@ -60,7 +60,7 @@ def assert_same(actual: Tensor, expected: Tensor) -> None:
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A leaf of small whole numbers."""
+    """A leaf of small integers."""
     return integers(*shape, dtype=dtype, grad=True)
 
 

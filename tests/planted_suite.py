@@ -1,4 +1,4 @@
-"""A worker of `python -m benchmarks` whose suite "gemm" has sides that fail in every way there is."""
+"""A worker of `python -m benchmarks` whose suite "gemm" has sides with every kind of failure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks import worker
-from benchmarks.measure import Call, Case, relative_error
 from benchmarks.results import OURS
+from benchmarks.suites import worker
+from benchmarks.suites.measure import Call, Case, relative_error
 
 
 def make_case(name: str, sides: dict[str, Any]) -> Case:
@@ -61,7 +61,7 @@ def prints(x: torch.Tensor) -> Call:
 
 
 class DiesLater:
-    """Good when it is checked, and the end of its process when it is timed."""
+    """Correct when checked; ends its process when timed."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.calls = x, 0
@@ -84,9 +84,9 @@ def cases(device: str) -> Iterator[Case]:
     yield make_case("last", {})
 
 
-suite: Any = types.ModuleType("benchmarks.bench_gemm")
+suite: Any = types.ModuleType("benchmarks.suites.bench_gemm")
 suite.cases = cases
-sys.modules["benchmarks.bench_gemm"] = suite
+sys.modules["benchmarks.suites.bench_gemm"] = suite
 
 if __name__ == "__main__":
     sys.exit(worker.main())

@@ -1,4 +1,4 @@
-"""Runs the bodies of tests on the ranks of a gloo group, in processes that are kept for the next test."""
+"""Runs the bodies of tests on the ranks of a gloo group, in worker processes that tests share."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-COLLECTIVE_TIMEOUT = 60.0  # seconds after which a rank that waits for another gives up
-BODY_TIMEOUT = 300.0  # seconds after which all processes are ended
+COLLECTIVE_TIMEOUT = 60.0  # seconds after which a collective fails
+BODY_TIMEOUT = 300.0  # seconds after which all workers are killed
 
 
 def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test whose body runs on ``world_size`` ranks; it passes if it does so on all of them.
+    """A decorator that runs the body of a test on ``world_size`` ranks; the test passes if all of them pass.
 
-    The body takes parameters but no fixtures, and finds its rank by `torch.distributed`. Random numbers start alike on
-    all ranks.
+    The body has parameters but no fixtures, and gets its rank from `torch.distributed`. All ranks have the same random
+    seed.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +97,7 @@ def _serve() -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a body prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # a body may print
     for line in sys.stdin:
         rank, world_size, store, seed, module, name, parameters = pickle.loads(base64.b64decode(line))
         failure = ""
@@ -109,7 +109,7 @@ def _serve() -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
             )
-            body = getattr(importlib.import_module(module), name).__wrapped__  # the import may draw numbers
+            body = getattr(importlib.import_module(module), name).__wrapped__  # the import may draw random numbers
             torch.manual_seed(seed)
             body(**parameters)
             dist.barrier()

@@ -1,11 +1,10 @@
-"""Runs tests to the last one, in another process whenever one of them spoils the process it runs in.
+"""Runs all tests, and continues in a new process when a test breaks the process it runs in.
 
     python tests/relay.py [--patience SECONDS] [--record FILE] [arguments of pytest]
 
-After a bad access to the memory of a GPU every later CUDA call of the process fails, and a kernel that waits for ever
-ends no process at all. The tests that are left then go on in a new one. As a plugin of pytest (`-p relay`) this file
-keeps the record that makes it possible: which test was begun, and how each ended. With --record it outlives this
-process: what is stopped before the end goes on in another call.
+After a bad access to the memory of a GPU every later CUDA call of the process fails, and a kernel that waits forever
+never ends. The remaining tests then run in a new process. As a pytest plugin (`-p relay`) this file records which tests
+were started and how they ended. With --record the record is kept, and another call continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import pytest
 
 RECORD = "CUDA_EXT_TEST_RECORD"
 BEGUN, SPOILT = "begun", 86  # an exit status that pytest does not use
-STARTING = 120.0  # seconds a process may take to its first test: it loads PyTorch, on a machine that is perhaps busy
+STARTING = 120.0  # seconds until the first test of a process, which loads PyTorch first
 
 
-# In the process of the tests
+# In the process that runs the tests
 
 
 def note(word: str, nodeid: str) -> None:
@@ -68,7 +67,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def outcomes(record: Path) -> dict[str, str]:
-    """Test -> the worst that is noted of it."""
+    """The worst recorded outcome of each test."""
     order = (BEGUN, "skipped", "passed", "failed", "lost", "hung", "crashed")
     worst: dict[str, str] = {}
     for line in record.read_text().splitlines():
@@ -78,11 +77,11 @@ def outcomes(record: Path) -> dict[str, str]:
 
 
 def run_once(arguments: Sequence[str], record: Path, patience: float) -> tuple[int, str]:
-    """The exit status of one pytest, and, if it ended within a test, what that says of it."""
+    """Runs pytest once; returns its exit status and, if it ended within a test, the reason."""
     here = str(Path(__file__).resolve().parent)
     path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "pytest", "-p", "relay", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    # What a collection cannot read is an error, but no reason to leave out the rest.
+    # A file that cannot be collected is an error, but the others run.
     command += ["--continue-on-collection-errors", *arguments]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, RECORD: str(record)})
     size, since, limit = record.stat().st_size, time.monotonic(), max(patience, STARTING)
@@ -91,13 +90,13 @@ def run_once(arguments: Sequence[str], record: Path, patience: float) -> tuple[i
         if record.stat().st_size != size:
             size, since, limit = record.stat().st_size, time.monotonic(), patience
         elif time.monotonic() - since > limit:
-            process.send_signal(signal.SIGABRT)  # pytest's faulthandler then says where it is
+            process.send_signal(signal.SIGABRT)  # pytest's faulthandler then prints the stack
             try:
                 process.wait(3)
             except subprocess.TimeoutExpired:
                 process.kill()
             return process.wait(), "hung"
-    if process.returncode == -signal.SIGTERM:  # as this process, which will find out in a moment
+    if process.returncode == -signal.SIGTERM:  # this process received the signal too
         raise KeyboardInterrupt
     return process.returncode, "crashed" if process.returncode not in range(6) else ""
 
@@ -110,12 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="a file: tests that have ended by it are not run again")
     options, rest = parser.parse_known_args(arguments)
     print(f"relay: pytest {pytest.__version__}", flush=True)
-    # Asked to end, as all of its process group, it still says what it knows.
+    # On SIGTERM, which the whole process group receives, print a summary before ending.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         record = options.record or Path(folder, "record")
         record.touch()
-        # What was begun when an earlier call was stopped is begun anew.
+        # A test that was running when an earlier call was stopped starts again.
         ended = [(test, word) for test, word in outcomes(record).items() if word != BEGUN]
         record.write_text("".join(f"{word}\t{test}\n" for test, word in ended))
         good = True
@@ -128,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for test in [test for test, word in found.items() if word == BEGUN]:
                     with record.open("a") as file:
                         file.write(f"{end or 'crashed'}\t{test}\n")
-                if not end or len(found) == before:  # it went to its end, or did not get to a test
+                if not end or len(found) == before:  # pytest completed, or no test started
                     break
                 what = "the GPU was lost" if status == SPOILT else f"a test {end}"
                 print(f"relay: {what}; the rest goes on in a new process", flush=True)

@@ -44,6 +44,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
@@ -63,6 +64,7 @@ def test_gradcheck(options: dict[str, Any], extras: bool, dropout_p: float) -> N
     assert torch.autograd.gradcheck(op, inputs)
 
 
+@pytest.mark.sampled(count=3)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

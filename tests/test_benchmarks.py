@@ -24,23 +24,22 @@ from conftest import ROOT, is_alive
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as command
-from benchmarks import (
+from benchmarks import environment, results
+from benchmarks.presentation import grouping
+from benchmarks.results import OURS, Measurement
+from benchmarks.suites import (
+    baselines,
     bench_attention,
     bench_bucket,
     bench_build,
     bench_gemm,
     bench_overhead,
     bench_train,
-    environment,
     measure,
-    opponents,
-    present,
-    results,
     runner,
     worker,
 )
-from benchmarks.measure import AGAIN, Case, Failure, Method
-from benchmarks.results import OURS, Measurement
+from benchmarks.suites.measure import AGAIN, Case, Failure, Method
 
 SUITES = {
     "gemm": bench_gemm,
@@ -204,7 +203,7 @@ class TestWorker:
     }  # fmt: skip
 
     def messages(self, monkeypatch: pytest.MonkeyPatch, cases: list[Case], **order: Any) -> list[dict[str, Any]]:
-        suite: Any = types.ModuleType("benchmarks.bench_planted")
+        suite: Any = types.ModuleType("benchmarks.suites.bench_planted")
         suite.cases = lambda device: iter(cases)
         monkeypatch.setitem(sys.modules, suite.__name__, suite)
         report = io.StringIO()
@@ -332,7 +331,7 @@ class TestSidesThatFail:
     def test_a_side_after_one_that_crashes_is_measured(self, planted: dict[str, dict[str, Measurement]]) -> None:
         assert planted["crash"]["after it"].seconds
 
-    def test_what_an_opponent_prints_does_no_harm(self, planted: dict[str, dict[str, Measurement]]) -> None:
+    def test_what_an_baseline_prints_does_no_harm(self, planted: dict[str, dict[str, Measurement]]) -> None:
         assert planted["chatty"]["prints"].seconds
 
     def test_a_crash_while_timing_is_nobodys(self, planted: dict[str, dict[str, Measurement]]) -> None:
@@ -464,7 +463,7 @@ class TestCases:
         assert lengths == bench_attention.lengths_of_documents(4096)
 
 
-class TestOpponents:
+class TestBaselines:
     """Stand-ins with the interfaces of packages that need a GPU, so that what is handed to them is checked."""
 
     def test_deep_gemm_gets_operands_as_they_lie_in_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,9 +478,9 @@ class TestOpponents:
         monkeypatch.setitem(sys.modules, "deep_gemm", module)
         for layout in ("nn", "nt", "tn", "tt"):
             a, b = bench_gemm._operands((8, 5, 3), layout, "bfloat16", "cpu")
-            assert torch.equal(opponents.deep_gemm(a, b)(), a @ b), layout
+            assert torch.equal(baselines.deep_gemm(a, b)(), a @ b), layout
         with pytest.raises(Failure, match="bfloat16 only"):
-            opponents.deep_gemm(a.float(), b.float())
+            baselines.deep_gemm(a.float(), b.float())
 
     def test_flash_attention_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import cuda_ext
@@ -505,16 +504,16 @@ class TestOpponents:
             options = {"causal": True, "window": None if window is None else (window, 0)}
             expected = cuda_ext.flash_attention(q, k, v, **options)
             gradients = torch.autograd.grad(expected, (q, k, v), grad)
-            for maker in (opponents.flash_attn, opponents.flash_attn_3):
+            for maker in (baselines.flash_attn, baselines.flash_attn_3):
                 call = maker(q, k, v, causal=True, window=window)
                 assert torch.equal(call(), expected)
-                for a, b in zip(opponents.backward(call, grad)(), gradients, strict=True):
+                for a, b in zip(baselines.backward(call, grad)(), gradients, strict=True):
                     torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
         with pytest.raises(Failure, match="float16 and bfloat16 only"):
-            opponents.flash_attn(q.float(), k.float(), v.float(), causal=True)
+            baselines.flash_attn(q.float(), k.float(), v.float(), causal=True)
         packed = [t.detach().flatten(0, 1) for t in (q, k, v)]
         cu_seqlens = torch.tensor([0, 16, 32], dtype=torch.int32)
-        out = opponents.flash_attn_varlen("flash_attn", *packed, cu_seqlens, 16, causal=True)()
+        out = baselines.flash_attn_varlen("flash_attn", *packed, cu_seqlens, 16, causal=True)()
         torch.testing.assert_close(out.unflatten(0, (2, 16)), cuda_ext.flash_attention(q, k, v, causal=True))
 
     def test_single_sequence_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,12 +527,12 @@ class TestOpponents:
         module.single_prefill_with_kv_cache = single  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "flashinfer", module)
         q, k, v = (torch.randn(1, 16, heads, 8).half() for heads in (4, 2, 2))
-        call = opponents.flashinfer(q, k, v, causal=True)
+        call = baselines.flashinfer(q, k, v, causal=True)
         assert torch.equal(call(), cuda_ext.flash_attention(q, k, v, causal=True))
         with pytest.raises(Failure, match="one sequence a call"):
-            opponents.flashinfer(*(t.expand(2, -1, -1, -1) for t in (q, k, v)), causal=True)
+            baselines.flashinfer(*(t.expand(2, -1, -1, -1) for t in (q, k, v)), causal=True)
         with pytest.raises(Failure, match="no backward"):
-            opponents.backward(call, q)
+            baselines.backward(call, q)
 
     @pytest.mark.parametrize("kv_heads", [4, 2])
     def test_sdpa_in_its_own_layout(self, kv_heads: int) -> None:
@@ -541,10 +540,10 @@ class TestOpponents:
 
         q, k, v = (torch.randn(2, 16, heads, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads))
         for backend in ("", "MATH"):
-            call = opponents.sdpa(backend, q, k, v, causal=True)
+            call = baselines.sdpa(backend, q, k, v, causal=True)
             torch.testing.assert_close(call.to_ours(call()), cuda_ext.flash_attention(q, k, v, causal=True))  # type: ignore[attr-defined]
         with pytest.raises(Failure, match="top-left"):
-            opponents.sdpa("", q, k[:, :8], v[:, :8], causal=True)
+            baselines.sdpa("", q, k[:, :8], v[:, :8], causal=True)
 
 
 class TestCommand:
@@ -637,7 +636,7 @@ class TestCommand:
             return [dataclasses.replace(BASE, side=AGAIN, seconds=1.0, ratio=ratio) for ratio in ratios]
 
         assert command.judge(rows(0.99, 1.02, 1.5)) == 0
-        assert "median ratio 1.0200 of 3 cases; the farthest from 1 is 1.500" in capsys.readouterr().out
+        assert "median ratio 1.0200 of 3 cases; farthest from 1: 1.500" in capsys.readouterr().out
         assert command.judge(rows(0.96)) == command.judge(rows(1.04)) == command.judge([BASE]) == 1
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -715,9 +714,9 @@ class TestResults:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("{", r"a.jsonl:1: expected one JSON object a line"),
+            ("{", r"a.jsonl:1: expected one JSON object per line"),
             ("[1]", r"a.jsonl:1: expected a measurement"),
-            ('{"format": 0}', r"a.jsonl:1: expected format 1, got 0; measure anew"),
+            ('{"format": 0}', r"a.jsonl:1: expected format 1, got 0; measure again"),
             ('{"format": 1, "suite": "gemm"}', r"a.jsonl:1: expected the fields \['case'"),
         ],
     )
@@ -757,11 +756,11 @@ class TestResults:
             part(2, a1="", a2=""),
             part(3, b1="", b2="", b3=late),
         ]
-        (run,) = present.runs(itertools.chain(*parts))
+        (run,) = grouping.split_into_runs(itertools.chain(*parts))
         found = {m.case: m.seconds for m in run.measurements}
         assert found == {"a1": 2.0, "a2": 2.0, "b1": 3.0, "b2": 3.0, "b3": None}
         # A suite that had come to its end and is measured again is another run, a failure in it too.
-        again = present.runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
+        again = grouping.split_into_runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
         assert [len(run.measurements) for run in again] == [5, 2]
 
     def test_geometric_means(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html.parser
+import itertools
 import json
 import math
 import os
@@ -18,10 +19,23 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlencode
 
+import matplotlib.text
 import pytest
 from benchmark_samples import ABSENT, CPU, GPU, sample, write
 
-from benchmarks import compare, plots, present, readme, report, table
+from benchmarks.presentation import (
+    compare,
+    drawing,
+    formatting,
+    grouping,
+    plots,
+    ratio_plots,
+    readme,
+    report,
+    size_plots,
+    table,
+)
+from benchmarks.presentation.sides import REFERENCES
 from benchmarks.results import OURS, Measurement, ResultsError, geometric_means, read
 
 EVIL = '<script>document.title="owned"</script><img src=x onerror="document.title=\'owned\'">&"\''
@@ -46,7 +60,7 @@ def drawn(cpu: list[Measurement]) -> dict[str, plots.Figure]:
 
 
 def texts(figure: plots.Figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(plots.matplotlib.text.Text) if text.get_text()]
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
 
 
 def legends(figure: plots.Figure) -> list[set[str]]:
@@ -56,7 +70,7 @@ def legends(figure: plots.Figure) -> list[set[str]]:
 @pytest.mark.parametrize("name", ["speed", "roofline"])
 def test_legends_name_the_sides_of_each_suite(drawn: dict[str, plots.Figure], name: str) -> None:
     shown = legends(drawn[name])
-    assert shown[:2] == [{OURS, plots.CEILING} | SIDES["gemm"], {OURS, plots.CEILING} | SIDES["attention"]]
+    assert shown[:2] == [{OURS, size_plots.CEILING} | SIDES["gemm"], {OURS, size_plots.CEILING} | SIDES["attention"]]
     assert not any(ABSENT.keys() & sides for sides in shown), "a side without any time has no line"
 
 
@@ -65,7 +79,7 @@ def test_speed_shows_what_was_measured(cpu: list[Measurement], drawn: dict[str, 
         axes for axes in drawn["speed"].axes if axes.get_title(loc="left") == "gemm\nforward · float32 · squares"
     ]
     lines = {line.get_label(): line for line in panel.lines}
-    assert lines.keys() == {OURS, "torch.matmul", plots.CEILING}
+    assert lines.keys() == {OURS, "torch.matmul", size_plots.CEILING}
     for side in (OURS, "torch.matmul"):
         wanted = [
             m for m in cpu if (m.op, m.dtype, m.group, m.side) == ("gemm", "float32", "squares", side)
@@ -73,8 +87,8 @@ def test_speed_shows_what_was_measured(cpu: list[Measurement], drawn: dict[str, 
         assert list(lines[side].get_xdata()) == [m.size for m in wanted]
         assert list(lines[side].get_ydata()) == pytest.approx([m.flops / m.seconds / 1e9 for m in wanted])
     assert panel.get_ylabel() == "GFLOP/s"
-    assert lines[plots.CEILING].get_linestyle() == "--"
-    assert max(lines[plots.CEILING].get_ydata()) == pytest.approx(140.0)
+    assert lines[size_plots.CEILING].get_linestyle() == "--"
+    assert max(lines[size_plots.CEILING].get_ydata()) == pytest.approx(140.0)
 
 
 def test_a_case_without_operations_is_plotted_by_its_time() -> None:
@@ -86,7 +100,7 @@ def test_a_case_without_operations_is_plotted_by_its_time() -> None:
 
 def test_ratio_map_has_every_ratio_and_every_reason(cpu: list[Measurement], drawn: dict[str, plots.Figure]) -> None:
     shown = texts(drawn["ratios"])
-    wanted = [present.ratio(m.ratio) for m in cpu if m.ratio is not None]
+    wanted = [formatting.ratio(m.ratio) for m in cpu if m.ratio is not None]
     assert len(wanted) > 50 and not [value for value in wanted if wanted.count(value) > shown.count(value)]
     failed = [m for m in cpu if m.failure and m.side not in ABSENT]
     assert sum(text.startswith("expected 64") for text in shown) == len(failed) > 0
@@ -94,11 +108,11 @@ def test_ratio_map_has_every_ratio_and_every_reason(cpu: list[Measurement], draw
 
 
 def test_ratio_colours_are_centred_at_one() -> None:
-    red, green, blue = plots._ratio_colour(1.0)
+    red, green, blue = ratio_plots.ratio_colour(1.0)
     assert max(red, green, blue) - min(red, green, blue) < 0.05, "grey where both are as fast"
-    ours, theirs = plots._ratio_colour(2.0), plots._ratio_colour(0.5)
+    ours, theirs = ratio_plots.ratio_colour(2.0), ratio_plots.ratio_colour(0.5)
     assert ours[0] > ours[2] + 0.2 and theirs[2] > theirs[0] + 0.2
-    assert plots._ratio_colour(1e6) == plots._ratio_colour(plots.LIMIT)
+    assert ratio_plots.ratio_colour(1e6) == ratio_plots.ratio_colour(ratio_plots.LIMIT)
 
 
 def test_ours_failing_is_grey(cpu: list[Measurement]) -> None:
@@ -109,9 +123,9 @@ def test_ours_failing_is_grey(cpu: list[Measurement]) -> None:
 
 def test_sides_of_a_suite_look_different_and_ours_always_the_same(cpu: list[Measurement]) -> None:
     for measurements in (cpu, sample("cuda")):
-        styles = plots.Look(measurements).styles
-        assert styles[OURS] == (plots.OUR_COLOUR, "o")
-        for suite in present.SUITES:
+        styles = drawing.Look(measurements).styles
+        assert styles[OURS] == (drawing.OUR_COLOUR, "o")
+        for suite in grouping.SUITES:
             sides = {m.side for m in measurements if m.suite == suite}
             assert len({styles[side] for side in sides}) == len(sides)
             assert len(sides) > 8 or len({styles[side][0] for side in sides}) == len(sides)
@@ -152,7 +166,7 @@ def test_gaps_anywhere_break_nothing(cpu: list[Measurement]) -> None:
         holey = [changed(m, **gone) if random.random() < 0.4 else m for m in kept]
         holey = [changed(m, peak_flops=0.0, size=0.0, extra={"wire": 1}) if random.random() < 0.4 else m for m in holey]
         for figure in plots.figures(holey).values():
-            assert plots.render(figure, "svg")
+            assert drawing.render(figure, "svg")
         assert report.page(holey, plots=False)
         assert table.lines(holey, 80)
         with contextlib.suppress(ResultsError):  # nothing in common
@@ -227,12 +241,12 @@ def test_page_says_what_was_measured(page_path: Path) -> None:
     measurements = read(page_path.parent)
     for part in (CPU, GPU, "0123456789ab", "torch 2.11.0", "12.0 GB/s", "650 TFLOP/s", "not installed", "got 12 GiB"):
         assert part in text
-    assert present.RATIO_MEANS in text
+    assert formatting.RATIO_MEANS in text
     assert text.count(' data-suite="') == len(measurements)
     of_gpu = geometric_means(m for m in measurements if m.device == "cuda")
     for (_, _, side), (mean, count) in of_gpu.items():
         assert side in text
-        assert f"<strong>{present.ratio(mean)}</strong> <small>{present.counted(count, 'case')}</small>" in text
+        assert f"<strong>{formatting.ratio(mean)}</strong> <small>{formatting.counted(count, 'case')}</small>" in text
     assert text.count('<span class="badge">1</span>') > 1, "one device at two dates is two runs"
     assert 'class="badge">4</span>' in text and 'class="badge">5</span>' not in text
 
@@ -247,11 +261,11 @@ def test_injected_text_is_escaped(page_path: Path) -> None:
 def test_runs_are_told_apart(cpu: list[Measurement]) -> None:
     later = [changed(m, date="2026-11-21T10:00:00") for m in cpu]
     other = [changed(m, environment=m.environment | {"torch": "2.12.0"}) for m in cpu]
-    assert [len(run.measurements) for run in present.runs([*later, *cpu])] == [len(cpu)] * 2
-    assert [run.date for run in present.runs([*later, *cpu])] == ["2026-11-20", "2026-11-21"]
-    assert len(present.runs([*other, *cpu])) == 2
+    assert [len(run.measurements) for run in grouping.split_into_runs([*later, *cpu])] == [len(cpu)] * 2
+    assert [run.date for run in grouping.split_into_runs([*later, *cpu])] == ["2026-11-20", "2026-11-21"]
+    assert len(grouping.split_into_runs([*other, *cpu])) == 2
     halves = [m for m in cpu if m.suite == "gemm"], [changed(m, date="2026-11-20T12") for m in cpu if m.suite != "gemm"]
-    assert len(present.runs([*halves[0], *halves[1]])) == 1, "suites measured one after the other belong together"
+    assert len(grouping.split_into_runs([*halves[0], *halves[1]])) == 1, "suites measured one after the other"
 
 
 def test_page_without_matplotlib(
@@ -269,7 +283,7 @@ def test_page_in_a_folder_that_cannot_be_written(
 ) -> None:
     path = write(tmp_path / "results.jsonl", cpu[-8:])
     assert report.main([str(path), "--out", str(tmp_path / "nowhere" / "page.html")]) == 2
-    assert "cannot be written: No such file or directory; choose another place with --out" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory; choose another file with --out" in capsys.readouterr().err
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -317,7 +331,7 @@ def test_browser_sorts_and_filters(browse: Callable[..., tuple[str, list[str]]],
     assert len(rows) == len(wanted) > 0
     times = sorted((m.seconds for m in wanted if m.seconds), reverse=True)
     column = list(report.COLUMNS).index("time")
-    assert [row[column] for row in rows if row[column]] == [present.duration(t) for t in times]
+    assert [row[column] for row in rows if row[column]] == [formatting.duration(t) for t in times]
     assert [row[column] for row in rows][len(times) :] == [""] * (len(wanted) - len(times)), "those without come last"
     assert f"{len(wanted)} of {len(measurements)}" in document
     assert 'aria-sort="descending"' in document
@@ -343,8 +357,8 @@ def test_the_check_for_console_errors_sees_one(browse: Callable[..., tuple[str, 
 # Files that cannot be read
 
 BAD_FILES = {
-    "garbage": ("nonsense\n", "expected one JSON object a line, got 'nonsense'"),
-    "older": (json.dumps(dataclasses.asdict(sample()[0]) | {"format": 0}), "expected format 1, got 0; measure anew"),
+    "garbage": ("nonsense\n", "expected one JSON object per line, got 'nonsense'"),
+    "older": (json.dumps(dataclasses.asdict(sample()[0]) | {"format": 0}), "expected format 1, got 0; measure again"),
     "strange": (json.dumps({"hello": 1}), "expected a measurement of `python -m benchmarks`"),
     "fields": (json.dumps({"format": 1, "suite": "gemm"}), "expected the fields"),
     "words": (json.dumps(dataclasses.asdict(sample()[0]) | {"seconds": "1 s"}), "expected seconds to be a number"),
@@ -374,7 +388,7 @@ def test_bad_results_are_refused(
 # Comparison
 
 
-def with_opponents(measurements: list[Measurement]) -> list[Measurement]:
+def with_baselines(measurements: list[Measurement]) -> list[Measurement]:
     """Without the build, which has none that would show that the machine is another."""
     return [m for m in measurements if m.suite != "build"]
 
@@ -386,8 +400,8 @@ def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
     seed = random.randrange(2**30)
     for i in range(40):
         machine = random.uniform(0.7, 1.5)
-        old = with_opponents(sample(seed=seed + 2 * i, noise=noise, rounds=rounds))
-        new = with_opponents(sample(seed=seed + 2 * i + 1, noise=noise, rounds=rounds, machine=machine))
+        old = with_baselines(sample(seed=seed + 2 * i, noise=noise, rounds=rounds))
+        new = with_baselines(sample(seed=seed + 2 * i + 1, noise=noise, rounds=rounds, machine=machine))
         result = compare.compare(old, new)
         alarms += len(result.slower)
         compared += result.compared
@@ -418,9 +432,9 @@ def slow_squares(m: Measurement) -> float:
 @pytest.mark.parametrize("machine", [1.0, 1.4, 0.7])
 def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     old, new = sample(seed=1), sample(seed=2, machine=machine, slower=slow_squares)
-    old, new = with_opponents(old), with_opponents(new)
+    old, new = with_baselines(old), with_baselines(new)
     result = compare.compare(old, new)
-    wanted = {present.heading(m, m.case) for m in old if slow_squares(m) > 1 and m.side == OURS}
+    wanted = {formatting.heading(m, m.case) for m in old if slow_squares(m) > 1 and m.side == OURS}
     assert {change.case.removeprefix("gemm: ") for change in result.slower} == wanted
     assert all(1.15 < change.slowdown < 1.35 for change in result.slower)
     assert not result.faster and not result.passed
@@ -428,12 +442,12 @@ def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     assert len(back.faster) == len(wanted) and back.passed
 
 
-def test_an_opponent_that_became_faster_makes_ours_no_slower() -> None:
+def test_an_baseline_that_became_faster_makes_ours_no_slower() -> None:
     old, new = sample(seed=1), sample(seed=2, torch="2.12.0")
     new = [changed(m, seconds=m.seconds / 2, ratio=m.ratio / 2) if m.ratio else m for m in new]
     assert compare.compare(old, new).passed
     same_software = [changed(m, environment=old[0].environment) for m in new]
-    assert not compare.compare(old, same_software).passed, "the opponent cannot have changed, so the machine has"
+    assert not compare.compare(old, same_software).passed, "the baseline cannot have changed, so the machine has"
 
 
 def test_what_fails_and_what_is_gone() -> None:
@@ -517,13 +531,26 @@ def results_folder(tmp_path: Path, cpu: list[Measurement], monkeypatch: pytest.M
     return root
 
 
+def table_of(text: str, suite: str) -> dict[str, dict[str, str]]:
+    """dtype -> baseline -> cell, of the first device."""
+    lines = iter(text.splitlines())
+    head = next(line for line in lines if line.startswith(f"| {suite} | "))
+    next(lines)
+    rows = [line.split(" | ") for line in itertools.takewhile(lambda line: line.startswith("|"), lines)]
+    return {row[0].strip("| "): dict(zip(head.split(" | ")[1:-1], row[1:-1])) for row in rows}
+
+
 def test_readme_says_what_was_measured(results_folder: Path, cpu: list[Measurement]) -> None:
     text = readme.section()
     assert "Not measured yet: NVIDIA A100, NVIDIA H200, NVIDIA RTX 4090." in text
     assert "Not measured yet on this device: attention, bucket, train, overhead, build." in text
     for (suite, dtype, side), (mean, count) in geometric_means(cpu).items():
-        (row,) = [line for line in text.split("### ")[1].splitlines() if line.startswith(f"| {suite} | {dtype} |")]
-        assert f"{side} **{present.ratio(mean)}** ({count})" in row
+        if side in REFERENCES:
+            continue
+        row = table_of(text, suite)[dtype]
+        ratios = sorted(m.ratio for m in cpu if (m.suite, m.dtype, m.side) == (suite, dtype, side) and m.ratio)
+        span = f"{formatting.ratio(ratios[0])[:-1]}–{formatting.ratio(ratios[-1])[:-1]}, " if count > 1 else ""
+        assert row[side] == f"**{formatting.ratio(mean)}** ({span}{count})"
     assert "12.0 GB/s (copy), 140 GFLOP/s (float32 matmul), 300 GFLOP/s (bfloat16 matmul)" in text
     assert "2026-11-20, commit 0123456789ab, torch 2.11.0." in text
     assert "](results/cpu/summary.svg)" in text
@@ -536,13 +563,38 @@ def test_readme_takes_the_newest_of_each_suite(results_folder: Path) -> None:
     assert (
         "gemm: 2026-11-22, commit fedcba, torch 2.11.0; attention, bucket, train, overhead, build: 2026-11-20" in text
     )
-    mean, count = geometric_means(newer)["gemm", "float32", "torch"]
-    assert f"torch **{present.ratio(mean)}** ({count})" in text
+    mean, _ = geometric_means(newer)["gemm", "float32", "torch"]
+    assert table_of(text, "gemm")["float32"]["torch"].startswith(f"**{formatting.ratio(mean)}** (")
+
+
+def test_references_are_no_baselines(results_folder: Path, cpu: list[Measurement]) -> None:
+    side = next(iter(REFERENCES))
+    (theirs,) = [m for m in cpu if m.suite == "gemm" and m.side == "torch"][:1]
+    write(results_folder / "cpu" / "2026-11-20.jsonl", [*cpu, changed(theirs, side=side, ratio=0.25)])
+    text = readme.section()
+    assert side not in table_of(text, "gemm")["float32"]
+    assert f"| gemm, {theirs.dtype} | {REFERENCES[side]} | 0.25× (1) |" in text
+    assert side not in texts(plots.figures([*cpu, changed(theirs, side=side, ratio=0.25)])["summary"])
+
+
+def test_readme_has_notes_until_a_suite_is_measured_again(results_folder: Path, capsys) -> None:
+    slow = [changed(m, ratio=0.5) if m.ratio else m for m in sample() if m.suite in ("gemm", "attention")]
+    write(results_folder / "cpu" / "2026-11-21.jsonl", slow)
+    assert readme.main([]) == 0
+    assert "gemm, float32: torch is faster than ours (0.50×); write the reason to a DATE.notes.json" in (
+        capsys.readouterr().err
+    )
+    notes = {"gemm": "GEMM is slow because.", "attention": "Attention is slow because."}
+    (results_folder / "cpu" / "2026-11-21.notes.json").write_text(json.dumps(notes))
+    assert readme.main([]) == 0 and "faster than ours" not in capsys.readouterr().err
+    assert all(note in readme.section() for note in notes.values())
+    write(results_folder / "cpu" / "2026-11-22.jsonl", [m for m in sample() if m.suite == "gemm"])
+    assert notes["gemm"] not in readme.section() and notes["attention"] in readme.section()
 
 
 def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert readme.main(["--check"]) == 1
-    assert "README.md is not what the results say; run `python -m benchmarks readme`" in capsys.readouterr().err
+    assert "README.md does not match the results; run `python -m benchmarks readme`" in capsys.readouterr().err
     assert readme.main([]) == 0
     text = readme.README.read_text()
     assert (
@@ -557,13 +609,13 @@ def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.Capt
     assert "missing: " in capsys.readouterr().err
     readme.README.write_text("no place for it")
     assert readme.main([]) == 2
-    assert "once, in this order; write them there" in capsys.readouterr().err
+    assert "once, in this order; add them" in capsys.readouterr().err
 
 
 def test_readme_without_results(tmp_path: Path) -> None:
     text = readme.section(tmp_path)
     assert text.startswith("Not measured yet: CPU, ")
-    assert all(name in text for name in (*readme.DEVICES, *present.SUITES))
+    assert all(name in text for name in (*readme.DEVICES, *grouping.SUITES))
 
 
 # Terminal
@@ -579,11 +631,11 @@ def test_table_fits(device: str, width: int) -> None:
     for m in measurements:
         assert m.case in text
         if m.side == OURS:
-            assert present.duration(m.seconds) in text
-        assert present.ratio(m.ratio) in text
+            assert formatting.duration(m.seconds) in text
+        assert formatting.ratio(m.ratio) in text
     assert "flash_attn, xformers: not installed" in text
     assert "SDPA MATH, 8 cases: RuntimeError: expected 64 GiB of free memory, got 12 GiB" in text
-    assert present.RATIO_MEANS in text
+    assert formatting.RATIO_MEANS in text
 
 
 def test_table_is_the_same_without_rich(
@@ -611,7 +663,7 @@ def test_table_marks_ours_failing_and_colours_ratios(cpu: list[Measurement]) -> 
     lines = table.lines([failed, changed(m, ratio=None)], 100)
     cells = {cell.text.strip(): cell.style for line in lines for cell in line}
     assert cells["failed"] == "bold red"
-    assert f"{OURS}, {present.heading(ours, ours.case)}: wrong: off by 0.3" in " ".join(
+    assert f"{OURS}, {formatting.heading(ours, ours.case)}: wrong: off by 0.3" in " ".join(
         "".join(c.text for c in line) for line in lines
     )
 
@@ -620,16 +672,16 @@ def test_table_marks_ours_failing_and_colours_ratios(cpu: list[Measurement]) -> 
 
 
 def test_numbers_have_three_digits_and_a_unit() -> None:
-    assert [present.digits(x) for x in (0, 0.01234, 0.9999, 1.234, 9.999, 123.4, 999.9, 123456)] == [
+    assert [formatting.digits(x) for x in (0, 0.01234, 0.9999, 1.234, 9.999, 123.4, 999.9, 123456)] == [
         "0", "0.0123", "1.00", "1.23", "10.0", "123", "1000", "123456",
     ]  # fmt: skip
-    assert [present.duration(s) for s in (None, 2e-9, 1.5e-6, 0.0123, 0.99999, 120)] == [
+    assert [formatting.duration(s) for s in (None, 2e-9, 1.5e-6, 0.0123, 0.99999, 120)] == [
         "", "2.00 ns", "1.50 µs", "12.3 ms", "1.00 s", "120 s",
     ]  # fmt: skip
-    assert [present.flop_rate(1.72e11), present.flop_rate(6.5e14), present.byte_rate(3.35e12)] == [
+    assert [formatting.flop_rate(1.72e11), formatting.flop_rate(6.5e14), formatting.byte_rate(3.35e12)] == [
         "172 GFLOP/s", "650 TFLOP/s", "3.35 TB/s",
     ]  # fmt: skip
-    assert [present.ratio(r) for r in (None, 0.05, 0.5, 0.9999, 1.266, 370)] == [
+    assert [formatting.ratio(r) for r in (None, 0.05, 0.5, 0.9999, 1.266, 370)] == [
         "",
         "0.05×",
         "0.50×",

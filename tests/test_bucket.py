@@ -234,6 +234,7 @@ def test_every_bit_is_the_same_with_any_number_of_threads(dtype: torch.dtype) ->
             assert torch.equal(a, b)
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("isa", ["generic", "avx2"])
 def test_every_instruction_set(isa: str, run_python: Callable) -> None:
     """Each but the widest, which every other test runs; on a processor that lacks one, the widest it has runs again."""
@@ -473,7 +474,7 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "expanded": (
             lambda: unpack(bucket, [torch.zeros(2, 1).expand(2, 3)], [0]),
-            "cuda_ext::bucket_unpack: expected tensors[0] whose elements have memory of their own, got shape (2, 3) "
+            "cuda_ext::bucket_unpack: expected tensors[0] whose elements do not share memory, got shape (2, 3) "
             "with strides (1, 0); clone it",
         ),
         "device": (
@@ -497,7 +498,7 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "memory that overlaps itself": (
             lambda: unpack(bucket, [torch.zeros(4).as_strided((2, 2), (1, 1))], [0]),
-            "cuda_ext::bucket_unpack: expected tensors[0] whose elements have memory of their own, got shape (2, 2) "
+            "cuda_ext::bucket_unpack: expected tensors[0] whose elements do not share memory, got shape (2, 2) "
             "with strides (1, 1); clone it",
         ),
         "pack no list": (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import itertools
 import math
 import random
@@ -11,24 +13,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-from cuda_ext.distributed import cost_model
-from cuda_ext.distributed.cost_model import (
-    Gradient,
-    Hop,
-    Link,
-    choose,
-    fill,
-    fit,
-    ring,
-    simulate,
-    spread,
-    tree,
-    two_level,
-)
+from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
+from cuda_ext.distributed.planning.choice import choose
+from cuda_ext.distributed.planning.links import Hop, Link, fit, ring, tree, two_level
+from cuda_ext.distributed.planning.simulation import Gradient, in_order, simulate, slowest, spread
+from cuda_ext.distributed.planning.units import byte_rate, byte_size, duration
 
 Buckets = Sequence[Sequence[int]]
 NVLINK = Link(79e-6, 278e9)  # a fit to NCCL on 8 GPUs of one node
@@ -49,19 +42,19 @@ def random_link() -> Link:
 
 
 def random_cut(gradients: Sequence[Gradient]) -> list[list[int]]:
-    order = cost_model.in_order(gradients)
+    order = in_order(gradients)
     cuts = sorted(random.sample(range(1, len(order)), random.randrange(len(order)))) if len(order) > 1 else []
     return [order[i:j] for i, j in itertools.pairwise([0, *cuts, len(order)])]
 
 
-def every_plan(gradients: Sequence[Gradient], largest: float) -> Iterator[list[list[int]]]:
+def every_division(gradients: Sequence[Gradient], largest: float) -> Iterator[list[list[int]]]:
     """All that keep the order of arrival."""
-    order = cost_model.in_order(gradients)
+    order = in_order(gradients)
     for chosen in itertools.product((False, True), repeat=len(order) - 1):
         cuts = [0, *(n for n, cut in enumerate(chosen, 1) if cut), len(order)]
-        plan = [order[i:j] for i, j in itertools.pairwise(cuts)]
-        if all(len(bucket) == 1 or sum(gradients[n].bytes for n in bucket) <= largest for bucket in plan):
-            yield plan
+        division = [order[i:j] for i, j in itertools.pairwise(cuts)]
+        if all(len(bucket) == 1 or sum(gradients[n].bytes for n in bucket) <= largest for bucket in division):
+            yield division
 
 
 def stepped(
@@ -112,7 +105,8 @@ def stepped(
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("trial", range(12))
 def test_simulation_against_small_steps(trial: int, packs: bool) -> None:
-    gradients = random_gradients(random.randint(1, 12), 0.01)
+    # Where transfers stop backward, a gradient within a step of its end makes the end a matter of rounding.
+    gradients = random_gradients(random.randint(1, 12), 0.0098)
     total = sum(gradient.bytes for gradient in gradients)
     link = Link(random.uniform(0, 1e-3), total / random.uniform(0.001, 0.02), random.choice((0, 1, random.random())))
     pack_bandwidth = total / 0.002 if packs else math.inf
@@ -180,9 +174,14 @@ def test_choice_is_the_best_of_all_plans(trial: int) -> None:
     largest = random.choice((math.inf, total / 2, total / 5))
     options = {"pack_bandwidth": random.choice((math.inf, total / 0.001)), "slowdown": random.choice((1.0, 1.1))}
     choice = choose(gradients, link, backward, largest=largest, **options)
-    best = min(simulate(gradients, plan, link, backward, **options).exposed for plan in every_plan(gradients, largest))
+    best = min(
+        simulate(gradients, division, link, backward, **options).exposed
+        for division in every_division(gradients, largest)
+    )
     assert best - 1e-12 <= choice.exposed <= best * 1.01 + 1e-4 * backward + 1e-12
-    assert list(choice.buckets) in [[tuple(bucket) for bucket in plan] for plan in every_plan(gradients, largest)]
+    assert list(choice.buckets) in [
+        [tuple(bucket) for bucket in division] for division in every_division(gradients, largest)
+    ]
 
 
 @pytest.mark.parametrize("trial", range(10))
@@ -192,7 +191,7 @@ def test_choice_is_never_worse_than_a_uniform_size(trial: int) -> None:
     largest = 1e7
     exposed = choose(gradients, link, backward, largest=largest).exposed
     for capacity in (largest / 2**n for n in range(14)):
-        uniform = simulate(gradients, fill(gradients, capacity), link, backward).exposed
+        uniform = simulate(gradients, fill(gradients, fixed_capacity(capacity)), link, backward).exposed
         assert exposed <= uniform * 1.01 + 1e-4 * backward
 
 
@@ -203,7 +202,7 @@ def test_best_uniform_size_by_the_closed_form() -> None:
     exposed = {}
     for count in (5, 10, 20, 40, 50, 80, 100, 200, 400):
         capacity = total / count
-        timeline = simulate(gradients, fill(gradients, capacity * 1.0001), link, backward)
+        timeline = simulate(gradients, fill(gradients, fixed_capacity(capacity * 1.0001)), link, backward)
         assert len(timeline.transfers) == count
         assert timeline.total == pytest.approx(backward / count + count * link.latency + total / link.bandwidth)
         exposed[capacity] = timeline.exposed
@@ -237,13 +236,11 @@ def test_choice_depends_on_its_arguments_alone() -> None:
     choice = choose(gradients, link, 0.1)
     assert choose(list(gradients), link, 0.1) == choice
     program = (
-        "from cost_model import Gradient, Link, choose\n"
+        "from cuda_ext.distributed.planning.choice import Gradient, Link, choose\n"
         f"choice = choose({gradients!r}, {link!r}, 0.1)\n"
         "print((choice.buckets, choice.timeline.total, choice.reason))"
     )
-    other = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(cost_model.__file__).parent, capture_output=True, text=True
-    )
+    other = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert other.stdout == f"{(choice.buckets, choice.timeline.total, choice.reason)}\n", other.stderr
 
 
@@ -251,7 +248,7 @@ def test_choice_depends_on_its_arguments_alone() -> None:
 def test_kinds_travel_apart(trial: int) -> None:
     kinds = ("float32", "bfloat16", "float64")[: random.randint(2, 3)]
     gradients, link = random_gradients(60, 0.05, kinds), random_link()
-    for buckets in (choose(gradients, link, 0.05).buckets, fill(gradients, 3e6)):
+    for buckets in (choose(gradients, link, 0.05).buckets, fill(gradients, fixed_capacity(3e6))):
         assert sorted(itertools.chain(*buckets)) == list(range(60))
         for bucket in buckets:
             assert len({gradients[n].kind for n in bucket}) == 1
@@ -305,11 +302,11 @@ def test_groups_are_taken_only_where_they_end_the_pass_sooner(trial: int) -> Non
 
 def test_fill() -> None:
     gradients = [Gradient(str(size), size, ready) for ready, size in enumerate((20, 20, 100, 20, 20, 0))]
-    assert fill(gradients, 40) == [[0, 1], [2], [3, 4, 5]]
-    assert fill(gradients, 1000) == [[0, 1, 2, 3, 4, 5]]
-    assert fill(gradients[::-1], 1000) == [[5, 4, 3, 2, 1, 0]]
+    assert fill(gradients, fixed_capacity(40)) == [[0, 1], [2], [3, 4, 5]]
+    assert fill(gradients, fixed_capacity(1000)) == [[0, 1, 2, 3, 4, 5]]
+    assert fill(gradients[::-1], fixed_capacity(1000)) == [[5, 4, 3, 2, 1, 0]]
     mixed = [Gradient("", 4, ready, "ab"[ready % 2]) for ready in range(6)]
-    assert fill(mixed, 8) == [[0, 2], [1, 3], [4], [5]]
+    assert fill(mixed, fixed_capacity(8)) == [[0, 2], [1, 3], [4], [5]]
 
 
 def test_nothing_to_choose_from() -> None:
@@ -326,7 +323,7 @@ def test_many_gradients_take_seconds() -> None:
     gradients = spread([(str(n), 1e5) for n in range(10_000)], 0.2)
     begin = time.perf_counter()
     choice = choose(gradients, NVLINK, 0.2)
-    simulate(gradients, fill(gradients, 1e7), NVLINK, 0.2)
+    simulate(gradients, fill(gradients, fixed_capacity(1e7)), NVLINK, 0.2)
     assert time.perf_counter() - begin < 30  # 0.6 s on an idle core
     assert sum(map(len, choice.buckets)) == 10_000
 
@@ -337,7 +334,10 @@ def test_reason_is_one_line_of_what_was_found() -> None:
     assert "buckets: " in reason and ", the last " in reason and "\n" not in reason
     assert "an all-reduce takes 79 us + size / (278 GB/s); backward takes 200 ms, and " in reason
     one = choose(gradients[:1], Link(1e-3, 1e9, 0.25), 0.2).reason
-    assert one.startswith("one bucket of 1 MiB; an all-reduce takes 1 ms + size / (1 GB/s), 25% of it beside backward;")
+    assert one.startswith(
+        "one bucket of 1 MiB; an all-reduce takes 1 ms + size / (1 GB/s), during which backward runs at 25% of its "
+        "speed; backward takes 200 ms, and "
+    )
 
 
 # fit
@@ -436,18 +436,17 @@ def test_two_levels() -> None:
 
 
 def test_the_slowest_of_many_ranks() -> None:
-    assert cost_model.slowest(1024, 0.0) == 1.0
-    assert cost_model.slowest(64, 0.03, seed=5) == cost_model.slowest(64, 0.03, seed=5)
-    assert cost_model.slowest(64, 0.03, seed=5) != cost_model.slowest(64, 0.03, seed=6)
+    assert slowest(1024, 0.0) == 1.0
+    assert slowest(64, 0.03, seed=5) == slowest(64, 0.03, seed=5)
+    assert slowest(64, 0.03, seed=5) != slowest(64, 0.03, seed=6)
     drawn = statistics.fmean(max(random.gauss(1.0, 0.03) for _ in range(100)) for _ in range(2000))
-    assert cost_model.slowest(100, 0.03, seed=random.getrandbits(30)) == pytest.approx(drawn, abs=0.03 * 0.1)
-    assert cost_model.slowest(1, 0.03, steps=4000) == pytest.approx(1.0, abs=0.03 * 0.1)
-    growing = [cost_model.slowest(ranks, 0.03) for ranks in (1, 8, 64, 512, 4096)]
+    assert slowest(100, 0.03, seed=random.getrandbits(30)) == pytest.approx(drawn, abs=0.03 * 0.1)
+    assert slowest(1, 0.03, steps=4000) == pytest.approx(1.0, abs=0.03 * 0.1)
+    growing = [slowest(ranks, 0.03) for ranks in (1, 8, 64, 512, 4096)]
     assert growing == sorted(growing) and growing[-1] == pytest.approx(1 + 0.03 * 3.6, abs=0.03 * 0.2)
 
 
 def test_text() -> None:
-    duration, byte_size, byte_rate = cost_model.duration, cost_model.byte_size, cost_model.byte_rate
     assert [duration(seconds) for seconds in (2.5, 0.0123, 79e-6, 0, 1e-9)] == [
         "2.5 s",
         "12.3 ms",
@@ -463,3 +462,23 @@ def test_text() -> None:
         "3 GiB",
     ]
     assert [byte_rate(rate) for rate in (278e9, 2e12, 12.5e6)] == ["278 GB/s", "2 TB/s", "12.5 MB/s"]
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """Imports inside functions and for type checkers count too."""
+    folder = ROOT / "cuda_ext" / "distributed"
+    sources = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in folder.rglob("*.py")
+    }
+    imports: dict[str, set[str]] = {}
+    for module, text in sources.items():
+        found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+        names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
+        imports[module] = (names | {node.module or "" for node in found}) & sources.keys()
+    assert len(imports) > 30 and imports["cuda_ext.distributed.__main__"]
+    order = graphlib.TopologicalSorter(imports)
+    order.prepare()  # raises CycleError with the modules
+    planning = "cuda_ext.distributed.planning"
+    for module in filter(lambda name: name.startswith(planning), imports):
+        assert all(used.startswith(planning) for used in imports[module]), f"{module} uses the wrapper"

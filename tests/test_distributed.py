@@ -28,8 +28,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed import AllreduceState, BucketedDataParallel, all_reduce_coalesced, allreduce_hook, plan
-from cuda_ext.distributed.cost_model import Link
+from cuda_ext.distributed import AllreduceState, BucketedDataParallel, all_reduce_coalesced, allreduce_hook
+from cuda_ext.distributed.planning import assignment
+from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.planning.simulation import Gradient
+from cuda_ext.distributed.planning.units import MIB
 
 # the average
 
@@ -174,11 +177,11 @@ def test_wire_dtype(wire_dtype: torch.dtype) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reduction", ["auto", "float32", "all_reduce"])
-def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(reduction: str) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
+def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(algorithm: str) -> None:
     """Of four values an all-reduce rounds three sums; in float32 only the values and the total are rounded."""
     model = BucketedDataParallel(
-        nn.Linear(300, 200), wire_dtype=torch.bfloat16, reduction=reduction, broadcast_buffers=False
+        nn.Linear(300, 200), wire_dtype=torch.bfloat16, algorithm=algorithm, broadcast_buffers=False
     )
     plain = copy.deepcopy(model.module)
     torch.manual_seed(dist.get_rank())
@@ -187,7 +190,7 @@ def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(reduction: str) ->
         m(batch).square().mean().backward()
     halves = mean_over_ranks((plain.weight.grad / 4).bfloat16().double()) * 4
     exactly_rounded = (model.module.weight.grad == halves.bfloat16().float()).float().mean()
-    if reduction == "all_reduce":
+    if algorithm == "all_reduce":
         assert exactly_rounded < 0.95
     else:
         assert exactly_rounded == 1.0
@@ -329,16 +332,16 @@ class Optional(nn.Module):
         return torch.zeros((), dtype=x.dtype) if used == "constant" else self.branches(x, used)
 
 
-REDUCTIONS = ("auto", "float32", "all_reduce")
+ALGORITHMS = ("auto", "float32", "all_reduce")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])
 def test_a_backward_that_reaches_no_parameter_takes_part_with_zeros(
-    reduction: str, wire_dtype: torch.dtype | None
+    algorithm: str, wire_dtype: torch.dtype | None
 ) -> None:
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, reduction=reduction, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     # Of every step, what each rank uses. After the first that reaches parameters, buckets follow their order.
@@ -365,15 +368,15 @@ def test_a_backward_that_reaches_no_parameter_leaves_the_sharded_optimizer_its_a
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("how", ["no backward", "constant", "raise"])
 def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
-    reduction: str, wire_dtype: torch.dtype | None, guilty: int, how: str
+    algorithm: str, wire_dtype: torch.dtype | None, guilty: int, how: str
 ) -> None:
     """The next pass of that rank would else meet this one of the others, from here to the end."""
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, reduction=reduction, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     batches = torch.randn(2, 2, 7, dtype=torch.float64)
@@ -395,7 +398,7 @@ def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
             with pytest.raises(ValueError, match="no such batch"):
                 model(batches[rank], "raise")
     message = (
-        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks alike, got a "
+        f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks, got a "
         f"forward pass on rank {guilty} that backward has not reached: "
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}"):
@@ -449,9 +452,9 @@ def test_forward_passes_may_differ_where_none_is_left_out() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reduction", ["all_reduce", "symmetric"])
-def test_the_norm_takes_one_read_for_all_ranks_together_or_none(reduction: str) -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL, reduction=reduction)
+@pytest.mark.parametrize("algorithm", ["all_reduce", "symmetric"])
+def test_the_norm_takes_one_read_for_all_ranks_together_or_none(algorithm: str) -> None:
+    model = BucketedDataParallel(make_model(), bucket_mb=SMALL, algorithm=algorithm)
     elements = sum(bucket.gradients.numel() for bucket in model._reducer.buckets)
     model(torch.randn(3, 7, dtype=torch.float64)).square().mean().backward()
     with count_ops() as count:
@@ -460,7 +463,7 @@ def test_the_norm_takes_one_read_for_all_ranks_together_or_none(reduction: str) 
         clipped = model.clip_grad_norm_(math.inf)  # scaled by us, the norm is known
     read = torch.tensor(count["elements"])
     dist.all_reduce(read)
-    assert read == (elements if reduction == "all_reduce" else 0)
+    assert read == (elements if algorithm == "all_reduce" else 0)
     torch.testing.assert_close(clipped, norm * 1e-3 / (norm + 1e-6), rtol=1e-12, atol=0)
     grads = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(clipped, nn.utils.get_total_norm(grads), rtol=1e-12, atol=0)
@@ -540,36 +543,47 @@ def test_gradients_of_two_precisions_have_one_norm() -> None:
 def test_first_capacity_of_a_link() -> None:
     for hides, efficiency in ((1.0, 4 / 5), (0.0, 8 / 9)):
         link = Link(79e-6, 278e9, hides)  # NCCL on 8 Hopper GPUs, messages of 32 MiB and more
-        capacity = plan.first_capacity(link)
+        capacity = assignment.first_capacity(link)
         transfer = capacity.other / link.bandwidth
         assert transfer / (link.latency + transfer) == pytest.approx(efficiency)
         assert "an all-reduce takes 79 us + size / (278 GB/s)" in capacity.reason
         if hides:
             assert link.seconds(capacity.last) == pytest.approx(9 / 8 * link.latency)
-            assert 64 <= capacity.other / plan.MIB <= 128
-            assert 1 <= capacity.last / plan.MIB <= 4
+            assert 64 <= capacity.other / MIB <= 128
+            assert 1 <= capacity.last / MIB <= 4
         else:
             assert capacity.last == capacity.other
-    assert plan.fixed_capacity(2) == plan.Capacity(2 * plan.MIB, 2 * plan.MIB, "as given")
+
+
+def test_bucket_mb_is_parsed() -> None:
+    assert assignment.parse_bucket_mb("op", "auto") is None
+    assert assignment.parse_bucket_mb("op", 2) == 2 * MIB
+    assert assignment.parse_bucket_mb("op", 0.5) == MIB / 2
 
 
 def test_assignment_to_buckets() -> None:
     def assign(*sizes: int, last: float, other: float, max_buckets: int = 0) -> list[list[int]]:
-        each = [plan.Size(torch.float32, 4 * size) for size in sizes]
-        return plan.assign(each, range(len(sizes))[::-1], plan.Capacity(last, other, ""), max_buckets)
+        gradients = [Gradient("", 4 * size, -n, "") for n, size in enumerate(sizes)]
+        return assignment.fill(gradients, assignment.Capacity(last, other, ""), max_buckets)
 
     assert assign(1, last=4, other=4) == [[0]]
-    assert assign(5, 5, 5, 5, 5, last=40, other=40) == [[4, 3], [2], [1, 0]]
+    # Buckets of one capacity leave the rest to the last one.
+    assert assign(5, 5, 5, 5, 5, last=40, other=40) == [[4, 3], [2, 1], [0]]
     assert assign(5, 5, 5, 5, 5, last=20, other=1000) == [[4, 3, 2, 1], [0]]
     assert assign(5, 5, 5, 5, 5, last=1, other=1000) == [[4, 3, 2, 1], [0]]
+    assert assign(5, 5, 5, 5, 5, last=40, other=60) == [[4, 3, 2], [1, 0]]
     assert assign(5, 5, 100, 5, 5, last=40, other=40) == [[4, 3], [2], [1, 0]]
     assert assign(5, 5, 5, 5, last=0, other=40) == [[3, 2], [1], [0]]
     assert assign(*[5] * 40, last=20, other=20, max_buckets=3) == [list(range(39, 7, -1)), list(range(7, 0, -1)), [0]]
     assert assign(0, 0, last=0, other=1) == [[1, 0]]
-    mixed = [plan.Size(dtype, 4 * dtype.itemsize) for dtype in (torch.float32, torch.bfloat16) * 3]
-    # Sent by when the last gradient of each is expected.
-    assert plan.assign(mixed, range(6)[::-1], plan.Capacity(1, 100, "")) == [[5, 3], [4, 2], [1], [0]]
-    assert plan.assign(mixed, [0, 1, 4, 3, 2, 5], plan.Capacity(1, 100, "")) == [[0, 4], [1, 3], [2], [5]]
+    # Each kind has its own buckets, sent by when the last gradient of each is ready.
+    capacity = assignment.Capacity(1, 100, "")
+    mixed = [("float32", 16), ("bfloat16", 8)] * 3
+    backwards = [Gradient("", size, -n, kind) for n, (kind, size) in enumerate(mixed)]
+    assert assignment.fill(backwards, capacity) == [[5, 3], [4, 2], [1], [0]]
+    order = [0, 1, 4, 3, 2, 5]
+    shuffled = [Gradient("", size, order.index(n), kind) for n, (kind, size) in enumerate(mixed)]
+    assert assignment.fill(shuffled, capacity) == [[0, 4], [1, 3], [2], [5]]
 
 
 # collectives

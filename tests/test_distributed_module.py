@@ -32,6 +32,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import cuda_ext.distributed
 from cuda_ext.distributed import BucketedDataParallel, GradScaler, SymmetricArena, all_reduce_coalesced, collectives
 from cuda_ext.distributed.collectives import LARGEST_SHARED, broadcast_coalesced
 
@@ -281,7 +282,7 @@ def test_training_goes_on_after_an_exception_in_backward(failing: list[int], wir
         batches = torch.randn(4, 2, 7, dtype=torch.float64)
         model.fails_at = model.module.fails_at = fails_at if rank in failing else None
         message = (
-            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to finish the backward"
+            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to complete the backward"
         )
         with pytest.raises((RuntimeError, ValueError), match=message):
             model(batches[rank]).square().mean().backward()
@@ -347,6 +348,26 @@ def test_subgroups() -> None:
     assert tensor.tolist() == [1, 1]
 
 
+def test_former_names_warn(group: None) -> None:
+    linear = nn.Linear(2, 2)
+    with pytest.warns(FutureWarning, match=f"^{re.escape(NAME)}: reduction= is now algorithm=") as warned:
+        model = BucketedDataParallel(linear, reduction="float32")
+    assert warned[0].filename == __file__
+    assert model._bucket_set._options.algorithm == "float32"
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="former name reduction, got both; drop reduct"):
+        BucketedDataParallel(nn.Linear(2, 2), algorithm="float32", reduction="all_reduce")
+    for old, new in (
+        ("fp32_all_reduce", "float32_all_reduce"),
+        ("fp32_reduce_scatter", "float32_reduce_scatter"),
+        ("probe", "probe_shared_memory"),
+    ):
+        with pytest.warns(FutureWarning, match=rf"^cuda_ext\.distributed\.{old} is now cuda_ext\.distributed\.{new}$"):
+            assert getattr(cuda_ext.distributed, old) is getattr(cuda_ext.distributed, new)
+        assert old not in cuda_ext.distributed.__all__
+    with pytest.raises(AttributeError, match=r"module 'cuda_ext\.distributed' has no attribute 'absent'"):
+        cuda_ext.distributed.absent  # noqa: B018
+
+
 @on_ranks(2)
 def test_ranks_that_disagree_say_in_what() -> None:
     first = dist.get_rank() == 0
@@ -367,7 +388,7 @@ def test_ranks_that_disagree_say_in_what() -> None:
         ),
         (
             lambda: BucketedDataParallel(nn.Linear(3, 4), bucket_mb=1 if first else 2),
-            r"Options\(bucket_mb=1, .* on rank 1: Options\(bucket_mb=2, ",
+            r"bucket_mb=1, .* on rank 1: bucket_mb=2, ",
         ),
         (
             lambda: BucketedDataParallel(nn.BatchNorm1d(3, track_running_stats=first)),
@@ -408,10 +429,10 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
             ValueError,
             f"{NAME}: {wire}torch.int8",
         ),
-        "reduction": (
-            lambda: BucketedDataParallel(linear, reduction="ring"),
+        "algorithm": (
+            lambda: BucketedDataParallel(linear, algorithm="ring"),
             ValueError,
-            f"{NAME}: expected reduction to be one of ('auto', 'all_reduce', 'float32', 'symmetric'), got 'ring'",
+            f"{NAME}: expected algorithm to be one of ('auto', 'all_reduce', 'float32', 'symmetric'), got 'ring'",
         ),
         "nothing to train": (
             lambda: BucketedDataParallel(nn.Linear(2, 2).requires_grad_(False)),

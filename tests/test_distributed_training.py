@@ -54,7 +54,7 @@ def loss_of(net: nn.Module, tokens: Tensor, step: int) -> Tensor:
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "small buckets": {"bucket_mb": 1e-3},
-    "over sockets": {"bucket_mb": 1e-3, "reduction": "all_reduce"},
+    "over sockets": {"bucket_mb": 1e-3, "algorithm": "all_reduce"},
     "wire": {"bucket_mb": 1e-3, "wire_dtype": torch.float64},
     "sharded": {"bucket_mb": 1e-3, "shard_optimizer": True},
     "hierarchical": {"bucket_mb": 2e-3},
@@ -124,24 +124,28 @@ EVERY_PAIR = [(o, s) for o in OPTIONS for s in STYLES if o != "sharded" or s not
 
 
 @on_ranks(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "style"), EVERY_PAIR)
 def test_every_option_in_every_style_on_two_ranks(options: str, style: str) -> None:
     train_and_compare(torch.float64, options, style)
 
 
 @on_ranks(4)
+@pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("style", STYLES)
 def test_styles_on_four_ranks(style: str) -> None:
     train_and_compare(torch.float64, "default", style)
 
 
 @on_ranks(4)
+@pytest.mark.sampled(count=2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_float32_on_four_ranks(options: str) -> None:
     train_and_compare(torch.float32, options, "plain")
 
 
 @on_ranks(8)
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_on_eight_ranks(options: str) -> None:
     train_and_compare(torch.float64, options, "accumulate")

@@ -1,9 +1,9 @@
-"""The pages of docs: links have targets, the overview names what exists, and its figures agree with the sources."""
+"""The pages of docs: links have targets, the overview names what exists, and the site builds without a warning."""
 
 from __future__ import annotations
 
-import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from html import unescape
@@ -12,15 +12,18 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+import cuda_ext
+
 sys.path.insert(0, str(ROOT / "tools"))
+import build_docs
 import draw_figures
+import support_matrix
 
 DOCS, CSRC, PACKAGE = ROOT / "docs", ROOT / "csrc", ROOT / "cuda_ext"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 OVERVIEW = (DOCS / "architecture.md").read_text()
 SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp", ".inc"}
 FILE = re.compile(r"[\w./*-]+\.(?:py|h|cuh|cu|cpp|inc|md|json|txt|svg)")
-PARTS = {part.key: set(part.uses.split(", ")) - {""} for layer in draw_figures.LAYERS for part in layer.parts}
 
 
 def links(page: Path) -> list[str]:
@@ -102,65 +105,25 @@ def test_names_in_the_figures_exist() -> None:
     assert not {word for word in words - files if not set(word.strip(".").split(".")) <= known}
 
 
-# The layers, as the sources have them.
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/build_docs.py", "--out", str(tmp_path)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    pages = {path.relative_to(tmp_path).with_suffix("").as_posix() for path in tmp_path.rglob("*.html")}
+    assert {"index", "overview", "architecture", "support", *(f"api/{name}" for name in build_docs.API)} <= pages
+    for page, module in (("ops", cuda_ext), ("nn", cuda_ext.nn), ("distributed", cuda_ext.distributed)):
+        text = (tmp_path / "api" / f"{page}.html").read_text()
+        public = [name for name in module.__all__ if callable(getattr(module, name))]
+        assert len(public) >= 3 and not [name for name in public if f'id="{module.__name__}.{name}"' not in text]
 
 
-def includes_of_csrc() -> dict[str, list[str]]:
-    sources = {path.relative_to(CSRC).as_posix(): path.read_text() for path in CSRC.rglob("*.*")}
-    return {name: re.findall(r'^\s*#include "(\w+/[^"]+)"', text, re.MULTILINE) for name, text in sources.items()}
+def test_the_support_matrix_is_what_the_ops_do() -> None:
+    assert support_matrix.page() == support_matrix.PAGE.read_text(), "run python tools/support_matrix.py --write"
 
 
-def torch_files(includes: dict[str, list[str]]) -> set[str]:
-    """Those that include torch, themselves or by what they include."""
-    torch = {name for name in includes if re.search(r"#include <(torch|ATen|c10)/", (CSRC / name).read_text())}
-    while more := {name for name, own in includes.items() if name not in torch and not torch.isdisjoint(own)}:
-        torch |= more
-    return torch
-
-
-def uses_of_csrc() -> set[tuple[str, str]]:
-    return {
-        (name.split("/")[0], include.split("/")[0]) for name, own in includes_of_csrc().items() for include in own
-    }
-
-
-def uses_of_package() -> set[tuple[str, str]]:
-    def part_of(module: str) -> str:
-        name = module.split(".")[1]
-        if name in ("gemm", "attention", "bucket", "ops"):
-            return "public ops"
-        return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"
-
-    uses = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.parent == PACKAGE and path.name in ("__init__.py", "_build_info.py"):
-            continue  # the names of all others, loaded when they are asked for
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            imported = []
-            if isinstance(node, ast.Import):
-                imported = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module == "cuda_ext":
-                imported = [f"cuda_ext.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                imported = [node.module or ""]
-            uses |= {(part_of(module), part_of(name)) for name in imported if name.startswith("cuda_ext.")}
-    return uses
-
-
-def test_parts_use_what_the_figure_says() -> None:
-    uses = {(user, used) for user, used in uses_of_csrc() | uses_of_package() if user != used}
-    assert uses == {(user, used) for user, several in PARTS.items() for used in several}
-
-
-def test_no_part_uses_an_earlier_one() -> None:
-    order = list(PARTS)
-    assert not [
-        (user, used) for user, several in PARTS.items() for used in several if order.index(used) <= order.index(user)
-    ]
-
-
-def test_only_ops_include_torch() -> None:
-    torch = torch_files(includes_of_csrc())
-    assert {name.split("/")[0] for name in torch} == {"ops"}
-    assert {Path(name).suffix for name in torch} == {".cpp", ".h"}  # nvcc compiles .cu, .cuh and .inc
+def test_the_hooks_of_a_commit_have_the_versions_of_the_linters() -> None:
+    pinned = set((ROOT / "constraints.txt").read_text().split())
+    hooks = re.findall(r"additional_dependencies: \[(.*)\]", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert hooks and set(hooks) <= pinned

@@ -105,6 +105,7 @@ def test_every_op_is_checked() -> None:
     assert checked == {f"{NAMESPACE}::{name}" for name in every}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("op", OPS)
 def test_compile_forward_and_backward(op: str, activation: str | None) -> None:

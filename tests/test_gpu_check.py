@@ -22,12 +22,14 @@ from typing import Any
 import pytest
 from conftest import ROOT, is_alive
 
-from benchmarks import build_in_time, correct, gpu_check, gpu_report
-from benchmarks import stages as stages_module
-from benchmarks.gpu_report import MAX_BYTES, FolderError, prepare, tidy
-from benchmarks.gpu_state import State
+from benchmarks.gpu_check import __main__ as gpu_check
+from benchmarks.gpu_check import build_in_time, correct, machine, stage_table
+from benchmarks.gpu_check import report as gpu_report
+from benchmarks.gpu_check import stages as stages_module
+from benchmarks.gpu_check.report import MAX_BYTES, FolderError, prepare, tidy
+from benchmarks.gpu_check.stages import LOG_HEAD, LOG_TAIL, Log, Outcome, Stage
+from benchmarks.gpu_check.state import State
 from benchmarks.results import OURS, Measurement, read
-from benchmarks.stages import LOG_HEAD, LOG_TAIL, Log, Outcome, Stage
 from cuda_ext import _toolchain
 
 # Ignores SIGTERM, and so does its child in a session of its own; both say who they are.
@@ -128,7 +130,7 @@ def test_a_hang_ends_with_all_its_processes(tmp_path: Path) -> None:
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     assert not [pid for pid in pids if is_alive(pid)]
-    assert "not done within its 4 s" in (tmp_path / "out" / "report.md").read_text()
+    assert "not finished within 4 s" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_what_a_stage_leaves_running_is_ended(tmp_path: Path) -> None:
@@ -181,13 +183,13 @@ import sys
 import cuda_ext
 from cuda_ext import testing
 cuda_ext.gated_mlp = lambda *tensors, **options: -testing.reference_gated_mlp(*tensors, **options)
-from benchmarks import correct
+from benchmarks.gpu_check import correct
 sys.exit(correct.main("gemm", "simt"))
 """
 
 
 def test_the_first_lines_name_the_family_that_is_broken(tmp_path: Path) -> None:
-    (known,) = [stage for stage in gpu_check.stages_of_dry_run() if stage.name == "correct-gemm"]
+    (known,) = [stage for stage in stage_table.stages_of_dry_run() if stage.name == "correct-gemm"]
     stages = [python("environment", ""), replace(known, commands=(("{python}", "-c", BROKEN_GEMM),), needs=())]
     status, _, found = check(tmp_path / "out", [*stages, python("last", "")], minutes=2)
     assert (status, found["correct-gemm"], found["last"]) == (1, "FAILED", "passed")
@@ -212,7 +214,7 @@ def test_a_stage_that_fills_the_disk_is_stopped(tmp_path: Path, monkeypatch: pyt
     stages = [python("fills", fills, "{scratch}"), python("floods", floods), python("looks", looks, "{scratch}")]
     status, _, found = check(tmp_path / "out", stages)
     assert (status, found) == (1, {"fills": "passed", "floods": "STOPPED", "looks": "passed"})
-    assert "it has left 1 MiB free on the disk of " in (tmp_path / "out" / "report.md").read_text()
+    assert "only 1 MiB are free on the disk of " in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_a_disk_that_is_full_costs_the_log_and_not_the_check(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_a_disk_that_is_full_costs_the_log_and_not_the_check(tmp_path: Path) -> 
 def test_without_pytest_the_tests_are_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pytest.py").write_text("raise ModuleNotFoundError(\"No module named 'pytest'\")")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    for table in (gpu_check.stages_of_dry_run(), gpu_check.stages_on_gpu(2)):
+    for table in (stage_table.stages_of_dry_run(), stage_table.stages_on_gpu(2)):
         (tests,) = [stage for stage in table if stage.name == "tests"]
         stages = [replace(tests, needs=(), least=1), python("last", "")]
         status, _, found = check(tmp_path / "out", stages)
@@ -308,7 +310,7 @@ def test_a_report_is_there_from_the_first_second(tmp_path: Path, monkeypatch: py
         time.sleep(0.01)
     process.kill()
     process.join()
-    assert (tmp_path / "out" / "report.md").read_text().startswith("# GPU check: asking the machine what it is\n")
+    assert (tmp_path / "out" / "report.md").read_text().startswith("# GPU check: querying the machine\n")
     assert verdicts(tmp_path / "out") == {"a": "to come"}
 
 
@@ -370,8 +372,8 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     assert runs.read_text() == "fails records hangs partial always "
     lines = (tmp_path / "first" / "report.md").read_text().splitlines()
     assert lines[2] == "- **BROKEN: fails**: exit status 3"
-    assert lines[3].startswith("- **STOPPED: hangs**: not done within its 6 s")
-    assert "- Not finished: hangs, partial; the same command goes on with them" in lines
+    assert lines[3].startswith("- **STOPPED: hangs**: not finished within 6 s")
+    assert "- Not finished: hangs, partial; the same command continues with them" in lines
 
     status, terminal, found = check(tmp_path / "second", stages, *state)
     assert (status, found) == (1, dict(zip(names, ["FAILED", *["passed"] * 5]))), terminal
@@ -629,9 +631,9 @@ def test_builds_on_every_core_unless_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_toolchain, "available_cores", lambda: 16)
     monkeypatch.setattr(_toolchain, "available_memory_gib", lambda: 1.0)
     monkeypatch.delenv("MAX_JOBS", raising=False)
-    assert gpu_check.build_variables("9.0a")["MAX_JOBS"] == "16"
+    assert machine.build_variables("9.0a")["MAX_JOBS"] == "16"
     monkeypatch.setenv("MAX_JOBS", "3")
-    assert gpu_check.build_variables("9.0a")["MAX_JOBS"] == "3"
+    assert machine.build_variables("9.0a")["MAX_JOBS"] == "3"
 
 
 def test_a_build_that_takes_too_long_is_one_of_fewer_head_dims(
@@ -649,7 +651,7 @@ if not dims or len(sys.argv) > 2:
     assert (tmp_path / "built").read_text() == "[][64,128]"
     assert "cuda_ext: all head dims take longer than 4 s; going on with 64,128 only, and with" in capfd.readouterr().out
     assert build_in_time.main(["--minutes", "0.05"], [*command, "hangs"]) == 1
-    assert "the next call goes on with what is left to compile" in capfd.readouterr().out
+    assert "the next call continues with the files left to compile" in capfd.readouterr().out
     (tmp_path / "built").unlink()
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
 
@@ -679,7 +681,7 @@ def test_chosen_head_dims_are_built_and_no_others(tmp_path: Path, monkeypatch: p
 
 
 def test_the_families_are_those_with_cases() -> None:
-    assert tuple(correct.FAMILIES) == gpu_check.FAMILIES
+    assert tuple(correct.FAMILIES) == stage_table.FAMILIES
 
 
 def test_the_document_has_the_stages_and_their_estimates() -> None:
@@ -691,7 +693,7 @@ def test_the_document_has_the_stages_and_their_estimates() -> None:
         stages = re.findall(r"`([\w-]+)`", names)
         numbers = [float(number) for number in re.findall(r"\d+", seconds)]
         told |= zip(stages, numbers if len(numbers) == len(stages) else numbers * len(stages))
-    expected = {stage.name: stage.estimate for stage in gpu_check.stages_on_gpu(16)}
+    expected = {stage.name: stage.estimate for stage in stage_table.stages_on_gpu(16)}
     assert list(told) == list(expected)
     assert {name: abs(told[name] - expected[name]) <= 5 for name in told} == dict.fromkeys(told, True), expected
 
@@ -707,43 +709,43 @@ def test_leaves_its_folder_where_the_environment_says(tmp_path: Path) -> None:
 
 
 def test_builds_for_the_gpu_that_is_there() -> None:
-    assert gpu_check.arch_of({"device": "NVIDIA H100", "capability": "9.0"}) == "9.0a"
-    assert gpu_check.arch_of({"device": "NVIDIA A100", "capability": "8.0"}) == "8.0"
-    with pytest.raises(gpu_check.Refusal, match=r"8\.0 or newer, got Tesla T4 \(7\.5\)"):
-        gpu_check.arch_of({"device": "Tesla T4", "capability": "7.5"})
+    assert machine.arch_of({"device": "NVIDIA H100", "capability": "9.0"}) == "9.0a"
+    assert machine.arch_of({"device": "NVIDIA A100", "capability": "8.0"}) == "8.0"
+    with pytest.raises(machine.Refusal, match=r"8\.0 or newer, got Tesla T4 \(7\.5\)"):
+        machine.arch_of({"device": "Tesla T4", "capability": "7.5"})
 
 
 def test_a_torch_that_does_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "PROBE", "import no_such_torch")
-    with pytest.raises(gpu_check.Refusal, match="No module named 'no_such_torch'; choose another with PYTHON="):
-        gpu_check.probe(60)
-    monkeypatch.setattr(gpu_check, "PROBE", "import time; time.sleep(60)")
-    with pytest.raises(gpu_check.Refusal, match="torch did not find out within 0 s"):
-        gpu_check.probe(0.2)
+    monkeypatch.setattr(machine, "PROBE", "import no_such_torch")
+    with pytest.raises(machine.Refusal, match="No module named 'no_such_torch'; choose another Python with PYTHON="):
+        machine.probe(60)
+    monkeypatch.setattr(machine, "PROBE", "import time; time.sleep(60)")
+    with pytest.raises(machine.Refusal, match="torch did not report within 0 s"):
+        machine.probe(0.2)
 
 
 def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert not [item for item in gpu_check.missing() if not item.startswith(("hypothesis", "matplotlib"))]
-    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu_check._build, "add_scripts_to_path", lambda: None)
+    assert not [item for item in machine.missing() if not item.startswith(("hypothesis", "matplotlib"))]
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine._build, "add_scripts_to_path", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = {item.partition(":")[0] for item in gpu_check.missing()}
+    found = {item.partition(":")[0] for item in machine.missing()}
     assert {"pytest", "numpy", "hypothesis", "ninja"} < found
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "68.1.2")
-    problem = next(item for item in gpu_check.missing() if item.startswith("setuptools"))
+    problem = next(item for item in machine.missing() if item.startswith("setuptools"))
     assert "the library cannot be built; expected setuptools 77 or newer, got 68.1.2; install it with" in problem
 
 
-@pytest.mark.parametrize("table", [gpu_check.stages_on_gpu, gpu_check.stages_of_dry_run])
+@pytest.mark.parametrize("table", [stage_table.stages_on_gpu, stage_table.stages_of_dry_run])
 def test_the_stages_refer_to_what_there_is(table) -> None:
-    stages = table() if table is gpu_check.stages_of_dry_run else table(16)
+    stages = table() if table is stage_table.stages_of_dry_run else table(16)
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
     families = [f"correct-{family}" for family in correct.FAMILIES]
     later = ["benchmarks", "tests", "memcheck", "racecheck", "model"]
     assert names == ["environment", "build", "conformance", *families, *later]
     (measures,) = [stage for stage in stages if stage.parts]
-    more = () if table is gpu_check.stages_of_dry_run else ("train", "overhead")
+    more = () if table is stage_table.stages_of_dry_run else ("train", "overhead")
     assert measures.parts == ("gemm", "attention", "bucket", *more)
     assert all(stage.estimate >= 1 for stage in stages)
     for i, stage in enumerate(stages):
@@ -760,7 +762,7 @@ def test_dry_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     # It ends when all is done; the minutes are for a slow machine.
     done = run("--dry-run", "--minutes", "28", "--out", str(out), "--state", str(tmp_path / "state"))
-    names = [stage.name for stage in gpu_check.stages_of_dry_run()]
+    names = [stage.name for stage in stage_table.stages_of_dry_run()]
     assert done.returncode == 0, done.stdout + (out / "report.md").read_text()
     assert verdicts(out) == dict.fromkeys(names, "passed")
     with tarfile.open(out / "golden.tar.gz") as tar:

@@ -43,7 +43,7 @@ def _refusals() -> dict[str, tuple[Callable[[bucket.GradientSlots, Tensor], obje
         ),
         "sparse": (
             lambda s, w: s.assign([w], [torch.zeros(5, 7).to_sparse()]),
-            assign + "parameters[0] and its view to be dense tensors with memory of their own",
+            assign + "parameters[0] and its view to be dense tensors, got a tensor subclass",
         ),
         "twice": (
             lambda s, w: s.assign([w, w], [torch.zeros(5, 7), torch.zeros(5, 7)]),

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
 
-from cuda_ext.distributed import measure
-from cuda_ext.distributed.cost_model import Link
-from cuda_ext.distributed.measure import Measurement, measure_link
+from cuda_ext.distributed.planning import measuring
+from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.planning.measuring import Measurement, measure_link
 
 
 @dataclass
@@ -56,7 +56,7 @@ def assert_same_on_all_ranks(measurement: Measurement) -> None:
 
 def measured(all_reduce: PretendedLink, budget_seconds: float = 2.0) -> Measurement:
     assert dist.group.WORLD is not None
-    with mock.patch.object(measure, "_multiplication", idle_computing):
+    with mock.patch.object(measuring, "_multiplication", idle_computing):
         measurement = measure_link(dist.group.WORLD, "cpu", all_reduce, budget_seconds)  # type: ignore[arg-type]
     assert_same_on_all_ranks(measurement)
     return measurement
@@ -67,7 +67,7 @@ def check_gloo(budget_seconds: float) -> None:
     measurement = measure_link(dist.group.WORLD, "cpu", budget_seconds=budget_seconds)
     assert_same_on_all_ranks(measurement)
     assert torch.equal(torch.get_rng_state(), generator)
-    assert list(measurement.sizes) == [measure.SMALLEST << n for n in range(len(measurement.sizes))]
+    assert list(measurement.sizes) == [measuring.SMALLEST << n for n in range(len(measurement.sizes))]
     assert len(measurement.sizes) == len(measurement.seconds) >= 2
     link = measurement.link
     assert link.latency >= 0 and link.bandwidth > 0 and 0 <= link.hides <= 1 and measurement.error >= 0
@@ -138,7 +138,7 @@ def test_what_a_second_bucket_adds_to_a_launch(another: float) -> None:
         slower = another if dist.get_rank() == 1 else 0.0
         time.sleep(link.link.seconds(sum(tensor.nbytes for tensor in tensors)) + slower)
 
-    with mock.patch.object(measure, "_multiplication", idle_computing):
+    with mock.patch.object(measuring, "_multiplication", idle_computing):
         measurement = measure_link(dist.group.WORLD, "cpu", link, 0.3, together=together)  # type: ignore[arg-type]
     assert_same_on_all_ranks(measurement)
     assert asked and all(sizes == [32 << 10, 32 << 10] for sizes in asked)
@@ -147,7 +147,7 @@ def test_what_a_second_bucket_adds_to_a_launch(another: float) -> None:
 
 @on_ranks(4)
 def test_the_first_rank_decides_when_time_is_up() -> None:
-    wants_to_leave = mock.patch.object(measure, "_next_size", return_value=-1)
+    wants_to_leave = mock.patch.object(measuring, "_next_size", return_value=-1)
     if dist.get_rank() > 0:
         wants_to_leave.start()
     try:

@@ -17,12 +17,25 @@ import torch
 from conftest import ROOT
 
 import cuda_ext
-from benchmarks import bench_attention, bench_bucket, bench_gemm, gpus, kernel_work, measure, model, results
-from benchmarks.bench_attention import Problem
-from benchmarks.gpus import GPUS, Gpu
-from benchmarks.kernel_work import Evidence, GemmConfig, ModelError, NotModelledError, Pack
-from benchmarks.model import predict_attention, predict_bucket, predict_gemm
-from benchmarks.work import Amounts, Work, time_of
+from benchmarks import results
+from benchmarks.model import attention_work, command, document, gemm_work, gpus, tables
+from benchmarks.model.bucket_work import Pack
+from benchmarks.model.cases import FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
+from benchmarks.model.evidence import (
+    DTYPES,
+    LAYOUTS,
+    Counters,
+    Evidence,
+    GemmConfig,
+    ModelError,
+    NotModelledError,
+    fit,
+)
+from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.prediction import predict_attention, predict_bucket, predict_gemm
+from benchmarks.model.work import RESOURCES, Amounts, Work, time_of
+from benchmarks.suites import bench_attention, bench_bucket, bench_gemm, measure
+from benchmarks.suites.bench_attention import Problem
 from cuda_ext import testing
 
 Capture = pytest.CaptureFixture[str]
@@ -46,7 +59,7 @@ def measured_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def more(counter: str, factor: float) -> Callable[[Evidence], Evidence]:
     def plant(evidence: Evidence) -> Evidence:
-        def worse(cases: kernel_work.Counters) -> kernel_work.Counters:
+        def worse(cases: Counters) -> Counters:
             return {
                 case: {name: int(count * factor) if name == counter else count for name, count in cost.items()}
                 for case, cost in cases.items()
@@ -87,10 +100,8 @@ def other_configs(**changes: Callable[[int], int]) -> Callable[[Evidence], Evide
         kernels = {arch: dict(of_arch) for arch, of_arch in evidence.kernels.items()}
         for configs, arithmetic in zip(evidence.configs, ("bfloat16", "tf32", "float32")):
             for config in configs:
-                for layout in kernel_work.LAYOUTS:
-                    old, new = (
-                        c.kernel_name(kernel_work.DTYPES[arithmetic], layout) for c in (config, changed(config))
-                    )
+                for layout in LAYOUTS:
+                    old, new = (c.kernel_name(DTYPES[arithmetic], layout) for c in (config, changed(config)))
                     for of_arch in kernels.values():
                         of_arch[new] = of_arch[old]
         configs = [[changed(config) for config in configs] for configs in evidence.configs]
@@ -120,7 +131,7 @@ def test_a_kernel_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, 
     plant, shape, tile, least = WORSE[cost]
     gpu = GPUS["h100"]
     works = [
-        kernel_work.gemm_work(e, gpu, *shape, "bfloat16", "nn", e.configs[0][tile], 1)
+        gemm_work.gemm_work(e, gpu, *shape, "bfloat16", "nn", e.configs[0][tile], 1)
         for e in (evidence, plant(evidence))
     ]
     before, after = (time_of(work, gpu) for work in works)
@@ -128,19 +139,19 @@ def test_a_kernel_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, 
     assert (after.waves > before.waves) == (cost in ("registers", "shared memory")), "fewer blocks fit"
 
 
-@pytest.mark.parametrize("layout", kernel_work.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_leads_leave_the_large_tile_its_products(evidence: Evidence, gpu: str, layout: str) -> None:
-    """Of the time of a turn of 128 x 256, whose block is alone on its multiprocessor, the products have 0.99 at least;
+    """Products take at least 0.99 of an iteration of 128 x 256, whose block has its SM to itself;
     and 0.95 for 16-bit types if all warps came to the longest pause at once."""
     for dtype, least in (("bfloat16", 0.99), ("float16", 0.99), ("tf32", 0.99)):
-        config = evidence.configs[kernel_work.DTYPES[dtype].index][0]
+        config = evidence.configs[DTYPES[dtype].index][0]
         assert (config.block_m, config.block_n) == (128, 256)
-        work = kernel_work.gemm_work(evidence, GPUS[gpu], 8192, 8192, 8192, dtype, layout, config, 1)
-        products = work.turn.tensor / GPUS[gpu].multiply_adds
-        assert work.at_once == 1 and products / (products + work.lead) >= least
+        work = gemm_work.gemm_work(evidence, GPUS[gpu], 8192, 8192, 8192, dtype, layout, config, 1)
+        products = work.iteration.tensor / GPUS[gpu].multiply_adds
+        assert work.blocks_per_sm == 1 and products / (products + work.lead) >= least
         if dtype != "tf32":
-            kernel = evidence.kernel(GPUS[gpu], config.kernel_name(kernel_work.DTYPES[dtype], layout))
+            kernel = evidence.kernel(GPUS[gpu], config.kernel_name(DTYPES[dtype], layout))
             pause = kernel.loop.pause * config.warps_m * config.warps_n / GPUS[gpu].issued
             assert products / (products + pause) >= 0.95
 
@@ -149,7 +160,7 @@ def test_a_lead_counts_where_no_other_block_fills_it(evidence: Evidence) -> None
     for tile, slower in ((0, True), (1, False)):
         config = evidence.configs[0][tile]
         before, after = (
-            time_of(kernel_work.gemm_work(e, GPUS["h100"], *LARGE, "bfloat16", "nn", config, 1), GPUS["h100"])
+            time_of(gemm_work.gemm_work(e, GPUS["h100"], *LARGE, "bfloat16", "nn", config, 1), GPUS["h100"])
             for e in (evidence, other_loops(lead=lambda n: n + 94)(evidence))
         )
         assert (after.seconds > before.seconds) == slower
@@ -201,12 +212,12 @@ def test_an_improvement_moves_it_too(evidence: Evidence) -> None:
     assert after.seconds < 0.9 * before.seconds
 
 
-@pytest.mark.parametrize("dtype", kernel_work.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str) -> None:
-    arithmetic = kernel_work.DTYPES[dtype]
+    arithmetic = DTYPES[dtype]
     for config in evidence.configs[arithmetic.index]:
-        for layout in kernel_work.LAYOUTS:
-            k_tile, rest = kernel_work.block_costs(evidence, dtype, layout, config)
+        for layout in LAYOUTS:
+            k_tile, rest = gemm_work.block_costs(evidence, dtype, layout, config)
             products = config.block_m * config.block_n * config.block_k * arithmetic.products
             assert k_tile["mma"] * arithmetic.multiply_adds == products
             sectors = (config.block_m + config.block_n) * config.block_k * config.element_bytes / 32
@@ -223,17 +234,17 @@ def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str)
 TILE_DIMS = [64, 128, 256]
 
 
-@pytest.mark.parametrize("dtype", kernel_work.ATTENTION_DTYPES)
+@pytest.mark.parametrize("dtype", attention_work.ATTENTION_DTYPES)
 @pytest.mark.parametrize("dim", TILE_DIMS)
 def test_costs_of_a_step_are_those_of_the_tile(evidence: Evidence, dim: int, dtype: str) -> None:
     problem = Problem(4, 1024, 8, dim)
     for backward in (False, True):
-        choice = kernel_work.attention_choice(evidence, GPUS["a100"], problem, dtype, backward)
+        choice = attention_work.attention_choice(evidence, GPUS["a100"], problem, dtype, backward)
         tile = choice.tile
         assert tile.dim == tile.dim_v == dim
-        step, of_queries, of_keys = kernel_work.attention_costs(evidence, tile, backward)
+        step, of_queries, of_keys = attention_work.attention_costs(evidence, tile, backward)
         products = (5 if backward else 2) * tile.block_m * tile.block_n * dim
-        assert step["mma"] * kernel_work.DTYPES[dtype].multiply_adds == products
+        assert step["mma"] * DTYPES[dtype].multiply_adds == products
         # Keys and values pass by; or queries, gradients of the output, and two floats of each row.
         read = tile.block_m * (2 * dim * 2 + 2 * 4) if backward else tile.block_n * 2 * dim * 2
         assert step["global_load_sectors"] == read / 32
@@ -259,7 +270,7 @@ def test_blocks_take_the_steps_that_the_kernel_takes(
     evidence: Evidence, backward: bool, causal: bool, window: int | None
 ) -> None:
     """On the emulator's device of 4 multiprocessors, which tells by its products."""
-    gpu = dataclasses.replace(GPUS["a100"], processors=4)
+    gpu = dataclasses.replace(GPUS["a100"], sms=4)
     heads, kv_heads = random.choice([(8, 8), (16, 8)])
     problem = Problem(
         1,
@@ -271,8 +282,8 @@ def test_blocks_take_the_steps_that_the_kernel_takes(
         window=window,
         keys=random.randint(129, 400),
     )
-    choice = kernel_work.attention_choice(evidence, gpu, problem, "bfloat16", backward)
-    step, of_queries, _ = kernel_work.attention_costs(evidence, choice.tile, backward)
+    choice = attention_work.attention_choice(evidence, gpu, problem, "bfloat16", backward)
+    step, of_queries, _ = attention_work.attention_costs(evidence, choice.tile, backward)
     shapes = ((problem.length, heads), (problem.keys, kv_heads), (problem.keys, kv_heads))
     tensors = [torch.randn(1, *shape, problem.dim).bfloat16().requires_grad_(backward) for shape in shapes]
     with testing.emulated() as emulation:
@@ -291,7 +302,7 @@ def test_steps_of_a_causal_mask_come_longest_first(evidence: Evidence) -> None:
     """Of the heads whose operands fit L2 together: that is how the tail is short."""
     for backward in (False, True):
         problem = Problem(1, 2048, 16, 128, causal=True)
-        choice = kernel_work.attention_choice(evidence, GPUS["h100"], problem, "bfloat16", backward)
+        choice = attention_work.attention_choice(evidence, GPUS["h100"], problem, "bfloat16", backward)
         assert list(choice.steps) == sorted(choice.steps, reverse=True)
         assert len(set(choice.steps)) == 2048 // (choice.tile.block_n if backward else choice.tile.block_m)
     full, causal = (predict_attention(GPUS["h100"], Problem(1, 32768, 16, 128, causal=c), False) for c in (False, True))
@@ -328,16 +339,16 @@ def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     logits = batch * heads * length**2
     forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
     # The busiest multiprocessor has a few more than its part.
-    part = gpu.special * gpu.clock * gpu.processors * 1.0001
+    part = gpu.special * gpu.clock * gpu.sms * 1.0001
     for phase in (forward, backward):
         assert logits / part < phase.resources["special"] < 1.1 * logits / part
-    sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.processors * 1.0001)
+    sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.sms * 1.0001)
     assert sums < backward.resources["reduce"] < 1.1 * sums
     assert forward.resources["reduce"] == 0
 
 
 def test_sums_of_a_split_cross_l2_once_each_way(evidence: Evidence) -> None:
-    stored, summed = kernel_work.split_bytes(evidence)
+    stored, summed = gemm_work.split_bytes(evidence)
     assert summed == 4
     assert 4 <= stored < 4.01  # and the arrivals are cleared
 
@@ -345,7 +356,7 @@ def test_sums_of_a_split_cross_l2_once_each_way(evidence: Evidence) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_takes_what_the_launcher_takes(evidence: Evidence, dtype: str) -> None:
     """On the emulator's device of 4 multiprocessors, which tells by its blocks."""
-    arithmetic = kernel_work.DTYPES[dtype]
+    arithmetic = DTYPES[dtype]
     seen = set()
     for m, n, k in ((256, 512, 64), (256, 256, 64), (64, 64, 64), (64, 64, 2048), (130, 70, 900), (20, 20, 2400)):
         choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, 80, 4)
@@ -363,25 +374,25 @@ def test_takes_what_the_launcher_takes(evidence: Evidence, dtype: str) -> None:
 
 def test_the_order_of_tiles_is_that_of_the_kernel() -> None:
     source = (ROOT / "csrc" / "gemm" / "gemm_sm80.cuh").read_text()
-    assert re.findall(r"constexpr int kGroup = (\d+);", source) == [str(kernel_work.GROUP_ROWS)]
+    assert re.findall(r"constexpr int kGroup = (\d+);", source) == [str(gemm_work.GROUP_ROWS)]
 
 
 @ON_EVERY_GPU
 def test_as_many_blocks_fit_as_the_launcher_counts_with(evidence: Evidence, gpu: Gpu) -> None:
-    for dtype, arithmetic in kernel_work.DTYPES.items():
+    for dtype, arithmetic in DTYPES.items():
         for config in evidence.configs[arithmetic.index]:
             kernel = evidence.kernel(gpu, config.kernel_name(arithmetic, "nn"))
-            at_once = kernel_work.fit(kernel, gpu, config.shared_bytes)
+            blocks_per_sm = fit(kernel, gpu, config.shared_bytes)
             # 99 KiB of shared memory hold two blocks of 48 KiB, as the ladder of the GEMM says.
             least = min(config.min_blocks, 2) if gpu is GPUS["4090"] else config.min_blocks
-            assert at_once >= least, f"{dtype} {config}"
+            assert blocks_per_sm >= least, f"{dtype} {config}"
 
 
 @ON_EVERY_GPU
 def test_as_many_blocks_of_attention_fit_as_its_tiles_say(evidence: Evidence, gpu: Gpu) -> None:
     for dim, backward in itertools.product(TILE_DIMS, (False, True)):
         problem = Problem(16, 1024, 8, dim)
-        tile = kernel_work.attention_choice(evidence, gpu, problem, "bfloat16", backward).tile
+        tile = attention_work.attention_choice(evidence, gpu, problem, "bfloat16", backward).tile
         predicted = predict_attention(gpu, problem, backward, evidence=evidence)
         # Backward the 4090 has room for one block where D is 128 or more.
         least = 1 if gpu is GPUS["4090"] and backward and dim > 64 else tile.min_blocks
@@ -401,10 +412,10 @@ def test_agrees_with_others_kernels_of_the_same_kind(gpu: str, size: int, tflops
 
 def test_attention_is_about_as_fast_as_others_of_the_same_kind() -> None:
     """FlashAttention-2 has other tiles and order, so within a quarter."""
-    for (dim, causal), theirs in model.FLASH_ATTENTION_2.items():
-        for length, tflops in zip(model.LENGTHS, theirs, strict=True):
-            (problem,) = (p for p in model.PROBLEMS if (p.dim, p.causal, p.length) == (dim, causal, length))
-            ours = model.forward_and_backward(GPUS["a100"], problem) / 1e12
+    for (dim, causal), theirs in FLASH_ATTENTION_2.items():
+        for length, tflops in zip(LENGTHS, theirs, strict=True):
+            (problem,) = (p for p in PROBLEMS if (p.dim, p.causal, p.length) == (dim, causal, length))
+            ours = document.forward_and_backward(GPUS["a100"], problem) / 1e12
             assert 0.8 * tflops < ours < 1.25 * tflops, problem
 
 
@@ -416,8 +427,8 @@ def test_hopper_stays_below_what_mma_sync_can_do() -> None:
 
 @ON_EVERY_GPU
 def test_predictions_hang_together(gpu: Gpu) -> None:
-    found = list(model.predictions(gpu, None, "bfloat16", "nn", False))
-    assert len(found) == len(model.SHAPES) + 2 * len(model.PROBLEMS) + len(model.PACKS)
+    found = list(command.predictions(gpu, None, "bfloat16", "nn", False))
+    assert len(found) == len(SHAPES) + 2 * len(PROBLEMS) + len(PACKS)
     for p in found:
         assert p.seconds > max(seconds for name, seconds in p.resources.items() if name != "latency")
         assert p.seconds < sum(p.resources.values()) * 1.5
@@ -433,7 +444,7 @@ def test_other_kernels_are_shown_with_the_splits_that_suit_them(evidence: Eviden
     assert chosen.chosen and not any(p.chosen for p in others)
     assert [p.config for p in others] == [str(config) for config in evidence.configs[0]]
     work = [
-        kernel_work.gemm_work(evidence, GPUS["a100"], 64, 4096, 4096, "bfloat16", "nn", evidence.configs[0][1], splits)
+        gemm_work.gemm_work(evidence, GPUS["a100"], 64, 4096, 4096, "bfloat16", "nn", evidence.configs[0][1], splits)
         for splits in range(1, 33)
     ]
     best = min(time_of(w, GPUS["a100"]).seconds for w in work)
@@ -441,10 +452,10 @@ def test_other_kernels_are_shown_with_the_splits_that_suit_them(evidence: Eviden
 
 
 def test_more_bandwidth_is_not_slower() -> None:
-    for shape in model.SHAPES:
+    for shape in SHAPES:
         h100, h200 = (predict_gemm(GPUS[name], *shape)[0] for name in ("h100", "h200"))
         assert h200.seconds <= h100.seconds
-    for problem, backward in itertools.product(model.PROBLEMS, (False, True)):
+    for problem, backward in itertools.product(PROBLEMS, (False, True)):
         h100, h200 = (predict_attention(GPUS[name], problem, backward) for name in ("h100", "h200"))
         assert h200.seconds <= h100.seconds
 
@@ -452,11 +463,11 @@ def test_more_bandwidth_is_not_slower() -> None:
 def test_a_block_alone_hides_nothing() -> None:
     gpu = GPUS["a100"]
     work = Work(
-        blocks=4 * gpu.processors,
-        at_once=1,
-        turns=10,
-        turn=Amounts(tensor=gpu.multiply_adds * 1000),
-        ends=Amounts(l2=gpu.l2_bytes * 500),
+        blocks=4 * gpu.sms,
+        blocks_per_sm=1,
+        iterations=10,
+        iteration=Amounts(tensor=gpu.multiply_adds * 1000),
+        outside=Amounts(l2=gpu.l2_bytes * 500),
         in_flight=3,
         memory_bytes=0,
     )
@@ -464,31 +475,30 @@ def test_a_block_alone_hides_nothing() -> None:
     cycles = 4 * (10 * 1000 + 500 + gpu.memory_latency)
     assert alone.seconds == pytest.approx(gpu.launch + cycles / gpu.clock, rel=0.001)
     assert (alone.waves, alone.binding) == (4, "tensor")
-    together = time_of(dataclasses.replace(work, at_once=2), gpu)
+    together = time_of(dataclasses.replace(work, blocks_per_sm=2), gpu)
     assert together.seconds < alone.seconds - 1.9 * 500 / gpu.clock
 
 
 def test_the_busiest_multiprocessor_decides() -> None:
     gpu = GPUS["a100"]
-    turn = Amounts(tensor=gpu.multiply_adds * 1000)
-    even = Work(2 * gpu.processors, 2, 10, turn, Amounts(), 3, 0)
+    iteration = Amounts(tensor=gpu.multiply_adds * 1000)
+    even = Work(2 * gpu.sms, 2, 10, iteration, Amounts(), 3, 0)
     seconds = time_of(even, gpu).seconds
-    for turns in ([10] * 2 * gpu.processors, [20] + [10] * (2 * gpu.processors - 2)):
-        assert time_of(dataclasses.replace(even, blocks=len(turns), turns=turns), gpu).seconds == pytest.approx(
-            seconds, rel=0.02
-        )
-    longest_first = [40] + [10] * (2 * gpu.processors - 4)
+    for iterations in ([10] * 2 * gpu.sms, [20] + [10] * (2 * gpu.sms - 2)):
+        work = dataclasses.replace(even, blocks=len(iterations), iterations=iterations)
+        assert time_of(work, gpu).seconds == pytest.approx(seconds, rel=0.02)
+    longest_first = [40] + [10] * (2 * gpu.sms - 4)
     first, last = (
-        time_of(dataclasses.replace(even, blocks=len(turns), turns=turns), gpu).resources["tensor"] * gpu.clock
-        for turns in (longest_first, longest_first[::-1])
+        time_of(dataclasses.replace(even, blocks=len(steps), iterations=steps), gpu).resources["tensor"] * gpu.clock
+        for steps in (longest_first, longest_first[::-1])
     )
     assert (first, last) == (pytest.approx(40 * 1000), pytest.approx(50 * 1000))
 
 
 def test_a_block_alone_does_one_thing_after_the_other() -> None:
     gpu = GPUS["a100"]
-    work = Work(4 * gpu.processors, 1, 10, Amounts(tensor=gpu.multiply_adds * 1000), Amounts(), 1, 0, alone=1500)
-    one, two = (time_of(dataclasses.replace(work, at_once=n), gpu) for n in (1, 2))
+    work = Work(4 * gpu.sms, 1, 10, Amounts(tensor=gpu.multiply_adds * 1000), Amounts(), 1, 0, lone_cycles=1500)
+    one, two = (time_of(dataclasses.replace(work, blocks_per_sm=n), gpu) for n in (1, 2))
     assert one.binding == "latency" and one.resources["latency"] * gpu.clock > 4 * 10 * 1500
     assert two.binding == "tensor" and two.seconds < 0.85 * one.seconds
 
@@ -509,7 +519,7 @@ def test_missing_evidence_says_how_to_get_it(evidence: Evidence) -> None:
         predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, gemm=fewer))
     with pytest.raises(ModelError, match=r"expected gemm_sm80<Gemm<bfloat16_t, 0, true, false, .* of sm_90a"):
         predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, kernels={"sm_90a": {}}))
-    with pytest.raises(ModelError, match="expected to fit a multiprocessor of H100 SXM"):
+    with pytest.raises(ModelError, match="expected a block to fit on an SM of H100 SXM"):
         predict_gemm(GPUS["h100"], *LARGE, evidence=other_configs(shared_bytes=lambda n: 300_000)(evidence))
 
 
@@ -524,18 +534,18 @@ def test_attention_that_the_model_does_not_know(evidence: Evidence) -> None:
 
 
 def test_record_of_predictions_is_current() -> None:
-    assert model.read_document()[1] == model.document_tables(), "run: python -m benchmarks model --write"
+    assert document.read_document()[1] == document.document_tables(), "run: python -m benchmarks model --write"
 
 
 def test_record_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    document = tmp_path / "model.md"
-    monkeypatch.setattr(model, "DOCUMENT", document)
-    monkeypatch.setattr(model, "document_tables", lambda: "| new |\n")
-    document.write_text(f"before\n{model.BEGIN}\n| old |\n{model.END}\nbehind\n")
-    assert model.main(["--write"]) == 0
-    assert document.read_text() == f"before\n{model.BEGIN}\n| new |\n{model.END}\nbehind\n"
-    document.write_text("nothing")
-    assert model.main(["--write"]) == 2
+    file = tmp_path / "model.md"
+    monkeypatch.setattr(document, "DOCUMENT", file)
+    monkeypatch.setattr(document, "document_tables", lambda: "| new |\n")
+    file.write_text(f"before\n{document.BEGIN}\n| old |\n{document.END}\nbehind\n")
+    assert command.main(["--write"]) == 0
+    assert file.read_text() == f"before\n{document.BEGIN}\n| new |\n{document.END}\nbehind\n"
+    file.write_text("nothing")
+    assert command.main(["--write"]) == 2
     assert "model.md: expected the lines" in capsys.readouterr().err
 
 
@@ -549,14 +559,15 @@ def test_record_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
-    assert model.main(arguments) == 2
+    assert command.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"benchmarks model: {message}")
 
 
 def test_json_has_a_prediction_a_line(capsys: Capture) -> None:
     assert (
-        model.main(["--gpu", "H100", "4090", "--shapes", "512x512x512", "1x4096x4096", "--json", "--all-configs"]) == 0
+        command.main(["--gpu", "H100", "4090", "--shapes", "512x512x512", "1x4096x4096", "--json", "--all-configs"])
+        == 0
     )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == 2 * 2 * (1 + 3)
@@ -569,7 +580,7 @@ def test_json_has_a_prediction_a_line(capsys: Capture) -> None:
 def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool) -> None:
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert model.main(["--gpu", "a100"]) == 0
+    assert command.main(["--gpu", "a100"]) == 0
     out = capsys.readouterr().out
     titles = [line for line in out.splitlines() if line.startswith("A100 SXM 80GB, ")]
     kinds = ["bfloat16 nn", "bfloat16 attention", "buckets"]
@@ -580,12 +591,12 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
     (line,) = [line for line in out.splitlines() if line.startswith("causal B=2 S=8192 H=16 D=128 backward ")]
     attention = predict_attention(GPUS["a100"], Problem(2, 8192, 16, 128, causal=True), True)
     assert [attention.kernel, attention.binding, "2"] == line.split()[6:9]
-    assert line.split()[-8:] == [model.microseconds(attention.resources[name]) for name in model.RESOURCES]
+    assert line.split()[-8:] == [tables.microseconds(attention.resources[name]) for name in RESOURCES]
     assert "measured" not in out
-    assert model.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
+    assert command.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
     out = capsys.readouterr().out
     assert "999 x 999 x 999 *" in out and "8 x 8 x 8 *" not in out and "* copied" in out
-    assert model.main(["--gpu", "a100", "--figures"]) == 0
+    assert command.main(["--gpu", "a100", "--figures"]) == 0
     assert "thonking.ai" in capsys.readouterr().out
 
 
@@ -611,12 +622,12 @@ def measured(case: measure.Case, seconds: float | None, **changes: object) -> re
 def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capture) -> None:
     gpu = GPUS["h200"]
     (p,), (odd,) = predict_gemm(gpu, *LARGE), predict_gemm(gpu, 777, 888, 999)
-    pack = predict_bucket(gpu, model.PACKS[0])
+    pack = predict_bucket(gpu, PACKS[0])
     product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="")
     odd_product = bench_gemm.product(device="cuda", dtype="bfloat16", shape=(777, 888, 999), group="", note="odd")
     turned = bench_gemm.product(device="cuda", dtype="bfloat16", shape=LARGE, group="", layout="nt")
     gpt2 = bench_bucket.make_case("pack", "cuda", "GPT-2", bench_bucket.gpt2(), "bfloat16", "bfloat16")
-    of_grid, odd_problem = model.PROBLEMS[7], Problem(3, 2000, 16, 128, kv_heads=8, causal=True, window=1023)
+    of_grid, odd_problem = PROBLEMS[7], Problem(3, 2000, 16, 128, kv_heads=8, causal=True, window=1023)
     decode = Problem(16, 1, 32, 128, kv_heads=8, keys=4096)
     alone = Problem(1, 512, 2, 64, causal=True)  # whose keys are divided
     attention = {
@@ -640,8 +651,8 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
         measured(product, None, failure="crashed", date="2031-01-01T00:00:00"),
     ]
     (folder / "one.jsonl").write_text("\n".join(m.to_json() for m in lines))
-    found = {(p.op, p.dtype, p.case): p for p in model.predictions(gpu, None, "bfloat16", "nn", False)}
-    always = len(model.SHAPES) + len(model.PACKS) + 2 * len(model.PROBLEMS)
+    found = {(p.op, p.dtype, p.case): p for p in command.predictions(gpu, None, "bfloat16", "nn", False)}
+    always = len(SHAPES) + len(PACKS) + 2 * len(PROBLEMS)
     assert len(found) == always + 1 + 2, "what was measured comes beside what is always shown"
     for of_case, ratio in ((p, 0.5), (odd, 2), (pack, 1)):
         assert found[of_case.op, of_case.dtype, of_case.case].ratio == pytest.approx(ratio)
@@ -649,13 +660,13 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
         name = (problem.op(), "bfloat16", f"{problem.name()} {phase}")
         assert found[name].measured == (6.0 if phase == "backward" else 5.0)
     assert sum(p.ratio is not None for p in found.values()) == 3 + 4
-    exact = [p.measured for p in model.predictions(gpu, None, "float32", "nn", False)]
+    exact = [p.measured for p in command.predictions(gpu, None, "float32", "nn", False)]
     assert [seconds for seconds in exact if seconds] == [9.0, pack.seconds]
-    assert all(p.measured is None for p in model.predictions(GPUS["h100"], None, "bfloat16", "nn", False))
-    assert [p.measured for p in model.predictions(gpu, [LARGE], "bfloat16", "nt", False)] == [8.0]
-    assert model.main(["--gpu", "h200", "--shapes", "8192x8192x8192"]) == 0
+    assert all(p.measured is None for p in command.predictions(GPUS["h100"], None, "bfloat16", "nn", False))
+    assert [p.measured for p in command.predictions(gpu, [LARGE], "bfloat16", "nt", False)] == [8.0]
+    assert command.main(["--gpu", "h200", "--shapes", "8192x8192x8192"]) == 0
     out = capsys.readouterr().out
     assert "measured" in out and out.rstrip().endswith(f"{2 * p.seconds * 1e6:.0f}   0.50")
     (folder / "two.jsonl").write_text("not json")
-    assert model.main(["--gpu", "h200"]) == 2
-    assert "two.jsonl:1: expected one JSON object a line" in capsys.readouterr().err
+    assert command.main(["--gpu", "h200"]) == 2
+    assert "two.jsonl:1: expected one JSON object per line" in capsys.readouterr().err

@@ -22,12 +22,12 @@ from cuda_ext.distributed import BucketedDataParallel
 
 WAYS: dict[str, dict[str, Any]] = {
     "auto": {},
-    "all_reduce": {"reduction": "all_reduce"},
-    "float32": {"reduction": "float32"},
-    "nodes": {"reduction": "all_reduce"},
+    "all_reduce": {"algorithm": "all_reduce"},
+    "float32": {"algorithm": "float32"},
+    "nodes": {"algorithm": "all_reduce"},
     "sharded": {"shard_optimizer": True},
-    "sharded, float32": {"shard_optimizer": True, "reduction": "float32"},
-    "not gloo": {"reduction": "float32"},
+    "sharded, float32": {"shard_optimizer": True, "algorithm": "float32"},
+    "not gloo": {"algorithm": "float32"},
 }
 
 
@@ -134,7 +134,7 @@ def test_a_rank_without_a_gradient_sends_its_bucket_later() -> None:
     """Beside a collective of a layer: on one rank before it, on the other after it."""
     tower = Tower(True)
     tower.head = nn.Linear(9, 9, dtype=torch.float64)
-    model = BucketedDataParallel(tower, bucket_mb=SMALL, reduction="all_reduce")
+    model = BucketedDataParallel(tower, bucket_mb=SMALL, algorithm="all_reduce")
     x = torch.randn(5, 9, dtype=torch.float64)
     output = model(x, 0)
     (model.module.head(output) if dist.get_rank() == 0 else output).sum().backward()
@@ -148,9 +148,9 @@ def test_it_goes_with_the_wrapper() -> None:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
 
-    for reduction in ("all_reduce", "float32"):
+    for algorithm in ("all_reduce", "float32"):
         before = held()
-        model = BucketedDataParallel(nn.Linear(3, 2), reduction=reduction)
+        model = BucketedDataParallel(nn.Linear(3, 2), algorithm=algorithm)
         model(torch.randn(4, 3)).sum().backward()
         assert held() > before
         del model

@@ -16,11 +16,14 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from cuda_ext.distributed import model_shapes, units
-from cuda_ext.distributed.__main__ import EPILOG, main
-from cuda_ext.distributed.cost_model import Gradient, Hop, choose, fill, ring, simulate, two_level
-from cuda_ext.distributed.model_shapes import Parameter, ShapesError
-from cuda_ext.distributed.presets import PRESETS, Transformer
+from cuda_ext.distributed.planning import model_shapes, units
+from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
+from cuda_ext.distributed.planning.choice import choose
+from cuda_ext.distributed.planning.command import EPILOG, main
+from cuda_ext.distributed.planning.links import Hop, ring, two_level
+from cuda_ext.distributed.planning.model_shapes import Parameter, ShapesError
+from cuda_ext.distributed.planning.presets import PRESETS, Transformer
+from cuda_ext.distributed.planning.simulation import Gradient, simulate
 
 Capture = pytest.CaptureFixture[str]
 NETWORK = ["--bandwidth", "100Gbit", "--latency", "10us"]
@@ -262,7 +265,7 @@ def test_predictions_are_those_of_the_model(capsys: Capture) -> None:
         if row["bucket"] == "auto":
             timeline = choose(gradients, link, 0.002).timeline
         else:
-            timeline = simulate(gradients, fill(gradients, row["bucket"]), link, 0.002)
+            timeline = simulate(gradients, fill(gradients, fixed_capacity(row["bucket"])), link, 0.002)
         assert row["bucket_bytes"] == [transfer.bytes for transfer in timeline.transfers]
         assert row["exposed_seconds"] == pytest.approx(timeline.exposed)
         assert row["efficiency"] == pytest.approx(0.003 / (0.003 + timeline.exposed))
@@ -372,8 +375,8 @@ def test_plot(tmp_path: Path, capsys: Capture, suffix: str) -> None:
 
 def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "cuda_ext.distributed.plan_plot", raising=False)
-    monkeypatch.delattr("cuda_ext.distributed.plan_plot", raising=False)
+    monkeypatch.delitem(sys.modules, "cuda_ext.distributed.planning.plot", raising=False)
+    monkeypatch.delattr("cuda_ext.distributed.planning.plot", raising=False)
     path = tmp_path / "plan.png"
     complaint = refused(capsys, "llama-8b", "--ranks", "8", *NETWORK, *COMPUTING, "--plot", str(path))
     assert complaint.startswith("--plot: expected matplotlib, got ") and complaint.endswith("; pip install matplotlib")
@@ -386,7 +389,7 @@ def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: p
         (["nope"], "nope: expected a file or a preset, such as gpt2, gpt2-medium, "),
         (["lama-8b"], "lama-8b: expected a file or a preset, such as llama-8b, "),
         (["."], ".: Is a directory"),
-        (["llama-8b", "--ranks", "0"], "argument --ranks: expected a whole number above 0, got '0'; --help tells more"),
+        (["llama-8b", "--ranks", "0"], "argument --ranks: expected a whole number above 0, got '0'; see --help"),
         (["llama-8b", "--bandwidth", "fast"], "argument --bandwidth: expected a number and a unit such as 400Gbit or"),
         (["llama-8b", "--latency", "5"], "argument --latency: expected a number and a unit such as 5us, got '5'"),
         (["llama-8b", "--latency", "0foo"], "argument --latency: expected a number and a unit such as 5us, got '0foo'"),
@@ -412,7 +415,7 @@ def test_bad_arguments(capsys: Capture, arguments: list[str], complaint: str) ->
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--help"], "plan      exposed time"), (["plan", "--help"], "MODEL_SHAPES is a file of the")],
+    [(["--help"], "plan      exposed time"), (["plan", "--help"], "MODEL_SHAPES is a file that lists")],
 )
 def test_help(capsys: Capture, arguments: list[str], said: str) -> None:
     with pytest.raises(SystemExit) as stop:

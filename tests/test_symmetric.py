@@ -24,7 +24,7 @@ from ranks import COLLECTIVE_TIMEOUT, on_ranks
 from torch import Tensor
 
 from cuda_ext.distributed import symmetric
-from cuda_ext.distributed.symmetric import ALIGNMENT, SymmetricArena, probe
+from cuda_ext.distributed.symmetric import ALIGNMENT, SymmetricArena, probe_shared_memory
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -286,7 +286,7 @@ def test_abort_wakes_those_who_wait() -> None:
         time.sleep(0.1)
         arena.abort()
     begin = time.monotonic()
-    assert "one that rank 1 gave up;" in failure_of(lambda: arena.all_reduce(arena.bytes.view(torch.float32)))
+    assert "memory that rank 1 gave up;" in failure_of(lambda: arena.all_reduce(arena.bytes.view(torch.float32)))
     assert time.monotonic() - begin < 5
 
 
@@ -319,7 +319,7 @@ def test_refusals() -> None:
         (arena.bytes, 0, "expected bucket of dtype float32, float16, bfloat16 or float64, got"),
         (floats[::2], 0, "expected bucket of shape (N,) and contiguous"),
         (floats[1:], 0, "expected bucket to begin at a multiple of 64 bytes, got byte 4"),
-        (torch.zeros(16), 0, "expected bucket to be a view of segments[0] behind its first 131072 bytes"),
+        (torch.zeros(16), 0, "expected bucket to be a view of segments[0] after its first 131072 bytes"),
     ):
         assert message in failure_of(lambda bucket=bucket, slot=slot: arena.all_reduce(bucket, slot=slot))
     with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; ask for slots="):
@@ -361,9 +361,9 @@ def test_probe_of_one_host() -> None:
     arena = make_arena(1)
     assert count_open_segments() >= 3
     del arena
-    assert probe(dist.group.WORLD, CPU) is None
+    assert probe_shared_memory(dist.group.WORLD, CPU) is None
     assert count_open_segments() == 0
-    assert "devices of type meta" in str(probe(dist.group.WORLD, torch.device("meta")))
+    assert "devices of type meta" in str(probe_shared_memory(dist.group.WORLD, torch.device("meta")))
 
 
 @on_ranks(3)
@@ -372,7 +372,7 @@ def test_probe_where_one_rank_does_not_reach_the_others() -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
         if dist.get_rank() == 2:
             patch.setattr(symmetric, "_PROCESSES", Path(empty))
-        reason = probe(dist.group.WORLD, CPU)
+        reason = probe_shared_memory(dist.group.WORLD, CPU)
         failure = failure_of(lambda: make_arena(100))
     assert reason is not None
     assert reason.startswith("rank 2 does not reach the memory of rank 0 ([Errno 2] No such file or directory")
@@ -424,7 +424,7 @@ def _be_killed() -> None:
 
 
 def _print_probe() -> None:
-    print(probe(dist.group.WORLD, CPU), flush=True)
+    print(probe_shared_memory(dist.group.WORLD, CPU), flush=True)
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
 
-from cuda_ext.distributed.wire import ErrorFeedback, fp32_all_reduce, fp32_reduce_scatter, sum_chunks
+from cuda_ext.distributed.wire import ErrorFeedback, float32_all_reduce, float32_reduce_scatter, sum_chunks
 
 SMALL = (torch.bfloat16, torch.float16)
 
@@ -27,7 +27,7 @@ def run(steps: Iterator[dist.Work]) -> None:
 
 
 def all_reduced(wire: Tensor) -> Tensor:
-    run(fp32_all_reduce(wire, dist.group.WORLD))
+    run(float32_all_reduce(wire, dist.group.WORLD))
     return wire
 
 
@@ -123,7 +123,7 @@ def test_reduce_scatter(wire_dtype: torch.dtype, dtype: torch.dtype) -> None:
     wire = own_values(chunk).to(wire_dtype)
     before = wire.clone()
     out = torch.empty(chunk, dtype=dtype)
-    run(fp32_reduce_scatter(wire, out, dist.group.WORLD, scale=1 / ranks))
+    run(float32_reduce_scatter(wire, out, dist.group.WORLD, scale=1 / ranks))
     assert torch.equal(wire, before)
     sent = everywhere(wire).view(ranks, ranks, chunk)[:, rank].double()
     accumulator = torch.float64 if torch.float64 in (wire_dtype, dtype) else torch.float32
@@ -138,7 +138,7 @@ def test_sums_in_groups_and_side_by_side() -> None:
     rank = dist.get_rank()
     pair = dist.new_group([1, 2])
     wires = [torch.full((6,), float(10 * n + rank), dtype=torch.bfloat16) for n in range(2)]
-    steps = [fp32_all_reduce(wire, dist.group.WORLD) for wire in wires]
+    steps = [float32_all_reduce(wire, dist.group.WORLD) for wire in wires]
     for _ in range(2):
         works = [next(step) for step in steps]
         for work in reversed(works):
@@ -147,7 +147,7 @@ def test_sums_in_groups_and_side_by_side() -> None:
     assert [wire.tolist() for wire in wires] == [[3.0] * 6, [33.0] * 6]
     if rank:
         wire = torch.full((4,), float(rank), dtype=torch.bfloat16)
-        run(fp32_all_reduce(wire, pair))
+        run(float32_all_reduce(wire, pair))
         assert wire.tolist() == [3.0] * 4
 
 
@@ -192,7 +192,7 @@ def test_feedback_makes_the_mean_over_steps_exact(dtype: torch.dtype) -> None:
             wire = values.to(dtype)
             if feedback:
                 own.round(values.clone(), wire)
-            run(fp32_all_reduce(wire, dist.group.WORLD, feedback=summed if feedback else None))
+            run(float32_all_reduce(wire, dist.group.WORLD, feedback=summed if feedback else None))
             total += wire.double()
         if feedback:  # no error is lost: all that is missing is here
             missing = everywhere(own.residual).double().sum(dim=0)
@@ -253,12 +253,12 @@ def test_bad_sizes() -> None:
     group = dist.group.WORLD
     cases: list[tuple[Callable[[], Iterator[dist.Work]], str]] = [
         (
-            lambda: fp32_all_reduce(torch.ones(5), group),
-            "fp32_all_reduce: expected wire of a multiple of 2 elements, one chunk for each rank, got 5; pad it",
+            lambda: float32_all_reduce(torch.ones(5), group),
+            "float32_all_reduce: expected wire of a multiple of 2 elements, one chunk for each rank, got 5; pad it",
         ),
         (
-            lambda: fp32_reduce_scatter(torch.ones(6), torch.ones(2), group),
-            "fp32_reduce_scatter: expected wire to hold one chunk of the size of out for each of 2 ranks, 2 x 2 "
+            lambda: float32_reduce_scatter(torch.ones(6), torch.ones(2), group),
+            "float32_reduce_scatter: expected wire to hold one chunk of the size of out for each of 2 ranks, 2 x 2 "
             "elements, got 6; pad it",
         ),
     ]

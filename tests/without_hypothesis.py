@@ -1,4 +1,4 @@
-"""Takes the place of hypothesis where it is not installed: the tests it would have run are skipped, and say so."""
+"""A replacement of hypothesis where it is not installed: its tests are reported as skipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def given(*_: object, **__: object) -> Callable[[Callable[..., Any]], Callable[[
         @pytest.mark.skip(reason="hypothesis is not installed")
         def skipped() -> None: ...
 
-        # Without the arguments that hypothesis would have given, which pytest would take for fixtures.
+        # Without the test's arguments, which pytest would look up as fixtures.
         skipped.__name__, skipped.__doc__ = test.__name__, test.__doc__
         return skipped
 

@@ -60,7 +60,7 @@ TORCH_WRAPPER = nn.parallel.DistributedDataParallel
 
 # Reasons, and the tests without "test_".
 BY_DESIGN_GROUPS = {
-    "registers a communication hook: wire_dtype, reduction and error_feedback take their place": (
+    "registers a communication hook: wire_dtype, algorithm and error_feedback take their place": (
         "accumulate_gradients_no_sync_allreduce_hook",
         "accumulate_gradients_no_sync_allreduce_with_then_hook",
         "ddp_broadcast_buffer_via_hook",
@@ -217,7 +217,7 @@ class Adapter(BucketedDataParallel):
         return Adapter, (self.module,)
 
 
-class TorchOnCPU(TORCH_WRAPPER):  # type: ignore[valid-type, misc]
+class TorchOnCPU(TORCH_WRAPPER):
     """torch's wrapper without the numbers of GPUs that it would refuse."""
 
     def __init__(self, module: nn.Module, device_ids: object = None, output_device: object = None, **rest: Any) -> None:
@@ -256,7 +256,7 @@ def lend_cpu_as_gpus() -> None:
             kwargs["device"] = on_cpu(kwargs["device"])
         return module_to(module, *map(on_cpu, args[:1]), *args[1:], **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign]
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
     common.skip_if_no_gpu = lambda test: test
     common.skip_if_lt_x_gpu = lambda count, **kwargs: (
         (lambda test: test) if count <= RANKS else skip_if_fewer(count, **kwargs)
@@ -366,7 +366,7 @@ def main() -> int:
             for name, reason in sorted(table.items()):
                 print(f"{title}: test_{name}: {reason}")
         return 0
-    Adapter.options = {"reduction": options.reduction}
+    Adapter.options = {"algorithm": options.reduction}
     if not options.as_written:
         lend_cpu_as_gpus()
     module = import_tests()

@@ -2,8 +2,8 @@
 
     python tools/draw_figures.py      # writes docs/figures/*.svg and CONTRIBUTING.md
 
-`tests/test_docs.py` fails if the committed figures or the table differ from what this script writes, or LAYERS from
-what the sources include and import.
+`tests/test_docs.py` fails if the committed figures or the table differ from what this script writes, and
+`tests/test_structure.py` if LAYERS differs from what the sources include and import.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ LAYERS = (
         "5 what is built\non the ops",
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
         Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
-        Part("distributed", "cuda_ext/distributed", "gradients over ranks", "public ops, support", PYTHON),
+        Part("distributed", "cuda_ext/distributed", "gradients over ranks", "planning, public ops, support", PYTHON),
+        Part("planning", "distributed/planning", "division into buckets", "", PYTHON),
         Part("testing", "cuda_ext/testing", "references, emulated()", "support", PYTHON),
     ),
     Layer(
@@ -236,7 +237,7 @@ def linear() -> Drawing:
     d.box(
         (220, 416, 420, 64),
         KERNEL,
-        "csrc/gemm/gemm_sm80.cuh",
+        "csrc/gemm/gemm_sm80_launch.cuh",
         "launch_with: choose_plan (plan_sm80.h), then\nlaunch_layout, launch_shape: one instantiation",
     )
     d.line((425, 480), (425, 502))
@@ -347,7 +348,7 @@ def backward() -> Drawing:
         (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "data_parallel.py: forward, no_sync,\nclip_grad_norm_"
     )
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
-    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(plan.py, cost_model.py, measure.py)")
+    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(planning: choice.py, measuring.py)")
     decides = "reducer.py: which gradients have come,\nwhich bucket goes next, when a pass ends\n"
     d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py tells what other ranks do)")
     d.line((middle, 75), (160, 75), (160, 152))
@@ -437,7 +438,7 @@ def emulator() -> Drawing:
         (20, 124, 250, 62),
         BASE,
         "simt::launch",
-        "launch.cpp: checks limits, shares the\ngrid among threads of the host",
+        "launch.cpp: checks limits, distributes\nclusters over host threads",
     )
     d.box((20, 218, 250, 48), BASE, "Machine::run", "machine.cpp: a batch of clusters")
     d.line((145, 92), (145, 124))
@@ -445,7 +446,7 @@ def emulator() -> Drawing:
     d.line((270, 242), (310, 242))
 
     d.rectangle(310, 44, 480, 320, "#f6f8fa")
-    d.text(324, 66, "Machine: blocks that are resident on one thread of the host", bold=True, limit=460)
+    d.text(324, 66, "Machine: the blocks resident on one host thread", bold=True, limit=460)
     poison = "1 KiB reserved, then NaNs until it is written"
     d.box((324, 80, 452, 36), HARDWARE, "shared memory of the block", poison, mono=False)
     fills = {"r": KERNEL, "p": BASE, "m": "#f6c79b", "x": "#4aa564"}
@@ -457,7 +458,7 @@ def emulator() -> Drawing:
     for x, state, name in (
         (324, "x", "runs"),
         (394, "r", "can run"),
-        (484, "m", "waits in meet"),
+        (484, "m", "waits for its warp"),
         (644, "p", "parked"),
     ):
         d.rectangle(x, 290, 12, 16, fills[state])
@@ -469,17 +470,17 @@ def emulator() -> Drawing:
         "cuda_ext_simt_switch (fiber.cpp) saves its registers and loads the next.",
     )
 
-    d.text(830, 66, "in_flight_: started, not done", bold=True, limit=240)
+    d.text(830, 66, "in_flight_: started, not complete", bold=True, limit=240)
     d.box((830, 80, 230, 48), HARDWARE, "bulk engine", "tma.cpp: loads of tiles and bytes", mono=False)
     d.box((830, 140, 230, 48), HARDWARE, "tensor cores", "wgmma.cpp: products of a warpgroup", mono=False)
     d.line((790, 152), (830, 152), colour=BLUE)
     d.line((945, 188), (945, 242), (790, 242), colour=BLUE)
     d.note(800, 144, "start", colour=BLUE)
-    lazy = "mode lazy: an action is done when no\nfiber can run, and then wakes those\nthat wait; "
-    d.note(800, 260, lazy + "eager: done by start itself.", colour=BLUE)
-    d.note(800, 313, "Nothing in flight, no fiber can run:\ndeadlock, with a table of who waits where", colour=ORANGE)
+    lazy = "mode lazy: an action completes when no\nfiber can run, and wakes the fibers\nthat wait; "
+    d.note(800, 260, lazy + "eager: completes in start.", colour=BLUE)
+    d.note(800, 313, "Nothing in flight, no fiber can run:\ndeadlock, with a table of all waits", colour=ORANGE)
 
-    d.text(20, 404, "What an instruction of csrc/arch does on the fiber that calls it", size=14, bold=True)
+    d.text(20, 404, "What an instruction of csrc/arch does to the fiber that calls it", size=14, bold=True)
     cards = (
         (
             "at once",
@@ -492,11 +493,11 @@ def emulator() -> Drawing:
             "Not runnable until the\nthread that completes the\nbarrier calls wake.",
         ),
         (
-            "meet",
+            "warp_collective",
             "mma.sync, shuffle, ldmatrix",
-            "Lanes of the mask park;\nthe last one to arrive acts\nfor all and wakes them.",
+            "Lanes of the mask park;\nthe last one executes it\nfor all and wakes them.",
         ),
-        ("gather", "wgmma, setmaxnreg", "The same for the 128\nthreads of a warpgroup."),
+        ("warpgroup_collective", "wgmma, setmaxnreg", "The same for the 128\nthreads of a warpgroup."),
         (
             "park_until",
             "wait_reached, load_acquire",

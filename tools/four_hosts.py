@@ -362,7 +362,8 @@ def write_report(arguments: argparse.Namespace, outcomes: Sequence[Outcome], sam
     for number, outcome in enumerate(outcomes, start=1):
         fault = outcome.fault
         reported = ", ".join(f"{report.seconds:.2f}" for report in outcome.reports)
-        row = (number, f"{fault.step} + {fault.delay * 1e3:.0f} ms", fault.kind, fault.host, reported)
+        when = f"{fault.step} + {fault.delay * 1e3:.0f} ms"
+        row: tuple[object, ...] = (number, when, fault.kind, fault.host, reported)
         row += (outcome.resumed_at, f"{outcome.seconds:.1f}", "equal" if outcome.losses_equal else "DIFFER")
         lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += ["", "What they said:", ""]

@@ -1,11 +1,11 @@
-"""What a host runs for `four_hosts.py measure`: all-reduce by size, and how much of it a backward pass does not hide.
+"""The program that each host runs for `four_hosts.py measure`: it times all-reduces by size, and the part of them that
+a backward pass does not hide.
 
-The second is also predicted, by the simulation of `cuda_ext.distributed.cost_model`, from the first, from the times at
-which gradients come, and from what sums take from backward and from packing beside them.
+The second time is also predicted: `cuda_ext.distributed.planning` simulates it from the measured all-reduces, the
+times at which gradients arrive, and the slowdown that sums and packing cause in backward.
 
-The backward pass is one of a model on another device. All hosts share the processors of one machine, and a backward
-pass that computed on them would slow the network down, which these processors also are. So a layer computes nothing: to
-give its gradient it sleeps, as a process does that waits for its GPU, and the network has the processors to itself.
+The backward pass stands for one on a GPU. All hosts share the cores of this machine, which also carry the network, so a
+layer does not compute: it sleeps until its gradient is due, like a process that waits for its GPU.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.cost_model import Gradient, Link, byte_rate, byte_size, duration, fill, fit, simulate
-from cuda_ext.distributed.exchange import REDUCTIONS, choose_exchange
+from cuda_ext.distributed.exchange import ALGORITHMS, choose_exchange
+from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
+from cuda_ext.distributed.planning.links import Link, fit
+from cuda_ext.distributed.planning.simulation import Gradient, simulate
+from cuda_ext.distributed.planning.units import byte_rate, byte_size, duration
 
 KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket that is summed
@@ -90,8 +93,10 @@ class Sums:
     def __init__(self, count: int, size: int, reduction: str) -> None:
         buffers = [(count * size // 4, torch.float32)]
         device = torch.device("cpu")
+        group = dist.group.WORLD
+        assert group is not None
         self._exchange, (buffer,) = choose_exchange(
-            dist.group.WORLD, None, device, buffers, reduction, narrowed=False, sharded=False
+            group, None, device, buffers, reduction, narrowed=False, sharded=False
         )
         self._buckets = buffer.chunk(count)
 
@@ -152,12 +157,12 @@ def slowest(times: Sequence[Sequence[float]]) -> list[list[float]]:
 
 def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pack_bandwidth: float) -> float:
     gradients = [Gradient(str(n), LAYER_BYTES, ready) for n, ready in enumerate(arrivals)]
-    buckets = fill(gradients, bucket_mb * MIB)
+    buckets = fill(gradients, fixed_capacity(bucket_mb * MIB))
     return simulate(gradients, buckets, link, arrivals[-1], pack_bandwidth=pack_bandwidth).exposed
 
 
 def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
-    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, reduction=reduction) for mb in bucket_mbs}
+    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, algorithm=reduction) for mb in bucket_mbs}
     alone, beside, packing = Local(), Local(), Packing()
 
     def step_beside_sums() -> None:
@@ -228,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--bucket-mb", type=float, nargs="+", required=True)
-    parser.add_argument("--reduction", choices=REDUCTIONS, required=True)
+    parser.add_argument("--reduction", choices=ALGORITHMS, required=True)
     parser.add_argument("--rate", required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -32,7 +32,7 @@ from cuda_ext.distributed import BucketedDataParallel
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "cuda_ext": BucketedDataParallel,
-    "cuda_ext, over sockets": lambda module: BucketedDataParallel(module, reduction="all_reduce"),
+    "cuda_ext, over sockets": lambda module: BucketedDataParallel(module, algorithm="all_reduce"),
     "DDP": DistributedDataParallel,
     "DDP, bucket views": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
 }

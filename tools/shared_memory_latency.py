@@ -30,9 +30,9 @@ SECONDS = 0.02  # of sums in a row, about
 def measure(rank: int, ranks: int, store: str, repeats: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    arenas = [
-        SymmetricArena(SIZES[-1], dist.group.WORLD, torch.device("cpu"), one_shot_bytes=most) for most in (SIZES[-1], 0)
-    ]
+    group = dist.group.WORLD
+    assert group is not None
+    arenas = [SymmetricArena(SIZES[-1], group, torch.device("cpu"), one_shot_bytes=most) for most in (SIZES[-1], 0)]
     if rank == 0:
         print(f"{ranks} ranks; default of one_shot_bytes {default_one_shot_bytes(ranks, torch.device('cpu'))}")
         print("   bytes   one-shot, us   two-shot, us       gloo, us")

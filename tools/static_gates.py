@@ -182,9 +182,8 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
         pauses = (*pauses, 0) if "MMA." in text else (*pauses[:-1], pauses[-1] + 1)
         way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, pauses)
         target = _branch_target(text)
-        successors = {target} if text.startswith("BRA 0x") else {target, following}
-        for successor in successors - {None}:
-            if successor > address:  # a loop within is gone through once
+        for successor in {target} if text.startswith("BRA 0x") else {target, following}:
+            if successor is not None and successor > address:  # a loop within is gone through once
                 best[successor] = max(best.get(successor, way), way)
     if last not in best:
         return Loop()

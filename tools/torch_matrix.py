@@ -62,7 +62,7 @@ class Trial:
             self._install()
         copy_sources(self.source)
         versions = self._command("looking at torch", [self.python, "-c", VERSIONS])
-        build = [self.python, "setup.py", "build_ext", "--inplace"]
+        build: list[str | Path] = [self.python, "setup.py", "build_ext", "--inplace"]
         self._command("building", build, {"CUDA_EXT_CUDA": "0"})
         verdict = self._command("testing", [self.python, "-m", "pytest", *pytest_arguments, *tests])
         return f"{versions}: {verdict.strip('= ')}"
@@ -73,7 +73,8 @@ class Trial:
         constraints.write_text("".join(f"{pin}\n" for pin in pins if not pin.startswith("torch==")))
         if not self.python.exists():
             self._command("making an environment", [sys.executable, "-m", "venv", self.folder / "venv"])
-        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", "--constraint", constraints]
+        pip: list[str | Path] = [self.python, "-m", "pip", "--disable-pip-version-check", "install"]
+        pip += ["--constraint", constraints]
         self._command("installing", [*pip, f"torch=={self.release}", *PACKAGES])
 
     def _command(self, step: str, command: Sequence[str | Path], variables: Mapping[str, str] | None = None) -> str:

@@ -32,14 +32,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.bench_train import Parameters
+from benchmarks.suites.bench_train import Parameters
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.presets import PRESETS
+from cuda_ext.distributed.planning.presets import PRESETS
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "auto": BucketedDataParallel,
-    "float32": partial(BucketedDataParallel, reduction="float32"),
-    "all_reduce": partial(BucketedDataParallel, reduction="all_reduce"),
+    "float32": partial(BucketedDataParallel, algorithm="float32"),
+    "all_reduce": partial(BucketedDataParallel, algorithm="all_reduce"),
     "DDP": DistributedDataParallel,
     "DDP, bucket views": partial(DistributedDataParallel, gradient_as_bucket_view=True),
 }

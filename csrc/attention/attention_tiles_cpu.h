@@ -1,8 +1,8 @@
 // What attention's forward and backward share on the CPU: packing, masks, bias and dropout.
 //
-// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width).
-// S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane, so that no
-// horizontal operation is needed, and neither head dimension needs padding.
+// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim,
+// width). S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane,
+// so that no horizontal operation is needed, and neither head dimension needs padding.
 #pragma once
 
 #include "attention/attention.h"
@@ -12,19 +12,20 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save rescaling.
+// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
+// rescaling.
 constexpr int kMaxLag = 8;
 
 template <class T>
-constexpr int64_t kPanelQueries = kTileVectors* kLanes<T>;
+constexpr int64_t kPanelQueries = kTileVectors * kLanes<T>;
 
 template <class T>
 constexpr int64_t padded(int64_t n) {
   return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
-// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the few
-// cache sets that a power of two would map them to.
+// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the
+// few cache sets that a power of two would map them to.
 template <class T>
 constexpr int64_t row_pitch(int64_t n) {
   return padded<T>(n) + kLanes<T>;
@@ -217,8 +218,8 @@ CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   }
 }
 
-// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows of
-// the bias are read one vector of keys at a time if keys are contiguous.
+// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows
+// of the bias are read one vector of keys at a time if keys are contiguous.
 template <class T, class Element>
 void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
               int64_t width) {
@@ -246,7 +247,7 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
 // are to the first key of query i of a head.
 template <class T, class F>
 CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, F&& f) {
-  const auto row = [&](const int64_t(&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
+  const auto row = [&](const int64_t (&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
   if (p.bias_kind == BiasKind::kAccumulation) f(static_cast<const T*>(p.bias) + row(p.bias_strides), p.bias_strides);
   if (p.bias_kind == BiasKind::kStorage) {
     dispatch(p.dtype, [&](auto storage) {
@@ -258,8 +259,8 @@ CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int6
   if (p.mask != nullptr) f(p.mask + row(p.mask_strides), p.mask_strides);
 }
 
-// ALiBi, causal and window, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline, because
-// most blocks need neither.
+// ALiBi, causal and window, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline,
+// because most blocks need neither.
 template <int Vectors, class T>
 __attribute__((noinline)) void apply_alibi_and_window(const Visibility& visible, T slope, int64_t diagonal,
                                                       int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {
@@ -332,7 +333,7 @@ struct HeadContext {
   // that it overrides any bias.
   template <int Vectors>
   void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
-    for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t(&strides)[4]) {
+    for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t (&strides)[4]) {
       add_bias(data + j_begin * strides[3], strides[2], strides[3], i_end - i_begin, keys, logits, Vectors * kLanes<T>);
     });
     if (slope != 0 || !visible.all_visible(i_begin, i_end, j_begin, j_begin + keys))

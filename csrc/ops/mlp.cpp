@@ -185,7 +185,7 @@ Tensor mlp_autograd(const Tensor& input, const Tensor& weight1, const Tensor& we
   if (wanted.reverse) {
     const auto node = make_node<MlpBackward<gated>>(input, weight1, weight2, bias1, bias2, residual);
     save_activation(&node->ctx_, activation);
-    finish_node(node, {input, weight1, weight2, preact, value_or_empty(bias1), value_or_empty(bias2)}, out);
+    attach_node(node, {input, weight1, weight2, preact, value_or_empty(bias1), value_or_empty(bias2)}, out);
   }
   if (wanted.forward) {
     const Activation parsed = parse_activation(op_name<gated>, activation);
@@ -221,7 +221,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("mlp_hidden_backward.slot(" MLP_SLOT_ARGUMENTS ")" MLP_HIDDEN_GRADIENTS, tags);
   m.def("gated_mlp" MLP_ARGUMENTS("silu") " -> Tensor", tags);
   m.def("gated_mlp_forward" MLP_ARGUMENTS("silu") " -> (Tensor out, Tensor preact)", tags);
-  register_refusals(
+  register_layout_errors(
       m, {"mlp", "mlp_forward", "mlp_hidden_backward", "mlp_hidden_backward.slot", "gated_mlp", "gated_mlp_forward"});
 }
 

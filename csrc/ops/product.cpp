@@ -48,7 +48,7 @@ void check_gradient(const char* op, const Tensor& grad_out, at::IntArrayRef out)
 
 namespace {
 
-// Whether going `size` inner steps of `inner` is one step of `outer`, so that two dims are one; always, if size is 1.
+// Whether a dim of stride `outer` continues one of stride `inner` and `size`, so that they can be merged.
 bool continues(int64_t outer, int64_t size, int64_t inner) { return size == 1 || outer == size * inner; }
 
 void check_room(const char* op, int dims) {

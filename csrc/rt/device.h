@@ -1,4 +1,4 @@
-// What launchers ask of the device they launch on, to choose a kernel for it.
+// Device properties from which launchers choose a kernel.
 #pragma once
 
 #include "rt/launch.cuh"
@@ -7,30 +7,30 @@ namespace cuda_ext::rt {
 
 struct Device {
   int compute_capability;  // 86 for 8.6
-  int processors;          // multiprocessors
-  int shared_bytes;        // of a multiprocessor
+  int num_sms;
+  int shared_bytes;  // per SM
 };
 
 #if defined(__CUDACC__)
 
 inline Device describe_device(const char* kernel) {
   const int device = current_device(kernel);
-  int major = 0, minor = 0, processors = 0, shared_bytes = 0;
+  int major = 0, minor = 0, num_sms = 0, shared_bytes = 0;
   const auto read = [&](int& value, cudaDeviceAttr attribute) {
-    check(cudaDeviceGetAttribute(&value, attribute, device), kernel, "ask what the device has");
+    check(cudaDeviceGetAttribute(&value, attribute, device), kernel, "query the device's attributes");
   };
   read(major, cudaDevAttrComputeCapabilityMajor);
   read(minor, cudaDevAttrComputeCapabilityMinor);
-  read(processors, cudaDevAttrMultiProcessorCount);
+  read(num_sms, cudaDevAttrMultiProcessorCount);
   read(shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  return {10 * major + minor, processors, shared_bytes};
+  return {10 * major + minor, num_sms, shared_bytes};
 }
 
 #else
 
 inline Device describe_device(const char*) {
   const simt::Options& options = simt::options();
-  return {options.compute_capability, options.processors, options.shared_bytes()};
+  return {options.compute_capability, options.num_sms, options.shared_bytes()};
 }
 
 #endif

@@ -1,5 +1,5 @@
-// What csrc/arch calls when a kernel runs on a CPU: one function per instruction, each acted out for the thread (fiber)
-// that calls it. Kernels never include this; emulator sources and tests do.
+// The functions that csrc/arch calls when a kernel runs on a CPU: one per instruction, executed for the calling thread
+// (fiber). Included by emulator sources and tests, never by kernels.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,9 @@
 
 namespace cuda_ext {
 
-// Where in the source an instruction was called from (not in simt, where argument-dependent look-up would find namesakes
-// of the instructions); as a default argument, `Site site = {}`, it is the caller's line.
+// The source line that an instruction was called from. As a default argument, `Site site = {}`, it is the caller's
+// line. It is not in namespace simt, where argument-dependent lookup would find functions with the names of
+// instructions.
 struct Site {
   const char* file;
   int line;
@@ -26,7 +27,7 @@ namespace cuda_ext::simt {
 
 using SharedAddress = uint32_t;
 
-int compute_capability();  // of the device, 80 for 8.0
+int compute_capability();  // 80 for 8.0
 
 // Threads.
 int thread_index();
@@ -38,7 +39,7 @@ void sync_warp(uint32_t mask, Site site);
 void named_barrier(int barrier, int threads, bool wait, Site site);
 void fence_device(Site site);
 
-// Warps. A lane that names itself in `lane` gets its own value.
+// Warps. `lane` is the lane to read from, which may be the calling lane.
 uint32_t shuffle(uint32_t value, int lane, uint32_t mask, Site site);
 uint64_t shuffle(uint64_t value, int lane, uint32_t mask, Site site);
 uint32_t ballot(bool predicate, uint32_t mask, Site site);
@@ -48,7 +49,7 @@ void* shared_storage(size_t bytes);
 SharedAddress shared_address(const void* pointer);
 void load_shared(void* to, SharedAddress from, int bytes, Site site);
 void store_shared(SharedAddress to, const void* from, int bytes, Site site);
-// Read-only: through the path for memory that nothing on the device writes while the kernel runs.
+// read_only: through the cache for memory that nothing on the device writes while the kernel runs.
 void load_global(void* to, const void* from, int bytes, bool read_only, Site site);
 void store_global(void* to, const void* from, int bytes, Site site);
 float atomic_add(float* pointer, float value, Site site);
@@ -56,21 +57,21 @@ int32_t atomic_add(int32_t* pointer, int32_t value, Site site);
 uint32_t atomic_add(uint32_t* pointer, uint32_t value, Site site);
 uint64_t atomic_add(uint64_t* pointer, uint64_t value, Site site);
 uint32_t atomic_or(uint32_t* pointer, uint32_t value, Site site);
-void reduce_add(float* pointer, const float* values, int count, Site site);  // of neighbours, by one instruction
+void reduce_add(float* pointer, const float* values, int count, Site site);  // consecutive floats, one instruction
 uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site site);
 void store_release(uint32_t* pointer, uint32_t value, Site site);
 void wait_equal(const uint32_t* pointer, uint32_t value, Site site);
-void wait_reached(const uint32_t* pointer, uint32_t value, Site site);  // or passed it, in a word that grows and wraps
-// One look of a loop that waits, for code that has the loop itself. `last`, which belongs to the loop's thread, tells a
-// repetition: that waits until the word has changed.
-struct Look {
+void wait_reached(const uint32_t* pointer, uint32_t value, Site site);  // at least `value`, for a counter that wraps
+// One iteration of a polling loop that the calling code contains. `last` is the thread's previous poll: a poll of the
+// same word from the same line waits until the word has changed.
+struct Poll {
   const uint32_t* pointer = nullptr;
   uint32_t value = 0;
   int line = 0;
 };
-uint32_t load_acquire(const uint32_t* pointer, Look& last, Site site);
+uint32_t load_acquire(const uint32_t* pointer, Poll& last, Site site);
 
-// Asynchronous copies of a thread.
+// Asynchronous copies by threads (cp.async).
 void cp_async(SharedAddress shared, const void* global, int bytes, int valid, Site site);
 void cp_async_commit(Site site);
 void cp_async_wait(int pending, Site site);
@@ -101,12 +102,12 @@ void cluster_wait(Site site);
 void load_shared_cluster(void* to, SharedAddress from, int bytes, Site site);
 void store_shared_cluster(SharedAddress to, const void* from, int bytes, Site site);
 
-// Registers and the order of kernels.
+// Registers per thread, and the order of kernels in a stream.
 void set_max_registers(int count, bool increase, Site site);
 void grid_dependency_wait(Site site);
 void grid_launch_dependents(Site site);
 
-// TMA. `map` is an encoded TensorMapFields; bit r of `blocks` names block r of the cluster, none this block alone.
+// TMA. `map` is an encoded TensorMapFields. Bit r of `blocks` selects block r of the cluster; 0 means this block only.
 void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, uint32_t blocks,
               Site site);
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site);
@@ -115,8 +116,8 @@ void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site);
 void bulk_commit(Site site);
 void bulk_wait(int pending, bool read_only, Site site);
 
-// wgmma: d (64, n) = A (64, k) @ B (k, n) + (accumulate ? d : 0), k of 32 bytes. `a` is the fragment of A in registers, or
-// null: then A is at a_descriptor.
+// wgmma: d (64, n) = A (64, k) @ B (k, n) + (accumulate ? d : 0), where k elements take 32 bytes. `a` is the fragment
+// of A in registers, or null if A is in shared memory at a_descriptor.
 enum class WgmmaType : uint8_t { kFloat16, kBFloat16, kTf32 };
 struct WgmmaOperands {
   WgmmaType type;
@@ -132,10 +133,10 @@ void wgmma(float* d, const WgmmaOperands& operands, Site site);
 void wgmma_fence(Site site);
 void wgmma_commit(Site site);
 void wgmma_wait(int pending, Site site);
-// Of accumulators that are about to be read.
+// Fails if products are still in flight on accumulators that are about to be read.
 void wgmma_expect_idle(const float* d, Site site);
 
-// Conversions, to nearest with ties to even; to_tf32 with ties away from zero.
+// Conversions round to nearest, ties to even; to_tf32 rounds ties away from zero.
 inline uint32_t float_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -146,13 +147,13 @@ inline float bits_float(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
-// Instructions with .ftz take subnormal numbers for zeros, and give zeros for them.
+// Instructions with .ftz flush subnormal inputs and results to zero.
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float to_float(bfloat16_t x) { return bits_float(uint32_t(x.bits) << 16); }
 inline float to_float(half_t x) {
   const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
   if (magnitude >= 0x7c00) return bits_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  // Shifted into float's exponent field the number is off by the ratio of the biases, 2^112, subnormals included.
+  // Shifted into float's exponent field, the number is too small by the ratio of the biases, 2^112; also if subnormal.
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
 }
 inline bfloat16_t to_bfloat16(float x) {
@@ -171,7 +172,7 @@ inline half_t to_half(float x) {
 }
 inline uint32_t to_tf32(float x) {
   const uint32_t bits = float_bits(x);
-  // As ptxas has it: of a NaN, too, the lower bits are dropped, which makes infinities of some.
+  // As in ptxas: the low bits of a NaN are dropped too, which turns some NaNs into infinities.
   const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
   return (is_finite ? bits + 0x1000 : bits) & ~uint32_t(0x1fff);
 }

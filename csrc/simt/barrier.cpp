@@ -1,4 +1,4 @@
-// mbarriers, and the barrier of a cluster.
+// mbarriers, and the fences that go with them.
 #include <utility>
 
 #include "simt/engines.h"
@@ -7,12 +7,12 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr uint64_t kMagic = 0x6d62617272696572;  // what an initialised word holds; nothing else may write there
-constexpr int64_t kMaxBytes = (1 << 20) - 1;     // that a phase can miss
-constexpr int kCheckedBytes = 2;                 // of a word: one cell of the checker stands for all
+constexpr uint64_t kMagic = 0x6d62617272696572;  // value of an initialised word; nothing else may write there
+constexpr int64_t kMaxBytes = (1 << 20) - 1;     // that a phase can wait for
+constexpr int kCheckedBytes = 2;                 // one cell of the checker represents the whole word
 
-// What the checker knows a barrier's knowledge by: that of the phases that ended, and of the one that is open; what
-// threads of other blocks did is apart, as a wait of the block's scope does not acquire it.
+// The checker's keys for a barrier: for the phases that have ended and for the current one. Releases by threads of
+// other blocks have separate keys, because a wait with block scope does not acquire them.
 struct Keys {
   explicit Keys(const uint64_t* word) : at(reinterpret_cast<const char*>(word)) {}
   const char* at;
@@ -27,13 +27,13 @@ void end_phase_if_complete(const uint64_t* word, BarrierState& state) {
   ++state.phase;
   state.pending = state.expected;
   if (Checker* checker = machine->checker()) {
-    checker->pass_on(Keys(word).open(), Keys(word).ended());
-    checker->pass_on(Keys(word).remote_open(), Keys(word).remote_ended());
+    checker->transfer(Keys(word).open(), Keys(word).ended());
+    checker->transfer(Keys(word).remote_open(), Keys(word).remote_ended());
   }
   for (Fiber* fiber : std::exchange(state.waiting, {})) machine->wake(*fiber);
 }
 
-// A use of the barrier has to be in order after its initialisation, and before it becomes something else.
+// Each use of the barrier must be ordered after its initialisation, and before its memory is reused.
 void check_use(const uint64_t* word, const char* instruction, Site site) {
   if (Checker* checker = machine->checker()) checker->access(Access::kRead, word, kCheckedBytes, instruction, site);
 }
@@ -41,8 +41,9 @@ void check_use(const uint64_t* word, const char* instruction, Site site) {
 void announce(const uint64_t* word, BarrierState& state, uint32_t bytes, const char* instruction, Site site) {
   state.bytes += bytes;
   if (state.bytes > kMaxBytes)
-    machine->fail(instruction, site, "phase %u of the barrier at 0x%x waits for %lld bytes; it can for 2^20 - 1",
-                  state.phase, machine->address_of(word), (long long)state.bytes);
+    machine->fail(instruction, site,
+                  "phase %u of the barrier at 0x%x waits for %lld bytes; at most 2^20 - 1 are possible", state.phase,
+                  machine->address_of(word), (long long)state.bytes);
 }
 
 void arrive(Block& block, SharedAddress address, uint32_t bytes, const char* instruction, Site site) {
@@ -50,7 +51,7 @@ void arrive(Block& block, SharedAddress address, uint32_t bytes, const char* ins
   const uint64_t* word = machine->barrier_word(block, address);
   ++machine->count(Count::kBarrier);
   if (state.pending == 0)
-    machine->fail(instruction, site, "more than the %u arrivals of phase %u at the barrier at 0x%x", state.expected,
+    machine->fail(instruction, site, "more than %u arrivals in phase %u of the barrier at 0x%x", state.expected,
                   state.phase, address);
   check_use(word, instruction, site);
   if (Checker* checker = machine->checker())
@@ -65,7 +66,7 @@ void arrive(Block& block, SharedAddress address, uint32_t bytes, const char* ins
 BarrierState& Machine::barrier(Block& block, SharedAddress address, const char* instruction, Site site) {
   shared(block, address, 8, 8, instruction, site);
   const auto found = block.mbarriers.find(address);
-  if (found == block.mbarriers.end()) fail(instruction, site, "no barrier was initialised at 0x%x", address);
+  if (found == block.mbarriers.end()) fail(instruction, site, "no barrier has been initialised at 0x%x", address);
   if (*barrier_word(block, address) != kMagic)
     fail(instruction, site, "the barrier at 0x%x has been overwritten", address);
   return found->second;
@@ -84,9 +85,9 @@ void barrier_init(uint64_t* word, int arrivals, Site site) {
   const SharedAddress address = machine->address_of(word);
   machine->shared(address, 8, 8, "barrier_init", site);
   if (arrivals < 1 || arrivals >= 1 << 20)
-    machine->fail("barrier_init", site, "%d arrivals; a barrier takes 1 to 2^20 - 1", arrivals);
+    machine->fail("barrier_init", site, "expected 1 to 2^20 - 1 arrivals, got %d", arrivals);
   auto& barriers = machine->current().block->mbarriers;
-  if (barriers.count(address) != 0) machine->fail("barrier_init", site, "a barrier at 0x%x is there already", address);
+  if (barriers.count(address) != 0) machine->fail("barrier_init", site, "there is already a barrier at 0x%x", address);
   *word = kMagic;
   BarrierState& state = barriers[address];
   state.expected = state.pending = uint32_t(arrivals);
@@ -100,8 +101,8 @@ void barrier_invalidate(uint64_t* word, Site site) {
   Block& block = *machine->current().block;
   const SharedAddress address = machine->address_of(word);
   const BarrierState& state = machine->barrier(block, address, "barrier_invalidate", site);
-  if (!state.waiting.empty()) machine->fail("barrier_invalidate", site, "threads wait at the barrier");
-  if (state.copies != 0) machine->fail("barrier_invalidate", site, "copies that the barrier counts are under way");
+  if (!state.waiting.empty()) machine->fail("barrier_invalidate", site, "threads are waiting at the barrier");
+  if (state.copies != 0) machine->fail("barrier_invalidate", site, "copies that the barrier counts are in flight");
   if (Checker* checker = machine->checker()) checker->access(Access::kWrite, word, 8, "barrier_invalidate", site);
   block.mbarriers.erase(address);
 }
@@ -156,7 +157,7 @@ void end_copy(Block& block, SharedAddress address, int64_t bytes, const Operatio
 
 void barrier_wait(uint64_t* word, uint32_t parity, bool cluster, Site site) {
   const char* const instruction = cluster ? "barrier_wait_cluster" : "barrier_wait";
-  if (parity > 1) machine->fail(instruction, site, "parity %u; it is 0 or 1", parity);
+  if (parity > 1) machine->fail(instruction, site, "expected parity 0 or 1, got %u", parity);
   if (!machine->synchronizes(instruction, site)) return;
   const SharedAddress address = machine->address_of(word);
   for (;;) {

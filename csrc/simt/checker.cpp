@@ -21,7 +21,7 @@ void Clock::join(const Clock& other) {
 }
 
 void Checker::start_blocks(size_t threads) {
-  // What was released stays; under the number of its run, as agents are counted anew.
+  // Agents get new numbers in each run, so what was released moves to `earlier`, under the number of its run.
   if (run_ != 0) {
     for (auto& [key, knowledge] : released_) {
       for (Clock* clock : {&knowledge.seen, &knowledge.async}) {
@@ -65,8 +65,9 @@ void Checker::add_shared(const void* memory, size_t bytes) {
 }
 
 uint32_t Checker::intern(const char* instruction, Site site) {
-  const auto [entry, is_new] = what_index_.try_emplace({instruction, {site.file, site.line}}, uint32_t(whats_.size()));
-  if (is_new) whats_.push_back({instruction, site});
+  const auto [entry, is_new] =
+      instruction_index_.try_emplace({instruction, {site.file, site.line}}, uint32_t(instructions_.size()));
+  if (is_new) instructions_.push_back({instruction, site});
   return entry->second;
 }
 
@@ -96,7 +97,7 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
   const uint32_t index = actor.agent;
   const Clock& seen = actor.known.seen;
   const Epoch now{run_, index, actor.clock, intern(instruction, site), actor.thread, atomic, async};
-  // An asynchronous access sees a plain write only from a fence on.
+  // An asynchronous access sees a plain write to shared memory only after a fence.
   const auto visible = [&](const Epoch& write, bool in_shared) {
     if (write.run == run_ && write.agent == index && write.clock == actor.clock) return true;
     return ordered(write, async && in_shared && !write.async ? actor.known.async : seen);
@@ -105,16 +106,16 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
   for (uintptr_t at = begin / kCellBytes * kCellBytes; at < begin + uintptr_t(bytes); at += kCellBytes) {
     Cell& c = cell(at);
     if (writes ? c.read_only != 0 : kind == Access::kReadOnly && c.write.run != 0) {
-      const What& other = whats_[writes ? c.read_only - 1 : c.write.what];
+      const Instruction& other = instructions_[writes ? c.read_only - 1 : c.write.instruction];
       machine_.fail(instruction, site,
                     "%s is read through the read-only path, and written by the same launch; see %s at %s",
-                    machine_.describe_address(reinterpret_cast<const void*>(at)).c_str(), other.instruction,
-                    place(other.site).c_str());
+                    machine_.describe_address(reinterpret_cast<const void*>(at)).c_str(), other.name,
+                    location(other.site).c_str());
     }
-    if (kind == Access::kReadOnly) c.read_only = now.what + 1;
+    if (kind == Access::kReadOnly) c.read_only = now.instruction + 1;
     if (c.write.run == 0) {
       if (c.shared && !writes)
-        machine_.fail(instruction, site, "reads %s, which nobody has written",
+        machine_.fail(instruction, site, "reads %s, which was never written",
                       machine_.describe_address(reinterpret_cast<const void*>(at)).c_str());
     } else if (!(atomic && c.write.atomic) && !visible(c.write, c.shared)) {
       report(c.write, true, writes, reinterpret_cast<const void*>(at), instruction, site);
@@ -149,14 +150,14 @@ void Checker::access(const Actor& actor, Access kind, const void* memory, int by
 
 void Checker::report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                      const char* instruction, Site site) {
-  const What& what = whats_[before.what];
+  const Instruction& what = instructions_[before.instruction];
   const std::string where = machine_.describe_address(memory);
-  machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are in no order",
-                now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read", who(before).c_str(),
-                what.instruction, place(what.site).c_str());
+  machine_.fail(instruction, site, "race: this %s of %s and the %s by %s, %s at %s, are not ordered",
+                now_writes ? "write" : "read", where.c_str(), before_writes ? "write" : "read",
+                describe_thread(before).c_str(), what.name, location(what.site).c_str());
 }
 
-std::string Checker::who(const Epoch& epoch) const {
+std::string Checker::describe_thread(const Epoch& epoch) const {
   if (epoch.run != run_) return "a thread of an earlier block";
   const int threads = machine_.geometry().block, block = int(epoch.thread) / threads;
   return "thread " + std::to_string(int(epoch.thread) % threads) +
@@ -164,8 +165,8 @@ std::string Checker::who(const Epoch& epoch) const {
 }
 
 void Checker::join(const std::vector<int>& fibers) {
-  // Fences of the device are in one order with those that others read with (fence.sc): whatever one of them covered
-  // before the barrier is covered for all who come out of it.
+  // Device-wide fences have a single order (fence.sc): what a thread's fence covered before the barrier is covered for
+  // all threads after it.
   Knowledge all, fenced;
   for (const int fiber : fibers) {
     all.join(agents_[fiber].now);
@@ -246,14 +247,14 @@ std::shared_ptr<const Operation> Checker::start(const void* engine, const std::v
   return start(engine, common);
 }
 
-static void learn(Clock& clock, const Operation& operation) {
+static void record_end(Clock& clock, const Operation& operation) {
   if (clock.own.size() <= operation.agent) clock.own.resize(operation.agent + 1);
   clock.own[operation.agent] = std::max(clock.own[operation.agent], operation.clock);
 }
-void Checker::end(const Operation& operation, const void* key) { learn(released_[key].seen, operation); }
-void Checker::end(const Operation& operation) { learn(agents_[machine_.current().index].now.seen, operation); }
+void Checker::end(const Operation& operation, const void* key) { record_end(released_[key].seen, operation); }
+void Checker::end(const Operation& operation) { record_end(agents_[machine_.current().index].now.seen, operation); }
 
-void Checker::pass_on(const void* from, const void* to) {
+void Checker::transfer(const void* from, const void* to) {
   const auto passed = released_.find(from);
   if (passed == released_.end()) return;
   released_[to].join(passed->second);
@@ -261,7 +262,7 @@ void Checker::pass_on(const void* from, const void* to) {
 }
 void Checker::forget(const void* key) { released_.erase(key); }
 
-void Checker::note_remote(const Block& owner, const char* instruction, Site site) {
+void Checker::record_remote_access(const Block& owner, const char* instruction, Site site) {
   const auto index = uint32_t(machine_.current().index);
   const Epoch now{run_, index, agents_[index].now.seen.own[index], intern(instruction, site), index};
   for (RemoteAccess& known : remote_) {
@@ -276,10 +277,10 @@ void Checker::end_block(const Block& block) {
   for (int t = 0; t < machine_.geometry().block; ++t) known.join(agents_[block.fibers[t].index].now.seen);
   for (const RemoteAccess& access : remote_) {
     if (access.owner != &block || ordered(access.when, known)) continue;
-    const What& what = whats_[access.when.what];
+    const Instruction& what = instructions_[access.when.instruction];
     machine_.fail("exit", kNoSite,
-                  "the block exits in no order with an access to its distributed shared memory by %s, %s at %s",
-                  who(access.when).c_str(), what.instruction, place(what.site).c_str());
+                  "the block's exit is not ordered after an access to its distributed shared memory by %s, %s at %s",
+                  describe_thread(access.when).c_str(), what.name, location(what.site).c_str());
   }
 }
 

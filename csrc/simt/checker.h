@@ -1,11 +1,11 @@
-// The happens-before checker: finds accesses to the same memory that nothing orders, whether or not this run was hurt by
-// them. Vector clocks per thread (Mattern 1989; epochs as in FastTrack, Flanagan and Freund, PLDI 2009), for shared and
-// global memory, 2 bytes to a cell.
+// The happens-before checker: finds conflicting accesses to shared or global memory that are not ordered, even if this
+// run's result is right. It keeps a vector clock per thread (Mattern 1989) and epochs (as in FastTrack, Flanagan and
+// Freund, PLDI 2009) per cell of 2 bytes.
 //
-// Orders: barriers join those who take part; an acquire sees what was released under the same address; a cp.async writes
-// when it is issued and again when its thread waits for it. Shuffles and mma order nothing. What TMA and wgmma do in the
-// background are accesses of agents of their own (engines): they know what the threads that started them knew, and no
-// thread knows of them until it has waited for them.
+// What orders accesses: a barrier joins the clocks of its threads; an acquire joins what was released under the same
+// address. A cp.async writes when it is issued and again when its thread waits for it. Shuffles and mma order nothing.
+// TMA and wgmma access memory asynchronously, as agents with their own clocks (engines): an engine knows what the
+// threads that started the operation knew, and a thread knows of the operation only after waiting for it.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@
 
 namespace cuda_ext::simt {
 
-// What an agent knows of all others. Agents are numbered within a run (the blocks that are resident together); of agents
-// in earlier runs it knows what it acquired through atomics.
+// A vector clock: what an agent knows of all others. Agents are numbered within a run (the blocks that are resident
+// together); agents of earlier runs are known if their clocks were acquired through atomics.
 struct Clock {
   std::vector<uint32_t> own;
   std::map<uint32_t, std::shared_ptr<const std::vector<uint32_t>>> earlier;
@@ -28,8 +28,8 @@ struct Clock {
   void join(const Clock& other);
 };
 
-// What a thread knows to have happened, and the part of it that asynchronous accesses (TMA, wgmma) see: plain accesses to
-// shared memory count only from a fence.proxy.async on.
+// What happened before, as seen by a thread, and the part of it that asynchronous accesses (TMA, wgmma) see: they see
+// plain accesses to shared memory only after a fence.proxy.async.
 struct Knowledge {
   Clock seen;
   Clock async;
@@ -40,68 +40,69 @@ struct Knowledge {
   }
 };
 
-// The asynchronous ones are of TMA and wgmma; cp.async counts as plain. What is read as read-only must not be written by
-// the same launch, before or after, whatever the order.
+// Asynchronous accesses are those of TMA and wgmma; cp.async counts as plain. Memory that is read as kReadOnly must not
+// be written by the same launch, even if the accesses are ordered.
 enum class Access : uint8_t { kRead, kReadOnly, kWrite, kAtomic, kAsyncRead, kAsyncWrite };
 
-// Something that an engine does in the background: a copy, a matrix product.
+// An asynchronous operation of an engine: a copy or a matrix product.
 struct Operation {
   uint32_t agent = 0;
   uint32_t clock = 0;
-  uint32_t thread = 0;  // who started it
-  Knowledge known;      // by those who started it
+  uint32_t thread = 0;  // that started it
+  Knowledge known;      // to the threads that started it
 };
 
 class Checker {
  public:
   explicit Checker(Machine& machine) : machine_(machine) {}
 
-  // A new run of that many threads.
+  // Starts a run of that many threads.
   void start_blocks(size_t threads);
-  // Fresh memory of a block: reading before writing is an error.
+  // New shared memory of a block; it must be written before it is read.
   void add_shared(const void* memory, size_t bytes);
 
-  // The current thread accesses memory. Fails the launch if nothing orders it after a conflicting access.
+  // The current thread accesses memory. Fails the launch if a conflicting access is not ordered before it.
   void access(Access kind, const void* memory, int bytes, const char* instruction, Site site);
 
-  // All of these threads wait for each other.
+  // A barrier of these threads.
   void join(const std::vector<int>& fibers);
-  // What the current thread has done is seen by those who acquire under the same key.
+  // What the current thread has done becomes visible to threads that acquire the same key.
   void release(const void* key);
   void acquire(const void* key);
-  // A relaxed atomic and a fence make a release or an acquire together.
+  // A relaxed atomic, which together with a fence is a release or an acquire.
   void relaxed_atomic(const void* key);
   void fence_device();
   void fence_async();
-  // What a barrier's initialisation needs to be known to the cluster and to asynchronous accesses.
+  // Makes the initialisation of mbarriers visible to the cluster and to asynchronous accesses.
   void fence_barrier_init();
-  // What the last fence covered is released, nothing later.
+  // Releases what the last fence covered, but nothing later.
   void release_fenced(const void* key);
 
-  // An operation of the engine of that name, started by the current thread, or by these together.
+  // Starts an operation of the engine `engine`, by the current thread or by these threads together.
   std::shared_ptr<const Operation> start(const void* engine);
   std::shared_ptr<const Operation> start(const void* engine, const std::vector<int>& fibers);
   void access(const Operation& operation, Access kind, const void* memory, int bytes, const char* instruction,
               Site site);
-  // The operation is done, as those will know who acquire under the key, or as the current thread knows.
+  // Ends the operation: what it did becomes visible to threads that acquire `key`, or to the current thread.
   void end(const Operation& operation, const void* key);
   void end(const Operation& operation);
-  // What was released under `from` is so under `to`; of a key that gets a new meaning nothing is known.
-  void pass_on(const void* from, const void* to);
+  // Moves what was released under `from` to `to`.
+  void transfer(const void* from, const void* to);
+  // Drops what was released under `key`, for a key that gets a new meaning.
   void forget(const void* key);
-  // Fails if anything that was accessed through the cluster is in no order before the end of `block`, all of whose threads
-  // have come to it.
-  void note_remote(const Block& owner, const char* instruction, Site site);
+  // end_block fails if an access to the block's shared memory by another block, recorded with record_remote_access, is
+  // not ordered before the end of the block.
+  void record_remote_access(const Block& owner, const char* instruction, Site site);
   void end_block(const Block& block);
 
  private:
   void fence();
   struct Epoch {
-    uint32_t run = 0;  // 0: nobody
+    uint32_t run = 0;  // 0: no access yet
     uint32_t agent = 0;
     uint32_t clock = 0;
-    uint32_t what = 0;    // index into whats_
-    uint32_t thread = 0;  // the agent, or who started what the agent does
+    uint32_t instruction = 0;  // index into instructions_
+    uint32_t thread = 0;       // the agent, or the thread that started the operation
     bool atomic = false;
     bool async = false;
   };
@@ -109,24 +110,20 @@ class Checker {
     Epoch write;
     Epoch read;
     std::unique_ptr<std::vector<Epoch>> more_reads;
-    uint32_t read_only = 0;  // what has read it as read-only: 1 + index into whats_; 0: nothing
+    uint32_t read_only = 0;  // a kReadOnly access: 1 + index into instructions_; 0: none
     bool shared = false;
   };
   struct Agent {
     Knowledge now;
     Knowledge at_fence;         // what the last fence covered
-    Knowledge at_device_fence;  // and those of the device, by this thread or by others that a barrier came after
-    Knowledge read_by_atomics;  // what a fence would acquire
+    Knowledge at_device_fence;  // what device-wide fences covered: this thread's, and others' before a common barrier
+    Knowledge read_by_atomics;  // what the next fence acquires
     bool fenced = false;
-  };
-  struct What {
-    const char* instruction;
-    Site site;
   };
   static constexpr size_t kCellBytes = 2, kPageBytes = 4096, kPageCells = kPageBytes / kCellBytes;
   using Page = std::vector<Cell>;
 
-  // Who accesses memory, and what it knows.
+  // The agent of an access, and what it knows.
   struct Actor {
     uint32_t agent;
     uint32_t clock;
@@ -144,21 +141,21 @@ class Checker {
   bool ordered(const Epoch& before, const Clock& clock) const;
   [[noreturn]] void report(const Epoch& before, bool before_writes, bool now_writes, const void* memory,
                            const char* instruction, Site site);
-  std::string who(const Epoch& epoch) const;
+  std::string describe_thread(const Epoch& epoch) const;
   uint32_t intern(const char* instruction, Site site);
 
   Machine& machine_;
   uint32_t run_ = 0;
   std::vector<Agent> agents_;
-  uint32_t num_agents_ = 0;                                                 // engines are numbered after the threads
+  uint32_t num_agents_ = 0;                                                 // threads first, then engines
   std::unordered_map<const void*, std::pair<uint32_t, uint32_t>> engines_;  // agent and clock
   std::vector<RemoteAccess> remote_;
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
   uintptr_t last_page_ = 0;
   Page* last_cells_ = nullptr;
   std::unordered_map<const void*, Knowledge> released_;
-  std::vector<What> whats_;
-  std::map<std::pair<const char*, std::pair<const char*, int>>, uint32_t> what_index_;
+  std::vector<Instruction> instructions_;
+  std::map<std::pair<const char*, std::pair<const char*, int>>, uint32_t> instruction_index_;
 };
 
 }  // namespace cuda_ext::simt

@@ -1,4 +1,4 @@
-// Clusters: who is in them, their barrier, and access to each other's shared memory.
+// Clusters: ranks, their barrier, access to the shared memory of other blocks; and setmaxnreg.
 #include <utility>
 
 #include "simt/checker.h"
@@ -16,7 +16,7 @@ SharedAddress mapa(SharedAddress address, int rank, Site site) {
 
 namespace {
 
-// The knowledge of the phases that ended, and of the open one.
+// The checker's keys for the phases that have ended and for the current one.
 const void* ended(const Cluster& cluster) { return &cluster.phase; }
 const void* open(const Cluster& cluster) { return &cluster.arrived; }
 
@@ -26,7 +26,7 @@ void end_cluster_phase_if_complete(Cluster& cluster) {
   if (cluster.arrived == 0 || cluster.arrived < cluster.threads_left) return;
   cluster.arrived = 0;
   ++cluster.phase;
-  if (Checker* checker = machine->checker()) checker->pass_on(open(cluster), ended(cluster));
+  if (Checker* checker = machine->checker()) checker->transfer(open(cluster), ended(cluster));
   for (Fiber* fiber : std::exchange(cluster.waiting, {})) machine->wake(*fiber);
 }
 
@@ -34,7 +34,7 @@ void cluster_arrive(bool relaxed, Site site) {
   const char* const instruction = relaxed ? "cluster_arrive_relaxed" : "cluster_arrive";
   if (!machine->synchronizes(instruction, site)) return;
   Fiber& self = machine->current();
-  if (self.in_cluster_barrier) machine->fail(instruction, site, "the thread has arrived already, and not waited");
+  if (self.in_cluster_barrier) machine->fail(instruction, site, "the thread has already arrived and not yet waited");
   Cluster& cluster = *self.block->cluster;
   self.in_cluster_barrier = true;
   self.cluster_phase = cluster.phase;
@@ -77,28 +77,28 @@ void store_shared_cluster(SharedAddress to, const void* from, int bytes, Site si
   std::memcpy(at, from, size_t(bytes));
 }
 
-// Kernels run one after the other here, so that there is nothing to wait for.
+// The emulator runs kernels one after the other, so there is nothing to wait for.
 void grid_dependency_wait(Site site) { machine->synchronizes("grid_dependency_wait", site); }
 void grid_launch_dependents(Site site) { machine->synchronizes("grid_launch_dependents", site); }
 
 void set_max_registers(int count, bool increase, Site site) {
   const char* const instruction = increase ? "increase_registers" : "decrease_registers";
   if (count % 8 != 0 || count < 24 || count > 256)
-    machine->fail(instruction, site, "%d registers; a multiple of 8 from 24 to 256", count);
-  machine->gather(instruction, site, count, [&](const std::array<int*, kWarpgroupThreads>& all) {
+    machine->fail(instruction, site, "expected a multiple of 8 from 24 to 256 registers, got %d", count);
+  machine->warpgroup_collective(instruction, site, count, [&](const std::array<int*, kWarpgroupThreads>& all) {
     for (const int* other : all)
       if (*other != count)
         machine->fail(instruction, site, "%d registers, but other threads ask for %d", count, *other);
     Block& block = *machine->current().block;
     Warpgroup& group = block.warpgroups[size_t(machine->current().thread / kWarpgroupThreads)];
     if (increase ? count < group.registers : count > group.registers)
-      machine->fail(instruction, site, "%d registers, from %d", count, group.registers);
+      machine->fail(instruction, site, "%d registers, but the thread has %d", count, group.registers);
     if (increase) return;
     block.registers_left += (group.registers - count) * kWarpgroupThreads;
     group.registers = count;
   });
   if (!increase) return;
-  // The hardware waits for registers that other warps give up.
+  // As on the hardware, wait until other warps have released enough registers.
   Fiber& self = machine->current();
   Block& block = *self.block;
   Warpgroup& group = block.warpgroups[size_t(self.thread / kWarpgroupThreads)];

@@ -1,4 +1,4 @@
-// What memory accesses cost, as the hardware would serve them.
+// Counters: how the hardware would serve memory accesses.
 #include <algorithm>
 #include <bit>
 
@@ -29,10 +29,10 @@ const char* name_of(Count count) {
   return names[size_t(count)];
 }
 
-void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
+void Machine::record_access(Space space, uint64_t address, int bytes, Site site) {
   Fiber& self = *current_;
   Warp& warp = *self.warp;
-  // Instances of a template share their lines, not their widths.
+  // The width is part of the key because template instances of different widths share a source line.
   const uint64_t instruction =
       (reinterpret_cast<uintptr_t>(site.file) * 31 + uint64_t(site.line)) * 32 + uint64_t(bytes);
   const uint64_t key = instruction << 2 | uint64_t(space);
@@ -47,7 +47,7 @@ void Machine::note_access(Space space, uint64_t address, int bytes, Site site) {
   access.lanes |= uint32_t(1) << self.lane;
   access.addresses[self.lane] = address;
   access.bytes = bytes;
-  // Lanes that skip this access keep it open until the warp ends; most are complete at once.
+  // An access that some lanes skip stays open until the warp exits.
   while (!stream.open.empty() && stream.open.front().lanes == ~uint32_t(0)) {
     count_access(space, stream.open.front());
     stream.open.pop_front();
@@ -92,7 +92,6 @@ void Machine::count_access(Space space, const WarpAccess& access) {
     if (!(access.lanes >> lane & 1)) continue;
     const uint64_t begin = access.addresses[lane] / 32, end = (access.addresses[lane] + access.bytes - 1) / 32;
     for (uint64_t sector = begin; sector <= end; ++sector) {
-      // Neighbours mostly repeat the last sector.
       if (std::find(sectors.begin(), sectors.begin() + num_sectors, sector) == sectors.begin() + num_sectors)
         sectors[num_sectors++] = sector;
     }

@@ -64,7 +64,7 @@ constexpr size_t kSavedWords = 6;
 void* Stack::prepare(void (*entry)(), size_t colour) {
   std::byte* top = base_ + kGuardBytes + kStackBytes - 64 - colour % 61 * 320;
   auto* words = reinterpret_cast<uintptr_t*>(reinterpret_cast<uintptr_t>(top) & ~uintptr_t(15));
-  *--words = 0;  // where entry would return to; after it the stack is aligned as at the start of a function
+  *--words = 0;  // entry's return address; keeps the stack aligned as after a call
   *--words = reinterpret_cast<uintptr_t>(entry);
   for (size_t i = 0; i < kSavedWords; ++i) *--words = 0;
   return words;
@@ -116,7 +116,7 @@ void* Stack::prepare(void (*entry)(), size_t colour) {
 }
 
 #else
-#error "the emulator switches stacks on x86-64 and aarch64; another processor needs its dozen lines here"
+#error "the emulator can switch stacks on x86-64 and aarch64 only; other processors need cuda_ext_simt_switch here"
 #endif
 
 }  // namespace cuda_ext::simt

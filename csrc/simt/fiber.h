@@ -1,4 +1,4 @@
-// Stacks and the switch between them.
+// Stacks of fibers, and the switch between fibers.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class Stack {
   Stack& operator=(const Stack&) = delete;
   Stack& operator=(Stack&&) = delete;
 
-  // Prepares it so that the first switch to the result calls entry(), which never returns. `colour` shifts the top, so
-  // that a thousand stacks do not share the same few cache sets.
+  // Prepares the stack so that the first switch to the result calls entry(), which never returns. `colour` shifts the
+  // top, so that the tops of many stacks do not map to the same few cache sets.
   void* prepare(void (*entry)(), size_t colour);
   bool contains(const void* pointer) const;
 
@@ -25,7 +25,7 @@ class Stack {
   std::byte* base_;
 };
 
-// Saves the running fiber in *from and goes on with `to`, as saved by an earlier switch or made by Stack::prepare.
+// Saves the running fiber in *from and resumes `to`, which an earlier switch saved or Stack::prepare returned.
 extern "C" void cuda_ext_simt_switch(void** from, void* to);
 
 }  // namespace cuda_ext::simt

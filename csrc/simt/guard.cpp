@@ -11,18 +11,18 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr size_t kSignalStackBytes = 64 * 1024, kLandingStackBytes = 256 * 1024;
+constexpr size_t kSignalStackBytes = 64 * 1024, kHandlerStackBytes = 256 * 1024;
 constexpr int kSignals[] = {SIGSEGV, SIGBUS};
 
 std::mutex guards_mutex;
 int guards = 0;
 struct sigaction previous_actions[std::size(kSignals)];
 
-// Runs as if the kernel had called it, on a stack of its own: the fiber's may be the bad memory.
-[[noreturn]] void land() { machine->bad_memory(machine->guard().memory, machine->guard().code); }
+// Runs as if the kernel had called it, on its own stack, because the fault may be an overflow of the fiber's stack.
+[[noreturn]] void report_fault() { machine->bad_memory(machine->guard().memory, machine->guard().code); }
 
 void on_signal(int signal, siginfo_t* info, void* context) {
-  if (machine == nullptr || !machine->is_running()) {  // not a kernel: whoever was there before takes it again
+  if (machine == nullptr || !machine->is_running()) {  // not in a kernel: restore the previous handler, then retry
     for (size_t i = 0; i < std::size(kSignals); ++i)
       if (kSignals[i] == signal) sigaction(signal, &previous_actions[i], nullptr);
     return;
@@ -30,21 +30,21 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   auto& registers = static_cast<ucontext_t*>(context)->uc_mcontext;
   MemoryGuard& guard = machine->guard();
   guard.memory = info->si_addr;
-  const uintptr_t top = reinterpret_cast<uintptr_t>(guard.landing_top()) & ~uintptr_t(15);
+  const uintptr_t top = reinterpret_cast<uintptr_t>(guard.handler_top()) & ~uintptr_t(15);
 #if defined(__x86_64__)
   guard.code = reinterpret_cast<const void*>(registers.gregs[REG_RIP]);
-  registers.gregs[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&land));
+  registers.gregs[REG_RIP] = greg_t(reinterpret_cast<uintptr_t>(&report_fault));
   registers.gregs[REG_RSP] = greg_t(top - 8);  // as after a call
 #else
   guard.code = reinterpret_cast<const void*>(registers.pc);
-  registers.pc = reinterpret_cast<uintptr_t>(&land);
+  registers.pc = reinterpret_cast<uintptr_t>(&report_fault);
   registers.sp = top;
 #endif
 }
 
 }  // namespace
 
-MemoryGuard::MemoryGuard() : signal_stack_(kSignalStackBytes), landing_stack_(kLandingStackBytes) {
+MemoryGuard::MemoryGuard() : signal_stack_(kSignalStackBytes), handler_stack_(kHandlerStackBytes) {
   stack_t mine{}, before{};
   mine.ss_sp = signal_stack_.data();
   mine.ss_size = signal_stack_.size();
@@ -74,10 +74,10 @@ MemoryGuard::~MemoryGuard() {
 }
 
 void Machine::bad_memory(const void* memory, const void* code) {
-  if (current_->stack->contains(memory)) fail("stack", kNoSite, "the thread's local variables do not fit its stack");
+  if (current_->stack->contains(memory)) fail("stack", kNoSite, "the thread's local variables do not fit on its stack");
   if (global_access.name != nullptr)
     fail(global_access.name, global_access.site, "there is no memory at global address %p", memory);
-  // The place of a call is looked up before its return address.
+  // Locations are looked up for the byte before a code address, as it is mostly a return address.
   fail("load or store", Site(static_cast<const char*>(code) + 1, kCodeAddress), "there is no memory at address %p",
        memory);
 }

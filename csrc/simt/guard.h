@@ -1,4 +1,4 @@
-// Bad memory is the kernel's mistake, not the end of the process.
+// Turns a kernel's access to unmapped memory into a Fault instead of a crash of the process.
 #pragma once
 
 #include <cstddef>
@@ -6,8 +6,8 @@
 
 namespace cuda_ext::simt {
 
-// While one lives, an access by a kernel on this thread of the host to memory that is not there ends its launch with a
-// Fault that names the instruction.
+// While it exists, an access to unmapped memory by a kernel on this host thread ends the launch with a Fault that names
+// the instruction.
 class MemoryGuard {
  public:
   MemoryGuard();
@@ -15,13 +15,14 @@ class MemoryGuard {
   MemoryGuard(const MemoryGuard&) = delete;
   MemoryGuard& operator=(const MemoryGuard&) = delete;
 
-  // The access that the last signal told of, and the top of the stack on which the kernel's thread then goes on.
+  // Set by the signal handler: the address that was accessed, and the code that accessed it.
   const void* memory = nullptr;
   const void* code = nullptr;
-  std::byte* landing_top() { return landing_stack_.data() + landing_stack_.size() - 64; }
+  // Top of the stack on which the fault is reported.
+  std::byte* handler_top() { return handler_stack_.data() + handler_stack_.size() - 64; }
 
  private:
-  std::vector<std::byte> signal_stack_, landing_stack_;
+  std::vector<std::byte> signal_stack_, handler_stack_;
   void* previous_stack_;
   size_t previous_size_;
   int previous_flags_;

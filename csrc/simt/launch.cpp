@@ -1,4 +1,4 @@
-// What a launch is allowed to ask for, and how its blocks are shared out among the threads of the host.
+// Checks a launch and distributes its clusters over host threads; also the options, counters and sites of the process.
 #include "simt/launch.h"
 
 #include <algorithm>
@@ -51,7 +51,7 @@ void reset_sync_sites() {
   seen_sites.clear();
 }
 
-void remember_site(const SyncSite& site) {
+void record_sync_site(const SyncSite& site) {
   const std::lock_guard<std::mutex> lock(global_mutex);
   seen_sites.emplace(site.file, site.line, site.instruction);
 }
@@ -62,19 +62,19 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
   const Extent& c = geometry.cluster;
   if (g.x < 1 || g.y < 1 || g.z < 1 || g.y > 65535 || g.z > 65535)
     refuse("a grid of (" + std::to_string(g.x) + ", " + std::to_string(g.y) + ", " + std::to_string(g.z) +
-           ") blocks; each axis takes at least 1, y and z at most 65535");
+           ") blocks; each axis has at least 1, y and z at most 65535");
   if (geometry.block < 1 || geometry.block > kMaxThreads)
-    refuse("a block of " + std::to_string(geometry.block) + " threads; 1 to 1024 can be launched");
-  // By default kernels of sm_90 run too, whatever their launchers see.
+    refuse("a block of " + std::to_string(geometry.block) + " threads; a block has 1 to 1024");
+  // With compute capability 80, the default, kernels for sm_90 can be launched too.
   const uint32_t shared_limit =
       options().compute_capability == 80 ? kMaxSharedBytes : uint32_t(options().shared_bytes()) - 1024;
   if (geometry.shared_bytes > shared_limit)
     refuse(std::to_string(geometry.shared_bytes) + " bytes of shared memory; a block has at most " +
            std::to_string(shared_limit));
   const int64_t clusters = g.count() / c.count();
-  const int64_t together = geometry.together == 0 ? clusters : geometry.together;
+  const int64_t concurrent = geometry.concurrent_clusters == 0 ? clusters : geometry.concurrent_clusters;
   int workers = options().threads > 0 ? options().threads : int(std::thread::hardware_concurrency());
-  if (together > 1 || options().check_races) workers = 1;
+  if (concurrent > 1 || options().check_races) workers = 1;
   workers = int(std::clamp<int64_t>(clusters, 1, workers));
 
   std::atomic<int64_t> next{0};
@@ -84,8 +84,8 @@ void launch(const char* kernel, const Geometry& geometry, const std::function<vo
     MemoryGuard guard;
     Machine emulated(kernel, geometry, thread, guard);
     try {
-      for (int64_t first; (first = next.fetch_add(together)) < clusters;) {
-        std::vector<int64_t> batch(size_t(std::min(together, clusters - first)));
+      for (int64_t first; (first = next.fetch_add(concurrent)) < clusters;) {
+        std::vector<int64_t> batch(size_t(std::min(concurrent, clusters - first)));
         std::iota(batch.begin(), batch.end(), first);
         emulated.run(batch);
       }

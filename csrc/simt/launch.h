@@ -19,17 +19,17 @@ struct Geometry {
   int block = 1;
   Extent cluster;  // divides the grid
   size_t shared_bytes = 0;
-  // Clusters whose blocks wait for one another through global memory: so many run side by side, in order, on one host
-  // thread; 0 stands for all, 1 for none that wait.
-  int together = 1;
+  // How many clusters run concurrently on one host thread, in order, because their blocks wait for one another through
+  // global memory; 1 if none wait, 0 for all clusters of the grid.
+  int concurrent_clusters = 1;
 };
 
-// A hazard, a deadlock, a bad launch; what() tells all.
+// An error of the kernel or of its launch.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// `thread` is the kernel with its arguments bound. Throws Fault.
+// Runs the kernel; `thread` is its function with the arguments bound. Throws Fault.
 void launch(const char* kernel, const Geometry& geometry, const std::function<void()>& thread);
 
 }  // namespace cuda_ext::simt

@@ -1,206 +1,30 @@
-// The emulated multiprocessor: the blocks that are resident on one thread of the host, their warps and fibers, and the
-// scheduler that decides which fiber runs next. One Machine serves one launch on one host thread.
+// The emulated SM: the blocks that are resident on one host thread, and the scheduler that decides which of their
+// fibers runs next. One Machine runs one launch on one host thread.
 //
-// A fiber runs until it has to wait for others; then it parks and jumps straight to the next fiber that can run. When
-// none can, asynchronous copies that are still under way complete, one at a time; when none are left, it is a deadlock.
+// A fiber runs until it has to wait for others; then it parks and switches directly to the next fiber that can run.
+// When none can, asynchronous operations in flight complete, one at a time; when none are left, the kernel is
+// deadlocked.
 #pragma once
 
 #include <bit>
 #include <cstdarg>
-#include <cstdlib>
 #include <deque>
-#include <map>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
+#include <string>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
-#include "simt/fiber.h"
+#include "simt/block.h"
 #include "simt/launch.h"
 
 namespace cuda_ext::simt {
 
 class Checker;
-struct Block;
-struct Cluster;
-struct Operation;
-struct Warp;
-struct WgmmaUnit;
 
-constexpr int kLanes = 32;
-constexpr int kWarpgroupThreads = 128;
-constexpr uint32_t kReservedSharedBytes = 1024;  // at the start of every block's window, as on the hardware
-constexpr uint8_t kPoison = 0xff;                // a NaN in every floating type
-
-// A shared address in another block of the cluster holds that block's rank plus 1 above bit 24; its own addresses are as
-// they are.
-constexpr int kRankShift = 24;
-
-// The line of a Site that holds an address of code in place of a file's name.
-constexpr int kCodeAddress = -1;
-constexpr Site kNoSite{"", 0};  // of what no call does
-// "gemm_sm80.cuh:120".
-std::string place(Site site);
-
-// One of a kernel's instructions.
-struct Instruction {
-  const char* name;
-  Site site;
-};
-
-// What a parked fiber waits for, as the deadlock table tells it.
-struct Wait {
-  const char* instruction;
-  Site site;
-  SharedAddress barrier = 0;  // of an mbarrier, or the number of a named one
-  uint32_t parity = 0;
-};
-
-// One copy that cp.async started.
-struct AsyncCopy {
-  std::byte* to;
-  SharedAddress address;
-  const void* from;
-  int bytes;
-  int valid;
-  Site site;
-};
-
-// One store of a tile or of bytes that the bulk engine was given.
-struct BulkStore {
-  std::function<std::vector<std::byte>()> read;              // shared memory, when it is due
-  std::function<void(const std::vector<std::byte>&)> write;  // global memory, after that
-  std::optional<std::vector<std::byte>> data;                // what was read
-  bool written = false;
-  bool waited = false;                                // for the reading
-  std::shared_ptr<const Operation> reading, writing;  // for the checker
-  Site site;
-};
-
-struct Fiber {
-  void* stack_pointer;
-  const Stack* stack;
-  Block* block;
-  Warp* warp;
-  int lane;
-  int index;   // among all threads of the machine: its number for the checker
-  int thread;  // threadIdx.x
-  bool finished = false;
-  Wait wait{};                      // holds while the fiber cannot run
-  bool in_cluster_barrier = false;  // has arrived and not yet waited
-  uint32_t cluster_phase = 0;       // of that arrival
-  bool wgmma_fenced = false;        // since its last wait
-  bool wgmma_group_fenced = false;  // since its last commit
-  uint64_t wgmma_committed = 0;     // groups
-  uint64_t wgmma_retired = 0;
-  std::vector<AsyncCopy> open_copies;  // since the last commit
-  std::vector<BulkStore> open_stores;
-  std::deque<std::vector<BulkStore>> store_groups;
-  std::deque<std::vector<AsyncCopy>> copy_groups;  // oldest first
-};
-
-// Lanes that came to one warp-wide instruction, until the last one acts for all.
-struct Meeting {
-  const char* instruction = nullptr;
-  Site site;
-  uint32_t mask = 0;  // 0: nobody is here
-  uint32_t arrived = 0;
-  void* arguments[kLanes];
-};
-
-// The n-th time that lanes reach one memory instruction: what the hardware serves as one access of the warp.
-struct WarpAccess {
-  uint32_t lanes = 0;
-  int bytes = 0;
-  uint64_t addresses[kLanes];
-};
-struct AccessStream {
-  uint32_t next[kLanes] = {};
-  uint32_t first = 0;  // number of the oldest open access
-  std::deque<WarpAccess> open;
-};
-
-struct Warp {
-  Block* block;
-  int index;      // in the block
-  int number;     // in the machine
-  Fiber* fibers;  // (kLanes)
-  uint32_t alive = 0;
-  uint32_t runnable = 0;
-  uint32_t priority = 0;     // PCT
-  bool backwards = false;    // PCT: lanes run from the last to the first
-  Meeting meetings[kLanes];  // one for each lane that may be the lowest of a mask
-  uint32_t meeting = 0;      // lanes that wait in one of these
-  std::unordered_map<uint64_t, AccessStream> accesses;
-  uint64_t last_key = 0;  // the stream of the last access is mostly that of the next
-  AccessStream* last_access = nullptr;
-};
-
-struct NamedBarrier {
-  int expected = 0;  // threads, of the phase that is open
-  int arrived = 0;
-  std::vector<Fiber*> waiting;
-  std::vector<int> arrivals;  // fiber indices, for the checker
-};
-
-// An mbarrier's state; the word in shared memory only shows whether it is still there.
-struct BarrierState {
-  uint32_t expected = 0;
-  uint32_t pending = 0;
-  int64_t bytes = 0;  // announced and not yet complete; negative where copies came before their announcement
-  uint32_t phase = 0;
-  int copies = 0;  // under way
-  std::vector<Fiber*> waiting;
-};
-
-// Threads of a warpgroup that came to one instruction, until the last one acts for all.
-struct Gathering {
-  const char* instruction = nullptr;  // null: nobody is here
-  Site site;
-  int arrived = 0;
-  std::array<void*, kWarpgroupThreads> arguments{};
-};
-
-struct Warpgroup {
-  Gathering gathering;
-  int registers = 0;                 // of a thread
-  std::unique_ptr<WgmmaUnit> wgmma;  // made by the first wgmma
-
-  Warpgroup();
-  Warpgroup(Warpgroup&&) noexcept;
-  ~Warpgroup();
-};
-
-// The blocks that share their shared memory, and the barrier of all their threads.
-struct Cluster {
-  std::vector<Block*> blocks;  // by rank
-  int threads_left = 0;
-  int arrived = 0;
-  uint32_t phase = 0;
-  std::vector<Fiber*> waiting;
-};
-
-struct Block {
-  int index[3];  // blockIdx
-  int rank = 0;  // in the cluster
-  Cluster* cluster = nullptr;
-  uint32_t priority = 0;  // PCT
-  int number = 0;
-  std::byte* shared = nullptr;  // the window: reserved bytes, then shared_bytes
-  uint32_t shared_end = 0;      // first address past the window
-  int threads_left = 0;
-  int copies = 0;          // under way into its shared memory
-  int registers_left = 0;  // for setmaxnreg
-  std::array<NamedBarrier, 16> barriers;
-  std::unordered_map<SharedAddress, BarrierState> mbarriers;
-  std::vector<Warp> warps;
-  std::vector<Warpgroup> warpgroups;
-  std::unique_ptr<Fiber[]> fibers;
-};
-
-// Something the hardware does on its own: when it acts, fibers may become runnable.
+// The completion of an asynchronous operation; it may wake fibers.
 using Action = std::function<void()>;
 
 class MemoryGuard;
@@ -210,7 +34,7 @@ class Machine {
   Machine(const char* kernel, const Geometry& geometry, const std::function<void()>& thread, MemoryGuard& guard);
   ~Machine();
 
-  // Runs cluster `cluster` of the grid (a block, where there are no clusters) to its end.
+  // Runs these clusters of the grid (blocks, in a launch without clusters) concurrently until all have exited.
   void run(const std::vector<int64_t>& clusters);
 
   Fiber& current() { return *current_; }
@@ -223,52 +47,54 @@ class Machine {
   uint64_t& count(Count what) { return counters_[size_t(what)]; }
   const Counters& counters() const { return counters_; }
 
-  // The current fiber waits until somebody wakes it.
+  // Suspends the current fiber until another one wakes it.
   void park(const Wait& wait);
   void wake(Fiber& fiber);
-  // The current fiber waits until `ready` holds; it is asked when nothing else can run.
+  // Suspends the current fiber until ready() is true; it is evaluated when no other fiber can run.
   void park_until(const Wait& wait, std::function<bool()> ready);
-  // Lets `action` happen: now, or when no fiber can run.
+  // Calls `action` now (eager completion) or when no fiber can run (lazy completion).
   void start(Action action);
-  // Lets a warp of higher priority go first.
+  // Switches to a warp of higher priority, if one can run.
   void yield();
 
-  // All lanes of `mask` have to come here; the last to come calls act(arguments of each lane) and returns, the others
-  // return after it.
+  // A warp-wide instruction: every lane of `mask` calls this, and the last one to arrive calls act(arguments of each
+  // lane). The others return after that.
   template <class Arguments, class Act>
-  void meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
+  void warp_collective(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act);
 
-  // The same for the 128 threads of a warpgroup.
+  // The same for all 128 threads of a warpgroup.
   template <class Arguments, class Act>
-  void gather(const char* instruction, Site site, Arguments& arguments, Act&& act);
+  void warpgroup_collective(const char* instruction, Site site, Arguments& arguments, Act&& act);
 
-  // Whether this synchronisation call is to be carried out: it is noted, and a mutation leaves one out.
+  // Records this synchronisation call; returns false if the options say to skip it.
   bool synchronizes(const char* instruction, Site site);
 
-  // `bytes` of shared memory at `address` of the current block, or of this one.
+  // The memory at a shared address of the current block, or of `block`. Fails if it is out of bounds or misaligned.
   std::byte* shared(SharedAddress address, int bytes, int alignment, const char* instruction, Site site);
   std::byte* shared(const Block& block, SharedAddress address, int bytes, int alignment, const char* instruction,
                     Site site);
   SharedAddress address_of(const void* pointer) const;
-  // The block that an address of the cluster's window belongs to, and its address there; fails if the block has exited.
+  // The block of the cluster that `address` belongs to; `address` becomes the address within it. Fails if the block has
+  // exited.
   Block& owner_of(SharedAddress& address, const char* instruction, Site site);
   Block& block_of_rank(int rank, const char* instruction, Site site);
-  // One lane's part of a warp's access to memory, for the counters.
+  // Counts one lane's part of a warp's memory access.
   enum class Space { kSharedLoad, kSharedStore, kGlobalLoad, kGlobalStore };
-  void note_access(Space space, uint64_t address, int bytes, Site site);
+  void record_access(Space space, uint64_t address, int bytes, Site site);
 
-  // A plain load or store of the current fiber, seen where kernels are compiled with hooks (raw_access.cpp).
+  // Checks and counts a plain load or store of the current fiber; called if the kernel was compiled with hooks
+  // (raw_access.cpp).
   void plain_access(bool write, const void* memory, int bytes, const void* code_address);
 
-  // The mbarrier at `address` of `block`, and its word.
+  // The mbarrier at `address` of `block`, and its word in shared memory.
   BarrierState& barrier(Block& block, SharedAddress address, const char* instruction, Site site);
   uint64_t* barrier_word(const Block& block, SharedAddress address) const;
 
-  // Ends the launch with what is wrong, as seen from the current fiber.
+  // Ends the launch with an error that names the current fiber.
   [[noreturn]] void fail(const char* instruction, Site site, const char* format, ...)
       __attribute__((format(printf, 4, 5)));
-  Instruction global_access{nullptr, kNoSite};  // under way, by the emulator
-  // Where a signal of bad memory lands, on the stack of the fiber that met it.
+  Instruction global_access{nullptr, kNoSite};  // that the emulator is executing; for faults
+  // Ends the launch after a segmentation fault of the current fiber.
   [[noreturn]] void bad_memory(const void* memory, const void* code);
   std::string describe(const Fiber& fiber) const;
   std::string describe_address(const void* memory) const;
@@ -279,8 +105,8 @@ class Machine {
   friend void fiber_main();
   void start_block(int64_t cluster, int rank);
   void end_block(Block& block);
-  [[noreturn]] void finish_current();
-  // The next fiber that can run, or null.
+  [[noreturn]] void exit_current();
+  // The next fiber to run, or null if none can.
   Fiber* choose();
   Fiber* choose_lane(Warp& warp);
   Fiber* choose_or_complete();
@@ -289,25 +115,25 @@ class Machine {
   [[noreturn]] void fail_with(const std::string& message);
   std::string deadlock_table() const;
   std::string describe_barrier(const Fiber& fiber) const;
-  Meeting& join_meeting(const char* instruction, Site site, uint32_t mask);
-  [[noreturn]] void refuse_meeting(const char* instruction, Site site, uint32_t mask);
+  WarpCollective& join_warp_collective(const char* instruction, Site site, uint32_t mask);
+  [[noreturn]] void reject_warp_collective(const char* instruction, Site site, uint32_t mask);
   void count_access(Space space, const WarpAccess& access);
   void sort_by_priority();
-  Gathering& join_gathering(const char* instruction, Site site);
+  WarpgroupCollective& join_warpgroup_collective(const char* instruction, Site site);
 
   const char* kernel_;
   Geometry geometry_;
   const std::function<void()>& thread_;
   MemoryGuard& guard_;
-  std::vector<Stack> stacks_;  // of the fibers
+  std::vector<Stack> stacks_;  // by Fiber::index
   Options options_;
   Counters counters_{};
   std::unique_ptr<Checker> checker_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<std::unique_ptr<Cluster>> clusters_;
-  std::vector<Warp*> order_;  // PCT: by priority
-  size_t turn_ = 0;           // FIFO: index into order_
-  std::deque<Action> in_flight_;
+  std::vector<Warp*> order_;      // under PCT: by priority
+  size_t turn_ = 0;               // under FIFO: index into order_
+  std::deque<Action> in_flight_;  // started, not complete
   struct Poller {
     Fiber* fiber;
     std::function<bool()> ready;
@@ -318,22 +144,22 @@ class Machine {
   int fibers_left_ = 0;
   uint64_t random_state_;
   std::optional<std::string> failure_;
-  std::set<std::tuple<const char*, int, const char*>> noted_sites_;
+  std::set<std::tuple<const char*, int, const char*>> recorded_sites_;
 };
 
-// What the bulk engine and the tensor cores still owe a thread that exits.
-void finish_stores(Fiber& fiber);
-void finish_wgmma(Fiber& fiber);
-// A thread of the cluster has arrived at its barrier, or exited.
+// Called when a thread exits: completes its bulk stores, or fails if it has not waited for them or for its products.
+void complete_stores_at_exit(Fiber& fiber);
+void check_wgmma_at_exit(Fiber& fiber);
+// Called when a thread of the cluster arrives at the cluster's barrier or exits.
 void end_cluster_phase_if_complete(Cluster& cluster);
-// Fails if a barrier of the block that ends has been overwritten.
+// Called when a block exits: fails if one of its mbarriers was overwritten.
 void check_barriers(Block& block);
-// For mutations to choose from.
-void remember_site(const SyncSite& site);
+// Adds to the list that sync_sites() returns.
+void record_sync_site(const SyncSite& site);
 
 extern thread_local Machine* machine __attribute__((tls_model("initial-exec")));
 
-// While it lives the emulator reads or writes global memory for this instruction: a fault is the instruction's.
+// Marks a scope in which the emulator accesses global memory for an instruction, so that a fault is reported for it.
 class GlobalAccess {
  public:
   GlobalAccess(const char* instruction, Site site) : before_(machine->global_access) {
@@ -347,50 +173,50 @@ class GlobalAccess {
   Instruction before_;
 };
 
-inline Meeting& Machine::join_meeting(const char* instruction, Site site, uint32_t mask) {
+inline WarpCollective& Machine::join_warp_collective(const char* instruction, Site site, uint32_t mask) {
   Warp& warp = *current_->warp;
   const uint32_t mine = uint32_t(1) << current_->lane;
-  Meeting& meeting = warp.meetings[std::countr_zero(mask | uint32_t(1) << 31)];
-  if (meeting.mask == 0) {
-    if ((mask & mine) == 0 || (mask & ~warp.alive) != 0 || (mask & warp.meeting) != 0)
-      refuse_meeting(instruction, site, mask);
-    meeting.instruction = instruction;
-    meeting.site = site;
-    meeting.mask = mask;
-    meeting.arrived = 0;
-    warp.meeting |= mask;
-  } else if (meeting.mask != mask || meeting.instruction != instruction || meeting.site.line != site.line) {
-    refuse_meeting(instruction, site, mask);
+  WarpCollective& collective = warp.collectives[std::countr_zero(mask | uint32_t(1) << 31)];
+  if (collective.mask == 0) {
+    if ((mask & mine) == 0 || (mask & ~warp.alive) != 0 || (mask & warp.in_collective) != 0)
+      reject_warp_collective(instruction, site, mask);
+    collective.instruction = instruction;
+    collective.site = site;
+    collective.mask = mask;
+    collective.arrived = 0;
+    warp.in_collective |= mask;
+  } else if (collective.mask != mask || collective.instruction != instruction || collective.site.line != site.line) {
+    reject_warp_collective(instruction, site, mask);
   }
-  meeting.arrived |= mine;
-  return meeting;
+  collective.arrived |= mine;
+  return collective;
 }
 
 template <class Arguments, class Act>
-void Machine::meet(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act) {
-  Meeting& meeting = join_meeting(instruction, site, mask);
+void Machine::warp_collective(const char* instruction, Site site, uint32_t mask, Arguments& arguments, Act&& act) {
+  WarpCollective& collective = join_warp_collective(instruction, site, mask);
   Warp& warp = *current_->warp;
-  meeting.arguments[current_->lane] = &arguments;
-  if (meeting.arrived != mask) return park({instruction, site});
+  collective.arguments[current_->lane] = &arguments;
+  if (collective.arrived != mask) return park({instruction, site});
   Arguments* all[kLanes];
   for (int lane = 0; lane < kLanes; ++lane)
-    all[lane] = mask >> lane & 1 ? static_cast<Arguments*>(meeting.arguments[lane]) : nullptr;
-  meeting.mask = 0;
-  warp.meeting &= ~mask;
+    all[lane] = mask >> lane & 1 ? static_cast<Arguments*>(collective.arguments[lane]) : nullptr;
+  collective.mask = 0;
+  warp.in_collective &= ~mask;
   act(all);
   warp.runnable |= mask;
 }
 
 template <class Arguments, class Act>
-void Machine::gather(const char* instruction, Site site, Arguments& arguments, Act&& act) {
-  Gathering& gathering = join_gathering(instruction, site);
+void Machine::warpgroup_collective(const char* instruction, Site site, Arguments& arguments, Act&& act) {
+  WarpgroupCollective& collective = join_warpgroup_collective(instruction, site);
   const int first = current_->thread / kWarpgroupThreads * kWarpgroupThreads;
-  gathering.arguments[size_t(current_->thread - first)] = &arguments;
-  if (++gathering.arrived < kWarpgroupThreads) return park({instruction, site});
+  collective.arguments[size_t(current_->thread - first)] = &arguments;
+  if (++collective.arrived < kWarpgroupThreads) return park({instruction, site});
   std::array<Arguments*, kWarpgroupThreads> all;
-  for (int t = 0; t < kWarpgroupThreads; ++t) all[size_t(t)] = static_cast<Arguments*>(gathering.arguments[size_t(t)]);
-  gathering.instruction = nullptr;
-  gathering.arrived = 0;
+  for (int t = 0; t < kWarpgroupThreads; ++t) all[size_t(t)] = static_cast<Arguments*>(collective.arguments[size_t(t)]);
+  collective.instruction = nullptr;
+  collective.arrived = 0;
   act(all);
   for (int t = 0; t < kWarpgroupThreads; ++t) wake(current_->block->fibers[first + t]);
 }

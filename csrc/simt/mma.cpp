@@ -3,8 +3,8 @@
 
 #include "simt/checker.h"
 
-// The inner products, for the processor at hand. All products of 16-bit and tf32 operands are exact in float32, so that
-// fused and separate multiply-adds agree.
+// Compiles matrix products for several instruction sets. Products of 16-bit and tf32 operands are exact in float32, so
+// fused and separate multiply-adds give the same bits.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CUDA_EXT_SIMT_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
@@ -15,7 +15,7 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr int kRows = 8;  // of a matrix that ldmatrix moves
+constexpr int kRows = 8;  // of a matrix of ldmatrix
 constexpr int kRowBytes = 16;
 
 struct MatrixArguments {
@@ -23,7 +23,7 @@ struct MatrixArguments {
   SharedAddress row;
 };
 
-// Eight rows of 16 bytes fill the 32 banks once unless two start at the same four.
+// Eight rows of 16 bytes use each of the 32 banks once, unless two rows start at the same bank.
 int wavefronts_of(const SharedAddress (&rows)[kRows]) {
   int most = 1;
   for (int i = 1; i < kRows; ++i) {
@@ -34,7 +34,7 @@ int wavefronts_of(const SharedAddress (&rows)[kRows]) {
   return most;
 }
 
-// f(matrix, row, its 8 elements in shared memory) for each of `count` matrices.
+// Calls f(matrix, row, the row's 8 elements in shared memory) for each row of `count` matrices.
 template <class F>
 void for_matrix_rows(const char* instruction, MatrixArguments* const (&all)[kLanes], int count, Access kind, Site site,
                      F&& f) {
@@ -56,7 +56,7 @@ void for_matrix_rows(const char* instruction, MatrixArguments* const (&all)[kLan
 
 void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site site) {
   MatrixArguments mine{m, row};
-  machine->meet("ldmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
+  machine->warp_collective("ldmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
     ++machine->count(Count::kLdmatrix);
     uint16_t element[4][kRows][8];
     for_matrix_rows("ldmatrix", all, count, Access::kRead, site,
@@ -74,7 +74,7 @@ void ldmatrix(uint32_t* m, int count, bool transposed, SharedAddress row, Site s
 
 void stmatrix(SharedAddress row, const uint32_t* m, int count, bool transposed, Site site) {
   MatrixArguments mine{const_cast<uint32_t*>(m), row};
-  machine->meet("stmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
+  machine->warp_collective("stmatrix", site, ~uint32_t(0), mine, [&](MatrixArguments* const(&all)[kLanes]) {
     for_matrix_rows("stmatrix", all, count, Access::kWrite, site, [&](int i, int r, uint16_t* to) {
       for (int column = 0; column < 8; ++column) {
         const int g = transposed ? column : r, pair = transposed ? r : column;
@@ -95,20 +95,20 @@ struct MmaArguments {
 
 enum class MmaType { kFloat16, kBFloat16, kTf32 };
 
-// What the lanes of a warp hold. Side by side, lane after lane, the registers of one number are 8 rows of 16 bytes: of A,
-// of B transposed, and pairs of D's columns.
+// The fragments of all lanes of a warp. Register i of lanes 0 to 31, in this order, is an 8-row matrix with rows of 16
+// bytes: part of A, part of B transposed, or pairs of columns of D.
 struct MmaFragments {
   alignas(64) uint32_t a[4][kLanes];
   alignas(64) uint32_t b[2][kLanes];
   alignas(64) float d[2][kLanes][2];
 };
 
-// out[row * row_step + i * step] = element i of row `row` of the 8 that `words` hold.
+// out[row * row_step + i * step] = element i of row `row` of the matrix in `words`.
 inline void convert(MmaType type, const uint32_t (&words)[kLanes], float* out, int row_step, int step) {
   constexpr int kRowHalves = kRowBytes / 2, kRowWords = kRowBytes / 4;
   if (type == MmaType::kTf32) {
     for (int row = 0; row < kRows; ++row)
-      for (int i = 0; i < kRowWords; ++i)  // the hardware does not look at the low 13 bits
+      for (int i = 0; i < kRowWords; ++i)  // the hardware ignores the low 13 bits
         out[row * row_step + i * step] = bits_float(words[row * kRowWords + i] & ~uint32_t(0x1fff));
     return;
   }
@@ -123,11 +123,11 @@ inline void convert(MmaType type, const uint32_t (&words)[kLanes], float* out, i
     for (int i = 0; i < kRowHalves; ++i) out[row * row_step + i * step] = values[row * kRowHalves + i];
 }
 
-// D (16, 8) += A (16, k) @ B (k, 8), added up in order of k.
+// D (16, 8) += A (16, k) @ B (k, 8), summed in order of k.
 CUDA_EXT_SIMT_CLONES
 void multiply(MmaType type, MmaFragments& m) {
   using Eight = float __attribute__((vector_size(32)));
-  constexpr int kBlock = 4;  // rows at once, so that additions need not wait for one another
+  constexpr int kBlock = 4;  // rows at a time: independent additions hide each other's latency
   const int k = type == MmaType::kTf32 ? 8 : 16;
   float a[16][16], b[16][8];
   for (int i = 0; i < 4; ++i) convert(type, m.a[i], &a[i % 2 * 8][i / 2 * k / 2], 16, 1);
@@ -151,7 +151,7 @@ void multiply(MmaType type, MmaFragments& m) {
 void mma(const char* instruction, MmaType type, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
          Site site) {
   MmaArguments mine{d, a, b};
-  machine->meet(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
+  machine->warp_collective(instruction, site, ~uint32_t(0), mine, [&](MmaArguments* const(&all)[kLanes]) {
     ++machine->count(Count::kMma);
     MmaFragments m;
     for (int lane = 0; lane < kLanes; ++lane) {

@@ -1,4 +1,4 @@
-// How the emulator runs a kernel, and what it says afterwards.
+// Options of the emulator, and what it recorded about launches.
 #pragma once
 
 #include <array>
@@ -10,12 +10,12 @@
 
 namespace cuda_ext::simt {
 
-// When asynchronous copies and matrix products take effect: when they are issued, or at the last moment that the waits
-// in the kernel allow, their destinations holding NaNs until then.
+// When asynchronous copies and matrix products take effect: as soon as they are issued, or as late as the kernel's
+// waits allow, with NaNs at their destination until then.
 enum class Completion { kEager, kLazy };
 
-// Which warp runs next: in turn, or the one of highest random priority, with rare new draws (PCT: Burckhardt et al.,
-// "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
+// Which warp runs next: in turn, or the one with the highest random priority, with occasional priority changes (PCT:
+// Burckhardt et al., "A randomized scheduler with probabilistic guarantees of finding bugs", ASPLOS 2010).
 enum class Schedule { kFifo, kPct };
 
 struct SyncSite {
@@ -29,23 +29,23 @@ struct Options {
   Completion completion = Completion::kEager;
   Schedule schedule = Schedule::kFifo;
   uint64_t seed = 0;
-  bool check_races = false;        // happens-before, on one thread of the host
-  bool ordered_sums = false;       // atomic additions of floats are races too, unless something orders them
-  int threads = 0;                 // of the host; 0: all cores
-  const SyncSite* skip = nullptr;  // a mutation: every call from here does nothing
-  // What launchers see of the device. So few multiprocessors that small problems have several waves, or are split.
+  bool check_races = false;        // run the happens-before checker; uses one host thread
+  bool ordered_sums = false;       // unordered atomic additions of floats are races too
+  int threads = 0;                 // host threads; 0: one per core
+  const SyncSite* skip = nullptr;  // a mutation: calls from this site do nothing
+  // The device that launchers see. It has few SMs, so that small problems have several waves or are split.
   int compute_capability = 80;
-  int processors = 4;
+  int num_sms = 4;
 
-  // Shared memory of a multiprocessor. A block may have all but 1 KiB of it.
+  // Shared memory of an SM. A block may have all but 1 KiB of it.
   int shared_bytes() const { return (compute_capability >= 90 ? 228 : compute_capability == 80 ? 164 : 100) << 10; }
 };
 
-// Options of the launches that follow in this process.
+// Options of later launches in this process.
 Options& options();
 
-// What a launch did, summed over its threads. Memory is counted as the hardware moves it: a wavefront serves the bytes
-// of a warp's access to shared memory that need no bank twice, a sector is 32 bytes of global memory.
+// What launches did, summed over their threads. A wavefront is the part of a warp's shared-memory access that uses no
+// bank twice; a sector is 32 bytes of global memory.
 enum class Count {
   kBlocks,
   kLdmatrix,
@@ -58,9 +58,9 @@ enum class Count {
   kGlobalStoreBytes,
   kGlobalLoadSectors,
   kGlobalStoreSectors,
-  kSharedWavefronts,       // that accesses took
-  kSharedIdealWavefronts,  // that they would take without bank conflicts
-  kMatrixWavefronts,       // of ldmatrix and stmatrix alone
+  kSharedWavefronts,       // of loads and stores
+  kSharedIdealWavefronts,  // the same without bank conflicts
+  kMatrixWavefronts,       // of ldmatrix and stmatrix
   kMatrixIdealWavefronts,
   kWgmma,
   kTmaLoadBytes,
@@ -71,11 +71,11 @@ const char* name_of(Count count);
 
 using Counters = std::array<uint64_t, size_t(Count::kNumCounts)>;
 
-// Summed over the launches since the last reset.
+// Sums over all launches since the last reset.
 Counters counters();
 void reset_counters();
 
-// Every synchronisation call reached since the last reset, for mutation.
+// The synchronisation calls reached since the last reset; a mutation test skips each in turn.
 std::vector<SyncSite> sync_sites();
 void reset_sync_sites();
 

@@ -1,5 +1,5 @@
-// Plain loads and stores of kernels, seen without a change to their source: the kernel's translation unit is compiled
-// with -fsanitize=thread and linked with these functions in place of that sanitizer's. (The emulator itself is not.)
+// Hooks for plain loads and stores of kernels: the kernel's source is compiled with -fsanitize=thread and linked with
+// these functions instead of the sanitizer's. The emulator itself is compiled without that flag.
 #include <algorithm>
 
 #include "simt/machine.h"
@@ -10,7 +10,7 @@ void access(bool write, const void* memory, size_t bytes, const void* code) {
   if (cuda_ext::simt::machine != nullptr) cuda_ext::simt::machine->plain_access(write, memory, int(bytes), code);
 }
 
-// A copy of a struct, however large, in pieces that a thread can move at once.
+// A copy of a struct, in pieces that one instruction can move.
 void access_range(bool write, const void* memory, size_t bytes, const void* code) {
   constexpr size_t kPiece = 16;
   for (size_t done = 0; done < bytes; done += kPiece)

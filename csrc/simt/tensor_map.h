@@ -1,4 +1,4 @@
-// The emulator's tensor map: what a CUtensorMap holds, in a CUtensorMap's own 128 bytes.
+// The emulator's tensor map: the fields of a CUtensorMap, in the same 128 bytes.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ struct TensorMapFields {
 };
 static_assert(sizeof(TensorMapFields) <= 128);
 
-// Writes `fields` into the 128 bytes at `map`; rt::make_tensor_map has seen to it that the driver would take them.
+// Writes `fields` into the 128 bytes at `map`. rt::make_tensor_map has checked what the driver would check.
 void encode_tensor_map(uint64_t* map, const TensorMapFields& fields);
 
 }  // namespace cuda_ext::simt

@@ -18,12 +18,12 @@ void arrive(const char* instruction, int number, int threads, bool wait, Site si
   if (number < 0 || number > 15) machine->fail(instruction, site, "barrier %d; a block has 0 to 15", number);
   if (threads < kLanes || threads % kLanes != 0 || threads > machine->geometry().block)
     if (threads != machine->geometry().block)
-      machine->fail(instruction, site, "barrier %d for %d threads; a multiple of 32 up to the block's %d", number,
-                    threads, machine->geometry().block);
+      machine->fail(instruction, site, "barrier %d for %d threads; expected a multiple of 32 up to the block's %d",
+                    number, threads, machine->geometry().block);
   NamedBarrier& barrier = self.block->barriers[number];
   if (barrier.arrived != 0 && barrier.expected != threads)
-    machine->fail(instruction, site, "barrier %d for %d threads, but those before came to one for %d", number, threads,
-                  barrier.expected);
+    machine->fail(instruction, site, "barrier %d for %d threads, but earlier arrivals of this phase gave %d", number,
+                  threads, barrier.expected);
   barrier.expected = threads;
   barrier.arrivals.push_back(self.index);
   if (++barrier.arrived < threads) {
@@ -51,7 +51,7 @@ void named_barrier(int barrier, int threads, bool wait, Site site) {
 void sync_warp(uint32_t mask, Site site) {
   if (!machine->synchronizes("sync_warp", site)) return;
   int index = machine->current().index;
-  machine->meet("sync_warp", site, mask, index, [&](int* const(&all)[kLanes]) {
+  machine->warp_collective("sync_warp", site, mask, index, [&](int* const(&all)[kLanes]) {
     Checker* checker = machine->checker();
     if (checker == nullptr) return;
     std::vector<int> fibers;
@@ -74,7 +74,7 @@ T shuffle_words(T value, int lane, uint32_t mask, Site site) {
     T value, result;
     int from;
   } mine{value, value, lane};
-  machine->meet("shuffle", site, mask, mine, [&](Arguments* const(&all)[kLanes]) {
+  machine->warp_collective("shuffle", site, mask, mine, [&](Arguments* const(&all)[kLanes]) {
     ++machine->count(Count::kShuffle);
     for (Arguments* each : all) {
       if (each == nullptr) continue;
@@ -96,7 +96,7 @@ uint32_t ballot(bool predicate, uint32_t mask, Site site) {
     bool predicate;
     uint32_t result;
   } mine{predicate, 0};
-  machine->meet("ballot", site, mask, mine, [&](Arguments* const(&all)[kLanes]) {
+  machine->warp_collective("ballot", site, mask, mine, [&](Arguments* const(&all)[kLanes]) {
     uint32_t votes = 0;
     for (int lane = 0; lane < kLanes; ++lane)
       if (all[lane] != nullptr && all[lane]->predicate) votes |= uint32_t(1) << lane;

@@ -1,4 +1,4 @@
-// The bulk engine: tiles and bytes between global and shared memory.
+// The bulk engine: asynchronous copies of tiles and bytes between global and shared memory.
 #include <utility>
 
 #include "simt/engines.h"
@@ -23,7 +23,8 @@ void check(const Operation* operation, Access kind, const void* memory, int64_t 
 TensorMapFields decode(const uint64_t* map, int rank, const char* instruction, Site site) {
   TensorMapFields fields;
   std::memcpy(&fields, map, sizeof fields);
-  if (fields.magic != kMagic) machine->fail(instruction, site, "the tensor map was never made, or is overwritten");
+  if (fields.magic != kMagic)
+    machine->fail(instruction, site, "the tensor map was never initialised, or has been overwritten");
   if (fields.rank != rank)
     machine->fail(instruction, site, "%d coordinates for a tensor of %d dimensions", rank, int(fields.rank));
   return fields;
@@ -35,8 +36,8 @@ int64_t box_bytes(const TensorMapFields& f) {
   return bytes;
 }
 
-// f(shared address, global address or null where the box leaves the tensor, bytes) for all of a tile, in pieces of a
-// unit, or of an element where the tensor's edge goes through a unit.
+// Calls f(shared address, global address, bytes) for each unit of 16 bytes of a tile, or for each element of units that
+// the tensor's edge crosses. The global address is null outside the tensor.
 template <class F>
 void for_pieces(const TensorMapFields& f, SharedAddress shared, const std::array<int64_t, 5>& at, F&& piece) {
   const int element = bytes_of(f.type), per_unit = kUnit / element;
@@ -76,16 +77,17 @@ std::array<int64_t, 5> coordinates(const int* at, int rank) {
   return all;
 }
 
-// Starts a copy of `bytes` to `to` in `block`: `carry_out` fills it, then the barrier at `barrier` there learns of it.
+// Starts a copy of `bytes` to `to` in `block`. It completes by calling `perform`, then signals the mbarrier at
+// `barrier` of that block.
 void start_load(Block& block, SharedAddress to, int64_t bytes, SharedAddress barrier, const char* instruction,
-                Site site, std::shared_ptr<const Operation> operation, std::function<void(std::byte*)> carry_out) {
+                Site site, std::shared_ptr<const Operation> operation, std::function<void(std::byte*)> perform) {
   machine->count(Count::kTmaLoadBytes) += uint64_t(bytes);
   std::byte* const memory = block.shared + to;
   start_copy(block, barrier, operation.get(), instruction, site);
   check(operation.get(), Access::kAsyncWrite, memory, bytes, instruction, site);
   if (machine->lazy()) std::memset(memory, kPoison, size_t(bytes));
-  machine->start([=, &block, operation = std::move(operation), carry_out = std::move(carry_out)] {
-    carry_out(block.shared);
+  machine->start([=, &block, operation = std::move(operation), perform = std::move(perform)] {
+    perform(block.shared);
     end_copy(block, barrier, bytes, operation.get());
   });
 }
@@ -103,7 +105,7 @@ void start_store(BulkStore store) {
   machine->current().open_stores.push_back(std::move(store));
 }
 
-// Bulk stores read shared memory and write global memory as two engines of their thread.
+// To the checker, each thread has two engines for bulk stores: one reads shared memory, one writes global memory.
 std::shared_ptr<const Operation> start_reading(const std::byte* memory, int64_t bytes, const char* instruction,
                                                Site site) {
   machine->count(Count::kTmaStoreBytes) += uint64_t(bytes);
@@ -113,7 +115,7 @@ std::shared_ptr<const Operation> start_reading(const std::byte* memory, int64_t 
 }
 std::shared_ptr<const Operation> start_writing() { return start_operation(&machine->current().store_groups); }
 
-// What a store adds, in the tensor's type.
+// to += terms, elementwise in the tensor's type.
 void add_elements(ElementType type, std::byte* to, const std::byte* terms, int bytes) {
   for (int i = 0; i < bytes; i += bytes_of(type)) {
     if (type == ElementType::kFloat32) {
@@ -171,7 +173,7 @@ void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const in
         if (global != nullptr) check(operation.get(), Access::kAsyncRead, global, size, instruction, site);
       });
     start_load(*block, address, bytes, barrier_address, instruction, site, operation, [=](std::byte* window) {
-      const GlobalAccess noted(instruction, site);
+      const GlobalAccess scope(instruction, site);
       for_pieces(fields, to, where, [&](SharedAddress shared, const std::byte* global, int size) {
         if (global != nullptr)
           std::memcpy(window + shared, global, size_t(size));
@@ -185,12 +187,13 @@ void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const in
 void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* barrier, Site site) {
   machine->shared(to, int(bytes), kUnit, "bulk_load", site);
   if (bytes % kUnit != 0 || reinterpret_cast<uintptr_t>(from) % kUnit != 0)
-    machine->fail("bulk_load", site, "%u bytes from %p; both have to be multiples of 16", bytes, from);
+    machine->fail("bulk_load", site, "expected bytes and address to be multiples of 16, got %u bytes from %p", bytes,
+                  from);
   auto operation = start_operation(barrier);
   check(operation.get(), Access::kAsyncRead, from, bytes, "bulk_load", site);
   start_load(*machine->current().block, to, bytes, machine->address_of(barrier), "bulk_load", site, operation,
              [=](std::byte* window) {
-               const GlobalAccess noted("bulk_load", site);
+               const GlobalAccess scope("bulk_load", site);
                std::memcpy(window + to, from, bytes);
              });
 }
@@ -198,14 +201,15 @@ void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* bar
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site) {
   const char* const instruction = add ? "tma_store<add>" : "tma_store";
   const TensorMapFields fields = decode(map, rank, instruction, site);
-  if (add && fields.type == ElementType::kUint8) machine->fail(instruction, site, "bytes cannot be added");
+  if (add && fields.type == ElementType::kUint8)
+    machine->fail(instruction, site, "expected an element type other than uint8, which cannot be added");
   const int64_t bytes = box_bytes(fields);
   const std::byte* memory = machine->shared(from, int(bytes), alignment_of(fields), instruction, site);
   const auto where = coordinates(at, rank);
   BulkStore store{.read = [=] { return std::vector<std::byte>(memory, memory + bytes); },
                   .write =
                       [=](const std::vector<std::byte>& data) {
-                        const GlobalAccess noted(instruction, site);
+                        const GlobalAccess scope(instruction, site);
                         for_pieces(fields, from, where, [&](SharedAddress shared, std::byte* global, int size) {
                           if (global == nullptr) return;
                           const std::byte* value = data.data() + (shared - from);
@@ -230,11 +234,12 @@ void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank,
 void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site site) {
   const std::byte* memory = machine->shared(from, int(bytes), kUnit, "bulk_store", site);
   if (bytes % kUnit != 0 || reinterpret_cast<uintptr_t>(to) % kUnit != 0)
-    machine->fail("bulk_store", site, "%u bytes to %p; both have to be multiples of 16", bytes, to);
+    machine->fail("bulk_store", site, "expected bytes and address to be multiples of 16, got %u bytes to %p", bytes,
+                  to);
   BulkStore store{.read = [=] { return std::vector<std::byte>(memory, memory + bytes); },
                   .write =
                       [=](const std::vector<std::byte>& data) {
-                        const GlobalAccess noted("bulk_store", site);
+                        const GlobalAccess scope("bulk_store", site);
                         std::memcpy(to, data.data(), data.size());
                       },
                   .data = {},
@@ -270,13 +275,13 @@ void bulk_wait(int pending, bool read_only, Site site) {
   if (!read_only) groups.erase(groups.begin(), groups.begin() + ptrdiff_t(done));
 }
 
-void finish_stores(Fiber& fiber) {
+void complete_stores_at_exit(Fiber& fiber) {
   fiber.store_groups.push_back(std::move(fiber.open_stores));
   for (auto& group : fiber.store_groups) {
     for (BulkStore& store : group) {
       if (!store.waited)
-        machine->fail("exit", kNoSite, "the bulk store of %s may still read shared memory; bulk_wait_read comes first",
-                      place(store.site).c_str());
+        machine->fail("exit", kNoSite, "the bulk store at %s may still read shared memory; call bulk_wait_read before",
+                      location(store.site).c_str());
       write_now(store);
     }
   }

@@ -1,8 +1,8 @@
-// wgmma: the tensor cores' products of a warpgroup, which run in the background.
+// wgmma: asynchronous tensor core products of a warpgroup.
 //
-// Lazily a product reads shared memory when a thread waits for its group and nothing else can run, and until a thread's
-// own wait its accumulators hold NaNs. A fragment of A that changes under way, and accumulators that are written, are
-// found then.
+// Under lazy completion a product reads shared memory only when a thread waits for its group and no other can run, and
+// a thread's accumulators hold NaNs until its own wait. The wait also detects writes to the fragment of A or to the
+// accumulators while the product was in flight.
 #include <algorithm>
 #include <utility>
 
@@ -21,7 +21,7 @@ namespace {
 constexpr int kRows = 64, kMaxColumns = 256, kMaxK = 16, kFragment = 4;
 constexpr int kUnit = 16;  // bytes that stay together under every swizzle
 
-// Accumulators of a warpgroup on which products are under way: their value goes from one to the next.
+// Accumulators of a warpgroup with products in flight; each product adds to `value`.
 struct Accumulators {
   int n;
   std::array<float*, kWarpgroupThreads> registers;  // (n / 2) of each thread
@@ -30,11 +30,11 @@ struct Accumulators {
 };
 
 struct Product {
-  const Block* block;  // whose shared memory holds the operands: products are computed in any fiber's turn
+  const Block* block;  // holds the operands in shared memory; compute() may run on a fiber of another block
   WgmmaOperands operands;
   std::shared_ptr<Accumulators> accumulators;
   std::array<const uint32_t*, kWarpgroupThreads> a{};
-  std::vector<uint32_t> a_at_issue;  // (128, 4), where A is in registers
+  std::vector<uint32_t> a_at_issue;  // (128, 4), if A is in registers
   std::shared_ptr<const Operation> operation;
   Site site;
 };
@@ -42,7 +42,7 @@ struct Product {
 struct Group {
   std::vector<Product> products;
   bool computed = false;
-  bool requested = false;  // by a thread that waits
+  bool requested = false;  // by a waiting thread
   std::vector<Fiber*> waiting;
   int retired = 0;  // threads that have waited for it
 };
@@ -51,12 +51,12 @@ using Threads = std::array<int, kWarpgroupThreads>;
 
 }  // namespace
 
-// The tensor cores as one warpgroup uses them.
+// The state of one warpgroup's products.
 struct WgmmaUnit {
   std::vector<std::shared_ptr<Accumulators>> accumulators;
   std::vector<Product> open;  // since the last commit
   std::deque<Group> groups;
-  uint64_t first = 0;  // number of the oldest group
+  uint64_t first = 0;  // number of groups.front()
 };
 
 Warpgroup::Warpgroup() = default;
@@ -77,20 +77,20 @@ Descriptor decode(uint64_t bits, Site site) {
   static constexpr int kSwizzleBytes[] = {16, 128, 64, 32};
   const auto field = [bits](int at) { return uint32_t(bits >> at & 0x3fff) << 4; };
   const Descriptor d{field(0), field(16), field(32), kSwizzleBytes[bits >> 62]};
-  if ((bits >> 49 & 7) != 0) machine->fail("wgmma", site, "a descriptor with a base offset; atoms have to be aligned");
+  if ((bits >> 49 & 7) != 0) machine->fail("wgmma", site, "expected a descriptor without base offset; align the atoms");
   const uint32_t width = uint32_t(d.swizzle_bytes), atom = 8 * width;
   if (width > 16 && d.start % atom >= width)
     machine->fail("wgmma", site,
-                  "the matrix at 0x%x begins in row %u of an atom of the %d-byte swizzle, not in the first", d.start,
+                  "the matrix at 0x%x begins in row %u of an atom of the %d-byte swizzle, expected row 0", d.start,
                   d.start % atom / width, d.swizzle_bytes);
   if (width > 16 && d.stride % atom != 0)
-    machine->fail("wgmma", site, "a stride of %u bytes between atoms of the %d-byte swizzle, which take %u", d.stride,
-                  d.swizzle_bytes, atom);
+    machine->fail("wgmma", site, "a stride of %u bytes between atoms of the %d-byte swizzle, expected a multiple of %u",
+                  d.stride, d.swizzle_bytes, atom);
   return d;
 }
 
-// f(row, k, 16 bytes of shared memory) for an operand of `rows` x 32 bytes: the bytes go along k, or along the rows if it
-// is MN-major. `element` is in bytes.
+// Calls f(row, k, 16 bytes of shared memory) for an operand of `rows` x 32 bytes. The bytes run along k or, if the
+// operand is MN-major, along the rows. `element` is in bytes.
 template <class F>
 void for_units(const Block& block, uint64_t descriptor, int rows, int element, bool mn_major, Site site, F&& f) {
   const Descriptor d = decode(descriptor, site);
@@ -124,7 +124,7 @@ float element_of(WgmmaType type, const std::byte* at) {
   if (type == WgmmaType::kTf32) {
     uint32_t bits;
     std::memcpy(&bits, at, 4);
-    return bits_float(bits & ~uint32_t(0x1fff));  // the hardware does not look at the others
+    return bits_float(bits & ~uint32_t(0x1fff));  // the hardware ignores the low 13 bits
   }
   uint16_t bits;
   std::memcpy(&bits, at, 2);
@@ -158,11 +158,11 @@ void read_fragments(WgmmaType type, const uint32_t* a, float (&out)[kRows][kMaxK
   }
 }
 
-// Columns that are added up side by side.
+// Columns that are summed in parallel.
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Sixteen __attribute__((vector_size(64)));
 
-// Four rows of d += a @ b, at as many columns as Columns holds.
+// d += a @ b for four rows and the columns of one vector.
 template <class Columns>
 [[gnu::always_inline]] inline void multiply_block(int n, int k, const float (*a)[kMaxK], const float* b, float* d) {
   constexpr int kBlockRows = 4;
@@ -177,7 +177,7 @@ template <class Columns>
   for (int r = 0; r < kBlockRows; ++r) std::memcpy(d + r * n, &sum[r], sizeof(Columns));
 }
 
-// d (64, n) += a (64, k) @ b (k, n), added up in order of k. Products of the operands' types are exact in float32.
+// d (64, n) += a (64, k) @ b (k, n), summed in order of k. Products of the operands' types are exact in float32.
 CUDA_EXT_SIMT_CLONES
 void multiply(int n, int k, const float (&a)[kRows][kMaxK], const float* b, float* d) {
   for (int i = 0; i < kRows; i += 4) {
@@ -203,7 +203,7 @@ void compute(const Product& product) {
   multiply(n, k, a, b, value.data());
 }
 
-// f(a pair of the thread's accumulators, its place in a (64, n) matrix).
+// Calls f(a pair of the thread's accumulators, its index in a (64, n) matrix).
 template <class F>
 void for_pairs(float* registers, int thread, int n, F&& f) {
   const int row = thread / kLanes * 16 + thread % kLanes / 4, column = 2 * (thread % 4);
@@ -212,12 +212,12 @@ void for_pairs(float* registers, int thread, int n, F&& f) {
     f(registers + 4 * j + 2, (row + 8) * n + 8 * j + column);
   }
 }
-void deliver(const Accumulators& accumulators, int thread) {
+void write_back(const Accumulators& accumulators, int thread) {
   const float* const value = accumulators.value.data();
   for_pairs(accumulators.registers[size_t(thread)], thread, accumulators.n,
             [value](float* pair, int at) { std::memcpy(pair, value + at, 8); });
 }
-// A signalling NaN: arithmetic on it leaves a quiet one, so that an accumulator that was only updated shows too.
+// A signalling NaN: arithmetic on it gives a quiet NaN, so even `d += x` on a poisoned accumulator is detected.
 constexpr uint32_t kPoisonedAccumulator = 0xffbfffff;
 
 void poison(const Accumulators& accumulators, int thread) {
@@ -229,7 +229,7 @@ void check_poison(const Accumulators& accumulators, int thread, Site site) {
   if (std::all_of(registers, registers + accumulators.n / 2,
                   [](const float& x) { return std::memcmp(&x, &kPoisonedAccumulator, 4) == 0; }))
     return;
-  machine->fail("wgmma", site, "accumulators of thread %d of the warpgroup were written while products were under way",
+  machine->fail("wgmma", site, "accumulators of thread %d of the warpgroup were written while products were in flight",
                 thread);
 }
 
@@ -242,10 +242,10 @@ struct Arguments {
 void check_same(const WgmmaOperands& mine, const WgmmaOperands& other, Site site) {
   if (mine.n != other.n || mine.type != other.type || mine.a_descriptor != other.a_descriptor ||
       mine.b_descriptor != other.b_descriptor || mine.accumulate != other.accumulate)
-    machine->fail("wgmma", site, "threads of the warpgroup pass different descriptors or scales");
+    machine->fail("wgmma", site, "threads of the warpgroup passed different descriptors or scales");
 }
 
-// Those that products are under way on, or new ones with the registers' value.
+// The accumulators with products in flight in these registers, or new ones with the registers' values.
 std::shared_ptr<Accumulators> find_accumulators(WgmmaUnit& unit, const std::array<Arguments*, kWarpgroupThreads>& all,
                                                 Site site) {
   const int n = all[0]->operands->n;
@@ -265,7 +265,7 @@ std::shared_ptr<Accumulators> find_accumulators(WgmmaUnit& unit, const std::arra
   }
   if (!machine->current().wgmma_group_fenced)
     machine->fail("wgmma", site,
-                  "a group that begins a sum begins with a wgmma_fence; ptxas would put one in and wait");
+                  "a group that starts on new accumulators needs a wgmma_fence first; ptxas would insert one and wait");
   auto fresh = std::make_shared<Accumulators>();
   fresh->n = n;
   fresh->value.resize(size_t(kRows) * size_t(n));
@@ -305,17 +305,17 @@ WgmmaUnit& own_unit() {
   return *unit;
 }
 
-// The current thread has waited for the product.
+// Called after the current thread has waited for the product.
 void retire(Product& product, WgmmaUnit& unit, int thread) {
   Accumulators& accumulators = *product.accumulators;
   const uint32_t* const a = product.a[size_t(thread)];
   if (a != nullptr && std::memcmp(a, &product.a_at_issue[size_t(thread * kFragment)], kFragment * 4) != 0)
-    machine->fail("wgmma", product.site, "the fragment of A in registers was changed while the product was under way");
+    machine->fail("wgmma", product.site, "the fragment of A in registers was changed while the product was in flight");
   if (product.operation) machine->checker()->end(*product.operation);
   if (--accumulators.pending[size_t(thread)] != 0) return;
   if (machine->lazy()) {
     check_poison(accumulators, thread, product.site);
-    deliver(accumulators, thread);
+    write_back(accumulators, thread);
   }
   const auto& pending = accumulators.pending;
   if (std::all_of(pending.begin(), pending.end(), [](int p) { return p == 0; }))
@@ -327,9 +327,10 @@ void retire(Product& product, WgmmaUnit& unit, int thread) {
 void wgmma(float* d, const WgmmaOperands& operands, Site site) {
   Fiber& self = machine->current();
   if (!self.wgmma_fenced)
-    machine->fail("wgmma", site, "no wgmma_fence since the thread began or waited: registers may still be written");
+    machine->fail("wgmma", site,
+                  "no wgmma_fence since the thread started or last waited; registers may still be written");
   Arguments mine{d, &operands, self.index};
-  machine->gather("wgmma", site, mine, [&](const std::array<Arguments*, kWarpgroupThreads>& all) {
+  machine->warpgroup_collective("wgmma", site, mine, [&](const std::array<Arguments*, kWarpgroupThreads>& all) {
     ++machine->count(Count::kWgmma);
     WgmmaUnit& unit = own_unit();
     Product product{self.block, operands, find_accumulators(unit, all, site), {}, {}, {}, site};
@@ -358,16 +359,16 @@ void wgmma_commit(Site site) {
   machine->current().wgmma_group_fenced = false;
   WgmmaUnit& unit = own_unit();
   const int thread = machine->current().thread % kWarpgroupThreads;
-  if (!machine->lazy())  // as soon as can be, but once for a group
+  if (!machine->lazy())  // once per group
     for (const auto& known : unit.accumulators)
-      if (known->pending[size_t(thread)] > 0) deliver(*known, thread);
-  // The first thread to commit makes the group; the others find it.
+      if (known->pending[size_t(thread)] > 0) write_back(*known, thread);
+  // The first thread to commit creates the group.
   if (machine->current().wgmma_committed++ < unit.first + unit.groups.size()) return;
   unit.groups.push_back({.products = std::move(unit.open), .computed = !machine->lazy()});
   unit.open.clear();
 }
 
-// Until the group and those before it, whose accumulators it may go on with, are computed.
+// Waits until the group and those before it, whose accumulators it may use, are computed.
 static void wait_for_group(WgmmaUnit& unit, uint64_t number, Site site) {
   Group& group = unit.groups[number - unit.first];
   while (!group.computed) {
@@ -408,14 +409,14 @@ void wgmma_expect_idle(const float* d, Site site) {
   const int thread = machine->current().thread % kWarpgroupThreads;
   for (const auto& known : own_unit().accumulators)
     if (known->registers[size_t(thread)] == d && known->pending[size_t(thread)] > 0)
-      machine->fail("wgmma_wait", site, "products on the accumulators that are waited for are still under way");
+      machine->fail("wgmma_wait", site, "products on the accumulators of this wait are still in flight");
 }
 
-void finish_wgmma(Fiber& fiber) {
+void check_wgmma_at_exit(Fiber& fiber) {
   const size_t group = size_t(fiber.thread / kWarpgroupThreads);
   const WgmmaUnit* unit = fiber.block->warpgroups[group].wgmma.get();
   if (unit == nullptr || (fiber.wgmma_retired == fiber.wgmma_committed && unit->open.empty())) return;
-  machine->fail("exit", kNoSite, "products of wgmma are under way that the thread never waited for");
+  machine->fail("exit", kNoSite, "the thread never waited for wgmma products that are in flight");
 }
 
 }  // namespace cuda_ext::simt

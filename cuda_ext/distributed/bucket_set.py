@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed import plan
 from cuda_ext.distributed.arena import Arena, Room, layout
-from cuda_ext.distributed.cost_model import MOST_BUCKETS, Gradient, Link, byte_size, choose
 from cuda_ext.distributed.exchange import Exchange, choose_exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
-from cuda_ext.distributed.measure import LARGEST, measure_link
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.planning import assignment
+from cuda_ext.distributed.planning.choice import MOST_BUCKETS, choose
+from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.planning.measuring import LARGEST, measure_link
+from cuda_ext.distributed.planning.simulation import Gradient
+from cuda_ext.distributed.planning.units import MIB, byte_size
 from cuda_ext.distributed.reducer import Reducer
+from cuda_ext.distributed.reporting import NAME, logger
 from cuda_ext.distributed.sharded import ShardedBucket
 
-SMALLEST_TO_DIVIDE = plan.MIB  # bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
+# Modules of fewer bytes have one bucket with bucket_mb="auto", and nothing is measured.
+SMALLEST_TO_DIVIDE = MIB
+# bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
 MEASURING_SECONDS = 0.5
 PASSES_TO_LEARN = 3  # the first ones do things for the first time
 
@@ -38,9 +42,9 @@ _wrapped_parameters: set[int] = set()  # by id(); their wrapper keeps them alive
 class Options:
     """Those of `BucketedDataParallel` that decide about buckets."""
 
-    bucket_mb: float | str
+    bucket_bytes: float | None  # None: "auto"
     wire_dtype: torch.dtype | None
-    reduction: str
+    algorithm: str
     error_feedback: bool
     shard_optimizer: bool
 
@@ -57,7 +61,7 @@ class BucketSet:
         options: Options,
     ) -> None:
         self.device = device
-        self.capacity = plan.one_bucket("nothing built yet")
+        self.capacity = assignment.one_bucket("nothing built yet")
         self._reducer, self._group, self._mesh, self._options = reducer, group, mesh, options
         self._held = _Held()
         self._slots: dict[torch.dtype, bucket_ops.GradientSlots] = {}
@@ -69,28 +73,34 @@ class BucketSet:
         self._held.hold(trained)
         wire_dtype = self._options.wire_dtype
         self._names, self._trained = list(trained), list(trained.values())
-        self._sizes = [
-            plan.Size(parameter.dtype, parameter.numel() * (wire_dtype or parameter.dtype).itemsize)
-            for parameter in self._trained
-        ]
+        self._sizes = [parameter.numel() * (wire_dtype or parameter.dtype).itemsize for parameter in self._trained]
         # Backward makes gradients roughly in reverse order of registration; the first passes tell the true one.
         self._order = list(reversed(range(len(self._trained))))
         self._learns_at: int | None = self._reducer.passes + 1
         self._max_buckets = self._most_buckets()
         self._allocate()
         self.capacity = self._first_capacity()
-        self._cut(plan.assign(self._sizes, self._order, self.capacity, self._max_buckets))
+        self._cut(assignment.fill(self._gradients(), self.capacity, self._max_buckets))
 
     @property
     def _bytes(self) -> int:
-        return sum(size.bytes for size in self._sizes)
+        return sum(self._sizes)
+
+    def _gradients(self, ready: Mapping[int, float] | None = None) -> list[Gradient]:
+        """The gradients of all trained parameters, ready in ``_order`` unless times are given."""
+        ready = ready or {n: float(place) for place, n in enumerate(self._order)}
+        last = max(ready.values())
+        return [
+            Gradient(name, size, ready.get(n, last), str(parameter.dtype))
+            for n, (name, size, parameter) in enumerate(zip(self._names, self._sizes, self._trained))
+        ]
 
     def _most_buckets(self) -> int:
         """For how many buckets of a dtype there is to be room, now and after the order is known."""
-        if self._options.bucket_mb == "auto":
+        if self._options.bucket_bytes is None:
             return max(16, min(self._bytes // (256 << 10), MOST_BUCKETS))
-        assert not isinstance(self._options.bucket_mb, str)
-        return max(16, 2 * len(plan.assign(self._sizes, self._order, plan.fixed_capacity(self._options.bucket_mb))))
+        capacity = assignment.fixed_capacity(self._options.bucket_bytes)
+        return max(16, 2 * len(assignment.fill(self._gradients(), capacity)))
 
     def _allocate(self) -> None:
         if self._exchange is not None:
@@ -107,7 +117,7 @@ class BucketSet:
             self._mesh,
             self.device,
             [(sizes[dtype], wire_dtypes[dtype]) for dtype in rooms],
-            self._options.reduction,
+            self._options.algorithm,
             narrowed=self._options.wire_dtype is not None,
             sharded=self._options.shard_optimizer,
         )
@@ -120,18 +130,17 @@ class BucketSet:
                 values=Arena(torch.zeros(size, **options)) if self._options.shard_optimizer else None,
             )
 
-    def _first_capacity(self) -> plan.Capacity:
-        if self._options.bucket_mb != "auto":
-            assert not isinstance(self._options.bucket_mb, str)
-            return plan.fixed_capacity(self._options.bucket_mb)
+    def _first_capacity(self) -> assignment.Capacity:
+        if self._options.bucket_bytes is not None:
+            return assignment.fixed_capacity(self._options.bucket_bytes)
         if self._group.size() == 1 or self._bytes <= SMALLEST_TO_DIVIDE:
             self._learns_at = None
             what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(SMALLEST_TO_DIVIDE)}"
-            return plan.one_bucket(f"auto: {what}")
+            return assignment.one_bucket(f"auto: {what}")
         self._learns_at = self._reducer.passes + PASSES_TO_LEARN
         if self.sharded:  # its buckets stay as they are
-            return plan.first_capacity(self._measured_link())
-        return plan.capacity_before_measuring() if self._link is None else plan.first_capacity(self._link)
+            return assignment.first_capacity(self._measured_link())
+        return assignment.capacity_before_measuring() if self._link is None else assignment.first_capacity(self._link)
 
     def _measured_link(self) -> Link:
         """Measures in the memory of buckets, once. A collective, between two passes."""
@@ -147,7 +156,7 @@ class BucketSet:
             ).link
         return self._link
 
-    def _cut(self, assignment: list[list[int]], launches: Sequence[int] = ()) -> None:
+    def _cut(self, division: list[list[int]], launches: Sequence[int] = ()) -> None:
         """Cuts the arenas into these buckets, and leads every gradient to its own.
 
         launches: how many buckets go together, in order; default each by itself.
@@ -158,8 +167,8 @@ class BucketSet:
         self._reducer.drop_slots()
         for arenas in self._arenas.values():
             arenas.clear()
-        buckets = [self._bucket({self._names[n]: self._trained[n] for n in indices}) for indices in assignment]
-        self._assignment = assignment
+        buckets = [self._bucket({self._names[n]: self._trained[n] for n in indices}) for indices in division]
+        self._division = division
         self._lead_to_slots(buckets)
         self._reducer.use(buckets, launches or [1] * len(buckets))
         self._held.add_hooks(buckets, self._reducer.gradient_hook)
@@ -212,7 +221,7 @@ class BucketSet:
         """
         if self._learns_at is None or self.sharded:  # the state of a sharded optimizer is by place
             return
-        auto = self._options.bucket_mb == "auto"
+        auto = self._options.bucket_bytes is None
         self._reducer.times_arrivals = auto and self._reducer.passes == self._learns_at - 1
         if self._reducer.passes < self._learns_at:
             return
@@ -224,30 +233,43 @@ class BucketSet:
             self._reducer.times_arrivals = auto
             return
         self._learns_at = None
-        places = [self._assignment[number][position] for number, position in arrivals.places]
+        places = [self._division[number][position] for number, position in arrivals.places]
         last = dict(zip(places, arrivals.seconds())) if auto else dict.fromkeys(places, 0.0)
         arrived = list(dict.fromkeys(reversed(places)))[::-1]  # by their last arrival
         message = [[(n, last[n]) for n in arrived]]
         dist.broadcast_object_list(message, group=self._group, group_src=int(source))
         ready = dict(message[0])
-        backward_seconds = max(ready.values())
         self._order = [*ready, *(n for n in self._order if n not in ready)]
-        assignment = plan.assign(self._sizes, self._order, self.capacity, self._max_buckets)
+        division = assignment.fill(self._gradients(), self.capacity, self._max_buckets)
         launches: Sequence[int] = ()
         if auto:
-            gradients = [
-                Gradient(name, size.bytes, ready.get(n, backward_seconds), str(size.dtype))
-                for n, (name, size) in enumerate(zip(self._names, self._sizes))
-            ]
-            choice = choose(gradients, self._measured_link(), backward_seconds)
+            choice = choose(self._gradients(ready), self._measured_link(), max(ready.values()))
             if len(choice.buckets) <= self._max_buckets:
-                assignment, launches = [list(bucket) for bucket in choice.buckets], choice.launches
-                self.capacity = plan.Capacity(choice.last, choice.largest, choice.reason)
+                division, launches = [list(bucket) for bucket in choice.buckets], choice.launches
+                self.capacity = assignment.Capacity(choice.last, choice.largest, choice.reason)
             if self._group.rank() == 0:
-                print(f"{plan.NAME}: {self.capacity.reason}", file=sys.stderr)
+                logger.info("%s", self.capacity.reason)
         grouped = any(count > 1 for count in launches)
-        if grouped or [set(indices) for indices in assignment] != [set(indices) for indices in self._assignment]:
-            self._cut(assignment, launches)
+        if grouped or [set(indices) for indices in division] != [set(indices) for indices in self._division]:
+            self._cut(division, launches)
+
+    def describe(self) -> str:
+        """See `BucketedDataParallel.describe`."""
+        buckets, capacity = self._reducer.buckets, self.capacity
+        count, size = sum(len(bucket.names) for bucket in buckets), sum(bucket.wire.nbytes for bucket in buckets)
+        lines = [
+            f"{count} parameters, {_mib(size)} in {len(buckets)} buckets on {self._group.size()} ranks",
+            f"capacity {_mib(capacity.other)}, of the last bucket {_mib(capacity.last)} ({capacity.reason})",
+        ]
+        firsts = {launch[0] for launch in self._reducer.launches}
+        for number, bucket in enumerate(buckets):
+            dtype, wire = (str(tensor.dtype).removeprefix("torch.") for tensor in (bucket.gradients, bucket.wire))
+            lines.append(
+                f"{number}: {_mib(bucket.wire.nbytes)}, {dtype if wire == dtype else f'{dtype} as {wire}'} on "
+                f"{bucket.wire.device}, {len(bucket.names)} parameters from {bucket.names[0]} to {bucket.names[-1]}"
+                + (f", in one launch with bucket {number - 1}" if number not in firsts else "")
+            )
+        return "\n".join(lines)
 
     def release(self) -> None:
         """Gives back what belongs to the module: hooks, and that its parameters have this wrapper."""
@@ -319,3 +341,7 @@ class _Held:
         self.drop_hooks()
         _wrapped_parameters.difference_update(map(id, self._parameters))
         self._parameters = []
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.3g} MiB"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,25 +15,27 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from cuda_ext.distributed import plan
 from cuda_ext.distributed.bucket_set import BucketSet, Options
 from cuda_ext.distributed.coalescing import start_together
 from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group, resolve_mesh
-from cuda_ext.distributed.exchange import check_reduction
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.exchange import check_algorithm
+from cuda_ext.distributed.module_wrapper import ModuleWrapper
+from cuda_ext.distributed.planning.assignment import parse_bucket_mb
 from cuda_ext.distributed.reducer import Reducer
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.sharded import (
     ShardedBucket,
     asked_for_optimizers,
     gather_state,
     load_state,
+    make_optimizer,
     refuse_other_optimizers,
 )
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.wrapped_module import WrappedModule, check_compiler, check_ranks_agree, check_trainable
 
 
-class BucketedDataParallel(nn.Module, Joinable):
+class BucketedDataParallel(ModuleWrapper, Joinable):
     """Trains a module on every rank of a process group, with its gradients averaged over the ranks.
 
     Each rank builds the same module and wraps it; parameters and buffers of the first rank go to all. When
@@ -53,22 +56,23 @@ class BucketedDataParallel(nn.Module, Joinable):
             over the network.
         bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, measures when gradients come in the third pass,
             and before the fourth for half a second what a sum takes; from that a model of the costs divides them, and
-            the first rank prints what came of it (docs/buckets.md). Modules up to 1 MiB have one bucket. With
+            the first rank logs the result at level INFO (docs/buckets.md). Modules up to 1 MiB have one bucket. With
             ``shard_optimizer`` the half second is part of wrapping.
         wire_dtype: in which gradients travel; default that of the parameters. bfloat16 halves the bytes of float32.
         broadcast_buffers: whether the buffers of the first rank go to all before each forward pass that trains (in
             training mode, with gradients enabled, outside `no_sync`); default True.
-        reduction: ``"all_reduce"``: that of the backend, in ``wire_dtype``. ``"float32"``: an all-to-all, a sum in
-            float32 that is rounded once, and an all-gather. ``"symmetric"``: by loads and stores in memory that all
-            ranks address, as on one host, in float32, without a message. ``"auto"``, the default: on CPUs the last if
-            they share memory, else the second, both of which add in the order of the ranks, so that results do not
-            depend on the buckets; on GPUs the second where a ``wire_dtype`` of 16 bits is given and there are more
-            than two ranks, else the first.
+        algorithm: how buckets are summed. ``"all_reduce"``: the backend's all-reduce, in ``wire_dtype``. ``"float32"``:
+            an all-to-all, a sum in float32 that is rounded once, and an all-gather. ``"symmetric"``: loads and stores
+            in memory that the ranks of one host share, summed in float32. ``"auto"``, the default: on CPUs
+            ``"symmetric"`` if the ranks share memory, else ``"float32"``; both add in the order of the ranks, so
+            results do not depend on the buckets. On GPUs ``"float32"`` for a 16-bit ``wire_dtype`` on more than two
+            ranks, else ``"all_reduce"``.
         error_feedback: whether what rounding to ``wire_dtype`` takes from a gradient is added to that of the next step
             (Karimireddy et al., arXiv 1901.09847); default False. What rounding takes from the sum is not.
         shard_optimizer: whether each rank gets its part of the averages alone, for an optimizer that updates that part
             (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
             memory of the wrapper.
+        reduction: deprecated name of ``algorithm``.
 
     A parameter that some ranks do not use needs no flag: they contribute zeros, even to all parameters, if their loss
     depends on an output of the module. One that no rank uses keeps ``grad=None``. Where some ranks run no backward pass
@@ -99,24 +103,31 @@ class BucketedDataParallel(nn.Module, Joinable):
         bucket_mb: float | str = "auto",
         wire_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
-        reduction: str = "auto",
+        algorithm: str = "auto",
         error_feedback: bool = False,
         shard_optimizer: bool = False,
+        reduction: str | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        if reduction is not None:
+            warnings.warn(f"{NAME}: reduction= is now algorithm=, with the same values", FutureWarning, stacklevel=2)
+            if algorithm != "auto":
+                raise ValueError(f"{NAME}: expected algorithm or its former name reduction, got both; drop reduction")
+            algorithm = reduction
         self._in_join = False
         mesh = None
         if isinstance(process_group, DeviceMesh):
             mesh, process_group = process_group, resolve_mesh(NAME, process_group)
         group = resolve_group(NAME, process_group)
-        options = Options(bucket_mb, wire_dtype, reduction, error_feedback, shard_optimizer)
-        self._agreed = f"{options}, {broadcast_buffers=}"
+        self._agreed = (
+            f"{bucket_mb=}, {wire_dtype=}, {broadcast_buffers=}, {algorithm=}, {error_feedback=}, {shard_optimizer=}"
+        )
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         check_ranks_agree(parameters, buffers, self._agreed, group)
         check_wire_dtype(NAME, wire_dtype)
-        plan.check_bucket_mb(bucket_mb)
-        check_reduction(reduction)
+        bucket_bytes = parse_bucket_mb(NAME, bucket_mb)
+        check_algorithm(algorithm)
         if error_feedback and wire_dtype is None:
             raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
         trained = check_trainable(parameters, buffers)
@@ -127,6 +138,7 @@ class BucketedDataParallel(nn.Module, Joinable):
         self.broadcast_buffers = broadcast_buffers
         self._wrapped = WrappedModule(module)
         self._reducer = Reducer(group, device)
+        options = Options(bucket_bytes, wire_dtype, algorithm, error_feedback, shard_optimizer)
         self._bucket_set = BucketSet(self._reducer, group, mesh, device, options)
         weakref.finalize(self, self._reducer.watch.stop)
         weakref.finalize(self, self._bucket_set.release).atexit = False
@@ -142,9 +154,9 @@ class BucketedDataParallel(nn.Module, Joinable):
             return
         if not self._reducer.announce_change():
             raise RuntimeError(
-                f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got {', '.join(changed[:3])} "
-                f"{f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank {self.process_group.rank()} and "
-                "not on all others"
+                f"{NAME}: expected the same parameters to be frozen or unfrozen on all ranks, got "
+                f"{', '.join(changed[:3])} {f'and {len(changed) - 3} more ' if len(changed) > 3 else ''}on rank "
+                f"{self.process_group.rank()} and not on all others"
             )
         if self._bucket_set.sharded:
             raise RuntimeError(
@@ -332,25 +344,9 @@ class BucketedDataParallel(nn.Module, Joinable):
         pieces. Its state dict is of this rank's pieces; `optimizer_state_dict` has all.
         Raises ValueError for a parameter of another module.
         """
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
-        shards = dict(self.named_shards())
-        chosen = list(names if params is None else params)
-        groups = chosen if chosen and isinstance(chosen[0], dict) else [{"params": chosen}]
-
-        def shard_of(parameter: Any) -> nn.Parameter | None:
-            if not isinstance(parameter, Tensor) or parameter not in names:
-                what = f"one of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
-                raise ValueError(
-                    f"{NAME}.sharded_optimizer: expected parameters of the wrapped module, got {what} that is not one; "
-                    "give it to an optimizer of its own"
-                )
-            return shards.get(names[parameter])
-
-        def shards_of(chosen: Any) -> list[nn.Parameter]:
-            several = [chosen] if isinstance(chosen, Tensor) else chosen
-            return [shard for shard in map(shard_of, several) if shard is not None]
-
-        made = optimizer([{**group, "params": shards_of(group["params"])} for group in groups], **defaults)
+        made = make_optimizer(
+            optimizer, dict(self.module.named_parameters()), dict(self.named_shards()), params, defaults
+        )
         weak_self = weakref.ref(self)
 
         def gather(*_: object) -> None:
@@ -407,35 +403,7 @@ class BucketedDataParallel(nn.Module, Joinable):
 
     def describe(self) -> str:
         """How the size of buckets came about, and the buckets in the order in which they are sent, one a line."""
-        buckets, capacity = self._reducer.buckets, self._bucket_set.capacity
-        count, size = sum(len(bucket.names) for bucket in buckets), sum(bucket.wire.nbytes for bucket in buckets)
-        lines = [
-            f"{count} parameters, {_mib(size)} in {len(buckets)} buckets on {self.process_group.size()} ranks",
-            f"capacity {_mib(capacity.other)}, of the last bucket {_mib(capacity.last)} ({capacity.reason})",
-        ]
-        firsts = {launch[0] for launch in self._reducer.launches}
-        for number, bucket in enumerate(buckets):
-            dtype, wire = (str(tensor.dtype).removeprefix("torch.") for tensor in (bucket.gradients, bucket.wire))
-            lines.append(
-                f"{number}: {_mib(bucket.wire.nbytes)}, {dtype if wire == dtype else f'{dtype} as {wire}'} on "
-                f"{bucket.wire.device}, {len(bucket.names)} parameters from {bucket.names[0]} to {bucket.names[-1]}"
-                + (f", in one launch with bucket {number - 1}" if number not in firsts else "")
-            )
-        return "\n".join(lines)
-
-    # The names are those of the module that is wrapped, so that a checkpoint fits both.
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_buffers(*args, **kwargs)
+        return self._bucket_set.describe()
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """For `torch.distributed.checkpoint.state_dict`: names are found in this attribute, and do not tell it."""
@@ -447,49 +415,6 @@ class BucketedDataParallel(nn.Module, Joinable):
             )
         inner = self.module
         return dict.fromkeys([*inner._modules, *inner._parameters, *inner._buffers], "module")
-
-    # What is assigned to the wrapper would be no part of the module: neither averaged nor saved.
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, (nn.Module, nn.Parameter)) and "module" in self._modules:
-            self._refuse_member(name)
-        super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        self._refuse_member(name)
-
-    register_module = add_module
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self._refuse_member(name)
-
-    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self._refuse_member(name)
-
-    def _refuse_member(self, name: str) -> NoReturn:
-        raise RuntimeError(
-            f"{NAME}: expected parameters, buffers and submodules to be given to the module before it is wrapped, got "
-            f"{name} for the wrapper, which would neither average nor save it; assign it to model.module and wrap again"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(
-            f"{NAME}: cannot be copied, as its buckets belong to a process group; copy model.module instead"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            f"{NAME}: cannot be pickled, as its buckets belong to a process group; save model.state_dict(), "
-            "whose names are the module's, or model.module"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
 
 
 class _JoinHook(JoinHook):
@@ -509,7 +434,3 @@ class _JoinHook(JoinHook):
         last = torch.tensor(group.rank() if is_last_joiner else -1, device=model.join_device)
         dist.all_reduce(last, dist.ReduceOp.MAX, group=group)
         broadcast_coalesced([*model.module.parameters(), *model.module.buffers()], group, int(last))
-
-
-def _mib(size: float) -> str:
-    return f"{size / plan.MIB:.3g} MiB"

@@ -15,17 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext.distributed.coalescing import coalesces, start_together
 from cuda_ext.distributed.own_group import is_on_gloo, own_group
-from cuda_ext.distributed.plan import NAME
 from cuda_ext.distributed.registered import RegisteredMemory
+from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.symmetric import NotSharedError, SymmetricArena
-from cuda_ext.distributed.wire import fp32_all_reduce, fp32_reduce_scatter
+from cuda_ext.distributed.wire import float32_all_reduce, float32_reduce_scatter
 
-REDUCTIONS = ("auto", "all_reduce", "float32", "symmetric")
+ALGORITHMS = ("auto", "all_reduce", "float32", "symmetric")
 
 
-def check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"{NAME}: expected reduction to be one of {REDUCTIONS}, got {reduction!r}")
+def check_algorithm(algorithm: str) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{NAME}: expected algorithm to be one of {ALGORITHMS}, got {algorithm!r}")
 
 
 # Replaces ``wire``, of which ``flags`` is a part, by the sum over the ranks. Returns when the current stream or thread
@@ -166,7 +166,7 @@ def reduce_scatter(group: dist.ProcessGroup, adds_in_float32: bool) -> Sum:
         dist.all_reduce(flags, group=group)  # before the part of the last rank is summed, which holds them
         part = wire.chunk(group.size())[group.rank()]
         if adds_in_float32:
-            for work in fp32_reduce_scatter(wire, part, group):
+            for work in float32_reduce_scatter(wire, part, group):
                 work.wait()
         else:
             dist.reduce_scatter_tensor(part, wire, group=group)
@@ -197,7 +197,7 @@ def in_float32(group: dist.ProcessGroup) -> Sum:
     """Adds in float32 (float64 in float64), in the order of the ranks, and rounds once."""
 
     def sum_up(wire: Tensor, flags: Tensor) -> None:
-        for work in fp32_all_reduce(wire, group):
+        for work in float32_all_reduce(wire, group):
             work.wait()
 
     return sum_up
@@ -217,30 +217,30 @@ def choose_exchange(
     mesh: DeviceMesh | None,
     device: torch.device,
     buffers: Sequence[tuple[int, torch.dtype]],
-    reduction: str,
+    algorithm: str,
     *,
     narrowed: bool,
     sharded: bool,
 ) -> tuple[Exchange, list[Tensor]]:
     """How to sum, and the memory of buckets for it: ``buffers`` are elements and dtype of each. A collective.
 
-    mesh: of two dimensions asks for `hierarchical`. reduction: see `BucketedDataParallel`. narrowed: whether values are
+    mesh: of two dimensions asks for `hierarchical`. algorithm: see `BucketedDataParallel`. narrowed: whether values are
     rounded to travel. sharded: whether every rank is to get its part alone.
     """
     # Of two values even a sum in 16 bits is rounded once. On a CPU it costs nothing, and the sum of an element does not
     # depend on its place in a bucket, as in a ring: a run that is resumed with other buckets gives the same bits.
     narrow = narrowed and group.size() > 2 and all(dtype.itemsize == 2 for _, dtype in buffers)
-    wants_float32 = reduction == "float32" or (reduction == "auto" and (narrow or device.type == "cpu"))
+    wants_float32 = algorithm == "float32" or (algorithm == "auto" and (narrow or device.type == "cpu"))
     # On GPUs shared memory wins for small buckets alone, by how much nobody has measured yet.
-    tries_shared = reduction == "symmetric" or (reduction == "auto" and device.type == "cpu" and group.size() > 1)
+    tries_shared = algorithm == "symmetric" or (algorithm == "auto" and device.type == "cpu" and group.size() > 1)
     if tries_shared and not sharded and (mesh is None or mesh.ndim == 1):
         try:
             arena, memory = _shared_memory(group, device, buffers)
             return Beside(group, device, in_shared_memory(arena)), memory
         except NotSharedError as error:
-            if reduction == "symmetric":
+            if algorithm == "symmetric":
                 raise RuntimeError(
-                    f'{NAME}: expected ranks that share memory for reduction="symmetric", got {error.reason}'
+                    f'{NAME}: expected ranks that share memory for algorithm="symmetric", got {error.reason}'
                 ) from None
     registered = RegisteredMemory(buffers, group, device)
     exchange = _by_collectives(group, mesh, device, wants_float32, sharded)

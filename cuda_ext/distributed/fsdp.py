@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ext.distributed.collectives import check_wire_dtype
-from cuda_ext.distributed.wire import fp32_reduce_scatter
+from cuda_ext.distributed.wire import float32_reduce_scatter
 
 NAME = "cuda_ext.distributed.Float32ReduceScatter"
 
@@ -52,7 +52,7 @@ class Float32ReduceScatter:
         if async_op:
             raise NotImplementedError(f"{NAME}: expected async_op=False, which is what FSDP2 passes, got True")
         wire = input_tensor if self.wire_dtype is None else input_tensor.to(self.wire_dtype)
-        for work in fp32_reduce_scatter(wire, output_tensor, group, scale=_scale(op, group.size())):
+        for work in float32_reduce_scatter(wire, output_tensor, group, scale=_scale(op, group.size())):
             work.wait()  # on a GPU it is the stream of FSDP2 that waits
 
 

@@ -7,7 +7,6 @@ Registration; Megatron-LM's ``nccl_ub``). All ranks have to do it or none.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-logger = logging.getLogger("cuda_ext.distributed")
+from cuda_ext.distributed.reporting import logger
 
 
 class RegisteredMemory:

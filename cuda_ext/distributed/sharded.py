@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.reporting import NAME, profiler_range
 
 
 def asked_for_optimizers() -> bool:
@@ -25,6 +25,34 @@ def asked_for_optimizers() -> bool:
     while frame is not None and frame.f_code.co_name != "_verify_options":
         frame = frame.f_back
     return frame is not None and bool(frame.f_locals.get("optims"))
+
+
+def make_optimizer(
+    optimizer: type[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    shards: Mapping[str, nn.Parameter],
+    params: Iterable[Any] | None,
+    defaults: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    """``optimizer(params, **defaults)`` with this rank's shards instead of the parameters; None: of all parameters."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    chosen = list(names if params is None else params)
+    groups = chosen if chosen and isinstance(chosen[0], dict) else [{"params": chosen}]
+
+    def shard_of(parameter: Any) -> nn.Parameter | None:
+        if not isinstance(parameter, Tensor) or parameter not in names:
+            what = f"one of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+            raise ValueError(
+                f"{NAME}.sharded_optimizer: expected parameters of the wrapped module, got {what} that is not one; "
+                "give it to an optimizer of its own"
+            )
+        return shards.get(names[parameter])
+
+    def shards_of(chosen: Any) -> list[nn.Parameter]:
+        several = [chosen] if isinstance(chosen, Tensor) else chosen
+        return [shard for shard in map(shard_of, several) if shard is not None]
+
+    return optimizer([{**group, "params": shards_of(group["params"])} for group in groups], **defaults)
 
 
 def gather_state(
@@ -191,7 +219,8 @@ class ShardedBucket(GradientBucket):
 
     def _receive(self, stats: Tensor | None) -> None:
         if self.unpacks:
-            bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
+            with profiler_range("unpack_bucket"):
+                bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
 
     def gather(self) -> dist.Work | None:
         """Starts to bring every rank's part of the parameters to all."""

@@ -33,7 +33,7 @@ PAD_BYTES = 128 << 10  # before the buckets; as in csrc/bucket/symmetric.h
 _PROCESSES = Path("/proc")
 
 
-def probe(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def probe_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why the ranks of ``group`` cannot share memory on ``device``, in one line; None if they can.
 
     A collective, with the same answer on all ranks. It tries: each rank makes a small piece of memory and maps those of
@@ -77,8 +77,8 @@ class SymmetricArena:
 
     ``bytes`` is (nbytes,), uint8, zeros at first. It outlives the arena; what other ranks do to it does not.
 
-    Raises `NotSharedError`, a RuntimeError, on all ranks alike, if the ranks do not share memory (`probe` tells before)
-    or have not enough, and ValueError for a wrong argument.
+    Raises `NotSharedError`, a RuntimeError, on all ranks alike, if the ranks do not share memory (which
+    `probe_shared_memory` tells before) or have too little, and ValueError for a wrong argument.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ brings the chunks together. That is the traffic of an all-reduce, which is a red
 These are generators of steps. A step has been started when it is yielded, and is to be waited for before the next one
 is asked for; the results are there when the generator ends::
 
-    for work in fp32_all_reduce(wire, group):
+    for work in float32_all_reduce(wire, group):
         work.wait()
 
 On a CPU ``wait`` blocks, so a thread of its own runs the loop; on a GPU the current stream waits, not the host, so a
@@ -118,7 +118,7 @@ def sum_chunks(
         out.copy_(total)
 
 
-def fp32_reduce_scatter(
+def float32_reduce_scatter(
     wire: Tensor,
     out: Tensor,
     group: dist.ProcessGroup,
@@ -138,8 +138,8 @@ def fp32_reduce_scatter(
     ranks = group.size()
     if wire.numel() != ranks * out.numel():
         raise ValueError(
-            f"cuda_ext.distributed.fp32_reduce_scatter: expected wire to hold one chunk of the size of out for each of "
-            f"{ranks} ranks, {ranks} x {out.numel()} elements, got {wire.numel()}; pad it"
+            "cuda_ext.distributed.float32_reduce_scatter: expected wire to hold one chunk of the size of out for each "
+            f"of {ranks} ranks, {ranks} x {out.numel()} elements, got {wire.numel()}; pad it"
         )
     if is_on_gloo(group, wire.device):
         chunks = list(wire.view(ranks, -1))
@@ -159,7 +159,9 @@ def fp32_reduce_scatter(
     sum_chunks(chunks, out, scale=scale, feedback=feedback)
 
 
-def fp32_all_reduce(wire: Tensor, group: dist.ProcessGroup, *, feedback: ErrorFeedback | None = None) -> Iterator[Step]:
+def float32_all_reduce(
+    wire: Tensor, group: dist.ProcessGroup, *, feedback: ErrorFeedback | None = None
+) -> Iterator[Step]:
     """Replaces ``wire`` by its sum over the ranks, the same bits on all of them: the steps of it, see above.
 
     wire: (N C,) on N ranks, contiguous, float32, float16, bfloat16 or float64. feedback: of C elements, for the
@@ -169,12 +171,12 @@ def fp32_all_reduce(wire: Tensor, group: dist.ProcessGroup, *, feedback: ErrorFe
     ranks = group.size()
     if wire.numel() % ranks:
         raise ValueError(
-            f"cuda_ext.distributed.fp32_all_reduce: expected wire of a multiple of {ranks} elements, one chunk for "
+            f"cuda_ext.distributed.float32_all_reduce: expected wire of a multiple of {ranks} elements, one chunk for "
             f"each rank, got {wire.numel()}; pad it"
         )
     chunks = wire.view(ranks, -1)
     own = chunks[group.rank()]
-    yield from fp32_reduce_scatter(wire, own, group, feedback=feedback)
+    yield from float32_reduce_scatter(wire, own, group, feedback=feedback)
     if is_on_gloo(group, wire.device):
         messages = _Messages(group)
         for rank in _others(group):

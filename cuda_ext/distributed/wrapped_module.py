@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cuda_ext.distributed.collectives import DTYPES
-from cuda_ext.distributed.plan import NAME
+from cuda_ext.distributed.reporting import NAME
 
 
 def check_ranks_agree(

@@ -1,4 +1,4 @@
-"""Rules for what is computed in registers: arithmetic, comparisons, conversions, jumps."""
+"""Rules for instructions on registers: arithmetic, comparisons, conversions, jumps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .parse import SIZES, Unsupported, split_operands
 
 
 def _plain(expression: str, types: Sequence[str], rounds: bool = False) -> Rule:
-    """d = expression of {a}, {b}, ... of one type; `rounds`: of floats, to nearest, which may be said."""
+    """d = expression of {a}, {b}, ... of one type. With `rounds`, floats may have the modifier .rn."""
     inputs = [name for name in "abc" if f"{{{name}}}" in expression]
 
     def rule(m: Modifiers, o: Operands, site: str) -> str:
@@ -77,9 +77,9 @@ def _fma(m: Modifiers, o: Operands, site: str) -> str:
     return o.assign(to, ptx, f"{function}({o.value(ptx)}, {o.value(ptx)}, {o.value(ptx)})")
 
 
-# What the hardware approximates is exact here, nearly.
+# Functions that the hardware approximates are accurate to about one rounding here.
 def _function(expression: str, exact: bool = False) -> Rule:
-    """d = expression of {a}; `exact`: the instruction exists with correct rounding too."""
+    """d = expression of {a}. With `exact`, a correctly rounded version of the instruction exists too."""
 
     def rule(m: Modifiers, o: Operands, site: str) -> str:
         if m.must("approx", *("rn",) * exact) == "rn":
@@ -128,7 +128,7 @@ def _bfi(m: Modifiers, o: Operands, site: str) -> str:
 
 _COMPARISONS = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
-# Of floats, true where one is a NaN: neither of these.
+# Float comparisons that are true if an operand is a NaN: the negation of these.
 _UNORDERED = {"equ": ("<", ">"), "ltu": (">=",), "leu": (">",), "gtu": ("<=",), "geu": ("<",), "neu": ("==",)}
 
 

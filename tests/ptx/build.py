@@ -1,8 +1,8 @@
-"""From CUDA sources to a shared library that runs nvcc's PTX on the emulator, in build/ptx of the source checkout.
+"""Builds shared libraries that run nvcc's PTX on the emulator, in build/ptx of the source checkout.
 
-nvcc compiles each source once: to PTX, which is translated and compiled by the C++ compiler, and to a host object,
-whose calls of the CUDA runtime are answered by runtime.cpp. Each step is kept until what it reads has changed: nvcc's
-until a file that the source includes has, the translation until the PTX has.
+nvcc compiles each source once: to PTX, which is translated to C++ and compiled, and to a host object, which is linked
+with runtime.cpp instead of the CUDA runtime. The results of each step are cached: nvcc's until an included file
+changes, the translation until the PTX changes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .parse import parse
 HERE = Path(__file__).resolve().parent
 NO_NVCC = "needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for"
 FOLDER = _build.SOURCE_ROOT / "build" / "ptx"
-# The modules that make the C++ of a PTX file.
+# The modules that translate a PTX file to C++.
 TRANSLATOR = ("parse", "operands", "arithmetic", "effects", "translate", "emit")
-# PTX rounds each operation on its own, lets integers wrap, and has no types.
+# PTX rounds every operation, wraps integers, and its registers have no types.
 CPP_FLAGS = (
     "-std=c++20",
     "-O0",
@@ -43,7 +43,7 @@ CPP_FLAGS = (
 
 @functools.cache
 def find_toolkit() -> toolchain.Toolkit | None:
-    """The CUDA toolkit that would build the package, or None."""
+    """The CUDA toolkit that the build of the package would use, or None."""
     import torch
 
     toolkits = toolchain.find_toolkits(torch.version.cuda) if torch.version.cuda is not None else []
@@ -56,19 +56,18 @@ def build_library(
     others: Iterable[tuple[Path, Sequence[str]]] = (),
     *,
     arch: str = "sm_80",
-    stands_in: bool = False,
+    stubs: bool = False,
     csrc: Path = _emulator.CSRC,
     folder: Path = FOLDER,
 ) -> Path:
-    """A shared library of nvcc's code for `kernels` and the emulator.
+    """Builds a shared library of nvcc's code for `kernels` and the emulator.
 
-    name: of the library, one for each combination of the other arguments.
-    others: C++ sources that go with them, each with the flags that it needs beside the emulator's.
-    arch: what nvcc compiles for.
-    stands_in: whether functions of this project that no source has raise an error when they are called; else they may
-        not be.
-    csrc: what the kernels include.
-    folder: where the library and what it is made of are kept.
+    name: file name of the library; must be different for each combination of the other arguments.
+    others: further C++ sources, each with the flags it needs in addition to the emulator's.
+    arch: the architecture nvcc compiles for.
+    stubs: define functions of this project that no source defines; calling one raises an error.
+    csrc: include folder of the kernels.
+    folder: of the library and all intermediate files.
 
     Raises RuntimeError without nvcc, parse.Unsupported for PTX that has no translation.
     """
@@ -88,21 +87,21 @@ def build_library(
         with _build.lock(_emulator.FOLDER):
             own = list(pool.map(lambda job: _emulator.compile_source(job[0], (*_emulator.FLAGS, *job[1])), sources))
         objects = [*own, *(each for group in pool.map(kernel_objects, kernels) for each in group)]
-        if stands_in:
-            objects.append(compile_stand_ins(folder / f"{name}-stand-ins.cpp", objects))
+        if stubs:
+            objects.append(compile_stubs(folder / f"{name}-stubs.cpp", objects))
         return _emulator.link(folder / f"{name}.so", objects)
 
 
 def compile_with_nvcc(
     toolkit: toolchain.Toolkit, source: Path, arch: str, csrc: Path = _emulator.CSRC, folder: Path = FOLDER
 ) -> tuple[Path, Path]:
-    """The host object and the PTX of `source`."""
+    """Compiles `source`; returns its host object and its PTX."""
     target = folder / f"{source.stem}-{arch}.host.o"
     ptx = folder / f"{source.stem}-{arch}.ptx"
     code = arch.removeprefix("sm_")
     command = [
-        *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "-c", str(source)),  # without torch's, as CMake
-        # As PTX, which ptxas never sees.
+        *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "-c", str(source)),  # the flags of CMake
+        # PTX only; ptxas does not run.
         f"-gencode=arch=compute_{code},code=compute_{code}",
         *(f"-I{csrc}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden"),
     ]
@@ -125,7 +124,7 @@ def compile_with_nvcc(
         read = includes.read_text().replace("\\\n", " ").partition(":")[2].split()
     own = {str(Path(path).resolve()) for path in read}
     files = {path: _digest(path) for path in sorted(own) if not Path(path).is_relative_to(toolkit.home.resolve())}
-    if all(Path(path).stat().st_mtime < start for path in files):  # else nvcc may have read what was there before
+    if all(Path(path).stat().st_mtime < start for path in files):  # nvcc read their current text
         record.write_text(json.dumps({"command": [toolkit.version, *command], "files": files}))
     return target, ptx
 
@@ -135,7 +134,7 @@ def _digest(path: str) -> str:
 
 
 def compile_translation(ptx: Path) -> Path:
-    """The object of a PTX file, translated."""
+    """Translates a PTX file to C++ and compiles it; returns the object."""
     cpp = ptx.with_suffix(".cpp")
     text = ptx.read_text()
     translator = [(HERE / f"{name}.py").read_text() for name in TRANSLATOR]
@@ -151,8 +150,8 @@ def compile_translation(ptx: Path) -> Path:
     return target
 
 
-def compile_stand_ins(source: Path, objects: Sequence[Path]) -> Path:
-    """Functions of this project that `objects` call and none has: each raises an error."""
+def compile_stubs(source: Path, objects: Sequence[Path]) -> Path:
+    """Defines the functions of this project that `objects` call and none of them defines: each raises an error."""
 
     def symbols(option: str) -> set[str]:
         command = ["nm", "--format=posix", option, *map(str, objects)]
@@ -163,8 +162,8 @@ def compile_stand_ins(source: Path, objects: Sequence[Path]) -> Path:
     for index, symbol in enumerate(sorted(symbols("-u") - symbols("--defined-only"))):
         if "8cuda_ext" in symbol:
             lines += [
-                f'[[noreturn]] void stand_in_{index}() __asm__("{symbol}");',
-                f'void stand_in_{index}() {{ throw std::runtime_error("{symbol} is not in this library"); }}',
+                f'[[noreturn]] void stub_{index}() __asm__("{symbol}");',
+                f'void stub_{index}() {{ throw std::runtime_error("{symbol} is not in this library"); }}',
             ]
     source.write_text("\n".join([*lines, ""]))
     target = source.with_suffix(".o")

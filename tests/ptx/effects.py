@@ -1,4 +1,4 @@
-"""Rules for what the emulator acts out: memory, barriers, warps, copies, matrices, clusters."""
+"""Rules for instructions that the emulator executes: memory, barriers, warps, copies, matrices, clusters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _vector(count: int, text: str) -> list[str]:
 
 
 def _load_into(o: Operands, parts: Sequence[str], ptx: str, load: str) -> list[str]:
-    """`load` is a call with {to} for where it writes."""
+    """`load` is a call with {to} as placeholder for its destination."""
     if len(parts) == 1 and SIZES[o.names.type_of(parts[0])] == SIZES[ptx]:
         return [load.format(to=f"&{o.names.variable(parts[0])}")]
     element = f"thread.vector.{cpp_type(ptx)}"
@@ -40,7 +40,7 @@ def _load_into(o: Operands, parts: Sequence[str], ptx: str, load: str) -> list[s
 
 
 def _store_from(o: Operands, parts: Sequence[str], ptx: str, store: str) -> list[str]:
-    """`store` is a call with {value} for where it reads."""
+    """`store` is a call with {value} as placeholder for its source."""
     if len(parts) == 1 and parts[0] in o.names.registers and SIZES[o.names.type_of(parts[0])] >= SIZES[ptx]:
         return [store.format(value=f"&{o.names.variable(parts[0])}")]
     element = f"thread.vector.{cpp_type(ptx)}s"
@@ -53,7 +53,7 @@ _MAX_VECTOR = 16  # bytes
 
 
 def _width(m: Modifiers) -> tuple[int, str]:
-    """How many elements are accessed, and their type."""
+    """Number and type of the accessed elements."""
     count = {None: 1, "v2": 2, "v4": 4}[m.may("v2", "v4")]
     ptx = m.must(*_SCALARS)
     if count * SIZES[ptx] > _MAX_VECTOR:
@@ -273,7 +273,7 @@ def _bulk(m: Modifiers, o: Operands, site: str) -> str:
 
 
 def _tile(o: Operands, rank: int) -> tuple[str, str]:
-    """The tensor map and the coordinates of the next operand, [map, {x, y}]."""
+    """Tensor map and coordinates of the next operand, [map, {x, y}]."""
     text = o.next()
     match = re.fullmatch(r"\[\s*([^,]+),\s*\{([^}]*)\}\s*\]", text)
     if match is None or len(at := split_operands(match[2])) != rank:
@@ -347,7 +347,7 @@ def _mbarrier(m: Modifiers, o: Operands, site: str) -> str | list[str]:
 
 
 def _unused(o: Operands) -> None:
-    """The next operand is a state of a barrier, which nothing here has a use for: it stays unwritten."""
+    """Skips the next operand, a barrier state, which is never read and stays unwritten."""
     state = o.next()
     if state != "_":
         o.names.type_of(state)
@@ -431,7 +431,7 @@ def _wgmma(m: Modifiers, o: Operands, site: str) -> str:
 
 
 def tuple_variable(o: Operands, count: int, text: str | None = None) -> str:
-    """The array that holds the registers in braces that come next; see emit.py."""
+    """The array for the registers in braces of the next operand; see emit.py."""
     names = split_operands((text or o.next())[1:-1])
     if len(names) != count:
         raise Unsupported(f"expected {count} registers in braces, got {len(names)}")

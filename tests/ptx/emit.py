@@ -1,4 +1,4 @@
-"""The C++ file of a PTX file: a function for each entry, and a table of them for the runtime (runtime.h)."""
+"""Writes the C++ file of a PTX file: one function per kernel, and a table of them for the runtime (runtime.h)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Function:
                 raise Unsupported(f"registers {statement.names} are declared after the first instruction")
             for name in statement.names:
                 if name in self._names.registers:
-                    raise Unsupported(f"register {name} of a block hides another one")
+                    raise Unsupported(f"register {name} of a block shadows another one")
                 self._names.registers[name] = statement.type
                 self._scopes[-1].append(name)
             yield f"  {cpp_type(statement.type)} {', '.join(map(self._names.variable, statement.names))};"
@@ -102,7 +102,8 @@ class _Function:
             yield f"  {text}"
 
     def _find_tuples(self) -> None:
-        """The registers of a wgmma are an array: the emulator reads and writes them until a thread waits."""
+        """Finds the register tuples of wgmma. They become arrays, because the emulator accesses them until the thread
+        waits."""
         tuples: dict[tuple[str, ...], str] = {}
         for each in self._entry.body:
             if not (isinstance(each, Instruction) and each.opcode.startswith("wgmma.mma_async")):

@@ -1,20 +1,20 @@
-"""Faults that only nvcc's code can have, each a text that is replaced in a copy of csrc; and what finds each of them.
+"""Planted faults that only nvcc's code can have: a text to replace in a copy of csrc, and the test that detects it.
 
-They stand in asm strings, in `#if defined(__CUDACC__)` branches, in the layout of parameters and of shared memory, and
-in launches: in text that the direct emulation never compiles. docs/emulator.md lists them.
+They are in code that the direct emulation never compiles: asm strings, `#if defined(__CUDACC__)` branches, the layout
+of parameters and shared memory, and launches. docs/emulator.md lists them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What says so when a fault is found, as the pattern of the message.
+# Patterns of the message that reports a fault.
 VALUES = "Arrays are not equal|Not equal to tolerance|differ from the reference"
 RACE = "race: "
 DEADLOCK = "deadlock"
 NVCC = r"cannot build .*\.host\.o"
 TRANSLATOR = r"\.ptx(, \w+: line \d+,|:\d+: expected)"
-# Nothing finds it, as nvcc writes the same instructions.
+# Not detectable: nvcc writes the same instructions.
 SAME = "the same instructions"
 
 
@@ -23,11 +23,9 @@ class Fault:
     file: str  # under csrc
     right: str
     wrong: str
-    source: (
-        str  # of the kernels that show it: beside the tests, "conformance_mma", or under csrc, "gemm/gemm_sm80_bf16"
-    )
-    case: str  # that finds it: of the library of `source`, or of OPS in test_planted.py
-    found: str  # a pattern of the message, or SAME
+    source: str  # source of the kernels: in tests/simt ("conformance_mma") or csrc ("gemm/gemm_sm80_bf16")
+    case: str  # that detects it: in the library of `source`, or in OPS of test_planted.py
+    found: str  # pattern of the message, or SAME
     arch: str = "sm_80"
 
 
@@ -66,7 +64,7 @@ fault("exp2 instead of log2", "arch/math.cuh", "lg2.approx.ftz.f32", "ex2.approx
 fault("cp.async copies bytes that are not there", "arch/async_copy.cuh", "[%0], [%1], %2, %3;", "[%0], [%1], %2, %2;",
       MEMORY, "cp_async")
 fault("cp.async of another size", "arch/async_copy.cuh", '"n"(bytes), "r"(valid)', '"n"(4), "r"(valid)',
-      MEMORY, "cp_async", "valid bytes of")
+      MEMORY, "cp_async", "valid bytes, got")
 fault("cp.async with addresses swapped", "arch/async_copy.cuh",
       '[%0], [%1], 16, %2;" ::"r"(shared), "l"(global)', '[%0], [%1], 16, %2;" ::"r"(uint32_t(uint64_t(global))), '
       '"l"(uint64_t(shared))', MEMORY, "cp_async", "cp_async .* is an address of")
@@ -85,7 +83,7 @@ fault("a global store half as wide", "arch/memory.cuh", 'asm volatile("st.global
 fault("an or that adds", "arch/memory.cuh", "red.global.or.b32", "red.global.add.u32", MEMORY, "atomics")
 fault("a sum of floats as of words", "arch/memory.cuh", 'red.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value)',
       'red.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(__float_as_uint(value))', MEMORY, "atomics")
-fault("an arrival without order", "arch/memory.cuh", "atom.global.acq_rel.gpu.add.u32", "atom.global.add.u32",
+fault("an arrival without ordering", "arch/memory.cuh", "atom.global.acq_rel.gpu.add.u32", "atom.global.add.u32",
       GRID, "last_block", RACE)
 fault("a release that is a store", "arch/memory.cuh", "st.global.release.gpu.u32 [%0], %1;",
       "st.global.u32 [%0], %1;", GRID, "blocks_in_turn", RACE)
@@ -100,10 +98,10 @@ fault("barrier and threads swapped", "arch/thread.cuh", '"bar.sync %0, %1;"', '"
 fault("an arrival that waits", "arch/thread.cuh", '"bar.arrive %0, %1;"', '"bar.sync %0, %1;"',
       WARP, "named_barriers", DEADLOCK)
 fault("a fence left out", "arch/thread.cuh", "{ __threadfence(); }", "{}", GRID, "fences", RACE)
-fault("a fence of the block alone", "arch/thread.cuh", "__threadfence()", "__threadfence_block()",
+fault("a fence of block scope only", "arch/thread.cuh", "__threadfence()", "__threadfence_block()",
       GRID, "fences", TRANSLATOR)
 
-# Branches for nvcc, of sm_80.
+# Branches for nvcc, sm_80.
 fault("a shuffle of all lanes in a part of them", "arch/warp.cuh", "__shfl_sync(mask, value, lane)",
       "__shfl_sync(kFullWarp, value, lane)", WARP, "shuffle_diverged", "shuffle .* the warp has diverged")
 fault("a shuffle up that goes down", "arch/warp.cuh", "__shfl_up_sync", "__shfl_down_sync", WARP, "shuffle_up_down")
@@ -113,7 +111,7 @@ fault("a sync of all lanes in a part of them", "arch/thread.cuh", "__syncwarp(ma
       WARP, "sync_part_of_a_warp", "sync_warp .* the warp has diverged")
 fault("one lane elected of the block", "arch/warp.cuh", "return lane_index() == 0;\n#endif",
       "return thread_index() == 0;\n#endif", WARP, "elect_one")
-fault("an atomic of the block alone", "arch/memory.cuh", "return atomicAdd(pointer, value);",
+fault("an atomic of block scope only", "arch/memory.cuh", "return atomicAdd(pointer, value);",
       "return atomicAdd_block(pointer, value);", GRID, "fences", TRANSLATOR)
 fault("a sum of 64 bits cut off", "arch/memory.cuh", "static_cast<unsigned long long>(value)",
       "static_cast<unsigned>(value)", MEMORY, "atomics")
@@ -122,7 +120,7 @@ fault("a read-only load of what the kernel writes", "arch/memory.cuh", "__ldcs(s
 fault("a generic address taken for a shared one", "arch/memory.cuh",
       "static_cast<SharedAddress>(__cvta_generic_to_shared(pointer))", "uint32_t(reinterpret_cast<uint64_t>(pointer))",
       MEMORY, "shared_vectors", "store_shared .* is an address of")
-fault("a promise that is not kept", "arch/thread.cuh", "__builtin_assume(index >= 0 && index < 1024);",
+fault("a wrong assumption about the thread index", "arch/thread.cuh", "__builtin_assume(index >= 0 && index < 1024);",
       "__builtin_assume(index >= 0 && index < 32);", "attention/attention_fwd_sm80_bf16_d64", "attention")
 fault("bfloat16 rounded to zero", "arch/math.cuh", "__float2bfloat16_rn", "__float2bfloat16_rz",
       MEMORY, "conversions", TRANSLATOR)
@@ -148,28 +146,28 @@ fault("a grid with y and z swapped", "rt/launch.cuh", "dim3(config.grid.x, confi
       "dim3(config.grid.x, config.grid.z, config.grid.y)", GRID, "grid_indices", VALUES)
 fault("a launch without its shared memory", "rt/launch.cuh", "launch.dynamicSmemBytes = config.shared_bytes",
       "launch.dynamicSmemBytes = 0", WARP, "sync_warp", "outside of the block's")
-fault("more than 48 KiB not asked for", "rt/launch.cuh", "if (bytes <= kFree) return;",
+fault("more than 48 KiB not requested", "rt/launch.cuh", "if (bytes <= kFree) return;",
       "if (bytes <= 16 * kFree) return;",
       LAUNCHES, "shared_100_kib", "allowed for this kernel are 49152")
-fault("more than 48 KiB asked for once", "rt/launch.cuh", "load(std::memory_order_acquire) >= bytes) return;",
+fault("more than 48 KiB requested only once", "rt/launch.cuh", "load(std::memory_order_acquire) >= bytes) return;",
       "load(std::memory_order_acquire) > 0) return;", LAUNCHES, "shared_grows", "allowed for this kernel are 61440")
-fault("a cluster not asked for", "rt/launch.cuh",
+fault("a cluster not requested", "rt/launch.cuh",
       "launch.numAttrs++];\n    attribute.id = cudaLaunchAttributeClusterDimension",
       "launch.numAttrs];\n    attribute.id = cudaLaunchAttributeClusterDimension",
       CLUSTER, "cluster_loads", "block 1 of a cluster")
 fault("a cluster along z", "rt/launch.cuh", "clusterDim = {unsigned(config.cluster.x), unsigned(config.cluster.y), "
       "unsigned(config.cluster.z)}", "clusterDim = {unsigned(config.cluster.z), unsigned(config.cluster.y), "
       "unsigned(config.cluster.x)}", CLUSTER, "cluster_loads", "does not divide the grid")
-fault("more than 8 blocks of a cluster not asked for", "rt/launch.cuh",
-      "  if (config.nonportable_cluster)", "  if (false)", LAUNCHES, "cluster_of_16", "this kernel takes at most 8")
+fault("more than 8 blocks of a cluster not requested", "rt/launch.cuh",
+      "  if (config.nonportable_cluster)", "  if (false)", LAUNCHES, "cluster_of_16", "this kernel allows at most 8")
 fault("blocks that wait not launched together", "rt/launch.cuh", "if (config.waits == Waits::kForAny)", "if (false)",
       GRID, "blocks_in_turn", DEADLOCK)
-fault("a programmatic launch that is none", "rt/launch.cuh", "if (config.programmatic)", "if (false)",
-      LAUNCHES, "programmatic", "the launch asks for")
+fault("a programmatic launch without its attribute", "rt/launch.cuh", "if (config.programmatic)", "if (false)",
+      LAUNCHES, "programmatic", "the launch requests")
 fault("an error of a launch ignored", "rt/launch.cuh", 'check(cudaLaunchKernelEx(&launch, kernel, params...), name, '
       '"launch");', "cudaLaunchKernelEx(&launch, kernel, params...);", LAUNCHES, "threads_33", "DID NOT RAISE")
-fault("an error of a launch left behind", "rt/launch.cuh", "  cudaGetLastError();", "", LAUNCHES, "no_error_is_left",
-      "an error is left")
+fault("an error of a launch not cleared", "rt/launch.cuh", "  cudaGetLastError();", "", LAUNCHES, "no_error_is_left",
+      "an error remains")
 
 # Tensor maps.
 fault("a tensor map with another stride", "rt/tensor_map.cuh", "cuuint64_t(t.strides[d - 1])",
@@ -181,7 +179,7 @@ fault("a tensor map with another swizzle", "rt/tensor_map.cuh", "? CU_TENSOR_MAP
 fault("a tensor map of another type", "rt/tensor_map.cuh",
       "CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_FLOAT16", "CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "
       "CU_TENSOR_MAP_DATA_TYPE_FLOAT32", SM90, "tma_load_2d_64_swizzle64_float16", "refused the tensor")
-fault("a tensor map of one rank less", "rt/tensor_map.cuh", "kTypes[int(t.element)], cuuint32_t(t.rank)",
+fault("a tensor map of one dimension less", "rt/tensor_map.cuh", "kTypes[int(t.element)], cuuint32_t(t.rank)",
       "kTypes[int(t.element)], cuuint32_t(t.rank - 1)", SM90, "tma_load_3d_48_none_float16",
       "coordinates for a tensor of")
 
@@ -194,9 +192,10 @@ fault("a tile added that should be stored", "arch/tma.cuh", "    if constexpr (a
       SM90, "tma_store_3d_64_swizzle64_float16")
 fault("a multicast to other blocks", "arch/tma.cuh", '"h"(blocks)', '"h"(uint16_t(blocks ^ 1))', CLUSTER, "multicast",
       DEADLOCK)
-fault("a multicast to this block alone", "arch/tma.cuh", "complete_tx::bytes.multicast::cluster [%0]",
+fault("a multicast to this block only", "arch/tma.cuh", "complete_tx::bytes.multicast::cluster [%0]",
       "complete_tx::bytes [%0]", CLUSTER, "multicast", NVCC)
-fault("a copy of another size", "arch/tma.cuh", 'bytes [%0], [%1], %2, [%3];" ::"r"(to),\n               "l"(from), '
+fault("a bulk copy of another size", "arch/tma.cuh",
+      'bytes [%0], [%1], %2, [%3];" ::"r"(to),\n               "l"(from), '
       '"r"(bytes)', 'bytes [%0], [%1], %2, [%3];" ::"r"(to),\n               "l"(from), "r"(bytes - 16)',
       SM90, "bulk_copies", DEADLOCK)
 fault("a group of stores that is not closed", "arch/tma.cuh", "{ CUDA_EXT_TMA(\"cp.async.bulk.commit_group;\" :: : "
@@ -205,20 +204,20 @@ fault("a wait that only reads have ended", "arch/tma.cuh", '"cp.async.bulk.wait_
       '"cp.async.bulk.wait_group.read %0;"', SM90, "bulk_copies", VALUES)
 fault("a wait for the other parity", "arch/barrier.cuh", '"r"(parity)', '"r"(parity ^ 1)', SM90, "barrier_ring",
       VALUES)
-fault("a wait of the cluster that acquires nothing", "arch/cluster.cuh",
+fault("a wait of the cluster without acquire", "arch/cluster.cuh",
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta", "mbarrier.try_wait.parity.shared::cta",
       CLUSTER, "cluster_stores", RACE)
 fault("bytes that are not announced", "arch/barrier.cuh",
       'asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"',
       'asm volatile("{.reg .b32 t; mov.b32 t, %1; mbarrier.arrive.shared::cta.b64 _, [%0];}"',
-      SM90, "tma_load_2d_64_swizzle64_float16", "copies into its shared memory are under way")
+      SM90, "tma_load_2d_64_swizzle64_float16", "copies into its shared memory are in flight")
 fault("a proxy fence compiled away", "arch/barrier.cuh",
       "fence_async_shared(Site = {}) {\n#if __CUDA_ARCH__ >= 900", "fence_async_shared(Site = {}) {\n#if __CUDA_ARCH__ "
       ">= 9000", SM90, "tma_store_2d_128_swizzle128_bfloat16", RACE)
 fault("a fence of barriers compiled away", "arch/barrier.cuh",
       "fence_barrier_init(Site = {}) {\n#if __CUDA_ARCH__ >= 900", "fence_barrier_init(Site = {}) {\n#if __CUDA_ARCH__ "
       ">= 9000", SM90, "barrier_order", RACE)
-fault("an arrival of the cluster without order", "arch/cluster.cuh", "barrier.cluster.arrive.release",
+fault("an arrival of the cluster without ordering", "arch/cluster.cuh", "barrier.cluster.arrive.release",
       "barrier.cluster.arrive.relaxed", CLUSTER, "cluster_loads", RACE)
 fault("mapa with operands swapped", "arch/cluster.cuh", '"r"(address), "r"(rank)', '"r"(rank), "r"(address)',
       CLUSTER, "cluster_loads", "mapa .* bytes at shared address")
@@ -242,7 +241,7 @@ fault("wgmma with orders of operands swapped", "arch/wgmma.cuh", '"r"(scale_d), 
 fault("wgmma with descriptors swapped", "arch/wgmma.cuh", '                   : "l"(a), "l"(b), "r"(scale_d));',
       '                   : "l"(b), "l"(a), "r"(scale_d));', WGMMA, "wgmma_tf32_96_k32_k64",
       VALUES)
-fault("wgmma that starts a sum anew", "arch/wgmma.cuh", 'setp.ne.b32 p, " p2 ", 0;', 'setp.eq.b32 p, " p2 ", 0;',
+fault("wgmma that clears the sum", "arch/wgmma.cuh", 'setp.ne.b32 p, " p2 ", 0;', 'setp.eq.b32 p, " p2 ", 0;',
       WGMMA, "wgmma_f16_8_k128_k128")
 fault("wgmma with rows of A swapped", "arch/wgmma.cuh", '"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)',
       '"r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3]), "l"(b)', WGMMA, "wgmma_bf16_40_reg_k128")
@@ -251,44 +250,45 @@ fault("wgmma.fence left out", "arch/wgmma.cuh", 'CUDA_EXT_SM90A(asm volatile("wg
       '"memory");)', "", WGMMA, "wgmma_f16_8_k128_k128", "no wgmma_fence since")
 fault("wgmma.wait_group lets products through", "arch/wgmma.cuh", '"wgmma.wait_group.sync.aligned %0;" ::"n"(pending)',
       '"wgmma.wait_group.sync.aligned %0;" ::"n"(pending + 1)', WGMMA, "wgmma_groups",
-      "products of wgmma are under way")
-fault("registers given up that should be taken", "arch/wgmma.cuh", "setmaxnreg.inc", "setmaxnreg.dec",
+      "never waited for wgmma products")
+fault("registers released instead of allocated", "arch/wgmma.cuh", "setmaxnreg.inc", "setmaxnreg.dec",
       WGMMA, "wgmma_groups", "decrease_registers at")
-fault("registers taken that are not a multiple of 8", "arch/wgmma.cuh",
+fault("registers allocated that are not a multiple of 8", "arch/wgmma.cuh",
       '"setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)', '"setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count + 4)',
       WGMMA, "wgmma_groups", NVCC)
 fault("wgmma compiled away", "arch/wgmma.cuh", "#if defined(__CUDA_ARCH_FEAT_SM90_ALL)",
       "#if defined(__CUDA_ARCH_FEAT_SM90A)", WGMMA, "wgmma_f16_8_k128_k128")
 
-# What means nothing to the emulator.
-fault("an order within the device alone", "arch/memory.cuh", "st.global.release.sys", "st.global.release.gpu",
+# Hints that the emulator ignores.
+fault("a release of device scope only", "arch/memory.cuh", "st.global.release.sys", "st.global.release.gpu",
       GRID, "hints", "has no st.global.release.sys")
 fault("a store that stays in the caches", "arch/memory.cuh",
       "__stcs(static_cast<uint4*>(pointer), __builtin_bit_cast(uint4, v))",
       "*static_cast<uint4*>(pointer) = __builtin_bit_cast(uint4, v)", MEMORY, "hints", "has no st.global.cs.v4")
-fault("a load past the read-only path", "arch/memory.cuh", "__ldg(static_cast<const uint4*>(pointer))",
+fault("a load that bypasses the read-only path", "arch/memory.cuh", "__ldg(static_cast<const uint4*>(pointer))",
       "*static_cast<const uint4*>(pointer)", MEMORY, "hints", "has no ld.global.nc.v4")
 fault("a copy through L1", "arch/async_copy.cuh", "cp.async.cg.shared.global", "cp.async.ca.shared.global",
       MEMORY, "hints", "has no cp.async.cg")
-fault("a launch bound of threads alone", "arch/target.cuh", "__launch_bounds__(threads, min_blocks)",
+fault("a launch bound of threads only", "arch/target.cuh", "__launch_bounds__(threads, min_blocks)",
       "__launch_bounds__(threads)", MEMORY, "hints", "bounds no blocks")
 fault("a tensor map not prefetched", "arch/tma.cuh", 'CUDA_EXT_TMA("prefetch.tensormap [%0];" ::"l"(&map) : "memory");',
       "", SM90, "hints", "has no prefetch.tensormap")
 
-# Clobbers and register holds, which say to the compiler what it may not move.
-fault("ldmatrix that reads no memory", "arch/mma.cuh", ': "r"(row)\n                 : "memory");', ': "r"(row));',
+# Clobbers and register constraints, which restrict what the compiler may move.
+fault("ldmatrix without a memory clobber", "arch/mma.cuh", ': "r"(row)\n                 : "memory");', ': "r"(row));',
       GEMM, "gemm", SAME)
-fault("a wait for copies that leaves memory alone", "arch/async_copy.cuh", '::"n"(pending) : "memory");',
+fault("a wait for copies without a memory clobber", "arch/async_copy.cuh", '::"n"(pending) : "memory");',
       '::"n"(pending));', GEMM, "gemm", SAME)
-fault("a wait for a barrier that leaves memory alone", "arch/barrier.cuh",
+fault("a wait for a barrier without a memory clobber", "arch/barrier.cuh",
       ': "r"(address), "r"(parity)\n                 : "memory");', ': "r"(address), "r"(parity));',
       SM90, "barrier_ring", SAME)
-fault("registers that wgmma does not hold", "arch/wgmma.cuh", 'asm volatile("" : "+f"(registers[i])::"memory");', ";",
+fault("accumulators of wgmma without constraints", "arch/wgmma.cuh",
+      'asm volatile("" : "+f"(registers[i])::"memory");', ";",
       WGMMA, "wgmma_groups", SAME)
-fault("a named barrier that leaves memory alone", "arch/thread.cuh",
+fault("a named barrier without a memory clobber", "arch/thread.cuh",
       '"bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");',
       '"bar.sync %0, %1;" ::"r"(barrier), "r"(threads));', WARP, "named_barriers", SAME)
-fault("a store of the cluster that writes no memory", "arch/cluster.cuh",
+fault("a store of the cluster without a memory clobber", "arch/cluster.cuh",
       '"r"(address), "r"(w[0]) : "memory");\n}\n\n//',
       '"r"(address), "r"(w[0]));\n}\n\n//', CLUSTER, "cluster_stores", SAME)
 # fmt: on
@@ -305,7 +305,7 @@ FOUND_BY = {
 
 
 def table() -> str:
-    """All faults, for docs/emulator.md."""
+    """The table of all faults for docs/emulator.md."""
     rows = ["| fault | in | shown by | found by |", "|---|---|---|---|"]
     for name, each in FAULTS.items():
         newer = " for sm_90a" if each.arch == "sm_90a" else ""

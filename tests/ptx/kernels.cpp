@@ -1,4 +1,4 @@
-// The launchers of the kernels that a library was built with, for the op _emulate.
+// The table of launchers in this library, for the op _emulate.
 #include "launchers/cuda_kernels.h"
 
 extern "C" __attribute__((visibility("default"))) const void* ptx_kernels() {

@@ -1,4 +1,4 @@
-"""The kernels that the package ships, as nvcc compiles them, behind the public ops."""
+"""Runs the public ops on the package's kernels as nvcc compiles them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cuda_ext import _build, _emulator, testing
 from . import build
 
 SIMT = build.HERE.parent / "simt"
-# What goes with the kernels: the emulator's face for Python, and the table of launchers for the ops.
+# Linked with the kernels: the C interface of the emulator, and the table of launchers for the ops.
 OTHERS = [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])]
 
 
 class Kernels:
-    """A library of kernels, with what `cuda_ext.testing` asks of an emulator."""
+    """A library of kernels with the interface that `cuda_ext.testing` expects of an emulator."""
 
     def __init__(self, path: Path) -> None:
         if str(SIMT) not in sys.path:
@@ -49,9 +49,9 @@ class Kernels:
 
 
 def sources(every_dtype: bool) -> list[Path]:
-    """The CUDA sources of the package; without those that are for one dtype, if it is not bfloat16.
+    """The CUDA sources of the package; unless `every_dtype`, without those for only one other dtype than bfloat16.
 
-    GEMM's, which take longest to compile, come first, so that none is left alone at the end.
+    The GEMM sources compile longest and come first, so that all cores are busy to the end.
     """
     found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "launchers"]
     found.sort(key=lambda path: (path.parent.name != "gemm", path))
@@ -60,12 +60,12 @@ def sources(every_dtype: bool) -> list[Path]:
 
 @functools.cache
 def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
-    """The kernels compiled for `arch`; those of bfloat16 alone, where a source has kernels of one dtype, or all.
+    """The kernels of `sources(every_dtype)` compiled for `arch`.
 
-    A launch of one that was left out raises RuntimeError with "is not in this library".
+    Launching a kernel that was left out raises RuntimeError with "is not in this library".
     """
     name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
-    return Kernels(build.build_library(name, sources(every_dtype), OTHERS, arch=arch, stands_in=True))
+    return Kernels(build.build_library(name, sources(every_dtype), OTHERS, arch=arch, stubs=True))
 
 
 def emulated(
@@ -81,7 +81,7 @@ def emulated(
 ) -> AbstractContextManager[testing.Emulation]:
     """`cuda_ext.testing.emulated` with these kernels.
 
-    arch: the device, which is no older than what they are compiled for.
+    arch: the emulated device; not older than the architecture of the kernels.
     """
     settings = {
         "compute_capability": int(arch.removeprefix("sm_").rstrip("a")),

@@ -1,4 +1,4 @@
-// Launches for the fake CUDA runtime: what it hands to kernels, and what it refuses as a driver would.
+// Launches that test the replacement of the CUDA runtime: passing parameters, and refusals.
 #include "arch/cluster.cuh"
 #include "arch/tma.cuh"
 #include "arch/warp.cuh"
@@ -19,7 +19,7 @@ struct alignas(64) Large {
 };
 GLOBAL(32, 1)
 parameters_kernel(uint8_t a, GRID_CONSTANT Large large, uint16_t b, double c, Small small, uint32_t* out) {
-  // Constant indices only: parameters that are indexed by a variable become local memory.
+  // Constant indices only: nvcc copies parameters that are indexed by a variable to local memory.
   const uint32_t values[] = {
       a, b, uint32_t(c), small.a, small.b[0], small.b[1], small.b[2], uint32_t(large.x[0]), uint32_t(large.x[8])};
   if (thread_index() != 0) return;
@@ -38,7 +38,7 @@ static const Register parameters_case(
 struct Words {
   uint32_t x[32];
 };
-// What a launcher allows a kernel stays allowed, so that kernels with other rights are other instances.
+// Function attributes of a kernel persist, so kernels with different attributes are different instances.
 template <bool nonportable>
 GLOBAL(32, 1)
 copy_kernel(const uint32_t* in, uint32_t* out) {
@@ -67,14 +67,14 @@ LAUNCH(cluster_of_17, .grid = {34}, .threads = 32, .cluster = {17}, .nonportable
 LAUNCH(cluster_that_does_not_divide, .grid = {7}, .threads = 32, .cluster = {2}, .shared_bytes = sizeof(Words));
 LAUNCH(programmatic, .threads = 32, .shared_bytes = sizeof(Words), .programmatic = true);
 
-// A kernel that is launched with more shared memory the second time.
+// Launched twice, the second time with more shared memory.
 GLOBAL(32, 1) grows_kernel(const uint32_t* in, uint32_t* out) { out[thread_index()] = in[31 - thread_index()] + 1; }
 static const Register grows_case({"shared_grows", 128, 128, [](const uint32_t* in, uint32_t* out) {
                                     for (const size_t kib : {60, 100})
                                       rt::launch<grows_kernel>("shared_grows",
                                                                {.threads = 32, .shared_bytes = kib << 10}, in, out);
                                   }});
-// What the runtime says after a launch that it has refused, and that its caller has been told of.
+// cudaGetLastError() after a refused launch whose error was reported.
 static const Register error_case({"no_error_is_left", 128, 4, [](const uint32_t* in, uint32_t* out) {
                                     try {
                                       rt::launch<grows_kernel>("no_error_is_left", {.threads = 33}, in, out);
@@ -83,7 +83,7 @@ static const Register error_case({"no_error_is_left", 128, 4, [](const uint32_t*
                                     }
                                   }});
 
-// What a launcher that forgets something would do.
+// Launches with mistakes of a launcher.
 GLOBAL(32, 1) unprepared_kernel(uint32_t* out) { out[thread_index()] = 0; }
 static const Register unprepared_case({"shared_49_kib_without_asking", 4, 128, [](const uint32_t*, uint32_t* out) {
                                          cudaLaunchConfig_t config{};
@@ -99,9 +99,9 @@ static const Register flat_case({"block_of_two_dimensions", 4, 128, [](const uin
                                    rt::check(cudaLaunchKernelEx(&config, unprepared_kernel, out), "raw", "launch");
                                  }});
 
-// Tensor maps past rt::make_tensor_map's own checks: out[0] is the driver's answer.
+// Tensor maps that bypass the checks of rt::make_tensor_map; out[0] is the result of the driver call.
 struct Map {
-  int offset = 0;  // of the data, bytes
+  int offset = 0;  // of the data, in bytes
   cuuint64_t size = 64, stride = 128;
   cuuint32_t box = 32, step = 1;
   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_64B;
@@ -130,8 +130,8 @@ MAP(map_of_wide_box, .box = 64);
 MAP(map_of_steps, .step = 2);
 MAP(map_in_odd_memory, .map_offset = 8);
 
-// Nobody writes what the block waits for; a wait that is over; a division by zero; a race of plain stores; an address of
-// no memory.
+// A wait for a value that is never written; a wait for the current value; a trap; a division by zero; a race of plain
+// stores.
 CONFORMANCE(wait_for_nobody, 32, 0, 128, 128) {
   wait_equal(out, in[0] | 1);
   out[1] = 0;
@@ -151,7 +151,7 @@ CONFORMANCE(plain_race, 64, sizeof(Words), 128, 128) {
   arch::sync_threads();
   out[thread_index() % 32] = shared.x[thread_index() % 32];
 }
-// Only thread 0's fence is before what it announces: the others' rows are in no order with the reader.
+// Only thread 0 fences before the arrival: the stores of the other threads are not ordered before the reader.
 GLOBAL(32, 1) one_fence_kernel(const uint32_t* in, uint32_t* out) {
   const int lane = thread_index();
   out[32 + block_x() * 32 + lane] = in[lane];
@@ -165,14 +165,14 @@ static const Register one_fence_case({"fence_of_one_thread", 128, 4 * 96, [](con
                                         rt::launch<one_fence_kernel>("one_fence", {.grid = {2}, .threads = 32}, in,
                                                                      out);
                                       }});
-// Four stores of one source line, each of which other lanes skip.
+// Four stores of one source line, each skipped by different lanes.
 CONFORMANCE(stores_that_lanes_skip, 32, 0, 128, 4 * 128) {
   const int lane = thread_index();
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if (lane % 4 != i) store_global(out + 32 * i + lane, in[lane]);
 }
-// The input ends at a page that nobody can touch.
+// A guard page follows the input.
 CONFORMANCE(loads_past_the_end, 32, 0, 256, 128) { out[0] = in[64 + thread_index()]; }
 
 }  // namespace cuda_ext::conformance

@@ -1,8 +1,8 @@
-"""The operands and the modifiers of a PTX instruction, read as C++; and the rules that do so, by opcode.
+"""Operands and modifiers of PTX instructions as C++, and the registry of translation rules by opcode.
 
-Registers are local variables: bool, unsigned integers by width, float and double; an integer register that holds a
-float, or the other way round, is read through its bits. Operand and register are of one width, as in the PTX ISA's
-"Operand Type Checking": only loads, stores and conversions take a wider register.
+Registers become local variables: bool, unsigned integers by width, float and double. An integer register that holds a
+float, or vice versa, is bit-cast. Operand and register have the same width, as in "Operand Type Checking" of the PTX
+ISA; only loads, stores and conversions accept a wider register.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from .parse import SIZES, Unsupported, split_operands
 
-# What a special register is, and its type.
+# C++ expression and type of each special register.
 _SPECIAL = {
     "%tid.x": ("simt::thread_index()", "u32"),
     "%ntid.x": ("simt::block_size()", "u32"),
@@ -26,7 +26,7 @@ _SPECIAL = {
     "%nctaid.z": ("simt::grid_size(2)", "u32"),
     "%cluster_ctarank": ("simt::cluster_rank()", "u32"),
     "%cluster_nctarank": ("simt::cluster_size()", "u32"),
-    # A nanosecond later at each look: before a time is out, a wait that nobody ends is a deadlock.
+    # Advances by one nanosecond per read, so an endless wait is reported as a deadlock before its timeout expires.
     "%globaltimer": ("thread.time()", "u64"),
 }
 INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
@@ -43,7 +43,7 @@ def cpp_type(ptx: str) -> str:
 
 
 def _fits(held: str, ptx: str, wider: bool) -> bool:
-    """Whether a register of type `held` is what an operand of type `ptx` may be."""
+    """Whether a register of type `held` is valid for an operand of type `ptx`."""
     if "pred" in (held, ptx):
         return held == ptx
     return SIZES[held] == SIZES[ptx] or (wider and SIZES[held] > SIZES[ptx])
@@ -51,10 +51,10 @@ def _fits(held: str, ptx: str, wider: bool) -> bool:
 
 @dataclass
 class Names:
-    """What the names of an entry stand for."""
+    """The names that occur in an entry."""
 
     registers: dict[str, str] = field(default_factory=dict)  # "%r1": "b32"
-    variables: dict[str, str] = field(default_factory=dict)  # of registers that have no variable of their own
+    variables: dict[str, str] = field(default_factory=dict)  # of registers that are elements of an array
     parameters: dict[str, int] = field(default_factory=dict)  # offsets
     shared: set[str] = field(default_factory=set)
     labels: dict[str, str] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Operands:
         return self.read(self.next(), ptx, wider)
 
     def read(self, operand: str, ptx: str, wider: bool = False) -> str:
-        """`wider`: a register may have more bits, of which the lowest are meant."""
+        """An operand as an expression of type `ptx`. With `wider`, a register may have more bits; the lowest count."""
         names, target = self.names, cpp_type(ptx)
         if operand in names.registers:
             variable, held = names.variable(operand), names.registers[operand]
@@ -137,14 +137,14 @@ class Operands:
         raise Unsupported(f"expected a register or a number of type {ptx}, got {text}")
 
     def number(self) -> int:
-        """The next operand, which has to be a constant."""
+        """The next operand, which must be a constant."""
         text = self.next()
         if not re.fullmatch(r"\d+", text):
             raise Unsupported(f"expected a constant, got {text}")
         return int(text)
 
     def braced(self) -> tuple[str, ...]:
-        """The names in braces that come next."""
+        """The names in braces of the next operand."""
         text = self.next()
         if not (text.startswith("{") and text.endswith("}")):
             raise Unsupported(f"expected operands in braces, got {text}")
@@ -171,8 +171,8 @@ class Operands:
     # Writing.
 
     def assign(self, operand: str, ptx: str, expression: str, wider: bool = False) -> str:
-        """A statement that writes a value of type `ptx` to a register; `wider`: or to one with more bits, to which the
-        value is extended."""
+        """A statement that writes a value of type `ptx` to a register. With `wider`, the register may have more bits,
+        to which the value is extended."""
         held = self.names.type_of(operand)
         if not _fits(held, ptx, wider):
             raise Unsupported(f"expected a register for a value of type {ptx}, got {operand} of type {held}")
@@ -181,18 +181,18 @@ class Operands:
         elif held not in FLOATS and ptx in FLOATS:
             expression = f"as_bits({expression})"
         elif held != "pred" and cpp_type(held) != cpp_type(ptx):
-            expression = f"{cpp_type(ptx)}({expression})"  # the sign is extended from here
+            expression = f"{cpp_type(ptx)}({expression})"  # sign extension starts from this width
         return f"{self.names.variable(operand)} = {expression};"
 
 
 class Modifiers:
-    """What follows the first word of an opcode, taken from left to right."""
+    """The modifiers of an opcode, consumed from left to right."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._left = list(words)
 
     def may(self, *words: str) -> str | None:
-        """The next word, if it is one of these."""
+        """Consumes and returns the next modifier if it is one of `words`."""
         return self._left.pop(0) if self._left and self._left[0] in words else None
 
     def must(self, *words: str) -> str:
@@ -210,20 +210,20 @@ class Modifiers:
             raise Unsupported(f"unknown modifier .{self._left[0]}")
 
     def match(self, pattern: str) -> re.Match[str]:
-        """The next word, which has to fit `pattern`."""
+        """Consumes the next modifier, which must match `pattern`."""
         if not self._left or (found := re.fullmatch(pattern, self._left[0])) is None:
             raise Unsupported(f"expected a modifier like {pattern}, got {self._left[:1]}")
         self._left.pop(0)
         return found
 
 
-# A rule makes C++ of an instruction: of its modifiers and operands, and of an expression for where it stands.
+# A rule translates an instruction to C++, given its modifiers, its operands and an expression for its location.
 Rule = Callable[[Modifiers, Operands, str], str | list[str]]
 rules: dict[str, Rule] = {}
 
 
 def opcode(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a rule for opcodes by their first word."""
+    """Registers a rule for opcodes with this first word."""
 
     def add(rule: Rule) -> Rule:
         for name in names:

@@ -1,5 +1,5 @@
-// What translated PTX calls beside the emulator's instructions: arithmetic for which C++ has no operator with PTX's
-// meaning, and the addresses of a thread.
+// Functions that translated PTX calls in addition to the emulator's instructions: arithmetic that differs from C++'s
+// operators, and the addresses of a thread.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 
 namespace cuda_ext::ptx {
 
-// Registers of one width hold integers and floats.
+// Registers hold integers or floats of their width.
 inline float as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 inline double as_double(uint64_t bits) { return std::bit_cast<double>(bits); }
 inline uint32_t as_bits(float x) { return std::bit_cast<uint32_t>(x); }
 inline uint64_t as_bits(double x) { return std::bit_cast<uint64_t>(x); }
 
-// Products. Types that int would swallow are widened by hand.
+// Products. Narrow types are widened explicitly, before C++ promotes them to int.
 template <std::integral T>
 using Wide =
     std::conditional_t<sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
@@ -50,7 +50,7 @@ T remainder(T a, T b, Site site) {
   return b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b);
 }
 
-// Shifts by as many bits as there are, or more, leave zeros, or the sign.
+// Shifts by the width or more give zero, or the sign.
 template <std::unsigned_integral T>
 T shift_left(T value, uint32_t bits) {
   return bits < 8 * sizeof(T) ? T(value << bits) : T(0);
@@ -61,14 +61,14 @@ T shift_right(T value, uint32_t bits) {
   return value < 0 ? T(-1) : T(0);
 }
 
-// The lowest `length` bits of `field` in place of those of `value` from `first` on.
+// Replaces `length` bits of `value`, starting at `first`, with the low bits of `field`.
 template <std::unsigned_integral T>
 T insert_bits(T field, T value, uint32_t first, uint32_t length) {
   const T ones = shift_left(T(~shift_left(T(~T(0)), length & 255)), first & 255);
   return T((shift_left(field, first & 255) & ones) | (value & ~ones));
 }
 
-// Of a number and a NaN: the number. Of two zeros: by sign.
+// If one operand is a NaN, the result is the other one. -0 is less than +0.
 template <class T>
 T minimum(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -106,9 +106,9 @@ inline float fma_down(float a, float b, float c) {
   std::fesetround(before);
   return result;
 }
-// To 0 .. 1; a NaN is 0.
+// Clamps to 0 .. 1; a NaN gives 0.
 inline float saturate(float a) { return a > 0 ? std::min(a, 1.0f) : 0.0f; }
-// Of a whole number; what does not fit is the largest or the smallest that does, a NaN is 0.
+// Converts a whole number. Values out of range are clamped; a NaN gives 0.
 template <std::integral T, std::floating_point F>
 T to_integer(F a) {
   if (a != a) return 0;
@@ -122,7 +122,7 @@ T* pointer(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The lane that a shuffle reads, or -1 where it is out of range; `clamp` as the instruction's operand c.
+// The lane that a shuffle reads, or -1 if it is out of range; `clamp` is operand c of the instruction.
 struct ShuffleRange {
   int lane, low, high, mask;
   explicit ShuffleRange(uint32_t clamp) : lane(simt::thread_index() % 32), mask(int(clamp >> 8 & 31)) {
@@ -150,7 +150,7 @@ inline int shuffle_bfly(uint32_t b, uint32_t clamp) {
   const int from = range.lane ^ int(b & 31);
   return from <= range.high ? from : -1;
 }
-// All lanes of the mask have to be here; the lowest is elected.
+// Waits for all lanes of the mask and elects the lowest.
 inline bool elect(uint32_t mask, Site site) {
   simt::ballot(true, mask, site);
   return simt::thread_index() % 32 == std::countr_zero(mask);
@@ -182,7 +182,7 @@ void tma_store(const uint64_t* map, uint32_t from, bool add, Site site, At... at
 }
 [[noreturn]] inline void trap(Site site) { simt::machine->fail("trap", site, "the kernel has given up"); }
 
-// What a thread knows of memory, and the elements of its last vector.
+// Addresses of a thread, and a buffer for its vector accesses.
 class Thread {
  public:
   Thread(const std::byte* parameters, int bytes)
@@ -205,11 +205,11 @@ class Thread {
     float floats[4];
     double doubles[2];
   } vector;
-  int lane = 0;  // that a shuffle reads
+  int lane = 0;  // read by a shuffle; -1 if out of range
 
   int shuffled_lane() const { return lane >= 0 ? lane : simt::thread_index() % 32; }
 
-  // Shared memory, as generic addresses and back.
+  // Conversions between shared and generic addresses.
   uint64_t generic(uint32_t address) const { return reinterpret_cast<uint64_t>(window_ + address); }
   uint32_t window_address(uint64_t address, Site) const { return simt::shared_address(pointer(address)); }
   // The word of an mbarrier of this block.
@@ -230,7 +230,7 @@ class Thread {
   uint64_t time() { return ++time_; }
 
   uint32_t load_acquire(uint64_t address, Site site) {
-    return simt::load_acquire(pointer<uint32_t>(address), look_, site);
+    return simt::load_acquire(pointer<uint32_t>(address), poll_, site);
   }
 
   template <class Register>
@@ -243,7 +243,7 @@ class Thread {
   std::byte* window_;
   const std::byte* parameters_;
   uint64_t parameter_bytes_;
-  simt::Look look_;
+  simt::Poll poll_;
   uint64_t time_ = 0;
 };
 

@@ -1,4 +1,4 @@
-"""PTX text to modules, entries and instructions. Whatever nvcc does not write for this project's kernels is refused."""
+"""Parses PTX text to modules, entries and instructions. Syntax that nvcc does not use for this project is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import PurePosixPath
 
 
 class Unsupported(Exception):
-    """PTX that the emulator has no meaning for."""
+    """PTX that cannot be translated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    line: int  # of the PTX file
-    place: str  # in the CUDA source, "gemm_sm80.cuh:120"; empty where nvcc names none
-    wrapper: str  # the line of csrc/arch that it was written in, "memory.cuh:65"; empty if none
+    line: int  # in the PTX file
+    place: str  # in the CUDA source, "gemm_sm80.cuh:120"; empty if nvcc gives none
+    wrapper: str  # line of csrc/arch that contains it, "memory.cuh:65"; empty if none
     predicate: str  # "", "%p1" or "!%p1"
     opcode: str  # "ld.global.v4.u32"
     operands: tuple[str, ...]
@@ -35,7 +35,7 @@ class Registers:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The begin or the end of a block, as asm strings have them for registers of their own."""
+    """The begin or end of a block; asm strings use blocks to declare local registers."""
 
     opens: bool
 
@@ -54,8 +54,8 @@ class Parameter:
 class Entry:
     name: str
     parameters: list[Parameter]
-    max_threads: int = 1024  # of a block
-    min_blocks: int = 0  # of a multiprocessor
+    max_threads: int = 1024  # per block
+    min_blocks: int = 0  # per SM
     body: list[Statement] = field(default_factory=list)
 
 
@@ -70,7 +70,7 @@ class Module:
 SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2}
 SIZES |= {name + str(8 * size): size for size in (4, 8) for name in "busf"}
 
-# Frames of these are instructions and intrinsics; a reader wants to know who called them.
+# Frames in these folders wrap instructions and intrinsics; messages name their caller.
 _WRAPPERS = ("/csrc/arch/", "/include/")
 
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?$")
@@ -78,14 +78,14 @@ _FILE = re.compile(r'\.file\s+(\d+) "([^"]*)"')
 _ENTRY = re.compile(r"\.entry (\w+)\((.*)\)(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.(\w+) (\w+)(?:\[(\d+)\])?$")
 _SHARED = re.compile(r"\.extern \.shared \.align (\d+) \.b8 (\w+)\[\]$")
-# Where the emulator puts a block's shared memory. A device need not, unless it is told.
+# Alignment of a block's shared memory on the emulator. A device guarantees it only if the kernel declares it.
 _SHARED_ALIGNMENT = 1024
 _INSTRUCTION = re.compile(r"(?:@(!?[%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _LABEL = re.compile(r"([\w$]+):\s*")
 
 
 def parse(text: str, name: str) -> Module:
-    """The module in `text`; `name` is that of its file, for messages."""
+    """Parses `text`; `name` is the file name for messages."""
     return _Parser(text, name).module()
 
 
@@ -106,7 +106,7 @@ class _Parser:
         at = 0
         while at < len(self._lines):
             line = self._lines[at]
-            if line.startswith(".section"):  # of debug information, to its closing brace
+            if line.startswith(".section"):  # debug information, up to its closing brace
                 while not self._lines[at].endswith("}"):
                     at += 1
             elif line.startswith(".target"):
@@ -204,7 +204,7 @@ class _Parser:
         frames = [frame]
         while (caller := self._callers.get(frames[-1])) is not None and caller not in frames:
             frames.append(caller)
-        # The innermost frame that is no wrapper of an instruction, or the outermost of all.
+        # The innermost frame outside the wrappers, or the outermost frame.
         own = next((each for each in frames if not any(part in self._path(each) for part in _WRAPPERS)), frames[-1])
         self._place = self._describe(own)
         self._wrapper = next((self._describe(each) for each in frames if _WRAPPERS[0] in self._path(each)), "")
@@ -218,7 +218,7 @@ class _Parser:
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """Whole statements, without their semicolons, and what is left over."""
+    """Complete statements without semicolons, and the remaining text."""
     statements = []
     while text:
         labels = ""
@@ -241,7 +241,7 @@ def _split(text: str) -> tuple[list[str], str]:
 
 
 def _expand(names: str) -> Iterator[str]:
-    """%r<3> stands for %r0, %r1, %r2."""
+    """Expands %r<3> to %r0, %r1, %r2."""
     for name in (name.strip() for name in names.split(",")):
         if match := re.fullmatch(r"(%\w+)<(\d+)>", name):
             yield from (f"{match[1]}{i}" for i in range(int(match[2])))
@@ -253,5 +253,5 @@ _OPERAND = re.compile(r"(?:\[[^]]*\]|\{[^}]*\}|[^,\[{])+")
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """By the commas outside of brackets and braces."""
+    """Splits at the commas outside brackets and braces."""
     return tuple(part for each in _OPERAND.findall(text) if (part := each.strip()))

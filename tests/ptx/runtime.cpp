@@ -1,5 +1,5 @@
-// The CUDA runtime that nvcc's host objects are linked with: kernels are the entries of translated PTX, the device is the
-// emulator's, and what a driver would refuse is refused here, with the reason in the error's text.
+// Replaces the CUDA runtime for nvcc's host objects: kernels are the entries of translated PTX, the device is the
+// emulator, and launches that a driver would refuse are refused, with the reason in the error text.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
@@ -22,15 +22,15 @@ namespace cuda_ext::ptx {
 namespace {
 
 constexpr size_t kSharedWithoutAsking = 48 * 1024;
-constexpr size_t kReservedShared = 1024;  // of each block
+constexpr size_t kReservedShared = 1024;  // per block
 constexpr int kMaxPortableCluster = 8, kMaxCluster = 16;
-constexpr int kSome = 6;  // blocks that run side by side where some wait for earlier ones; as in rt::launch
+constexpr int kSome = 6;  // concurrent blocks of kernels whose blocks wait for earlier ones; as in rt::launch
 
 struct LastError {
   cudaError_t error = cudaSuccess;
   std::string reason, text;
 };
-// By a pointer, as a process has little room for the thread-local variables of libraries that it loads late.
+// A pointer, because static TLS space for libraries loaded at run time is small.
 LastError& last() {
   thread_local LastError* const own = new LastError;
   return *own;
@@ -52,7 +52,7 @@ std::map<std::string, const Entry*>& entries() {
   static std::map<std::string, const Entry*> all;
   return all;
 }
-int& target() {  // the newest architecture that an entry was compiled for
+int& target() {  // the newest architecture of any entry
   static int newest = 0;
   return newest;
 }
@@ -63,7 +63,7 @@ std::map<const void*, std::string>& registered_names() {
 std::mutex mutex;
 std::string last_launch;
 
-// "gemm_sm80" of "void cuda_ext::sm80::gemm_sm80<...>(...)".
+// "void cuda_ext::sm80::gemm_sm80<...>(...)" -> "gemm_sm80".
 std::string short_name(const std::string& mangled) {
   int status = 0;
   const std::unique_ptr<char, void (*)(void*)> text(abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status),
@@ -76,7 +76,7 @@ std::string short_name(const std::string& mangled) {
   return name.substr(name.find_last_of(": ") + 1);
 }
 
-// The kernel that a host object knows by this address.
+// The kernel that a host object refers to by this address.
 Function* find(const void* host) {
   static std::map<const void*, Function> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -89,17 +89,17 @@ Function* find(const void* host) {
   return &known.emplace(host, Function{entry->second, short_name(name->second)}).first->second;
 }
 
-// What the emulator's options say, and no older than the kernels.
+// The device of the emulator's options, but at least of the kernels' architecture.
 struct Device {
   int compute_capability = std::max(simt::options().compute_capability, target());
-  int processors = simt::options().processors;
+  int processors = simt::options().num_sms;
   size_t shared_bytes = size_t(simt::Options{.compute_capability = compute_capability}.shared_bytes());
-  int threads = compute_capability == 80 || compute_capability >= 90 ? 2048 : 1536;  // of a multiprocessor
+  int threads = compute_capability == 80 || compute_capability >= 90 ? 2048 : 1536;  // per SM
   int blocks = compute_capability == 80 || compute_capability >= 90 ? 32 : compute_capability == 89 ? 24 : 16;
 
   size_t shared_of_block() const { return shared_bytes - kReservedShared; }
-  // How many blocks a multiprocessor may hold, by all but registers, which only ptxas knows.
-  int blocks_at_once(int block, size_t shared) const {
+  // Blocks per SM, as limited by everything but registers, which only ptxas knows.
+  int blocks_per_sm(int block, size_t shared) const {
     return int(std::min({size_t(blocks), size_t(threads / block), shared_bytes / (shared + kReservedShared)}));
   }
 };
@@ -120,13 +120,13 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
       case cudaLaunchAttributeClusterDimension:
         cluster = dim3(attribute.val.clusterDim.x, attribute.val.clusterDim.y, attribute.val.clusterDim.z);
         if (device.compute_capability < 90)
-          return refuse(cudaErrorNotSupported, "clusters take a device of compute capability 9.0");
+          return refuse(cudaErrorNotSupported, "clusters need a device of compute capability 9.0");
         break;
       case cudaLaunchAttributeCooperative: cooperative = attribute.val.cooperative != 0; break;
       case cudaLaunchAttributeProgrammaticStreamSerialization:
         programmatic = attribute.val.programmaticStreamSerializationAllowed != 0;
         if (programmatic && device.compute_capability < 90)
-          return refuse(cudaErrorNotSupported, "programmatic launches take a device of compute capability 9.0");
+          return refuse(cudaErrorNotSupported, "programmatic launches need a device of compute capability 9.0");
         break;
       default:
         return refuse(cudaErrorInvalidValue, "launch attribute " + std::to_string(attribute.id) + " is not known here");
@@ -134,7 +134,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
   }
   if (block.y != 1 || block.z != 1 || block.x < 1)
     return refuse(cudaErrorInvalidConfiguration,
-                  "a block of " + text(block) + " threads; the emulator takes (n, 1, 1)");
+                  "a block of " + text(block) + " threads; the emulator supports (n, 1, 1)");
   if (int(block.x) > entry.max_threads)
     return refuse(cudaErrorInvalidValue, std::to_string(block.x) + " threads a block; the kernel's launch bound is " +
                                              std::to_string(entry.max_threads));
@@ -147,23 +147,23 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
   const int limit = function.nonportable_cluster ? kMaxCluster : kMaxPortableCluster;
   if (blocks_of_cluster < 1 || blocks_of_cluster > unsigned(limit))
     return refuse(cudaErrorInvalidClusterSize,
-                  "a cluster of " + text(cluster) + " blocks; this kernel takes at most " + std::to_string(limit));
+                  "a cluster of " + text(cluster) + " blocks; this kernel allows at most " + std::to_string(limit));
   if (grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0)
     return refuse(cudaErrorInvalidClusterSize,
                   "a cluster of " + text(cluster) + " blocks does not divide the grid of " + text(grid));
-  const int64_t at_once = int64_t(device.processors) * device.blocks_at_once(int(block.x), config.dynamicSmemBytes);
+  const int64_t at_once = int64_t(device.processors) * device.blocks_per_sm(int(block.x), config.dynamicSmemBytes);
   if (cooperative && int64_t(grid.x) * grid.y * grid.z > at_once)
     return refuse(cudaErrorCooperativeLaunchTooLarge, "a grid of " + text(grid) + " blocks; at most " +
                                                           std::to_string(at_once) + " are on the device at once");
 
-  // As the kernel sees them: one after the other, by the layout that its PTX declares.
+  // The parameters as the kernel reads them, in the layout that its PTX declares.
   constexpr size_t kMaxParameterBytes = 32764, kAlignment = 128;
   const Parameter end = entry.parameters.empty() ? Parameter{} : entry.parameters.back();
   const size_t bytes = size_t(end.offset + end.size);
   if (bytes > kMaxParameterBytes) return refuse(cudaErrorInvalidValue, "more than 32764 bytes of parameters");
-  const auto room = (bytes / kAlignment + 1) * kAlignment;
+  const auto allocated = (bytes / kAlignment + 1) * kAlignment;
   const std::unique_ptr<std::byte, void (*)(void*)> parameters(
-      static_cast<std::byte*>(std::aligned_alloc(kAlignment, room)), std::free);
+      static_cast<std::byte*>(std::aligned_alloc(kAlignment, allocated)), std::free);
   for (size_t i = 0; i < entry.parameters.size(); ++i)
     std::memcpy(parameters.get() + entry.parameters[i].offset, arguments[i], size_t(entry.parameters[i].size));
 
@@ -172,7 +172,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, Function& function, void* c
   geometry.block = int(block.x);
   geometry.cluster = {int(cluster.x), int(cluster.y), int(cluster.z)};
   geometry.shared_bytes = config.dynamicSmemBytes;
-  geometry.together = cooperative ? 0 : entry.waits_for_others ? kSome : 1;
+  geometry.concurrent_clusters = cooperative ? 0 : entry.waits_for_others ? kSome : 1;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     last_launch = "grid " + text(grid) + ", " + std::to_string(block.x) + " threads, " +
@@ -219,7 +219,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     if (strides[d - 1] % 16 != 0 || strides[d - 1] >= uint64_t(1) << 40) return CUDA_ERROR_INVALID_VALUE;
     fields.strides[d - 1] = strides[d - 1];
   }
-  // The emulator lays out rows of exactly the swizzle's width.
+  // The emulator supports only rows of exactly the swizzle's width.
   const int row = fields.box[0] * simt::bytes_of(fields.type);
   if (row % 16 != 0 || (fields.swizzle_bytes != 0 && row != fields.swizzle_bytes)) return CUDA_ERROR_INVALID_VALUE;
   simt::encode_tensor_map(reinterpret_cast<uint64_t*>(map), fields);
@@ -250,10 +250,10 @@ void __cudaRegisterFunction(void**, const char* host, char*, const char* name, i
                             int*) {
   ptx::registered_names()[host] = name;
 }
-// The last launch that was accepted, as it was asked for: "grid (8, 1, 1), 32 threads, 128 bytes, cooperative".
+// The configuration of the last accepted launch: "grid (8, 1, 1), 32 threads, 128 bytes, cooperative".
 __attribute__((visibility("default"))) const char* ptx_last_launch() { return ptx::last_launch.c_str(); }
 
-// What <<<>>> calls; nvcc refers to it for every kernel.
+// Called by <<<>>>; nvcc's objects refer to it for every kernel.
 unsigned __cudaPushCallConfiguration(dim3, dim3, size_t, void*) {
   throw simt::Fault("a launch with <<<>>>; kernels are started by rt::launch");
 }

@@ -1,4 +1,4 @@
-// The entries of translated PTX files, which the fake CUDA runtime launches.
+// The kernels of translated PTX files; the replacement of the CUDA runtime launches them.
 #pragma once
 
 #include <cstddef>
@@ -16,12 +16,12 @@ struct Entry {
   const char* name;  // mangled
   void (*run)(const std::byte* parameters);
   std::vector<Parameter> parameters;
-  int max_threads;        // of a block; its launch bound
-  int min_blocks;         // of a multiprocessor
-  bool waits_for_others;  // for earlier blocks, or for any
+  int max_threads;        // per block: the launch bound
+  int min_blocks;         // per SM
+  bool waits_for_others;  // a block may wait for other blocks
 };
 
-// Puts the entries of a file, compiled for `architecture` (90), where the runtime finds them.
+// Registers the entries of a file, compiled for `architecture` (90), with the runtime.
 struct Registered {
   Registered(const Entry* entries, int count, int architecture);
 };

@@ -1,4 +1,4 @@
-"""What nvcc's code of the kernels costs on the emulator: as on record, and beside the direct emulation."""
+"""Counters of nvcc's code on the emulator, compared with recorded values and with the direct emulation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ptx import build, kernels
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
 from cost import assert_same_cost
 
-# Of the direct emulation these leave out plain loads and stores, which no call of the emulator does.
+# In the direct emulation these exclude plain loads and stores, which do not call the emulator.
 WITHOUT_PLAIN_ACCESSES = {"global_load_bytes", "global_store_bytes"}
-# It tells accesses of a warp apart by source line, nvcc's code by instruction: where lanes skip one of an unrolled
-# loop, others are taken for one.
+# The direct emulation groups the accesses of a warp by source line, not by instruction: if lanes skip iterations of an
+# unrolled loop, it groups accesses of different iterations.
 BY_SOURCE_LINE = {"global_load_sectors", "global_store_sectors", "shared_wavefronts", "shared_ideal_wavefronts"}
 
 
@@ -53,7 +53,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gemm 256x256x64": lambda: gemm(256, 256, 64),
     "gemm 127x130x67": lambda: gemm(127, 130, 67),
     "gemm 64x64x2048 with k split": lambda: gemm(64, 64, 2048),
-    "linear 256x256x64 with gelu, there and back": linear_backward,
+    "linear 256x256x64 with gelu, forward and backward": linear_backward,
     "pack 4096, 1000, 3": pack,
 }
 for dim in (64, 128, 256):
@@ -75,16 +75,16 @@ def counted() -> dict[str, dict[str, int]]:
         return {name: measure(case, emulation) for name, case in CASES.items()}
 
 
-def test_costs_are_those_on_record(counted: dict[str, dict[str, int]]) -> None:
+def test_counters_equal_the_recorded_ones(counted: dict[str, dict[str, int]]) -> None:
     assert_same_cost("ptx", counted)
 
 
-def test_counts_are_those_of_the_direct_emulation(counted: dict[str, dict[str, int]]) -> None:
+def test_counters_equal_those_of_the_direct_emulation(counted: dict[str, dict[str, int]]) -> None:
     with testing.emulated(mode="lazy", threads=1) as emulation:
         direct = {name: measure(case, emulation) for name, case in CASES.items()}
     for name, cost in counted.items():
         for counter in (cost.keys() | direct[name].keys()) - BY_SOURCE_LINE:
             here, there = cost.get(counter, 0), direct[name].get(counter, 0)
             as_expected = here == there or (here > there and counter in WITHOUT_PLAIN_ACCESSES)
-            as_expected |= counter == "shuffle" and here == 2 * there  # of 64 bits, in two halves
+            as_expected |= counter == "shuffle" and here == 2 * there  # a 64-bit shuffle is two of 32 bits
             assert as_expected, f"{name}: {counter} is {here}, and {there} in the direct emulation"

@@ -1,5 +1,5 @@
-"""What means nothing to the emulator is in nvcc's code nevertheless: what makes a device fast (cache policies,
-prefetches, bounds), and the scope of an order between devices, as the emulator has only one."""
+"""nvcc's code contains the hints that the emulator ignores: performance hints (cache policies, prefetches, bounds), and
+system scope, which orders accesses between devices (the emulator has only one)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from ptx import build, parse
 
 SIMT = Path(__file__).resolve().parent.parent / "simt"
-# By source and kernel, the beginnings of opcodes. nc: the read-only path; cs: the first to leave the caches; cg: past
-# L1.
+# Prefixes of opcodes by source and kernel. nc: read-only path; cs: evict first; cg: bypass L1.
 HINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "conformance_memory": {
         "global_vectors_kernel": ("ld.global.nc.v4", "ld.global.cs.v2", "st.global.cs.v2"),
@@ -27,7 +26,7 @@ HINTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def missing(source: str, ptx: Path) -> list[str]:
-    """What the PTX of a source lacks."""
+    """The hints that the PTX of a source lacks."""
     module = parse.parse(ptx.read_text(), ptx.name)
     lacking = [f"{entry.name} bounds no blocks" for entry in module.entries if entry.min_blocks == 0]
     for kernel, opcodes in HINTS[source].items():

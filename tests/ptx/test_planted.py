@@ -1,4 +1,4 @@
-"""Faults that only nvcc's code can have: each is found, or changes no instruction."""
+"""Planted faults that only nvcc's code can have: each is detected, or changes no instruction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from harness import Library
 # These without --all-ptx: one of each kind.
 QUICK = ("mma with rows of A swapped", "a read-only load of what the kernel writes", "a proxy fence compiled away",
          "a cluster not asked for")  # fmt: skip
-LONGEST = 300  # seconds: a case takes a few, and more on a loaded machine
+TIMEOUT = 300  # seconds; a case takes a few seconds, more on a loaded machine
 FORK = multiprocessing.get_context("fork")
 
 
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def check_product(m: int, n: int, k: int) -> None:
-    """Of whole numbers, whose sums are exact."""
+    """Multiplies small integers, whose sums are exact."""
     a, b = (torch.randint(-2, 3, shape).bfloat16() for shape in ((m, k), (k, n)))
     out = cuda_ext.gemm(a, b, out_dtype=torch.float32)
     assert torch.equal(out, a.float() @ b.float()), "the products differ from the reference"
@@ -53,7 +53,7 @@ def check_attention() -> None:
     assert (out - reference).abs().max() < 0.05, "the rows differ from the reference"
 
 
-# For kernels of the package.
+# Cases for kernels of the package.
 OPS: dict[str, Callable[[], None]] = {
     "attention": check_attention,
     "gemm": lambda: check_product(127, 130, 67),
@@ -75,7 +75,7 @@ def test_ops_without_a_fault(case: str) -> None:
 
 
 def check(path: Path, fault: Fault) -> None:
-    """Runs the case in all modes of the conformance tests. Raises what is wrong."""
+    """Runs the fault's case in all modes of the conformance tests. Raises an error if it detects the fault."""
     if fault.case in OPS:
         check_op(kernels.Kernels(path), fault.case)
     elif fault.source == "launches":
@@ -91,18 +91,18 @@ def check(path: Path, fault: Fault) -> None:
 
 def check_launch(library: Library, case: str) -> None:
     if case in runtime.GOOD:
-        runtime.test_what_a_device_takes(library, case)
+        runtime.test_accepted_launches(library, case)
     elif case in runtime.REFUSED:
-        runtime.test_what_a_driver_refuses(library, case)
+        runtime.test_refused_launches(library, case)
     else:
-        runtime.test_no_error_is_left_for_the_next_caller(library)
+        runtime.test_refused_launches_leave_no_error(library)
 
 
 def find(path: Path, fault: Fault, answer: Connection) -> None:
-    """Sends what is wrong."""
+    """Sends the error message of `check`, or nothing if it passes."""
     try:
         check(path, fault)
-    except BaseException as error:  # pytest's failures are no Exception
+    except BaseException as error:  # pytest's failures do not derive from Exception
         return answer.send(str(error) or repr(error))
     answer.send("")
 
@@ -114,7 +114,7 @@ def source_of(fault: Fault, csrc: Path) -> Path:
 
 
 def instructions(csrc: Path, fault: Fault, folder: Path) -> list[tuple[str, list[str]]]:
-    """What nvcc makes of the source, entry by entry; registers are numbered by their first use."""
+    """nvcc's instructions for the source, by entry; registers are renumbered in order of first use."""
     toolkit = build.find_toolkit()
     assert toolkit is not None
     folder.mkdir()
@@ -136,22 +136,23 @@ def instructions(csrc: Path, fault: Fault, folder: Path) -> list[tuple[str, list
     return [(entry.name, lines(entry)) for entry in module.entries]
 
 
-def what_finds(fault: Fault, csrc: Path, folder: Path) -> str:
+def detect(fault: Fault, csrc: Path, folder: Path) -> str:
+    """The message of the build or test that detects the fault, or nothing."""
     others = kernels.OTHERS if "/" in fault.source else kernels.OTHERS[:1]
     try:
         path = build.build_library(
-            "wrong", [source_of(fault, csrc)], others, arch=fault.arch, csrc=csrc, folder=folder, stands_in=True
+            "wrong", [source_of(fault, csrc)], others, arch=fault.arch, csrc=csrc, folder=folder, stubs=True
         )
     except (RuntimeError, parse.Unsupported) as error:
         return str(error)
     if fault.case == "hints":
         return "; ".join(missing(fault.source, folder / f"{fault.source}-{fault.arch}.ptx"))
-    # In a process of its own: room for a library's thread-local variables is never given back.
+    # In a separate process, because static TLS space of a library is never released.
     received, sent = FORK.Pipe(duplex=False)
     child = FORK.Process(target=find, args=(path, fault, sent))
     child.start()
     sent.close()
-    assert received.poll(LONGEST), f"no answer within {LONGEST} s"
+    assert received.poll(TIMEOUT), f"no answer within {TIMEOUT} s"
     try:
         found: str = received.recv()
     except EOFError:
@@ -160,22 +161,22 @@ def what_finds(fault: Fault, csrc: Path, folder: Path) -> str:
     return found
 
 
-def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
+def test_a_fault_is_detected(name: str, tmp_path: Path) -> None:
     """Without the fault the case passes, here or in test_conformance.py, test_runtime.py and test_hints.py."""
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
     fault = FAULTS[name]
     csrc = shutil.copytree(build._emulator.CSRC, tmp_path / "csrc")
     file = csrc / fault.file
-    assert fault.right in file.read_text(), "the text that the fault changes is no longer there"
+    assert fault.right in file.read_text(), "the sources no longer contain the text that the fault changes"
     file.write_text(file.read_text().replace(fault.right, fault.wrong, 1))
     if fault.found == SAME:
         right = instructions(build._emulator.CSRC, fault, tmp_path / "right")
         assert instructions(csrc, fault, tmp_path / "wrong") == right
         return
-    found = what_finds(fault, csrc, tmp_path / "built")
-    assert found, "nothing has found the fault"
-    assert re.search(fault.found, found), f"something else has found the fault: {found}"
+    found = detect(fault, csrc, tmp_path / "built")
+    assert found, "nothing detected the fault"
+    assert re.search(fault.found, found), f"something else detected the fault: {found}"
 
 
 def test_every_fault_is_documented() -> None:

@@ -1,4 +1,4 @@
-"""The runtime that stands in for CUDA's: parameters arrive, and what a driver would refuse is refused."""
+"""The replacement of the CUDA runtime passes parameters and refuses what a driver would refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness import Fault, Library
 HERE = Path(__file__).resolve().parent
 CUDA_ERROR_INVALID_VALUE = 1
 
-# And what the runtime is asked for.
+# Accepted cases, and the configuration they request.
 GOOD = {
     "shared_100_kib": "grid (1, 1, 1), 32 threads, 102400 bytes",
     "shared_grows": "grid (1, 1, 1), 32 threads, 102400 bytes",
@@ -32,13 +32,13 @@ REFUSED = {
     "threads_33": "33 threads a block; the kernel's launch bound is 32",
     "block_of_two_dimensions": r"a block of \(4, 4, 1\) threads",
     "cooperative_too_large": r"a grid of \(16, 1, 1\) blocks; at most 8 are on the device at once",
-    "cluster_of_9": r"a cluster of \(9, 1, 1\) blocks; it has 1 to 8 of them, or 16 if asked for",
-    "cluster_of_17": r"a cluster of \(17, 1, 1\) blocks; it has 1 to 16 of them",
+    "cluster_of_9": r"a cluster of \(9, 1, 1\) blocks; expected 1 to 8, or up to 16",
+    "cluster_of_17": r"a cluster of \(17, 1, 1\) blocks; expected 1 to 16",
     "cluster_that_does_not_divide": r"a cluster of \(2, 1, 1\) blocks does not divide the grid of \(7, 1, 1\)",
 }
 SM90_ONLY = {
-    "cluster_of_8": "clusters take a device of compute capability 9.0",
-    "programmatic": "programmatic launches take a device of compute capability 9.0",
+    "cluster_of_8": "clusters need a device of compute capability 9.0",
+    "programmatic": "programmatic launches need a device of compute capability 9.0",
     "shared_228_kib": "needs 233472 bytes of shared memory a block, and device 0 has 166912",
 }
 BAD_MAPS = [
@@ -89,27 +89,27 @@ def test_parameters_arrive(library: Library) -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_a_device_takes(library: Library, name: str) -> None:
+def test_accepted_launches(library: Library, name: str) -> None:
     np.testing.assert_array_equal(library.run(name, DATA), DATA[::-1] + 1)
     last_launch = library.symbol("ptx_last_launch")
     last_launch.restype = ctypes.c_char_p
-    asked = last_launch().decode()
-    assert asked == GOOD[name], f"the launch asks for {asked}"
+    requested = last_launch().decode()
+    assert requested == GOOD[name], f"the launch requests {requested}"
 
 
-def test_no_error_is_left_for_the_next_caller(library: Library) -> None:
-    assert library.run("no_error_is_left", DATA)[0] == 0, "an error is left"
+def test_refused_launches_leave_no_error(library: Library) -> None:
+    assert library.run("no_error_is_left", DATA)[0] == 0, "an error remains"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_driver_refuses(library: Library, name: str) -> None:
+def test_refused_launches(library: Library, name: str) -> None:
     with pytest.raises(Fault, match=REFUSED[name]):
         library.run(name, data_of(library, name))
     np.testing.assert_array_equal(library.run("shared_100_kib", DATA), DATA[::-1] + 1)
 
 
 @pytest.mark.parametrize("name", SM90_ONLY)
-def test_what_an_older_device_refuses(sm80: Library, name: str) -> None:
+def test_launches_refused_on_sm_80(sm80: Library, name: str) -> None:
     with pytest.raises(Fault, match=SM90_ONLY[name]):
         sm80.run(name, DATA)
 
@@ -123,12 +123,12 @@ def test_tensor_maps(library: Library) -> None:
 
 
 @pytest.mark.parametrize("name", STOPPED)
-def test_what_the_emulator_stops(library: Library, name: str) -> None:
+def test_the_emulator_stops_faulty_kernels(library: Library, name: str) -> None:
     with pytest.raises(Fault, match=STOPPED[name]):
         library.run(name, data_of(library, name))
 
 
-def test_a_wait_that_is_over_goes_on(library: Library) -> None:
+def test_a_wait_for_the_current_value_returns(library: Library) -> None:
     assert (library.run("wait_that_is_over", DATA) == DATA[0]).all()
 
 
@@ -140,7 +140,7 @@ def test_a_division_by_zero_is_found(library: Library) -> None:
 
 
 def test_accesses_are_counted_by_instruction(library: Library) -> None:
-    """By source line, as the direct emulation counts, the first store of each lane would be one access of 8 sectors."""
+    """Counted by source line, as in the direct emulation, the lanes' first stores would be one access of 8 sectors."""
     library.reset()
     out = library.run("stores_that_lanes_skip", DATA).reshape(4, 32)
     skipped = np.arange(4)[:, None] == np.arange(32) % 4
@@ -149,10 +149,10 @@ def test_accesses_are_counted_by_instruction(library: Library) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain_race", "fence_of_one_thread"])
-def test_plain_accesses_are_seen(library: Library, name: str) -> None:
-    """Without hooks of a compiler, which the direct emulation needs for them."""
+def test_races_of_plain_accesses_are_found(library: Library, name: str) -> None:
+    """The direct emulation needs a compiler's hooks for this."""
     with (
         library.options(mode="lazy", schedule="pct", seed=1, check_races=True),
-        pytest.raises(Fault, match=r"race: this (write|read) of .* are in no order"),
+        pytest.raises(Fault, match=r"race: this (write|read) of .* are not ordered"),
     ):
         library.run(name, data_of(library, name))

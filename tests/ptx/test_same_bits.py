@@ -1,4 +1,4 @@
-"""nvcc's code of the ops gives the bits that the direct emulation gives, whatever completes when, and has no races."""
+"""nvcc's code of the ops gives the same bits as the direct emulation in every mode, and has no races."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES: tuple[dict[str, Any], ...] = (
     {"mode": "lazy", "schedule": "pct", "seed": 1, "check_races": True},
 )
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
-TENSOR_TYPES = (torch.bfloat16, torch.float16)  # what attention takes
+TENSOR_TYPES = (torch.bfloat16, torch.float16)  # supported by attention
 DTYPES = (*TENSOR_TYPES, torch.float32)
 
 Case = Callable[[torch.dtype], list[Tensor]]
@@ -121,21 +121,22 @@ for name in FEATURES:
         dtype, 64, 64, backward=True, **FEATURES[name]
     )
 CASES["attention of packed sequences and its gradients"] = packed
-CASES["attention of one query, keys divided"] = lambda dtype: list(
+CASES["attention of one query, split keys"] = lambda dtype: list(
     cuda_ext.flash_attention(normal(dtype, 1, 1, 4, 64), normal(dtype, 1, 900, 1, 64), normal(dtype, 1, 900, 1, 64),
                              return_lse=True)
 )  # fmt: skip
 
 
-# Why an output differs from the direct emulation's, where it does; then by at most so many units in the last place of
-# its largest element. Any other output has the same bits.
-MOST_UNITS = 2.0
+# Reasons why an output differs from the direct emulation's, by at most MAX_UNITS in the last place of its largest
+# element. All other outputs have the same bits.
+MAX_UNITS = 2.0
 LIBRARY = "the erf, exp and tanh of CUDA's library differ from the C++ library's in the last bit"
 CONTRACTED = "nvcc contracts alpha * sum + beta * c to fma"
 
 
 def reason(name: str, dtype: torch.dtype) -> str:
-    """Empty where the bits are the same. What 16-bit types need of exp and tanh is approximate, and exact here."""
+    """Why the bits may differ; empty if they must be equal. For 16-bit types the kernels use the approximate exp and
+    tanh instructions, which are the same functions in both emulations."""
     if "gelu" in name.split() or "softcap" in name or name.startswith("mlp"):
         return LIBRARY
     if dtype == torch.float32 and ("gelu_tanh" in name or "silu" in name or "gated mlp" in name):
@@ -165,20 +166,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def units_apart(a: Tensor, b: Tensor) -> float:
-    """In units of the last place of the largest element."""
+    """The difference in units in the last place of the largest element."""
     one = b.abs().max().double() * torch.finfo(b.dtype).eps
     return float(((a.double() - b.double()).abs() / one).max())
 
 
-def test_bits_are_those_of_the_direct_emulation(library: kernels.Kernels, name: str, dtype: torch.dtype) -> None:
+def test_bits_equal_those_of_the_direct_emulation(library: kernels.Kernels, name: str, dtype: torch.dtype) -> None:
     expected = run(CASES[name], dtype, testing.emulated(threads=1))
-    most = MOST_UNITS if reason(name, dtype) else 0.0
+    most = MAX_UNITS if reason(name, dtype) else 0.0
     first: list[Tensor] = []
     for options in MODES:
         got = run(CASES[name], dtype, kernels.emulated(library, threads=1, **options))
         first = first or got
         for number, (ours, theirs, eager) in enumerate(zip(got, expected, first, strict=True)):
-            assert torch.equal(ours, eager), f"output {number} is another one in mode {options['mode']}"
+            assert torch.equal(ours, eager), f"output {number} differs between eager mode and mode {options['mode']}"
             if not torch.equal(ours, theirs):
                 apart = units_apart(ours, theirs)
                 assert 0 < apart <= most, (

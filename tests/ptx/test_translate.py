@@ -1,4 +1,4 @@
-"""The translator: what it makes of PTX, and that it refuses what it does not know."""
+"""The translation of PTX, and the refusal of unknown PTX."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def body_of(text: str) -> str:
     return code.partition("double _fd0")[2].partition("\n")[2].partition("  return;")[0]
 
 
-# What nvcc writes for these kernels.
+# PTX that nvcc writes for these kernels.
 
 
-def test_parameters_are_laid_out_as_on_a_device() -> None:
+def test_layout_of_parameters() -> None:
     parameters = (
         ".param .u8 a,\n.param .align 8 .b8 b[12],\n.param .u16 c,\n.param .align 128 .b8 d[128],\n.param .u64 e"
     )
@@ -44,12 +44,12 @@ def test_parameters_are_laid_out_as_on_a_device() -> None:
     assert [(p.size, p.offset) for p in entry.parameters] == [(1, 0), (12, 8), (2, 20), (128, 128), (8, 256)]
 
 
-def test_launch_bounds_are_kept() -> None:
+def test_launch_bounds() -> None:
     entry = module("", directives=".maxntid 128, 1, 1\n.minnctapersm 2").entries[0]
     assert (entry.max_threads, entry.min_blocks) == (128, 2)
 
 
-def test_a_place_is_the_line_that_calls_an_instruction() -> None:
+def test_the_place_of_an_instruction_is_its_caller() -> None:
     files = '.file 1 "/x/csrc/gemm/gemm.cuh"\n.file 2 "/x/csrc/arch/memory.cuh"\n.file 3 "/cuda/include/sm_32.hpp"\n'
     text = (
         f"{HEAD}.visible .entry kernel(\n)\n{{\n.reg .b32 %r<3>;\n.loc 1 20 3\nmov.u32 %r0, 1;\n"
@@ -61,7 +61,7 @@ def test_a_place_is_the_line_that_calls_an_instruction() -> None:
     assert places == ["gemm.cuh:20", "gemm.cuh:21", "", ""]
 
 
-def test_registers_of_an_asm_block_are_its_own() -> None:
+def test_registers_of_an_asm_block_are_local() -> None:
     block = "{\n .reg .pred p;\n setp.ne.b32 p, %r1, 0;\n selp.u32 %r2, 1, 0, p;\n}\n"
     code = body_of(block + block)
     assert code.count("bool own_p;") == 2 and code.count("_r2 = own_p ? ") == 2
@@ -81,7 +81,7 @@ def test_accumulators_of_wgmma_are_arrays() -> None:
         emit.emit(module(f"{wgmma}\n{overlapping}"))
 
 
-# Refusals. Each line is PTX, or nearly, with one thing that nobody has given a meaning here.
+# Refusals. Each line has one thing that the translator does not support.
 
 REFUSED = {
     "popc.b32 %r1, %r2;": "unknown opcode",
@@ -163,10 +163,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_the_unknown_is_refused(text: str) -> None:
+def test_unknown_ptx_is_refused(text: str) -> None:
     with pytest.raises(parse.Unsupported, match=REFUSED[text]) as caught:
         emit.emit(module(text))
-    assert "kernel.ptx, kernel: line " in str(caught.value), "the message says where"
+    assert "kernel.ptx, kernel: line " in str(caught.value), "the message names the place"
 
 
 @pytest.mark.parametrize(
@@ -177,12 +177,12 @@ def test_the_unknown_is_refused(text: str) -> None:
         (".visible .func f()", "expected an entry or dynamic shared memory"),
     ],
 )
-def test_what_is_no_entry_is_refused(line: str, message: str) -> None:
+def test_other_declarations_are_refused(line: str, message: str) -> None:
     with pytest.raises(parse.Unsupported, match=message):
         parse.parse(f"{HEAD}{line}\n", "x.ptx")
 
 
-def test_shared_memory_that_may_be_anywhere_is_refused() -> None:
+def test_underaligned_shared_memory_is_refused() -> None:
     declaration = ".extern .shared .align {} .b8 shared[];"
     assert parse.parse(f"{HEAD}{declaration.format(1024)}\n", "x.ptx").shared == {"shared"}
     with pytest.raises(parse.Unsupported, match=r"x\.ptx:4: expected shared memory aligned to 1024, got .*\.align 16"):
@@ -198,7 +198,7 @@ def test_local_memory_and_other_bounds_are_refused() -> None:
         module("", directives=".maxntid 32, 2, 1")
 
 
-# Arithmetic, run: each line writes %r9, %rd5 or %f9 from %r1 = a, %r2 = b, %f1 and %f2 their bits.
+# Arithmetic, executed. Each line writes %r9, %rd5 or %f9; inputs: %r1 = a, %r2 = b, and %f1, %f2 with the same bits.
 
 
 def bits(x: float) -> int:

@@ -1,4 +1,4 @@
-"""Global memory is accessed in nvcc's code as wide as the source asks for, line by line."""
+"""nvcc's code accesses global memory with the width that the source requests, line by line."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MEMORY = build._emulator.CSRC / "arch" / "memory.cuh"
 
 
 @pytest.fixture(scope="module")
-def asked() -> dict[str, int]:
-    return widths.widths_asked_for(MEMORY)
+def requested() -> dict[str, int]:
+    return widths.requested_widths(MEMORY)
 
 
-def test_lines_name_their_width(asked: dict[str, int]) -> None:
-    assert set(asked.values()) == {1, 2, 4, 8, 16}
+def test_lines_name_their_width(requested: dict[str, int]) -> None:
+    assert set(requested.values()) == {1, 2, 4, 8, 16}
 
 
-def test_a_store_that_is_taken_apart_is_named(tmp_path: Path) -> None:
+def test_a_split_store_is_reported(tmp_path: Path) -> None:
     header = tmp_path / "memory.cuh"
     header.write_text("\n  if constexpr (sizeof(Vector) == 16) *static_cast<uint4*>(pointer) = v;\n")
     narrow = "st.global.u32 [%rd1+4], %r1;"
@@ -32,24 +32,24 @@ def test_a_store_that_is_taken_apart_is_named(tmp_path: Path) -> None:
         + "\n".join([*stores, "st.global.cs.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};", ".loc 1 8 1", narrow])
         + '\nret;\n}\n.file 1 "/x/csrc/gemm/gemm.cuh"\n.file 2 "/x/csrc/arch/memory.cuh"\n'
     )  # fmt: skip
-    found = widths.widths([parse.parse(text, "x.ptx")], widths.widths_asked_for(header))
+    found = widths.widths([parse.parse(text, "x.ptx")], widths.requested_widths(header))
     assert found == Counter(
         {("gemm.cuh:7", "st", 16, 16): 2, ("gemm.cuh:7", "st", 16, 4): 1, ("gemm.cuh:7", "ld", 16, 8): 1}
     )
-    assert widths.taken_apart(found) == [
+    assert widths.split_accesses(found) == [
         "gemm.cuh:7: 1 loads of 8 bytes instead of 16",
         "gemm.cuh:7: 1 stores of 4 bytes instead of 16",
     ]
 
 
-def test_no_access_of_a_kernel_is_taken_apart(asked: dict[str, int], pytestconfig: pytest.Config) -> None:
+def test_no_access_of_a_kernel_is_split(requested: dict[str, int], pytestconfig: pytest.Config) -> None:
     toolkit = build.find_toolkit()
     if toolkit is None:
         pytest.skip(build.NO_NVCC)
     sources = kernels.sources(every_dtype=pytestconfig.getoption("--all-ptx"))
     with build._build.lock(build.FOLDER):
         files = [build.compile_with_nvcc(toolkit, source, "sm_80")[1] for source in sources]
-    found = widths.widths((parse.parse(path.read_text(), path.name) for path in files), asked)
-    # What compiles to asm says its width itself; intrinsics and plain stores are the compiler's.
+    found = widths.widths((parse.parse(path.read_text(), path.name) for path in files), requested)
+    # asm statements fix the width; for intrinsics and plain stores the compiler chooses it.
     assert sum(found.values()) > 1000, "few accesses are found by their line"
-    assert not (narrow := widths.taken_apart(found)), "nvcc takes accesses apart:\n" + "\n".join(narrow)
+    assert not (narrow := widths.split_accesses(found)), "nvcc splits accesses:\n" + "\n".join(narrow)

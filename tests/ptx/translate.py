@@ -1,8 +1,8 @@
-"""One PTX instruction to C++. An opcode, a modifier or an operand that no rule takes is refused: what nvcc means by it
-has to be looked up in the PTX ISA and written down, not guessed.
+"""Translates one PTX instruction to C++. Opcodes, modifiers and operands without a rule are refused: their meaning must
+be looked up in the PTX ISA, not guessed.
 
-The C++ calls the emulator (csrc/simt/api.h) for everything that the emulator acts out or counts (the rules of
-`effects`), operations.h for arithmetic that C++ has no operator for, and is plain C++ else (the rules of `arithmetic`).
+The C++ calls the emulator (csrc/simt/api.h) for everything that the emulator executes or counts (the rules of
+`effects`), and operations.h for arithmetic without a C++ operator; the rest is plain C++ (the rules of `arithmetic`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["arithmetic", "effects", "translate"]  # importing them registers the
 
 
 def translate(instruction: Instruction, names: Names, site: str) -> str:
-    """C++ for one instruction; `site` is an expression for where it stands. Raises Unsupported."""
+    """C++ for one instruction; `site` is a C++ expression for its source location. Raises Unsupported."""
     first, *rest = instruction.opcode.split(".")
     modifiers, operands = Modifiers(rest), Operands(names, instruction.operands)
     try:

@@ -1,8 +1,8 @@
-"""Of nvcc's loads and stores of global memory: how wide the source asks for, and how wide they are.
+"""Compares the width of nvcc's loads and stores of global memory with the width requested in the source.
 
-The functions of csrc/arch/memory.cuh that load and store a vector have a line for each width, which names it. nvcc may
-take such an access apart, as it does where it knows the elements one by one; then a warp's neighbours are a stride
-apart, and memory moves several times the sectors.
+The functions of csrc/arch/memory.cuh that load and store vectors have one line per width. nvcc may split such an
+access, for example if it knows the elements individually. Then neighbouring lanes access memory with a stride, which
+moves several times as many sectors.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from .parse import SIZES, Instruction, Module
 _WIDTH = re.compile(r"if constexpr \(sizeof\(Vector\) == (\d+)\)")
 _ACCESS = re.compile(r"(ld|st)\.global\.(?:\w+\.)*?(?:v(\d)\.)?(\w+)$")
 
-# Source line, "ld" or "st", bytes asked for, bytes accessed.
+# Source line, "ld" or "st", requested bytes, accessed bytes.
 Width = tuple[str, str, int, int]
 
 
-def widths_asked_for(memory: Path) -> dict[str, int]:
-    """By line of the header ("memory.cuh:65"): the width that it is for."""
+def requested_widths(memory: Path) -> dict[str, int]:
+    """Width by line of the header ("memory.cuh:65")."""
     lines = enumerate(memory.read_text().splitlines(), 1)
     return {f"{memory.name}:{number}": int(match[1]) for number, line in lines if (match := _WIDTH.search(line))}
 
 
-def widths(modules: Iterable[Module], asked: dict[str, int]) -> Counter[Width]:
-    """How often each width is accessed, over all instructions that came from a line of `asked`."""
+def widths(modules: Iterable[Module], requested: dict[str, int]) -> Counter[Width]:
+    """Counts the accesses by width, for all instructions from a line in `requested`."""
     found: Counter[Width] = Counter()
     for module in modules:
         for entry in module.entries:
             for each in entry.body:
-                if isinstance(each, Instruction) and each.wrapper in asked and (match := _ACCESS.match(each.opcode)):
+                if not isinstance(each, Instruction) or each.wrapper not in requested:
+                    continue
+                if match := _ACCESS.match(each.opcode):
                     bytes_accessed = int(match[2] or 1) * SIZES[match[3]]
-                    found[each.place, match[1], asked[each.wrapper], bytes_accessed] += 1
+                    found[each.place, match[1], requested[each.wrapper], bytes_accessed] += 1
     return found
 
 
-def taken_apart(found: Counter[Width]) -> list[str]:
-    """A line for each source line whose accesses are narrower than it asks for."""
+def split_accesses(found: Counter[Width]) -> list[str]:
+    """One message per source line with accesses narrower than requested."""
     return [
-        f"{place}: {count} {'loads' if kind == 'ld' else 'stores'} of {accessed} bytes instead of {asked}"
-        for (place, kind, asked, accessed), count in sorted(found.items())
-        if accessed < asked
+        f"{place}: {count} {'loads' if kind == 'ld' else 'stores'} of {accessed} bytes instead of {requested}"
+        for (place, kind, requested, accessed), count in sorted(found.items())
+        if accessed < requested
     ]

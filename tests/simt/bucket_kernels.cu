@@ -1,4 +1,4 @@
-// The C face of the bucket launchers, for test_bucket_kernels.py.
+// C interface of the bucket launchers for test_bucket_kernels.py.
 #include <cstdio>
 #include <exception>
 
@@ -14,7 +14,7 @@ EXPORT size_t bucket_workspace(int64_t count, int64_t num_entries, bool stats) {
   return bucket_cuda_workspace(count, num_entries, stats);
 }
 
-// op: 0 packs, 1 unpacks, 2 takes statistics, 3 packs, with null for stats. Returns 0, or 1 with what went wrong in `error`.
+// op: 0 packs, 1 unpacks, 2 computes statistics, 3 packs without stats. Returns 0, or 1 with a message in `error`.
 EXPORT int bucket_run(int op, const BucketEntry* entries, int64_t num_entries, void* bucket, int64_t count, int dtype,
                       double scale, float* stats, void* workspace, char* error, size_t error_size) {
   constexpr decltype(&launch_bucket_pack_cuda) kLaunchers[] = {launch_bucket_pack_cuda, launch_bucket_unpack_cuda,

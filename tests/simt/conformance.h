@@ -1,5 +1,5 @@
-// Kernels of one primitive each, run with the same inputs on a GPU and on the emulator. A case maps input bytes to output
-// bytes; what is not written stays 0xff. Built by nvcc or by a C++ compiler into a library that harness.py loads.
+// Kernels that each test one primitive, with the same inputs on a GPU and on the emulator. A case maps input bytes to
+// output bytes, which are initialised to 0xff. nvcc or a C++ compiler builds a library that harness.py loads.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace cuda_ext::conformance {
 
 struct Case {
   const char* name;
-  size_t in_bytes;  // 0: of any size, on the emulator alone
+  size_t in_bytes;  // 0: any size, only on the emulator
   size_t out_bytes;
   void (*run)(const uint32_t* in, uint32_t* out);
 };

@@ -24,7 +24,7 @@ struct RowStorage {
   alignas(16) uint32_t row[32];
 };
 
-// out: rank and size for each block of the grid; then what the next block in the cluster had, by loads.
+// out: rank and size for each block of the grid, then the values of the next block of the cluster, read by loads.
 GLOBAL(32, 1) cluster_loads_kernel(const uint32_t* in, uint32_t* out) {
   SHARED_STORAGE(RowStorage, shared);
   const int lane = lane_index(), block = block_x(), rank = cluster_rank();
@@ -43,8 +43,8 @@ GLOBAL(32, 1) cluster_loads_kernel(const uint32_t* in, uint32_t* out) {
 }
 CLUSTER_CASE(cluster_loads, RowStorage, 2 * kBlocks * 128, 4 * kBlocks * 4 + 2 * kBlocks * 128);
 
-// The other widths, and stores of all: block r writes its row to the next block, which gives it out as it got it, and what
-// the one before that has.
+// Loads of other widths, and stores of all widths: block r stores its row in the next block, which outputs what it
+// received, and loads from its neighbours.
 struct RowsStorage {
   alignas(16) uint32_t own[32], got[3][32];
 };
@@ -74,7 +74,7 @@ struct MailStorage {
   Barrier full;
 };
 
-// Each block writes to the one before it and tells so at that block's barrier, once by each lane.
+// Each block writes to the previous one and arrives at that block's barrier, once per lane.
 GLOBAL(32, 1) cluster_stores_kernel(const uint32_t* in, uint32_t* out) {
   SHARED_STORAGE(MailStorage, shared);
   const int lane = lane_index(), block = block_x();
@@ -99,7 +99,7 @@ struct TileStorage {
   Barrier full;
 };
 
-// in (8, 32): block r loads row r of its cluster for itself and for those whose ranks are not r ^ 2.
+// in (8, 32): block r loads row r of its cluster for all blocks except rank r ^ 2.
 GLOBAL(32, 1) multicast_kernel(GRID_CONSTANT TensorMap map, uint32_t* out) {
   SHARED_STORAGE(TileStorage, shared);
   const int lane = lane_index(), rank = cluster_rank(), cluster = block_x() / kBlocks;
@@ -134,7 +134,7 @@ static const Register multicast_case(
            {.grid = {2 * kBlocks}, .threads = 32, .cluster = {kBlocks}, .shared_bytes = sizeof(TileStorage)}, map, out);
      }});
 
-// Two kernels in a row, the second of which may start before the first has ended: it adds to what the first wrote.
+// Two kernels; the second may start before the first ends, and adds to the first one's output.
 GLOBAL(32, 1) programmatic_kernel(const uint32_t* in, uint32_t* out, int second) {
   const int lane = lane_index();
   grid_launch_dependents();

@@ -1,4 +1,4 @@
-// Where a block is, and order between blocks.
+// Block indices, and order between blocks.
 #include "arch/math.cuh"
 #include "arch/memory.cuh"
 #include "arch/thread.cuh"
@@ -9,7 +9,7 @@ namespace cuda_ext::conformance {
 using namespace arch;
 
 constexpr int kBlocks = 5;
-// More than the emulator runs side by side where nobody asks for all: the last has to wait for the first.
+// More blocks than the emulator runs concurrently by default, so that the last must wait for the first.
 constexpr int kTurns = 8;
 
 GLOBAL(32, 1) indices_kernel(uint32_t* out) {
@@ -22,8 +22,8 @@ static const Register indices_case(
        rt::launch<indices_kernel>("grid_indices", {.grid = {2, 3, 2}, .threads = 32}, out);
      }});
 
-// Blocks take turns, from the last to the first: each adds its row to what all before it have summed up. `out` begins as
-// 0xff: out[0] is the turn, out[32..63] the sums.
+// Blocks take turns, from the last to the first; each adds its row to the sums so far. out[0] is the turn, out[32..63]
+// the sums; `out` is initialised to 0xff.
 template <bool system>
 GLOBAL(32, 1)
 turns_kernel(const uint32_t* in, uint32_t* out) {
@@ -49,7 +49,7 @@ void take_turns(const uint32_t* in, uint32_t* out) {
 static const Register turns_case({"blocks_in_turn", kTurns * 128, 256, take_turns<false>});
 static const Register turns_system_case({"blocks_in_turn_system", kTurns * 128, 256, take_turns<true>});
 
-// Fences and relaxed atomics: the last block to arrive sums what all have written. out[0] counts, from 0xffffffff on.
+// Fences and relaxed atomics: the last block to arrive sums the rows of all. out[0] counts, starting at 0xffffffff.
 GLOBAL(32, 1) fences_kernel(const uint32_t* in, uint32_t* out) {
   const int lane = thread_index();
   uint32_t* const rows = out + 64;
@@ -69,7 +69,7 @@ static const Register fences_case({"fences", kBlocks * 128, 4 * (64 + kBlocks * 
                                      rt::launch<fences_kernel>("fences", {.grid = {kBlocks}, .threads = 32}, in, out);
                                    }});
 
-// The same with an arrival that orders by itself.
+// The same with an acq_rel arrival instead of fences.
 GLOBAL(32, 1) last_block_kernel(const uint32_t* in, uint32_t* out) {
   const int lane = thread_index();
   uint32_t* const rows = out + 64;

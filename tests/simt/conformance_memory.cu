@@ -31,7 +31,7 @@ CONFORMANCE(shared_vectors, 32, sizeof(Bytes2048), 512, 3 * 512) {
   store_global(out + 128 + 2 * t, load_shared<Words2>(base + 8 * uint32_t(31 - t)));
   out[256 + t] = load_shared<uint32_t>(base + 4 * uint32_t(31 - t));
 }
-// The widths that global_vectors leaves out.
+// The widths that global_vectors does not cover.
 CONFORMANCE(global_widths, 32, 0, 512, 512 + 512 + 128 + 64 + 128) {
   const int t = thread_index();
   store_global_streaming(out + 4 * t, load_global_streaming<Words4>(in + 4 * t));
@@ -53,7 +53,7 @@ CONFORMANCE(atomics, 64, 0, 256, 32) {
   atomic_add(reinterpret_cast<float*>(out + 5), float(in[t] % 256));
   atomic_add(reinterpret_cast<uint64_t*>(out + 6), in[t] | uint64_t(in[t]) << 32);
 }
-// Four threads add to each four.
+// Four threads add to each vector of four.
 CONFORMANCE(vector_reductions, 32, 0, 512, 128) {
   const int t = thread_index();
   reinterpret_cast<float*>(out)[t] = 0.0f;
@@ -63,7 +63,7 @@ CONFORMANCE(vector_reductions, 32, 0, 512, 128) {
   for (int i = 0; i < 4; ++i) values[i] = float(words.data[i] % 256);
   reduce_add(reinterpret_cast<float*>(out) + t % 8 * 4, values);
 }
-// Every size, whole, in part and not at all; two groups in flight.
+// Every size, with all, some or none of the bytes valid; two groups in flight.
 CONFORMANCE(cp_async, 32, sizeof(Bytes2048), 2048, 2048) {
   SHARED_STORAGE(Bytes2048, shared);
   const int t = thread_index();
@@ -82,7 +82,7 @@ CONFORMANCE(cp_async, 32, sizeof(Bytes2048), 2048, 2048) {
   out[256 + t] = load_shared<uint32_t>(base + 1024 + 4 * uint32_t(31 - t));
 }
 
-// All roundings: any bits in.
+// All roundings, for arbitrary input bits.
 CONFORMANCE(conversions, 128, 0, 512, 8 * 512) {
   const int t = thread_index();
   const float x = bits_float(in[t]);
@@ -95,7 +95,7 @@ CONFORMANCE(conversions, 128, 0, 512, 8 * 512) {
   out[768 + t] = float_bits(to_float(bfloat16_t{uint16_t(in[t])}));
   out[896 + t] = float_bits(arch::fma(x, x, 1.0f));
 }
-// Approximate on the hardware: compared within a tolerance.
+// Approximate in hardware, so compared with a tolerance.
 CONFORMANCE(special_functions, 128, 0, 512, 7 * 512) {
   const int t = thread_index();
   const float x = (float(in[t] >> 8) / 8388608.0f - 1.0f) * 6.0f;

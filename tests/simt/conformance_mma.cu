@@ -10,7 +10,7 @@ struct Bytes512 {
   alignas(16) uint32_t x[128];
 };
 
-// in: 32 rows of 16 bytes; row r is at place (r * 5) % 32, so that addresses and rows cannot be mistaken for each other.
+// in: 32 rows of 16 bytes; row r is at position (r * 5) % 32, so that mixing up addresses and rows changes the result.
 template <int count, bool transposed>
 DEVICE void load_matrices(const uint32_t* in, uint32_t* out) {
   SHARED_STORAGE(Bytes512, shared);

@@ -13,7 +13,7 @@ struct MatrixStorage {
   alignas(16) uint32_t x[128];
 };
 
-// in: 4 words a lane; the rows of the matrices land at places that differ from their numbers.
+// in: 4 words per lane; the position of a matrix row in shared memory differs from its index.
 template <int count, bool transposed>
 DEVICE void store_matrices(const uint32_t* in, uint32_t* out) {
   SHARED_STORAGE(MatrixStorage, shared);
@@ -38,7 +38,7 @@ struct RingStorage {
   Barrier full[2], empty[2];
 };
 
-// Warp 0 hands 8 rows of 32 words to warp 1 through a ring of two slots, without any other barrier.
+// Warp 0 passes 8 rows of 32 words to warp 1 through a ring of two slots; the mbarriers are the only synchronisation.
 CONFORMANCE(barrier_ring, 64, sizeof(RingStorage), 8 * 128, 8 * 128) {
   SHARED_STORAGE(RingStorage, shared);
   const int warp = thread_index() / 32, lane = lane_index();
@@ -71,7 +71,7 @@ struct BulkStorage {
   Barrier full;
 };
 
-// The copy starts before its bytes are announced; then the barrier's memory is used for something else.
+// The copy starts before its bytes are expected; afterwards the barrier's memory is reused.
 CONFORMANCE(barrier_order, 32, sizeof(BulkStorage), 512, 4 + 512) {
   SHARED_STORAGE(BulkStorage, shared);
   const int lane = lane_index();
@@ -95,8 +95,8 @@ CONFORMANCE(barrier_order, 32, sizeof(BulkStorage), 512, 4 + 512) {
   }
 }
 
-// in (256 words) to out: in two loads, out in three stores of two groups, the first part turned about on the way. After
-// the wait for them the thread reads the first and the last word of what it has stored.
+// Copies in (256 words) to out with two loads, and three stores in two groups; the first part is reversed in between.
+// After waiting for the stores, the thread reads the first and the last stored word.
 CONFORMANCE(bulk_copies, 32, sizeof(BulkStorage), 1024, 1024 + 4) {
   SHARED_STORAGE(BulkStorage, shared);
   const int lane = lane_index();
@@ -126,10 +126,9 @@ CONFORMANCE(bulk_copies, 32, sizeof(BulkStorage), 1024, 1024 + 4) {
   }
 }
 
-// TMA: in begins with the corner's coordinates, as signed 16-bit numbers, in five words, and three that are not used; the
-// tensor follows, of sizes that differ in every dimension and of rows padded to multiples of 16 bytes. A load's output is
-// the box as it lies in shared memory; a store's is the tensor it went to, which held other words of the input (for add,
-// the sum).
+// TMA. in: the corner's coordinates as signed 16-bit numbers in five words, three unused words, then a tensor with a
+// different size in every dimension and rows padded to multiples of 16 bytes. A load outputs the box in its layout in
+// shared memory. A store outputs the tensor, initialised with other words of the input (for add: the sum).
 constexpr int kHeadWords = 8;
 constexpr int kOuter[5] = {0, 5, 3, 4, 3}, kOuterBox[5] = {0, 4, 2, 3, 2};
 
@@ -217,7 +216,7 @@ tma_store_case(GRID_CONSTANT TensorMap map, const uint32_t* in, const uint32_t* 
   }
 }
 
-// The tensor to begin with is copied by a kernel, so that a GPU need not be asked for more than launches.
+// A kernel initialises the tensor, so that a GPU needs no other operation than launches.
 GLOBAL(32, 1) copy_words(const uint32_t* in, uint32_t* out, int words) {
   for (int i = thread_index(); i < words; i += 32) out[i] = in[i];
 }
@@ -242,7 +241,7 @@ Case store_case(const char* name) {
           }};
 }
 
-// Named after what they move: rank, bytes of a row, swizzle, type.
+// Names: rank, bytes of a row, swizzle, type.
 static const Register tma_cases[] = {
     Register(load_case<float, 1, 64, 0>("tma_load_1d_64_none_float32")),
     Register(load_case<uint8_t, 2, 16, 0>("tma_load_2d_16_none_uint8")),

@@ -1,4 +1,4 @@
-"""What the cases of conformance_sm90.cu and conformance_cluster.cu have to answer, and the inputs for them."""
+"""References and inputs of the cases in conformance_sm90.cu and conformance_cluster.cu."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 LANES = np.arange(32)
 HEAD_WORDS = 8
-OUTER, OUTER_BOX = (5, 3, 4, 3), (4, 2, 3, 2)  # of dimensions 1 and up
-BLOCKS = 4  # of a cluster; the grid has two
+OUTER, OUTER_BOX = (5, 3, 4, 3), (4, 2, 3, 2)  # sizes of dimensions 1 and up
+BLOCKS = 4  # per cluster; the grid has two clusters
 
 references: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
 
@@ -37,7 +37,7 @@ references["bulk_copies"] = lambda x: np.concatenate([x[31::-1], x[32:], x[31:32
 
 @dataclass(frozen=True)
 class Tile:
-    """One TMA case: its name says all."""
+    """A TMA case, fully described by its name."""
 
     action: str
     rank: int
@@ -60,7 +60,7 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor, outermost first."""
+        """Shape of the tensor, outermost first."""
         return (*reversed(OUTER[: self.rank - 1]), 2 * self.row_bytes // self.element + 3)
 
     @property
@@ -76,7 +76,7 @@ class Tile:
         return (*reversed(OUTER_BOX[: self.rank - 1]), self.row_bytes // self.element)
 
     def tensor(self, x: np.ndarray) -> np.ndarray:
-        """The elements of the input's tensor, padding included, as bits."""
+        """The tensor in the input as bits, padding included."""
         count = int(np.prod(self.padded_shape))
         return x[HEAD_WORDS:].view(self.bits)[:count].reshape(self.padded_shape).copy()
 
@@ -84,7 +84,7 @@ class Tile:
         return tuple(int(c) for c in x[: self.rank][::-1].astype(np.int16))
 
     def swizzled(self, flat: np.ndarray) -> np.ndarray:
-        """A box in the order that it has in shared memory; swizzling is its own inverse."""
+        """Reorders a box to its layout in shared memory; swizzling is its own inverse."""
         units = flat.view(np.uint8).reshape(-1, 16)
         at = np.arange(len(units))
         return units[at ^ at // 8 % max(self.swizzle // 16, 1)].ravel().view(flat.dtype)
@@ -92,7 +92,7 @@ class Tile:
     def add(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         if self.dtype == "bfloat16":
             total = (a.astype(np.uint32) << 16).view(np.float32) + (b.astype(np.uint32) << 16).view(np.float32)
-            return (total.view(np.uint32) >> 16).astype(np.uint16)  # of whole numbers that need no rounding
+            return (total.view(np.uint32) >> 16).astype(np.uint16)  # small integers: no rounding
         values = np.dtype(self.dtype)
         return (a.view(values) + b.view(values)).view(self.bits)
 
@@ -103,7 +103,7 @@ class Tile:
         return values.astype(self.dtype).view(self.bits)
 
     def inside(self, x: np.ndarray) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(place in the box, place in the tensor) of what of the box lies in the tensor."""
+        """(index in the box, index in the tensor) of all elements of the box that are inside the tensor."""
         corner = self.corner(x)
         pairs = ((i, tuple(c + j for c, j in zip(corner, i))) for i in itertools.product(*map(range, self.box)))
         return [(i, at) for i, at in pairs if all(0 <= c < size for c, size in zip(at, self.shape))]
@@ -127,7 +127,7 @@ def tma(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def tma_inputs(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
-    """A corner such that the box lies partly outside in most runs, and wholly so in some."""
+    """Inputs with a random corner: in most runs the box is partly outside the tensor, in some completely."""
     tile = Tile.named(name)
     x = rng.integers(0, 2**32, words, dtype=np.uint32)
     if tile.action == "add":
@@ -155,7 +155,7 @@ def cluster_stores(x: np.ndarray) -> np.ndarray:
 
 
 def multicast(x: np.ndarray) -> np.ndarray:
-    """Block b of a cluster gets every row of it but row b ^ 2."""
+    """Block b of a cluster receives all rows of the cluster except row b ^ 2."""
     out = np.repeat(x.reshape(2, 1, BLOCKS, 32), BLOCKS, axis=1)
     for block in range(BLOCKS):
         out[:, block, block ^ 2] = 0

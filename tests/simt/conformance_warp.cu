@@ -28,7 +28,7 @@ CONFORMANCE(shuffle_up_down, 32, 0, kWarpBytes, 4 * kWarpBytes) {
   out[64 + lane] = shuffle_down(in[lane], 1);
   out[96 + lane] = shuffle_down(in[lane], 13);
 }
-// Two halves of a diverged warp, each with a mask of its own.
+// Two halves of a diverged warp with different masks.
 CONFORMANCE(shuffle_diverged, 32, 0, kWarpBytes, kWarpBytes) {
   const int lane = lane_index();
   if (lane % 2 == 0)
@@ -77,7 +77,7 @@ CONFORMANCE(sync_warp, 32, sizeof(Words128), kWarpBytes, kWarpBytes) {
   arch::sync_warp();
   out[lane] = shared.x[31 - lane];
 }
-// Pairs of lanes swap, those of even lanes and those of odd ones apart.
+// Pairs of lanes swap values; even and odd lanes synchronise separately.
 CONFORMANCE(sync_part_of_a_warp, 32, sizeof(Words128), kWarpBytes, kWarpBytes) {
   SHARED_STORAGE(Words128, shared);
   const int lane = lane_index();
@@ -91,7 +91,7 @@ CONFORMANCE(sync_part_of_a_warp, 32, sizeof(Words128), kWarpBytes, kWarpBytes) {
     out[lane] = shared.x[lane ^ 2];
   }
 }
-// Each half hands values to the other, and arrives there before it waits itself: nobody may wait at the first barrier.
+// Each half passes values to the other: it arrives at the other's barrier before it waits at its own.
 CONFORMANCE(named_barriers, 128, sizeof(Words128), 512, 512) {
   SHARED_STORAGE(Words128, shared);
   const int t = thread_index();

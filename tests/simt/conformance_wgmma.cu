@@ -1,8 +1,8 @@
-// wgmma: types, sizes, layouts, sources; the registers it may use.
+// wgmma: types, sizes, layouts, operands in registers; setmaxnreg.
 //
-// in: A (64, K) and B (N, K), row by row, as 16-bit or 32-bit elements, K being 32 bytes; then D (64, N) as floats. The
-// kernel lays the operands out in shared memory as the descriptor's documentation says (the emulator's and the hardware's
-// reading of it meet here), multiplies twice into D, first with scale_d of 1, and gives D back in rows.
+// in: A (64, K) and B (N, K) in rows of 16-bit or 32-bit elements, with K of 32 bytes; then D (64, N) as floats. The
+// kernel stores the operands in shared memory in the layout that the descriptors' documentation specifies, multiplies
+// twice into D with scale_d = 1, and outputs D in rows.
 #include "arch/wgmma.cuh"
 #include "arch/warp.cuh"
 #include "conformance.h"
@@ -21,13 +21,13 @@ constexpr int width_of(Swizzle swizzle) {
   return swizzle == Swizzle::k128 ? 128 : swizzle == Swizzle::k64 ? 64 : swizzle == Swizzle::k32 ? 32 : 16;
 }
 
-// Distances between atoms that leave gaps, so that a swapped pair shows; the 128-byte swizzle's go into the first 16 KiB
-// as A's and the rest as B's. An atom is 8 W bytes; at most 256 / 8 of them lie along MN, unless its rows go along MN.
+// Distances between atoms, with gaps, so that exchanging them changes the result. With the 128-byte swizzle A is in the
+// first 16 KiB and B in the rest. An atom has 8 W bytes; at most 256 / 8 atoms lie along MN if the rows are K-major.
 template <Swizzle swizzle, Major major, int element>
 struct Layout {
   static constexpr int kWidth = width_of(swizzle), kAtom = 8 * kWidth, kAlongMn = kWidth / element;
   static constexpr bool kSwizzled = swizzle != Swizzle::kNone;
-  // Bytes between atoms that are neighbours along MN, and along K.
+  // Bytes between neighbouring atoms along MN and along K.
   static constexpr int kMnStep = kAtom * (major == Major::kMn && !kSwizzled ? 1 : major == Major::kMn ? 2 : 1);
   static constexpr int kKStep = major == Major::kMn ? kAtom * (kSwizzled ? 1 : 40) : kAtom * 40;
   static DEVICE uint32_t offset(int mn, int k) {
@@ -37,7 +37,7 @@ struct Layout {
     }
     return uint32_t(mn % kAlongMn * element + mn / kAlongMn * kMnStep + k % 8 * kWidth + k / 8 * kKStep);
   }
-  // The same with the swizzle, `at` being the operand's start.
+  // The same with the swizzle; `at` is the start of the operand.
   static DEVICE SharedAddress address(SharedAddress at, int mn, int k) {
     const SharedAddress linear = at + offset(mn, k);
     return linear ^ (linear >> 7 & uint32_t(kWidth / 16 - 1)) << 4;
@@ -49,7 +49,7 @@ struct Layout {
   }
 };
 
-// One element in shared memory, as a part of the word that other lanes write too: element by element, by one thread.
+// Stores one element. Other elements are in the same word, so one thread stores all elements one by one.
 template <int element>
 DEVICE void place(SharedAddress at, uint32_t value) {
   if constexpr (element == 4) {
@@ -118,7 +118,7 @@ wgmma_case(const uint32_t* in, uint32_t* out) {
   } else {
     wgmma_fence(d);
   }
-  // Into a sum that goes on, twice.
+  // Two products accumulate into the same sum.
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if constexpr (element == 4)
@@ -163,8 +163,8 @@ static const Register wgmma_cases[] = {
     Register(multiply<float, 96, kShared, kK, k32, kK, k64>("wgmma_tf32_96_k32_k64")),
     Register(multiply<float, 256, kShared, kK, kNone, kK, kNone>("wgmma_tf32_256_k16_k16"))};
 
-// Sums begun with scale_d of 0, whatever the registers held; three groups under way at once; and three warpgroups that
-// trade registers, of which the second multiplies.
+// Sums that scale_d = 0 clears; three groups in flight at once; and three warpgroups that exchange registers, of which
+// the second multiplies.
 GLOBAL(384, 1) wgmma_groups_kernel(const uint32_t* in, uint32_t* out) {
   using A = Layout<k128, kK, 2>;
   SHARED_STORAGE(OperandStorage, shared);

@@ -1,4 +1,4 @@
-"""What the cases of conformance_wgmma.cu have to answer, and whole numbers as inputs, whose sums are exact."""
+"""References and inputs of the cases in conformance_wgmma.cu. Inputs are integers, whose sums are exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = (
     "wgmma_tf32_96_k32_k64",
     "wgmma_tf32_256_k16_k16",
 )
-ROW_WORDS = 8  # of an operand: 32 bytes along K
+ROW_WORDS = 8  # words per row of an operand: 32 bytes along K
 
 
 def encode(values: np.ndarray, kind: str) -> np.ndarray:
@@ -53,7 +53,7 @@ def inputs(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
     operand_words = (64 + n) * ROW_WORDS
     values = rng.integers(-16, 17, operand_words * (1 if kind == "tf32" else 2))
     packed = encode(values, kind)
-    if kind == "tf32":  # bits that the hardware does not look at
+    if kind == "tf32":  # bits that the hardware ignores
         packed = packed | rng.integers(0, 1 << 13, operand_words, dtype=np.uint32)
     sums = rng.integers(-1000, 1001, words - operand_words).astype(np.float32).view(np.uint32)
     return np.concatenate([packed, sums])

@@ -1,4 +1,4 @@
-"""Golden counters: what kernels cost on the emulator, the same on every machine, so that a change shows in review."""
+"""Golden counters: the emulator's counts for each kernel, the same on every machine, so that reviews show changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RECORD = "CUDA_EXT_RECORD_COUNTERS"
 
 
 def assert_same_cost(name: str, measured: dict[str, dict[str, int]]) -> None:
-    """Compares counters, by case, with golden_counters/<name>.json; CUDA_EXT_RECORD_COUNTERS=1 records them anew."""
+    """Compares counters, by case, with golden_counters/<name>.json; CUDA_EXT_RECORD_COUNTERS=1 updates the file."""
     path = HERE / "golden_counters" / f"{name}.json"
     if os.environ.get(RECORD) == "1":
         path.parent.mkdir(exist_ok=True)
@@ -20,6 +20,6 @@ def assert_same_cost(name: str, measured: dict[str, dict[str, int]]) -> None:
     assert path.exists(), f"{path.name} is missing; run this test with {RECORD}=1"
     recorded = json.loads(path.read_text())
     changed = [case for case in {**recorded, **measured} if recorded.get(case) != measured.get(case)]
-    assert not changed, f"the cost has changed; if it is meant to, run this test with {RECORD}=1:\n" + "\n".join(
+    assert not changed, f"the counters have changed; if that is intended, run this test with {RECORD}=1:\n" + "\n".join(
         f"{case}: {recorded.get(case)} -> {measured.get(case)}" for case in changed
     )

@@ -1,5 +1,5 @@
-// The CPU GEMM's variant for AVX512-BF16 with a model of the instruction in its place, at the vector length that every
-// processor has, on one thread. Also the host process that CPU kernels expect.
+// The CPU GEMM's variant for AVX512-BF16, on one thread, with a model of the instruction and a vector length that every
+// CPU supports. Also defines the functions of the host process that CPU kernels call.
 #include "cpu/isa_prelude.h"
 
 #define CUDA_EXT_ISA modelled
@@ -19,13 +19,13 @@ void run_workers(int64_t count, FunctionRef<void(TaskQueue&)> worker) {
 }
 void gemm(bool, bool, int64_t, int64_t, int64_t, float, const float*, int64_t, const float*, int64_t, float, float*,
           int64_t) {
-  std::abort();  // 16-bit operands never go to the BLAS
+  std::abort();  // never called: 16-bit operands do not use the BLAS
 }
 Scratch::Scratch(int64_t bytes) : data_(std::aligned_alloc(64, size_t(bytes + 63) / 64 * 64)), bytes_(bytes) {}
 Scratch::~Scratch() { std::free(data_); }
 
 namespace avx512 {
-void launch_gemm(const GemmParams&) { std::abort(); }  // where products of other operands go
+void launch_gemm(const GemmParams&) { std::abort(); }  // never called: for products of other operands
 }  // namespace avx512
 
 }  // namespace cuda_ext::cpu

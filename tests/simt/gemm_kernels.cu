@@ -1,4 +1,4 @@
-// The C face of the GEMM's launchers, for test_gemm_kernels.py, which fills their parameters in place.
+// C interface of the GEMM's launchers for test_gemm_kernels.py, which fills their parameter structs.
 #include <cstdio>
 
 #include "gemm/activation_grad.h"
@@ -43,7 +43,7 @@ EXPORT int activation_grad_run(const ActivationGradParams* params, void* workspa
   return report(error, size, [&] { launch_activation_grad_cuda(*params, {workspace, bytes}, nullptr); });
 }
 
-// out: block_m, block_n, block_k, splits of what would be done for 16-bit operands on a device.
+// out: block_m, block_n, block_k and splits that the heuristic chooses for 16-bit operands on a device.
 EXPORT void gemm_choice(const GemmParams* params, int compute_capability, int processors, int* out) {
   using namespace sm80;
   const GemmPlan plan = choose_plan(*params, Arithmetic::k16Bit, rates_of({compute_capability, processors}));

@@ -1,4 +1,4 @@
-"""The GEMM's launchers on host memory: arguments as NumPy arrays with strides, outputs between canaries."""
+"""Calls the GEMM's launchers with NumPy arrays: strided inputs, and outputs between canaries."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def dtype_of(storage: np.ndarray) -> str:
 def place(
     values: np.ndarray, dtype: str, order: Sequence[int] | None = None, offset: int = 0, gap: int = 0
 ) -> np.ndarray:
-    """`values` stored with its dims in memory in `order` (outermost first), beginning `offset` elements behind a
-    multiple of 256 bytes, lines `gap` elements longer than they need be. What lies between them is poison."""
+    """Stores `values` with dims ordered in memory as in `order` (outermost first), starting `offset` elements after a
+    multiple of 256 bytes, with `gap` poisoned elements after each line."""
     order = list(range(values.ndim)) if order is None else list(order)
     shape = [values.shape[i] for i in order]
     padded = [*shape[:-1], shape[-1] + gap]
@@ -118,7 +118,7 @@ def place(
 
 
 class Target:
-    """An output between canaries, poisoned, `offset` elements behind a multiple of 256 bytes."""
+    """A poisoned output between canaries, `offset` elements after a multiple of 256 bytes."""
 
     def __init__(self, shape: Sequence[int], dtype: str, offset: int = 0) -> None:
         item = storage_type(dtype).itemsize
@@ -130,8 +130,8 @@ class Target:
         self.storage = raw[begin : begin + size].view(storage_type(dtype)).reshape(shape)
 
     def values(self) -> np.ndarray:
-        assert (self._before == 0xA5).all(), "written before the output"
-        assert (self._after == 0xA5).all(), "written behind the output"
+        assert (self._before == 0xA5).all(), "the kernel wrote before the output"
+        assert (self._after == 0xA5).all(), "the kernel wrote after the output"
         return decode(self.storage)
 
 
@@ -157,7 +157,7 @@ class Gemm:
     a: np.ndarray
     b: np.ndarray
     out: Target | None
-    n: int | None = None  # of the output, if not b's
+    n: int | None = None  # columns of the output, if not b's
     reduced_dims: int = 0
     alpha: float = 1.0
     beta: float = 1.0
@@ -171,7 +171,7 @@ class Gemm:
     hidden: Target | None = None
     bias_grad: Target | None = None
     tf32: bool = False
-    workspace_bytes: int | None = field(default=None)  # None: what is asked for
+    workspace_bytes: int | None = field(default=None)  # None: the requested size
 
     def params(self) -> GemmParams:
         a, b, reduced = self.a, self.b, self.reduced_dims
@@ -273,7 +273,7 @@ class GemmLibrary(Library):
             raise Fault(error.value.decode())
 
     def choice(self, m: int, n: int, k: int, compute_capability: int, processors: int) -> tuple[int, int, int, int]:
-        """block_m, block_n, block_k and the splits of k."""
+        """The heuristic's choice: block_m, block_n, block_k and number of k splits."""
         params = GemmParams(m=m, n=n, k=k)
         params.a = _Operand(256, DTYPES.index("bfloat16"), k, 1)
         params.b = _Operand(256, DTYPES.index("bfloat16"), n, 1)
@@ -311,7 +311,7 @@ def activate(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected(call: Gemm) -> Expected:
-    """What GemmParams promises, in float64 from the values as stored."""
+    """The result that GemmParams specifies, in float64 from the stored values."""
     product = (decode(call.a).astype(np.float64) @ decode(call.b)).sum(tuple(range(call.reduced_dims)))
     g = call.alpha * product
     n = call.params().n

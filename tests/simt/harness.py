@@ -1,4 +1,4 @@
-"""Builds kernel sources for the emulator, with the C++ compiler alone, and runs them from Python.
+"""Builds kernel sources for the emulator with the C++ compiler, and runs them from Python.
 
 library = Library.build("conformance", ["conformance_warp.cu"])
 out = library.run("shuffle", inputs)
@@ -27,12 +27,12 @@ from ptx.build import find_toolkit  # noqa: E402
 from cuda_ext import _emulator  # noqa: E402
 
 BUILD = _emulator.FOLDER
-# How kernels get from their source to the emulator: compiled as C++, or by nvcc for an architecture (tests/ptx).
+# How kernels are built for the emulator: as C++, or by nvcc for an architecture (tests/ptx).
 BUILDS = ("simt", "ptx_sm_80", "ptx_sm_90a")
 
 
 class Fault(RuntimeError):
-    """The emulator stopped a kernel; the message says why."""
+    """The emulator stopped a kernel; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,29 @@ class Library:
         self._c.conformance_name.restype = ctypes.c_char_p
         self._c.conformance_in_bytes.restype = ctypes.c_size_t
         self._c.conformance_out_bytes.restype = ctypes.c_size_t
-        if hasattr(self._c, "simt_configure"):  # not in a library for devices
+        if hasattr(self._c, "simt_configure"):  # missing in a library for GPUs
             self._c.simt_counter_name.restype = ctypes.c_char_p
             self._c.simt_sync_sites.restype = ctypes.c_size_t
         self.index = {self._c.conformance_name(i).decode(): i for i in range(self._c.conformance_count())}
 
     @classmethod
     def build(cls, name: str, sources: Sequence[str | Path], hooks: bool = False) -> Library:
-        """Compiles `sources` (beside this file, or absolute) together with the emulator. With `hooks` it also sees
-        plain loads and stores of the kernels, and is several times slower."""
+        """Compiles `sources` (relative to this folder, or absolute) together with the emulator. With `hooks` it also
+        sees plain loads and stores of the kernels, and is several times slower."""
         files = [HERE / source for source in sources]
         return cls(_emulator.build_library(name, files, [(HERE / "library.cpp", ())], hooks=hooks))
 
     @classmethod
-    def build_for(cls, way: str, name: str, sources: Sequence[str | Path]) -> Library:
-        """`build` in one of the ways of BUILDS. Skips the test where that takes nvcc and there is none."""
-        if way == "simt":
+    def build_for(cls, kind: str, name: str, sources: Sequence[str | Path]) -> Library:
+        """Builds one kind of BUILDS. Skips the test if that needs nvcc and there is none."""
+        if kind == "simt":
             return cls.build(name, sources)
         import pytest
         from ptx import build
 
         if find_toolkit() is None:
-            pytest.skip(
-                "needs nvcc, which compiles the kernels to PTX; python -m cuda_ext.info says where it is looked for"
-            )
-        arch = way.removeprefix("ptx_")
+            pytest.skip(build.NO_NVCC)
+        arch = kind.removeprefix("ptx_")
         files = [HERE / source for source in sources]
         return cls(build.build_library(f"{name}-{arch}", files, [(HERE / "library.cpp", ())], arch=arch))
 
@@ -86,7 +84,8 @@ class Library:
         return int(self._c.conformance_in_bytes(self.index[name]))
 
     def run(self, name: str, data: np.ndarray, out_bytes: int | None = None) -> np.ndarray:
-        """The output words of case `name` for input words `data`; `out_bytes` for cases of any size. Raises Fault."""
+        """Runs case `name` on the words `data`; returns its output words. Cases of variable size need `out_bytes`.
+        Raises Fault."""
         index = self.index[name]
         data = np.ascontiguousarray(data).view(np.uint32)
         assert data.nbytes == (self.in_bytes(name) or data.nbytes)
@@ -97,19 +96,19 @@ class Library:
         error = ctypes.create_string_buffer(8192)
         if self._c.conformance_run(index, source.pointer, target.pointer, error, 8192):
             raise Fault(error.value.decode())
-        assert source.is_intact() and target.is_intact(), "written past its end"
-        assert np.array_equal(source.bytes, data.view(np.uint8)), "the input was written"
+        assert source.is_intact() and target.is_intact(), "the kernel wrote past the end of a buffer"
+        assert np.array_equal(source.bytes, data.view(np.uint8)), "the kernel wrote to its input"
         return target.bytes.view(np.uint32)
 
     def call(self, function: str, *arguments: object) -> None:
-        """Calls a function of the sources that returns 0, or 1 with what went wrong in a buffer, its last argument but
-        one. Raises Fault."""
+        """Calls a function of the sources that returns 0 on success and otherwise 1. Its last two arguments are a
+        buffer for the error message and the size of that buffer. Raises Fault."""
         error = ctypes.create_string_buffer(8192)
         if getattr(self._c, function)(*arguments, error, ctypes.c_size_t(len(error))):
             raise Fault(error.value.decode())
 
     def symbol(self, name: str) -> Any:
-        """A function of the sources, as ctypes has it."""
+        """A function of the sources as a ctypes object."""
         return getattr(self._c, name)
 
     @contextmanager
@@ -123,7 +122,7 @@ class Library:
         skip: SyncSite | None = None,
         compute_capability: int = 80,
     ) -> Iterator[None]:
-        """How kernels run within the block; see csrc/simt/options.h."""
+        """Sets the emulator's options within the block; see csrc/simt/options.h."""
         self.configure(
             mode == "lazy", schedule == "pct", seed, check_races, threads, compute_capability=compute_capability
         )
@@ -145,17 +144,17 @@ class Library:
         compute_capability: int = 80,
         processors: int = 4,
     ) -> None:
-        """How kernels run from now on."""
+        """Sets the emulator's options."""
         options = (check_races, threads, ordered_sums, compute_capability, processors)
         self._c.simt_configure(lazy, pct, ctypes.c_uint64(seed), *options)
 
     def skip(self, site: tuple[str, int, str] | None) -> None:
-        """Leaves out the synchronisation call at this file, line and instruction, or none."""
+        """Skips the synchronisation call at this file, line and instruction from now on; None skips nothing."""
         file, line, instruction = site or (None, 0, None)
         self._c.simt_skip(file and file.encode(), line, instruction and instruction.encode())
 
     def reset(self) -> None:
-        """Forgets counters and synchronisation sites."""
+        """Resets counters and synchronisation sites."""
         self._c.simt_reset()
 
     def counters(self) -> dict[str, int]:
@@ -164,7 +163,7 @@ class Library:
         return {self._c.simt_counter_name(i).decode(): int(value) for i, value in enumerate(values)}
 
     def sync_sites(self) -> list[SyncSite]:
-        """Every synchronisation call that was reached since the last reset."""
+        """All synchronisation calls executed since the last reset."""
         text = ctypes.create_string_buffer(1 << 20)
         self._c.simt_sync_sites(text, len(text))
         rows = [line.split("\t") for line in text.value.decode().splitlines()]
@@ -172,8 +171,8 @@ class Library:
 
 
 class Buffer:
-    """Memory for a kernel, between pages that nobody can touch; aligned as on a device, where allocations begin at
-    multiples of 256 bytes. What this leaves between its end and the page is watched."""
+    """Memory for a kernel between two guard pages, aligned to 256 bytes like allocations on a device. The bytes between
+    its end and the guard page are a canary."""
 
     _CANARY = 0xA5
 

@@ -1,5 +1,5 @@
-// The C face of a conformance library, for harness.py: list the cases, run one on host memory. nvcc builds it for a GPU
-// (then the data travels), a C++ compiler for the emulator.
+// C interface of a conformance library for harness.py: lists the cases, and runs one on host memory. nvcc builds it for
+// a GPU (with copies to and from the device), a C++ compiler for the emulator.
 #include <cstdio>
 #include <cstring>
 
@@ -50,7 +50,7 @@ EXPORT const char* conformance_name(int i) { return cases()[i].name; }
 EXPORT size_t conformance_in_bytes(int i) { return cases()[i].in_bytes; }
 EXPORT size_t conformance_out_bytes(int i) { return cases()[i].out_bytes; }
 
-// 0, or 1 with what went wrong in `error`.
+// Returns 0, or 1 with a message in `error`.
 EXPORT int conformance_run(int i, const void* in, void* out, char* error, size_t error_size) {
   try {
     run(cases()[i], in, out);
@@ -73,9 +73,9 @@ EXPORT void simt_configure(int lazy, int pct, uint64_t seed, int check_races, in
   o.threads = threads;
   o.ordered_sums = ordered_sums != 0;
   o.compute_capability = compute_capability;
-  o.processors = processors;
+  o.num_sms = processors;
 }
-// The synchronisation call from this place does nothing; none, when `file` is null.
+// Skips the synchronisation call at this place from now on; none if `file` is null.
 EXPORT void simt_skip(const char* file, int line, const char* instruction) {
   static cuda_ext::simt::SyncSite site;
   auto& o = cuda_ext::simt::options();
@@ -94,7 +94,7 @@ EXPORT void simt_reset() {
   cuda_ext::simt::reset_counters();
   cuda_ext::simt::reset_sync_sites();
 }
-// Lines of "file\tline\tinstruction"; returns the size that all take.
+// Writes lines of "file\tline\tinstruction"; returns the size of all lines.
 EXPORT size_t simt_sync_sites(char* out, size_t size) {
   std::string text;
   for (const auto& site : cuda_ext::simt::sync_sites())

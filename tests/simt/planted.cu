@@ -1,10 +1,10 @@
-// Two kernels that use every way to synchronise before sm_90, and the mistakes that people make in them: `bug` picks one,
-// 0 is the correct kernel. A test of the emulator: it has to notice each of them.
+// Two kernels that use every kind of synchronisation before sm_90, and common bugs in them: `bug` selects one, 0 is the
+// correct kernel. The emulator must detect each bug.
 //
-// pipeline: 2 warps; out (32, 8) = a (32, K) @ b (K, 8), bfloat16, K tiles of 16 through a ring of stages that cp.async
-// fills; warp w multiplies rows 16w to 16w + 15; the results cross a warp through shared memory, and warp 1 adds the sums
-// of warp 0's columns to its own.
-// last_block: 4 blocks; each leaves a partial sum, the last to arrive adds them up.
+// pipeline: 2 warps; out (32, 8) = a (32, K) @ b (K, 8), bfloat16. cp.async loads K tiles of 16 into a ring of stages;
+// warp w multiplies rows 16w to 16w + 15; the lanes of a warp exchange results through shared memory, and warp 1 adds
+// the sums of warp 0's columns to its own.
+// last_block: 4 blocks; each stores a partial sum, and the last to arrive adds them.
 #include "arch/async_copy.cuh"
 #include "arch/mma.cuh"
 #include "arch/warp.cuh"
@@ -133,7 +133,7 @@ pipeline(const uint32_t* in, uint32_t* out) {
     store_global(out + (16 * warp + lane / 8 + 4 * i) * 8 + lane % 8, __builtin_bit_cast(uint32_t, row[i]));
 }
 
-// out: 64 sums, then room for 4 partial ones of 64, then the counter.
+// out: 64 sums, then the partial sums (4, 64), then the counter.
 template <int bug>
 GLOBAL(kThreads, 1)
 last_block(const uint32_t* in, uint32_t* out, uint32_t* partial, uint32_t* counter) {

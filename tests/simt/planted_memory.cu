@@ -1,4 +1,4 @@
-// Kernels that reach for memory that is not there: the launch fails with the instruction, and the process lives on.
+// Kernels with invalid memory accesses: the launch fails and names the instruction; the process continues.
 #include "arch/async_copy.cuh"
 #include "arch/tma.cuh"
 #include "arch/warp.cuh"
@@ -14,7 +14,7 @@ struct Sixteen {
   Barrier full;
 };
 
-// Buffers of 256 bytes end at a page that nobody can touch.
+// A guard page follows each buffer of 256 bytes.
 constexpr int kPast = 64;
 
 CONFORMANCE(plain_load, 32, 0, 256, 128) { out[thread_index()] = in[thread_index() + kPast]; }

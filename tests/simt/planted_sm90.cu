@@ -1,12 +1,11 @@
-// The mistakes that people make with the instructions of sm_90a, planted in the proof kernels: the emulator has to notice
-// each of them.
+// Common bugs with the instructions of sm_90a, planted in the proof kernels. The emulator must detect each of them.
 #include "conformance.h"
 #include "proof_attention.cuh"
 #include "proof_gemm.cuh"
 
 namespace cuda_ext::conformance {
 
-// More K-tiles than the ring has stages, twice over, and two blocks.
+// More than 2 * stages K tiles, and two blocks.
 constexpr int kM = 128, kN = 128, kK = 9 * 64 + 8;
 constexpr size_t kGemmIn = size_t(kM + kN) * kK * 2, kGemmOut = size_t(kM) * kN * 4;
 template <int cluster, int bug>

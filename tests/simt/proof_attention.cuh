@@ -1,15 +1,15 @@
 // Proof of the sm_90a instructions: products whose operand A comes from registers, as attention needs them.
 //
 // Problem   o (M, 128) = max(q (M, 128) @ k (N, 128)^T, 0) @ v (N, 128); bfloat16, o float32.
-// Tile      128 rows by a block, 64 keys at a time; keys past the end are zeros.
-// Roles     warps 0..3 and 4..7: rows 0..63 and 64..127. Warp 8: its first thread starts the copies.
-// Order     the next tile's S = Q K^T is under way while O += P V runs, and its scores are clamped while O still may.
-// Barriers  full_k, full_v [2]: 1 arrival, the producer's, announcing a tile. empty_k, empty_v [2]: 2 arrivals, a thread
-//           of each warpgroup. Named barriers 1, 2: the 128 threads of a warpgroup.
-// Shared    q (2 halves of rows, 2 halves of D, 64, 64), k, v (2 stages, 2 halves of D, 64, 64): 128-byte swizzle; Q and K
-//           are K-major, V is MN-major. o (2, 4 quarters of D, 64, 32): 128-byte swizzle.
+// Tile      128 rows per block, 64 keys at a time; keys past the end are zeros.
+// Roles     warps 0..3 and 4..7: rows 0..63 and 64..127. Warp 8: its first thread issues the copies.
+// Order     S = Q K^T of the next tile overlaps O += P V; its scores are clamped while O may still be in flight.
+// Barriers  full_k, full_v [2]: 1 arrival, by the producer, with the bytes of a tile. empty_k, empty_v [2]: 2 arrivals,
+//           one thread of each warpgroup. Named barriers 1, 2: the 128 threads of a warpgroup.
+// Shared    q (2 halves of rows, 2 halves of D, 64, 64), k, v (2 stages, 2 halves of D, 64, 64): 128-byte swizzle;
+//           Q and K are K-major, V is MN-major. o (2, 4 quarters of D, 64, 32): 128-byte swizzle.
 //
-// kBug plants a mistake, for test_planted_sm90.py; 0 is the correct kernel.
+// kBug plants a bug, for test_planted_sm90.py; 0 is the correct kernel.
 #pragma once
 
 #include "arch/math.cuh"
@@ -117,7 +117,7 @@ DEVICE void clamp(float (&s)[32]) {
 #pragma unroll
   for (float& score : s) score = score > 0 ? score : 0;
 }
-// The accumulators of S are laid out as fragments of A once they are rounded and paired.
+// Rounded and paired, the accumulators of S have the layout of fragments of A.
 DEVICE void make_weights(uint32_t (&weights)[4][4], const float (&s)[32]) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack<bfloat16_t>(s[2 * i], s[2 * i + 1]);
@@ -167,13 +167,13 @@ DEVICE void attend(const AttentionParams& p, AttentionStorage& shared) {
     wgmma_wait<0>(o);
     if constexpr (bug != kReleasesValuesTooEarly)
       if (signals) barrier_arrive(shared.empty_v[stage]);
-    make_weights(weights, s);  // not before: its registers were the operand of the product that has just ended
+    make_weights(weights, s);  // after the wait: the previous product read these registers
   }
   barrier_wait(shared.full_v[tile % kStages2], tile / kStages2 % 2);
   multiply_values<bug>(o, weights, shared_address(shared.v[tile % kStages2]), 1);
   wgmma_wait<0>(o);
 
-  // Quarter j / 16 of D holds columns 32 (j / 16) to 32 (j / 16) + 31.
+  // Quarter j / 16 of D has columns 32 (j / 16) to 32 (j / 16) + 31.
   const int row = thread_index() % 128 / 32 * 16 + lane_index() / 4;
 #pragma unroll
   for (int i = 0; i < 64; i += 2) {

@@ -1,15 +1,15 @@
 // Proof of the sm_90a instructions: a warp-specialised GEMM, and the same with A multicast in clusters of two.
 //
 // Problem   d (M, N) = a (M, K) @ b (N, K)^T; float16 or bfloat16, d float32; rows contiguous, K a multiple of 8.
-// Tile      128 x kBlockN of d by a block, 64 of K at a time; what leaves the tensors is zeros, and is not stored.
-// Cluster   kCluster blocks side by side along N: each loads its share of A's rows for all, and its own B.
-// Roles     warpgroup 0: its first thread starts the copies. Warpgroups 1, 2: rows 0..63 and 64..127 of the tile.
-// Barriers  full[stage]: 1 arrival (the producer's, announcing A and B); its bytes come from all blocks of the cluster.
-//           empty[stage]: 2 kCluster arrivals (a thread of each consumer warpgroup in the cluster).
+// Tile      128 x kBlockN of d per block, 64 of K at a time; elements outside the tensors are zeros and are not stored.
+// Cluster   kCluster neighbouring blocks along N: each loads its share of A's rows for all, and its own B.
+// Roles     warpgroup 0: its first thread issues the copies. Warpgroups 1, 2: rows 0..63 and 64..127 of the tile.
+// Barriers  full[stage]: 1 arrival, by the producer, with the bytes of A and B; all blocks of the cluster copy them.
+//           empty[stage]: 2 kCluster arrivals (one thread of each consumer warpgroup in the cluster).
 // Shared    a (kStages, 128, 64), b (kStages, kBlockN, 64): K-major, 128-byte swizzle; the barriers.
 // Registers 168 at the start; the producer goes down to 40, the consumers up to 232 (kBlockN / 2 accumulators).
 //
-// kBug plants a mistake, for test_planted_sm90.py; 0 is the correct kernel.
+// kBug plants a bug, for test_planted_sm90.py; 0 is the correct kernel.
 #pragma once
 
 #include "arch/cluster.cuh"
@@ -62,7 +62,7 @@ struct GemmConfig {
   using T = T_;
   static constexpr int kBlockM = 128, kBlockN = block_n, kBlockK = 64, kStages = 4, kCluster = cluster, kBug = bug;
   static constexpr int kThreads = 384;
-  static constexpr int kLoadRows = kBlockM / kCluster;  // of A, by one block
+  static constexpr int kLoadRows = kBlockM / kCluster;  // rows of A loaded by one block
   static constexpr uint32_t kLoadBytes = kLoadRows * kBlockK * 2;
   static constexpr uint32_t kStageBytes = (kBlockM + kBlockN) * kBlockK * 2;
 
@@ -124,7 +124,7 @@ DEVICE void produce(const GemmParams& p, typename Config::Storage& shared, int t
   }
 }
 
-// The stage may be written again, by every block that writes it.
+// Tells every block that writes this stage that it may be overwritten.
 template <class Config>
 DEVICE void release(typename Config::Storage& shared, int stage) {
   const int t = thread_index() % 128;
@@ -147,9 +147,9 @@ DEVICE void consume(const GemmParams& p, typename Config::Storage& shared, int t
 #pragma unroll
   for (float& sum : d) sum = 0;
   RingPosition<Config::kStages> at;
-  int before = -1;  // the stage that products may still read
+  int before = -1;  // the stage that products in flight may still read
   int k = 0;
-  do {  // not a loop that may end at once: ptxas would then serialise the products
+  do {  // do-while, because ptxas serialises the products of a loop with zero iterations
     if constexpr (bug != kNoFullWait)
       barrier_wait(shared.full[at.stage], bug == kWrongFullParity    ? at.parity ^ 1
                                           : bug == kParityNeverFlips ? 0
@@ -221,7 +221,7 @@ proof_gemm(GRID_CONSTANT GemmParams p) {
     increase_registers<bug == kRegistersDoNotFit ? 240 : 232>();
     consume<Config>(p, shared, block_y(), block_x());
   }
-  // Other blocks may still arrive at this one's barriers.
+  // Other blocks may still arrive at this block's barriers.
   if constexpr (Config::kCluster > 1 && bug != kNoClusterSyncBeforeExit) {
     cluster_arrive();
     cluster_wait();

@@ -1,14 +1,14 @@
-"""Records what a GPU answers to the conformance kernels, for the emulator to answer the same.
+"""Records a GPU's outputs of the conformance kernels as a reference for the emulator.
 
     python tests/simt/record.py                        # on a machine with a CUDA GPU
-    python tests/simt/record.py --compile-only sm_90a  # anywhere with nvcc: compiles and links, and runs nothing
-    python tests/simt/record.py --emulated --golden x  # anywhere: rehearses the recording with the emulator's answers
+    python tests/simt/record.py --compile-only sm_90a  # anywhere with nvcc: only compiles and links
+    python tests/simt/record.py --emulated --golden x  # anywhere: rehearses the recording on the emulator
 
-Every conformance_*.cu that the GPU can run is compiled by nvcc, its kernels run with fresh inputs, and inputs and
-outputs go to tests/simt/golden/<device>/<case>.npz, for test_conformance.py to replay without a GPU. On the way the
-answers are compared with the references there: what differs within a case's tolerance is reported as the device's
-rounding, anything else is a fault, and the exit status 1. It needs torch, numpy and the CUDA toolkit; no network, no
-other package, and no build of cuda_ext.
+nvcc compiles every conformance_*.cu that the GPU can run. Its kernels run on random inputs, and inputs and outputs are
+stored in tests/simt/golden/<device>/<case>.npz, which test_conformance.py replays without a GPU. The outputs are also
+compared with the references there: differences within a case's tolerance are reported as the device's rounding, all
+others as faults, and the exit status is then 1. Needs torch, numpy and the CUDA toolkit; no network, no other package,
+and no build of cuda_ext.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 try:
     import pytest  # noqa: F401
 except ImportError:
-    # test_conformance, which has the references, is a file of tests; as a module it needs names, and no more than that.
+    # The references are in test_conformance.py, whose import needs these names of pytest.
     class Marks:
         def __getattr__(self, name: str) -> Callable[..., Callable[[object], object]]:
             return lambda *_, **__: lambda function: function
@@ -45,14 +45,14 @@ from harness import BUILD, CSRC, HERE, Fault, Library, find_toolkit
 
 from cuda_ext import _emulator, _toolchain
 
-# What a source includes that only sm_90 runs, and the architectures after it have no more (wgmma) or in part.
+# Headers of instructions that only sm_90a has; later architectures lack wgmma and part of the others.
 SM90_ONLY = re.compile(r'#include "arch/(?:barrier|tma|cluster|wgmma)\.cuh"')
 
 FORK = multiprocessing.get_context("fork")
 
 
 def sources(arch: str) -> list[Path]:
-    """The conformance kernels that a device of `arch` ("sm_90a") runs."""
+    """The conformance kernels that a device of `arch` ("sm_90a") can run."""
     found = sorted(HERE.glob("conformance_*.cu"))
     return [path for path in found if arch == "sm_90a" or not SM90_ONLY.search(path.read_text())]
 
@@ -66,7 +66,7 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 def compile_for(arch: str, folder: Path) -> Path:
-    """The conformance library for devices of `arch`, in `folder`, where one that is current is kept."""
+    """Builds the conformance library for devices of `arch` in `folder`, unless it is up to date."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is a CPU-only build; install one with CUDA")
     toolkit = find_toolkit()
@@ -81,7 +81,7 @@ def compile_for(arch: str, folder: Path) -> Path:
     command = [
         *(str(toolkit.home / "bin" / "nvcc"), "-shared", "-std=c++20", "-O2", "-Xcompiler", "-fPIC"),
         *(f"-gencode=arch=compute_{code},code={arch}", f"-I{CSRC}", f"-I{HERE}", "--threads=0"),
-        # By its path: a wheel has libcudart.so.13 alone, which the linker would not find by its name.
+        # By path: a wheel has only libcudart.so.13, which the linker does not find by name.
         *("-cudart", "none", "-Xlinker", str(cudart), "-Xlinker", f"-rpath={cudart.parent}"),
         *("-x", "cu", *map(str, kernels), str(HERE / "library.cpp")),
     ]
@@ -92,7 +92,7 @@ def compile_for(arch: str, folder: Path) -> Path:
 
 
 def compare(name: str, got: np.ndarray, expected: np.ndarray) -> tuple[bool, str]:
-    """Whether an answer is as the reference says, and what there is to say about it."""
+    """Whether an output is correct, and a remark about it."""
     got, expected = conformance.with_one_nan(name, got), conformance.with_one_nan(name, expected)
     different = int((got != expected).sum()) if got.shape == expected.shape else max(got.size, expected.size)
     if different == 0:
@@ -106,14 +106,14 @@ def compare(name: str, got: np.ndarray, expected: np.ndarray) -> tuple[bool, str
     try:
         conformance.assert_same(name, got, expected)
     except AssertionError:
-        # A sum that is rounded otherwise is the hardware's right where its tolerance allows it.
+        # Where there is a tolerance, the hardware may round sums differently.
         if name == "special_functions" or not np.allclose(a, b, rtol=conformance.TOLERANCE[name], atol=1e-6):
             return False, f"FAULT: {rounding}; {conformance.TOLERANCE[name]:.2e} may be"
     return True, f"rounding: {rounding}"
 
 
 def record(library: Library, folder: Path, seed: int, names: Sequence[str] | None = None) -> int:
-    """Runs every case of fixed size, or those of `names`, and stores its answer; returns how many are faults."""
+    """Runs every case of fixed size, or those in `names`, and stores its output; returns the number of faults."""
     folder.mkdir(parents=True, exist_ok=True)
     faults = 0
     for name in cases(library) if names is None else names:
@@ -133,15 +133,16 @@ def record(library: Library, folder: Path, seed: int, names: Sequence[str] | Non
 
 
 def cases(library: Library) -> list[str]:
-    """Those of fixed size."""
+    """The cases of fixed size."""
     return sorted(name for name in library.index if library.in_bytes(name) > 0)
 
 
 def record_in_children(library: Library, folder: Path, seed: int, device: int | None, patience: float = 30) -> int:
-    """`record`, each case in a process that it may spoil; on `device`, which this one has not used.
+    """`record` in child processes, on `device`, which this process must not have used.
 
-    After a bad access to its memory a GPU is lost to a process, and a kernel that waits for ever never comes back. So a
-    process ends with the first fault, or after `patience` seconds in silence, and another one does the rest.
+    After a bad memory access, a process can no longer use its GPU, and a kernel that waits forever never returns.
+    Therefore a child ends at the first fault, or after `patience` seconds without output, and another one continues
+    with the remaining cases.
     """
     names, faults = cases(library), 0
     while names:
@@ -181,7 +182,7 @@ def _record_until_fault(
 
 
 def describe_gpu(device: int) -> tuple[str, tuple[int, int]]:
-    """Its name and compute capability, by a process of its own: children of one that uses a GPU cannot use it."""
+    """Name and compute capability, queried in a child: children of a process that used a GPU cannot use it."""
 
     def ask(sender: Connection) -> None:
         found = torch.cuda.is_available() and device < torch.cuda.device_count()
@@ -198,8 +199,8 @@ def describe_gpu(device: int) -> tuple[str, tuple[int, int]]:
     process.join()
     if answer is None:
         raise RuntimeError(
-            "found no CUDA GPU, whose answers are to be recorded; run this where `nvidia-smi` lists one, with a "
-            "torch built for CUDA, or try --compile-only sm_90a or --emulated"
+            "found no CUDA GPU to record from; run this where `nvidia-smi` lists one, with a torch built for CUDA, or "
+            "try --compile-only sm_90a or --emulated"
         )
     return answer
 
@@ -208,16 +209,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile-only", metavar="ARCH", help="compile and link for sm_80, sm_90a, ..., and stop")
     parser.add_argument(
-        "--emulated", action="store_true", help="a rehearsal: compile, where nvcc is, and let the emulator answer"
+        "--emulated", action="store_true", help="rehearse: compile if there is nvcc, and run on the emulator"
     )
     parser.add_argument("--device", type=int, default=0, help="index of the GPU (default: 0)")
-    parser.add_argument("--seed", type=int, help="of the inputs (default: a fresh one, which is printed)")
+    parser.add_argument("--seed", type=int, help="seed of the inputs (default: random, printed)")
     parser.add_argument(
         "--golden", type=Path, default=HERE / "golden", help="where to store (default: tests/simt/golden)"
     )
     options = parser.parse_args(arguments)
     if options.emulated and options.golden.resolve() == HERE / "golden":
-        parser.error("--emulated: expected --golden with another folder than that of what GPUs answered")
+        parser.error("--emulated: expected --golden with another folder than the one with the outputs of GPUs")
     try:
         if options.compile_only:
             print(compile_for(options.compile_only, BUILD))
@@ -238,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.golden / re.sub(r"[^\w.]+", "-", device)
     print(f"{device} ({arch}), --seed {seed}", flush=True)
     faults = record_in_children(library, folder, seed, None if options.emulated else options.device)
-    print(f"{len(cases(library))} cases, {faults} faults; answers are in {folder}")
+    print(f"{len(cases(library))} cases, {faults} faults; outputs are in {folder}")
     return 1 if faults else 0
 
 

@@ -1,4 +1,4 @@
-// The all-reduce in symmetric memory with all ranks in one launch, for test_symmetric_kernels.py: each has a group of blocks.
+// The all-reduce in symmetric memory for test_symmetric_kernels.py: one launch has all ranks, each a group of blocks.
 #include "bucket/symmetric_kernels.cuh"
 
 #include <cstdio>
@@ -8,9 +8,9 @@
 
 namespace cuda_ext::symmetric {
 
-// As the kernels, where the index of a block tells its rank; stats (num_ranks, 2). With values (rounds, num_ranks, count),
-// and one block a rank, that sums one after the other, as kernels of its stream would: it packs values[i, rank], and puts
-// the sum there.
+// Like the kernels, but a block's index determines its rank; stats (num_ranks, 2). With values (rounds, num_ranks,
+// count) and one block per rank, each rank packs values[i, rank], sums, and stores the sum there, one round after the
+// other, like consecutive kernels in a stream.
 template <class T>
 GLOBAL(Config::kThreads, Config::kMinBlocks)
 all_ranks_kernel(GRID_CONSTANT KernelParams params, int is_one_shot, int rounds, T* values) {
@@ -58,8 +58,8 @@ EXPORT int symmetric_num_blocks(int64_t count, int num_ranks, int dtype, int64_t
       {.num_ranks = num_ranks, .count = count, .dtype = Dtype(dtype), .staging = {.row_bytes = row_bytes}});
 }
 
-// All ranks at once if `rank` is -1, with `blocks`, `rounds` and `values` as above; else the kernel itself, as that rank. Staging
-// of the slot begins at `staging`, with rows of `row_bytes`. Returns 0, or 1 with what went wrong in `error`.
+// If `rank` is -1, runs all ranks, with `blocks`, `rounds` and `values` as above; otherwise the kernel itself as that
+// rank. Staging of the slot begins at `staging`, in rows of `row_bytes`. Returns 0, or 1 with a message in `error`.
 EXPORT int symmetric_run(void** segments, int num_ranks, int rank, int slot, int64_t begin, int64_t count, int dtype,
                          int64_t staging, int64_t row_bytes, int blocks, int rounds, void* values, float* stats,
                          char* error, size_t error_size) {

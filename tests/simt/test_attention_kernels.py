@@ -1,4 +1,4 @@
-"""What attention's kernels cost, whatever the machine; tests/test_attention_cuda.py has what they compute."""
+"""Counters of the attention kernels on the emulator; tests/test_attention_cuda.py tests their results."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Counters = dict[str, int]
 
 PHASES = ("forward", "backward")
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-# Many heads fill the device; of few, keys and walks are divided.
+# Many heads fill the device; with few heads, keys are split among blocks.
 SIZES = {"blocks enough": (8, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
-# From which the paper model (benchmarks/kernel_work.py) has what a step, a block and a tile of queries cost.
+# The paper model (benchmarks/model) derives the costs of a step, a block and a tile of queries from these.
 GROWING = ((8, 128, 128), (8, 128, 256), (8, 256, 128))
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "softcap": {"softcap": 5.0}}
 
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "causal": {"causal": True}, "
 def costs(
     dims: tuple[int, int], sizes: tuple[int, int, int], options: dict[str, Any], arch: str = "sm_80"
 ) -> tuple[Counters, Counters]:
-    """Of forward, and of backward."""
+    """Counters of forward and of backward."""
     heads, queries, keys = sizes
     shapes = ((1, queries, heads, dims[0]), (1, keys, heads, dims[0]), (1, keys, heads, dims[1]))
     tensors = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]

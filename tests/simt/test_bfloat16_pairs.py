@@ -1,5 +1,5 @@
-"""The CPU GEMM where the processor multiplies pairs of bfloat16 (AVX512-BF16), with a model of that instruction: what
-such a processor runs but for the instruction itself, on every processor."""
+"""The CPU GEMM's variant for AVX512-BF16, which multiplies pairs of bfloat16, with a C++ model of that instruction, so
+that it runs on every CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(pairs: Any, call: Gemm) -> None:
     pairs.pairs_gemm(ctypes.byref(params))
 
 
-# k: one element, odd and even, a vector, a block of 512 and beyond.
+# k: one element, odd and even, a vector, a block of 512, more than a block.
 SHAPES = [(1, 1, 1), (3, 7, 2), (5, 12, 9), (9, 13, 0), (73, 48, 64), (70, 67, 511), (33, 25, 513), (2, 300, 1100)]
 
 
@@ -76,27 +76,27 @@ def test_sums_are_as_exact_as_float32(pairs: Any) -> None:
     call = Gemm(a, b, Target((40, 50), "float32"))
     run(pairs, call)
     assert call.out is not None
-    # A rounding of each of 700 sums of size sqrt(700) adds up to some sqrt(700)^2 2^-24: in float32, one term after the
-    # other, the largest of 2000 such errors was 2.3 times as large in 300 draws.
+    # The rounding errors of 700 sums of size sqrt(700) add up to about sqrt(700)^2 2^-24. With sequential float32 sums,
+    # the largest of 2000 such errors was 2.3 times as large in 300 draws.
     np.testing.assert_allclose(call.out.values(), expected(call).out, rtol=0, atol=4 * 700 * 2.0**-24)
 
 
-# The smallest normal number, and as bfloat16 half of it, which is subnormal.
+# The smallest normal number, and half of it in bfloat16, which is subnormal.
 TINY, SUBNORMAL = 2.0**-126, 2.0**-127
-CASES = [  # sum, (a0, a1), (b0, b1), what the instruction makes of it
+CASES = [  # sum, (a0, a1), (b0, b1), result of the instruction
     (1.0, (2.0, 3.0), (5.0, 7.0), 32.0),
-    (1.0, (SUBNORMAL, 3.0), (2.0**120, 7.0), 22.0),  # subnormal operands are zeros
-    (SUBNORMAL, (0.0, 0.0), (0.0, 0.0), 0.0),  # and so is a subnormal sum,
-    (0.0, (2.0**-100, 0.0), (2.0**-27, 0.0), 0.0),  # on its way out too,
-    (0.0, (1.0, 2.0**-100), (TINY, 2.0**-27), TINY),  # and between
+    (1.0, (SUBNORMAL, 3.0), (2.0**120, 7.0), 22.0),  # subnormal operands count as zero
+    (SUBNORMAL, (0.0, 0.0), (0.0, 0.0), 0.0),  # so does a subnormal sum
+    (0.0, (2.0**-100, 0.0), (2.0**-27, 0.0), 0.0),  # a subnormal result becomes zero
+    (0.0, (1.0, 2.0**-100), (TINY, 2.0**-27), TINY),  # so does an intermediate one
     (2.0**24, (1.0, 1.0), (1.0, 1.0), 2.0**24),  # each sum is rounded, to even: 2^24 + 1 is not a float32
     (0.0, (1.0, 2.0**24), (1.0, 1.0), 2.0**24),
     (0.0, (2.0**24, 1.0), (1.0, 1.0), 2.0**24),
     (0.0, (-(2.0**24), 2.0**24), (1.0, 1.0), 0.0),
-    (1.0, (-(2.0**24), 2.0**24), (1.0, 1.0), 0.0),  # the second of a pair comes first: 1 is lost
+    (1.0, (-(2.0**24), 2.0**24), (1.0, 1.0), 0.0),  # the second product of a pair is added first: 1 is lost
     (0.0, (math.inf, 1.0), (1.0, 1.0), math.inf),
     (0.0, (math.inf, -math.inf), (1.0, 1.0), math.nan),
-    (0.0, (math.inf, 1.0), (SUBNORMAL, 1.0), math.nan),  # infinity times what counts as zero
+    (0.0, (math.inf, 1.0), (SUBNORMAL, 1.0), math.nan),  # infinity times a subnormal, which counts as zero
 ]
 
 

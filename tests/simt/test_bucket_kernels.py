@@ -1,7 +1,7 @@
 """The bucket kernels on the emulator, against numpy.
 
-Every launch works on one arena: guards surround the bucket and each tensor, what is to be written is poisoned, and
-afterwards the whole arena is compared with what it should hold.
+Every launch works on one arena: guards surround the bucket and each tensor, outputs are poisoned, and the whole arena
+is compared with its expected contents afterwards.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from harness import CSRC, Fault, Library, SyncSite
 SOURCES = [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"]
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_INDEX = {name: i for i, name in enumerate((*DTYPES, "float64"))}  # as in csrc/base/dtype.h
-OPS = ("pack", "unpack", "stats", "pack alone")  # the last without statistics
+OPS = ("pack", "unpack", "stats", "pack alone")  # "pack alone": without statistics
 PAIRS = [(source, target) for source in DTYPES for target in DTYPES]
 BLOCK = 16384  # kBlockElements
 POISON = 0xA5
 ALIGNMENT, GUARD = 64, 64  # bytes
 ENTRY = np.dtype({"names": ["data", "begin", "count", "dtype"], "formats": ["u8", "i8", "i8", "u1"], "itemsize": 32})
 
-# float32 sums of random values may be rounded the other way once, as the order of float64 additions differs.
+# The order of float64 additions differs, so the float32 sum of random values may differ by one rounding.
 SQUARES_TOLERANCE = 2.0**-23
 
 
@@ -38,7 +38,7 @@ def library() -> Library:
 
 @pytest.fixture(scope="session")
 def hooked() -> Library:
-    """The same with plain loads and stores seen, as the race checker needs."""
+    """The same with hooks for plain loads and stores, which the race checker needs."""
     return Library.build("bucket-hooks", SOURCES, hooks=True)
 
 
@@ -51,10 +51,10 @@ def rng(seeded: None) -> np.random.Generator:
 class Tensor:
     count: int
     dtype: str
-    gap: int = 0  # elements of the bucket in front of it
-    shift: int = 0  # elements past an aligned address
+    gap: int = 0  # elements of the bucket before it
+    shift: int = 0  # elements after an aligned address
     in_place: bool = False
-    kept: bool = False  # in place and to be left alone
+    kept: bool = False  # already in the bucket; must not be written
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Case:
     shift: int = 0
     end_gap: int = 0
     scale: float = 1.0
-    # "whole": small whole numbers, whose squares sum exactly; "normal"; "bits": any bits at all.
+    # "whole": small integers, whose squares sum exactly; "normal"; "bits": arbitrary bits.
     values: str = "whole"
 
 
@@ -77,7 +77,7 @@ class Outcome:
 
     @property
     def partial_sums(self) -> np.ndarray:
-        """The sums of the blocks, in float64, at the end of the workspace."""
+        """The float64 sums of the blocks, at the end of the workspace."""
         return self.workspace[: self.workspace.size - GUARD][-8 * self.blocks :]
 
 
@@ -96,7 +96,7 @@ def decode(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:
-    """To nearest, ties to even."""
+    """Rounds to nearest, ties to even."""
     values = np.ascontiguousarray(values, np.float32)
     if dtype != "bfloat16":
         return values.astype(dtype).view(storage(dtype))
@@ -114,7 +114,7 @@ def draw(count: int, dtype: str, values: str, rng: np.random.Generator) -> np.nd
 
 @dataclass(frozen=True)
 class Stretch:
-    """Numbers in the arena."""
+    """A range of numbers in the arena."""
 
     at: int  # byte
     count: int
@@ -132,14 +132,14 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def aligned(size: int) -> np.ndarray:
-    """Bytes that begin at a multiple of 256, as the device's allocator gives them."""
+    """Bytes aligned to 256, like allocations on a device."""
     raw = np.empty(size + 256, np.uint8)
     begin = -raw.ctypes.data % 256
     return raw[begin : begin + size]
 
 
 class Launch:
-    """A case laid out in memory, with what should come of it."""
+    """A case in memory, with the expected result."""
 
     def __init__(self, op: str, case: Case, rng: np.random.Generator) -> None:
         self.op, self.case = op, case
@@ -217,18 +217,18 @@ class Launch:
             None if self.op == "pack alone" else address(stats),
             address(workspace),
         )
-        entries[:] = 0  # nobody needs the table after the call
+        entries[:] = 0  # the launch must not use the table after the call
         return Outcome(arena, stats, workspace, max(1, -(-self.count // BLOCK)))
 
     def check(self, outcome: Outcome) -> None:
         expected = self.expected.copy()
-        for target in self.written:  # a NaN is a NaN whatever its bits
+        for target in self.written:  # all NaNs are equal
             got, want = target.of(outcome.arena), target.of(expected)
             both = np.isnan(decode(got, target.dtype)) & np.isnan(decode(want, target.dtype))
             want[both] = got[both]
         wrong = np.flatnonzero(outcome.arena != expected)
         assert wrong.size == 0, f"{wrong.size} wrong bytes from {wrong[0]}, the bucket is {self.bucket}"
-        assert (outcome.workspace[-GUARD:] == POISON).all(), "wrote behind the workspace"
+        assert (outcome.workspace[-GUARD:] == POISON).all(), "wrote after the workspace"
         if self.op == "pack alone":
             return
         assert outcome.stats[1] == self.nonfinite
@@ -248,7 +248,7 @@ def check(library: Library, case: Case, rng: np.random.Generator, ops: Sequence[
 
 
 def mixed(rng: np.random.Generator, tensors: int, scale: float = 0.3, values: str = "normal") -> Case:
-    """All sizes, dtypes, alignments and gaps at once."""
+    """A mix of all sizes, dtypes, alignments and gaps."""
     drawn = []
     for _ in range(tensors):
         size = rng.choice([0, 8, 64, 600, 3300, 20000])
@@ -340,7 +340,7 @@ def test_tensors_that_live_in_the_bucket(library: Library, rng: np.random.Genera
 
 @pytest.mark.parametrize("bucket", DTYPES)
 def test_kept_entries_are_left_alone(library: Library, rng: np.random.Generator, bucket: str) -> None:
-    """Long and short ones, among others, gaps and the ends of blocks; whatever bits they hold."""
+    """Long and short entries between others, with gaps, across the ends of blocks, with arbitrary bits."""
     sizes = (5000, 3, 1, 0, 200, BLOCK, 1, 1, 300, 2 * BLOCK + 5, 7)
     for round_ in range(4):
         tensors = [
@@ -370,7 +370,7 @@ def test_one_value_that_is_not_finite(library: Library, rng: np.random.Generator
 
 
 def test_statistics_are_of_what_is_stored(library: Library, rng: np.random.Generator) -> None:
-    """Finite values whose squares, or whose casts, are not."""
+    """Finite values whose squares or casts are not finite."""
     big = Case([Tensor(3000, "float32")], "float32", scale=1e30)
     overflowing = Case([Tensor(3000, "float32")], "float16", scale=1e5)
     for case, nonfinite in ((big, False), (overflowing, True)):
@@ -401,7 +401,7 @@ SCHEDULES: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("op", OPS)
 def test_no_schedule_changes_a_bit(library: Library, rng: np.random.Generator, op: str) -> None:
-    """Of what is written, of the norm, and of the float64 sums that it is made of."""
+    """The output, the norm and the float64 sums have the same bits with every schedule."""
     launch = Launch(op, mixed(rng, 40), rng)
     first = launch.run(library)
     launch.check(first)
@@ -414,7 +414,7 @@ def test_no_schedule_changes_a_bit(library: Library, rng: np.random.Generator, o
 
 
 def test_workspace_needs_no_preparation(library: Library, rng: np.random.Generator) -> None:
-    """As when a captured graph is replayed: whatever the launch before has left there."""
+    """When a captured graph is replayed, the workspace contains the data of an earlier launch."""
     launch = Launch("pack", mixed(rng, 40), rng)
     first = launch.run(library)
     again = launch.run(library, first.workspace)
@@ -423,7 +423,7 @@ def test_workspace_needs_no_preparation(library: Library, rng: np.random.Generat
 
 
 def concurrent_case(rng: np.random.Generator) -> Case:
-    """Small enough for the race checker, with two blocks, and every way to move data."""
+    """Two blocks and all ways to move data, but small enough for the race checker."""
     sizes = (1, 0, 300, 70, 3, 5000, 2, 9000, 40)
     tensors = [Tensor(n, str(rng.choice(DTYPES)), gap=n % 4, shift=n % 7, in_place=n == 5000) for n in sizes]
     tensors = [replace(t, dtype="bfloat16") if t.in_place else t for t in tensors]
@@ -438,7 +438,7 @@ def test_no_race(hooked: Library, rng: np.random.Generator, op: str) -> None:
             launch.check(launch.run(hooked))
 
 
-# What a mutation may take away unnoticed, with the reason.
+# Synchronisation calls whose removal is not detected, with the reason.
 HARMLESS: dict[str, str] = {}
 
 
@@ -453,7 +453,9 @@ def is_caught(library: Library, launch: Launch, skip: SyncSite) -> bool:
 
 
 @pytest.mark.parametrize(("op", "count"), [("pack", 3), ("pack alone", 1)])
-def test_loss_of_any_synchronisation_is_noticed(hooked: Library, rng: np.random.Generator, op: str, count: int) -> None:
+def test_removal_of_any_synchronisation_is_detected(
+    hooked: Library, rng: np.random.Generator, op: str, count: int
+) -> None:
     hooked.reset()
     launch = Launch(op, concurrent_case(rng), rng)
     launch.run(hooked)
@@ -463,7 +465,7 @@ def test_loss_of_any_synchronisation_is_noticed(hooked: Library, rng: np.random.
     assert {str(site) for site in sites if not is_caught(hooked, launch, site)} == set(HARMLESS)
 
 
-# Elements that fill sectors, whatever their dtype; two sizes, so that what an element costs can be told from the rest.
+# Sizes that fill whole sectors for every dtype. The difference of the two gives the cost per element.
 SIZES = ((BLOCK + 1008, BLOCK + 2000), (2 * BLOCK + 1008, 2 * BLOCK + 2000))
 
 
@@ -477,13 +479,13 @@ def measure(
 
 
 def moved(op: str, tensors: str, bucket: str, count: int) -> tuple[int, int]:
-    """Bytes that have to be read and written."""
+    """Minimal number of bytes read and written."""
     in_tensors, in_bucket = count * size_of(tensors), count * size_of(bucket)
     return {"unpack": (in_bucket, in_tensors), "stats": (in_tensors, 0)}.get(op, (in_tensors, in_bucket))
 
 
-def test_what_is_kept_moves_no_byte(library: Library, rng: np.random.Generator) -> None:
-    """What a pack costs less what its data does: the same table and statistics, and nothing of the data."""
+def test_kept_entries_move_no_byte(library: Library, rng: np.random.Generator) -> None:
+    """Packing kept entries costs only the table and the statistics."""
     for bucket, sizes in itertools.product(DTYPES, SIZES):
         cost = measure(library, "pack", bucket, bucket, sizes, rng)
         kept = Launch("pack", Case([Tensor(size, bucket, kept=True) for size in sizes], bucket), rng)
@@ -516,7 +518,7 @@ def test_every_byte_is_read_once_and_written_once(library: Library, rng: np.rand
                     counters["global_store_sectors"] - stores // 32,
                 )
             )
-        # What remains does not depend on the data's size, so that no part of it is data: table and statistics.
+        # The rest, table and statistics, does not depend on the size of the data.
         assert len(extra) == 1
         load_bytes, store_bytes, load_sectors, store_sectors = extra.pop()
         assert 0 <= store_bytes <= 256

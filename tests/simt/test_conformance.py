@@ -1,11 +1,11 @@
-"""Every primitive of csrc/arch on the emulator: against what the PTX manual says, and against what GPUs answered.
+"""Every primitive of csrc/arch on the emulator, compared with the PTX manual and with recorded outputs of GPUs.
 
-`python tests/simt/record.py` stores a GPU's answers under golden/; wherever they are, the emulator has to give the same
-bits.
+`python tests/simt/record.py` stores a GPU's outputs in golden/; if there are any, the emulator must give the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import subprocess
@@ -35,10 +35,10 @@ MODES = [
     *({"mode": "lazy", "schedule": "pct", "seed": seed} for seed in range(3)),
     {"mode": "lazy", "schedule": "pct", "seed": 3, "check_races": True},
 ]
-# Approximate in hardware, or free to round sums as it likes: equal within a tolerance only.
+# Tolerances of operations that the hardware approximates, or whose sums it may round differently.
 TOLERANCE = {"special_functions": 2.0**-10, "mma_f16": 1e-5, "mma_bf16": 1e-5, "mma_tf32": 1e-5}
-# What the words of an answer hold, in equal parts, where any NaN is as good as another: an addition may drop the
-# payload of a NaN that a move would keep, and which of them a conversion is made of is the compiler's affair.
+# Types of the words of an output, in equal parts, for cases where the payload of a NaN is unspecified: an addition may
+# drop a payload that a move keeps, and the compiler chooses the instructions of a conversion.
 FLOATS = {
     "conversions": ("f16", "bf16", "", "f16", "bf16", "f32", "", "f32"),
     "unpack": ("f32", "f32", "", ""),
@@ -212,7 +212,7 @@ def conversions(x: np.ndarray) -> np.ndarray:
         half = np.where(np.isnan(f), np.uint16(0x7FFF), half.view(np.uint16)).astype(np.uint32)
         negative = np.where(np.isnan(f), half, half ^ 0x8000)
         negative_bfloat = np.where(np.isnan(f), bfloat, bfloat ^ 0x8000)
-        # Of infinities and NaN nothing but the low bits goes, which makes infinities of some NaN: so ptxas has it.
+        # Infinities and NaNs only lose their low bits, which turns some NaNs into infinities; ptxas does the same.
         tf32 = (np.where(np.isfinite(f), x + np.uint32(0x1000), x) & np.uint32(0xFFFFE000)).astype(np.uint32)
         widened = (x & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
         fma = square_plus_one(f)
@@ -231,8 +231,8 @@ def conversions(x: np.ndarray) -> np.ndarray:
 
 
 def square_plus_one(f: np.ndarray) -> np.ndarray:
-    """Rounded once. The square is exact in float64; where the sum is not, its last bit is set, which keeps a second
-    rounding from taking it for a tie."""
+    """f * f + 1, rounded once. The square is exact in float64. Where the sum is not, its last bit is set, so that the
+    second rounding does not mistake it for a tie."""
     square = f.astype(np.float64) ** 2
     total = square + 1.0
     one = total - square
@@ -271,7 +271,7 @@ for _count in (1, 2, 4):
 
 
 def fragments(x: np.ndarray, decode: Callable[[np.ndarray], np.ndarray], pack: int) -> np.ndarray:
-    """D = C + A @ B from what each lane holds; `pack` elements to a register."""
+    """D = C + A @ B from the registers of all lanes, with `pack` elements per register."""
     words = x.reshape(10, 32)
     a, b, c = np.zeros((16, 8 * pack)), np.zeros((8 * pack, 8)), np.zeros((16, 8))
     for lane in range(32):
@@ -302,7 +302,7 @@ references["mma_tf32"] = lambda x: fragments(
 
 
 def inputs_of(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
-    """Random words; for products such numbers that float32 sums of them are exact, or nearly."""
+    """Random words; for products, numbers whose float32 sums are exact or almost exact."""
     if name.startswith("tma"):
         return conformance_sm90.tma_inputs(name, words, rng)
     if name.startswith("wgmma"):
@@ -321,7 +321,7 @@ def inputs_of(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def with_one_nan(name: str, words: np.ndarray) -> np.ndarray:
-    """The answer of a case with one and the same NaN for each."""
+    """The output of a case with every NaN replaced by the same one."""
     words = words.astype(np.uint32)
     kinds = FLOATS.get(name)
     if kinds is None or words.size % len(kinds) != 0:
@@ -346,26 +346,30 @@ def assert_same(name: str, got: np.ndarray, expected: np.ndarray) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def cases_of(way: str) -> set[str]:
-    """The cases that a library built in this way has."""
+def cases_of(kind: str) -> set[str]:
+    """The cases of a library of this kind of BUILDS."""
     sm90 = conformance_sm90.references.keys() | conformance_wgmma.references.keys()
-    return references.keys() - (sm90 if way == "ptx_sm_80" else set())
+    return references.keys() - (sm90 if kind == "ptx_sm_80" else set())
 
 
 def every_build(*names: str, cases: Callable[[str], Iterable[Any]] | None = None) -> pytest.MarkDecorator:
-    """Parametrizes a test with a library for each of BUILDS, and with the cases of each."""
+    """Parametrizes a test with a library of each kind in BUILDS, and with its cases."""
     rows = [
-        pytest.param(way, *each, marks=getattr(pytest.mark, way.partition("_")[0]), id="-".join([way, *each]))
-        for way in BUILDS
-        for each in ([(case,) for case in sorted(cases(way))] if cases else [()])
+        pytest.param(kind, *each, marks=getattr(pytest.mark, kind.partition("_")[0]), id="-".join([kind, *each]))
+        for kind in BUILDS
+        for each in ([(case,) for case in sorted(cases(kind))] if cases else [()])
     ]
     return pytest.mark.parametrize(("library", *names), rows, indirect=["library"], scope="session")
 
 
+@functools.cache  # the fixture is set up again whenever pytest changes to another kind
+def load(kind: str) -> Library:
+    return Library.build_for(kind, "conformance", SOURCES_SM80 if kind == "ptx_sm_80" else SOURCES)
+
+
 @pytest.fixture(scope="session")
 def library(request: pytest.FixtureRequest) -> Library:
-    way = getattr(request, "param", "simt")
-    return Library.build_for(way, "conformance", SOURCES_SM80 if way == "ptx_sm_80" else SOURCES)
+    return load(getattr(request, "param", "simt"))
 
 
 @every_build()
@@ -375,7 +379,7 @@ def test_every_case_has_a_reference(library: Library, request: pytest.FixtureReq
 
 @every_build()
 def test_a_process_can_load_many_libraries(library: Library) -> None:
-    """glibc keeps a few hundred bytes for the thread-local variables of all libraries that a process loads late."""
+    """glibc reserves only a few hundred bytes of static TLS for libraries loaded at run time."""
     table = subprocess.run(["readelf", "-lW", library.path], capture_output=True, text=True, check=True).stdout
     (size,) = re.findall(r"^ +TLS +(?:0x[0-9a-f]+ +){4}(0x[0-9a-f]+)", table, re.MULTILINE)
     assert int(size, 16) <= 32
@@ -392,8 +396,8 @@ def test_primitive(library: Library, name: str, options: dict[str, object]) -> N
         assert_same(name, got, references[name](data))
 
 
-def test_a_nan_is_as_good_as_another() -> None:
-    words = {  # two NaN, and the infinity
+def test_payloads_of_nans_are_ignored() -> None:
+    words = {  # two NaNs and infinity
         "f16": (0x7E00, 0xFC01, 0x7C00),
         "bf16": (0x7FC0, 0xFF81, 0x7F80),
         "f32": (0x7FC00000, 0xFF800001, 0x7F800000),
@@ -418,7 +422,7 @@ GOLDEN = sorted((HERE / "golden").glob("*/*.npz"))
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_what_a_gpu_answered(library: Library, path: Path) -> None:
+def test_same_output_as_a_gpu(library: Library, path: Path) -> None:
     golden = np.load(path)
     got = library.run(path.stem, golden["input"])
     tolerance = TOLERANCE.get(path.stem)

@@ -1,4 +1,4 @@
-"""The sources of these tests, compiled for devices: no spills, and wgmma that ptxas leaves in flight."""
+"""The kernels of these tests, compiled for GPUs, do not spill, and ptxas does not serialise their wgmma."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def ptxas_log(source: str, architecture: str, target: Path) -> str:
 
 
 @pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
+@pytest.mark.sampled(count=4)
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize("source", [*SM80, *SM90])
 def test_compiles_cleanly(source: str, architecture: str, tmp_path: Path) -> None:
     log = ptxas_log(source, architecture, tmp_path / "out.o")
     assert re.search(r"Used \d+ registers", log), "no kernel was compiled"
-    assert not re.findall(r".*\(C75\d\d\).*", log), "ptxas serialises wgmma, or repairs its order"
+    assert not re.findall(r".*\(C75\d\d\).*", log), "ptxas serialises wgmma or inserts waits"
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     assert spills and set(spills) == {("0", "0")}

@@ -1,5 +1,5 @@
-"""The GEMM kernels and the gradient pass under the emulator: what only the kernels' level can see. Layouts, alignments,
-bytes beside the outputs, schedules, races, the loss of synchronisation, and counters."""
+"""Tests of the GEMM kernels and the activation gradient that need direct access to the kernels: layouts, alignments,
+bytes next to the outputs, schedules, races, removed synchronisation, and counters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ARITHMETICS |= {"tf32": ("float32", True), "three_tf32": ("float32", False)}
 ARITHMETIC = pytest.mark.parametrize("arithmetic", ARITHMETICS)
 LAYOUTS = {"nn": ((0, 1), (0, 1)), "nt": ((0, 1), (1, 0)), "tn": ((1, 0), (0, 1)), "tt": ((1, 0), (1, 0))}
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
-# m, n, k: 1, a tile, one more and one less, primes, several tiles and a rest. On the 4 processors of the emulator's
-# device these take all tile shapes, with and without a split of k.
+# m, n, k: 1, a tile, one more and one less, primes, several tiles and a remainder. With the 4 SMs of the emulator they
+# use all tile shapes, with and without a split of k.
 SHAPES = [
     (1, 1, 1),
     (7, 9, 0),
@@ -36,7 +36,7 @@ SHAPES = [
     (67, 133, 7),
     (5, 3, 2300),
 ]
-# First element and gap between lines: addresses that are multiples of 16, of 4 and of 2 bytes (float32: 16, 4, 4).
+# Offset of the first element and gap between lines, for alignments of 16, 4 and 2 bytes (float32: 16, 4, 4).
 ALIGNMENTS = [(0, 8), (2, 2), (1, 1)]
 
 
@@ -47,17 +47,17 @@ def library() -> GemmLibrary:
 
 @pytest.fixture(scope="session")
 def hooked() -> GemmLibrary:
-    """The same with plain loads and stores seen, as the race checker needs."""
+    """The same with hooks for plain loads and stores, which the race checker needs."""
     return GemmLibrary.make(hooks=True)
 
 
 def integers(shape: tuple[int, ...], largest: int = 3) -> np.ndarray:
-    """Whole numbers so small that every sum here is exact in float32."""
+    """Integers so small that every sum here is exact in float32."""
     return np.random.default_rng(random.getrandbits(64)).integers(-largest, largest + 1, shape).astype(np.float32)
 
 
 def aligned_gap(inner: int, alignment: int) -> int:
-    """What makes lines of `inner` elements begin at that alignment."""
+    """The gap after lines of `inner` elements that aligns each line."""
     return {0: -inner % 8, 1: inner % 2, 2: 1 - inner % 2}[alignment]
 
 
@@ -74,21 +74,21 @@ def operands(
 
 
 def assert_exact(call: Gemm, want: Expected | None = None) -> None:
-    """Every output is the rounded exact result, written once over poison, with nothing beside it."""
+    """Asserts that every output is the exact result, rounded, and that nothing else was written."""
     want = expected(call) if want is None else want
     pairs = [(call.out, want.out), (call.preact_out, want.preact), (call.hidden, want.hidden)]
     pairs.append((call.bias_grad, want.bias_grad))
     for target, values in pairs:
         if target is None:
             continue
-        target.values()  # looks at the canaries
+        target.values()  # checks the canaries
         assert values is not None
         np.testing.assert_array_equal(target.storage.view(), _rounded(values, target))
 
 
 def _rounded(values: np.ndarray, target: Target) -> np.ndarray:
     dtype = {"float32": "float32", "float16": "float16"}.get(target.storage.dtype.name, "bfloat16")
-    return encode(values + 0.0, dtype)  # + 0.0: no negative zeros, which exact sums of products do not make
+    return encode(values + 0.0, dtype)  # + 0.0 removes negative zeros, which exact sums of products never give
 
 
 @ARITHMETIC
@@ -112,7 +112,7 @@ def test_alignments_of_one_shape(library: GemmLibrary, arithmetic: str, alignmen
         assert_exact(call)
 
 
-def test_the_sweep_takes_every_tile_and_a_split(library: GemmLibrary) -> None:
+def test_the_shapes_use_every_tile_and_a_split(library: GemmLibrary) -> None:
     choices = [library.choice(m, n, k, 80, 4) for m, n, k in SHAPES]
     assert {choice[:2] for choice in choices} == {(128, 256), (128, 128), (64, 64)}
     assert any(choice[3] > 1 for choice in choices) and any(choice[3] == 1 for choice in choices)
@@ -139,7 +139,7 @@ def test_batches_broadcasts_and_single_lines(library: GemmLibrary, arithmetic: s
         call.residual = place(integers((3, 2, m, n)), "bfloat16", (3, 0, 1, 2))
         library.gemm(call)
         assert_exact(call)
-    # With one index along a dim its stride means nothing.
+    # The stride of a dim of size 1 is irrelevant.
     column = place(integers((k, 3)), dtype)[:, :1]
     call = Gemm(a[0, 0], column, Target((m, 1), "float32"), tf32=tf32)
     library.gemm(call)
@@ -210,7 +210,7 @@ def test_backward_epilogue(library: GemmLibrary, gated: bool) -> None:
         assert_exact(call)
 
 
-# The kernels round to float32 after every step: 1e-6 relative to the largest term is 8 of its last places.
+# The kernels round to float32 after every step; 1e-6 of the largest term is 8 units in its last place.
 TOLERANCE = 1e-6
 
 
@@ -240,14 +240,14 @@ def test_activations_forward_and_backward(library: GemmLibrary, activation: str,
 @pytest.mark.parametrize("shape", [(70, 133, 40), (1, 7, 65), (250, 500, 65), (20, 20, 2400)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str, shape: tuple[int, int, int]) -> None:
-    """With every width of loads and stores, and with a split of k."""
+    """Tests every width of loads and stores, and a split of k."""
     m, n, k = shape
     a, b, _ = operands(m, n, k, "bfloat16", "tn")
     for offset in range(3):
         out = Target((m, n), dtype, offset)
         out.storage[...] = encode(integers((m, n)), dtype)
         call = Gemm(a, b, out, c=out.storage, alpha=0.5, beta=-2.0)
-        want = expected(call)  # before it is written over
+        want = expected(call)  # before the launch overwrites it
         library.gemm(call)
         assert_exact(call, want)
 
@@ -265,7 +265,7 @@ def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> Non
         library.gemm(call)
         assert call.out is not None
         errors.append(np.abs(call.out.values() - expected(call).out).max())
-    # Three times as many additions, and products that are off by 2^-22 instead of 2^-24; with tf32 by 2^-12.
+    # Three times as many additions, and products with an error of 2^-22 instead of 2^-24 (tf32: 2^-12).
     float32_error = np.abs(in_float32 - expected(call).out).max()
     assert errors[0] < 4 * float32_error
     assert 20 * float32_error < errors[1] < 2000 * float32_error
@@ -280,7 +280,7 @@ def float32_product(library: GemmLibrary, a: np.ndarray, b: np.ndarray, tf32: bo
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 9, 40])
 def test_three_tf32_products_of_a_short_sum(library: GemmLibrary, k: int) -> None:
-    """In float32's last places of the terms: up to 8 of them half a place each, beyond that 4 for splitting them."""
+    """The bound in units in the last place is half a unit per term; beyond 8 terms, 4 plus half a unit per 8 terms."""
     rng = np.random.default_rng(random.getrandbits(64))
     a, b = rng.normal(size=(70, k)).astype(np.float32), rng.normal(size=(k, 72)).astype(np.float32)
     out, exact = float32_product(library, a, b), a.astype(np.float64) @ b.astype(np.float64)
@@ -304,7 +304,7 @@ SPECIAL = [0.0, 1.0, -0.5, np.inf, -np.inf, np.nan, 3.4028234e38, -3.4028234e38,
 
 @pytest.mark.parametrize("k", [1, 9, 40])
 def test_special_float32_numbers(library: GemmLibrary, k: int) -> None:
-    """Each times each, alone in its sum: what float32 says, overflow included. Subnormals count to their last place."""
+    """All pairs, each alone in its sum, give the float32 product, including overflow and all bits of subnormals."""
     a, b = np.zeros((len(SPECIAL), k), np.float32), np.zeros((k, len(SPECIAL)), np.float32)
     a[:, k // 2] = b[k // 2] = SPECIAL
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -320,9 +320,9 @@ def test_special_float32_numbers(library: GemmLibrary, k: int) -> None:
 
 
 @LAYOUT
-def test_three_tf32_products_beside_an_infinity(library: GemmLibrary, layout: str) -> None:
-    """Sums that are not finite are formed anew, and those of the same thread with them: in every tile, with a split of
-    k, a gate, batches and reduced dims."""
+def test_three_tf32_products_next_to_an_infinity(library: GemmLibrary, layout: str) -> None:
+    """The kernel recomputes sums that are not finite, and the other sums of the same thread: in every tile, with a
+    split of k, a gate, batches and reduced dims."""
     with np.errstate(invalid="ignore"):
         for m, n, k in ((130, 260, 33), (70, 72, 40), (5, 3, 2300)):
             for gated in (False, True):
@@ -339,7 +339,7 @@ def test_three_tf32_products_beside_an_infinity(library: GemmLibrary, layout: st
         assert_exact(call)
 
 
-def test_too_small_a_workspace_and_strides_nobody_reads_are_refused(library: GemmLibrary) -> None:
+def test_small_workspaces_and_unsupported_strides_are_refused(library: GemmLibrary) -> None:
     a, b, _ = operands(5, 3, 2300, "bfloat16", "nn")
     with pytest.raises(Fault, match=r"gemm_sm80: expected a workspace of \d+ bytes, got 16"):
         library.gemm(Gemm(a, b, Target((5, 3), "float32"), workspace_bytes=16))
@@ -360,7 +360,7 @@ def test_activation_grad_is_exact(library: GemmLibrary, activation: str, gated: 
     ):
         grad_out = place(integers((rows, n)), dtype, offset=offset, gap=offset)
         preact = place(integers((rows, parts * n)), "bfloat16", offset=offset)
-        # The backward epilogue of a product with the identity says what it should be.
+        # The reference is the backward epilogue of a product with the identity.
         call = Gemm(grad_out, place(np.eye(n), dtype), None, activation=activation, gated=gated, preact=preact)
         want = expected(call)
         call.out, call.bias_grad = Target((rows, parts * n), "float32", 1), Target((parts * n,), "float32", 1)
@@ -368,7 +368,7 @@ def test_activation_grad_is_exact(library: GemmLibrary, activation: str, gated: 
         assert_exact(call, want)
 
 
-def test_activation_grad_of_a_bias_alone_only_sums(library: GemmLibrary) -> None:
+def test_activation_grad_of_only_a_bias_is_a_sum(library: GemmLibrary) -> None:
     for rows, n in ((0, 7), (1, 1), (300, 133)):
         grad_out, sums = place(integers((rows, n)), "float16", (1, 0)), Target((n,), "bfloat16")
         library.activation_grad(grad_out, None, None, sums)
@@ -390,7 +390,7 @@ def test_activation_grad_sums_do_not_depend_on_the_schedule(library: GemmLibrary
 
 
 def large_tile() -> Gemm:
-    """128 x 256, more k tiles than twice the stages, rows and columns that are not there."""
+    """128 x 256 tiles, more than 2 * stages k tiles, partial tiles of rows and columns."""
     a, b, _ = operands(250, 500, 260, "bfloat16", "nt")
     return Gemm(a, b, Target((250, 500), "float32"))
 
@@ -434,7 +434,7 @@ def is_right(library: GemmLibrary, call: Gemm) -> bool:
     return True
 
 
-def test_the_calls_take_the_paths_they_are_named_for(library: GemmLibrary) -> None:
+def test_the_calls_use_the_kernels_they_are_named_after(library: GemmLibrary) -> None:
     assert library.choice(250, 500, 260, 80, 4) == (128, 256, 32, 1)
     assert library.choice(120, 390, 230, 80, 4) == (128, 128, 32, 1)
     assert library.choice(20, 20, 2400, 80, 4)[3] > 1
@@ -480,12 +480,12 @@ def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[i
     assert len(seen) == 1
 
 
-# What a mutation may take away unnoticed, with the reason. None: every call is needed.
+# Synchronisation calls whose removal is not detected, with the reason. None: every call is needed.
 HARMLESS: dict[str, str] = {}
 
 
 def is_caught(library: GemmLibrary, name: str, skip: SyncSite, check_races: bool) -> bool:
-    """Whether any of three seeds shows the loss of `skip`."""
+    """Whether any of three seeds detects the removal of `skip`."""
     call = CALLS[name]()
     for seed in (1, 2, 3):
         with library.options("lazy", "pct", seed, check_races=check_races, skip=skip):
@@ -497,7 +497,7 @@ def is_caught(library: GemmLibrary, name: str, skip: SyncSite, check_races: bool
     return False
 
 
-def test_loss_of_any_synchronisation_is_noticed(library: GemmLibrary, hooked: GemmLibrary) -> None:
+def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     reached: dict[SyncSite, list[str]] = {}
     for name, call in CALLS.items():
         library.reset()
@@ -515,16 +515,16 @@ def test_loss_of_any_synchronisation_is_noticed(library: GemmLibrary, hooked: Ge
     assert survivors == set(HARMLESS)
 
 
-# Each tile of 16-bit elements, half as deep of 4-byte ones, and an output for which the emulator's device takes it.
-# Three products of tf32 have no 128 x 256.
+# Tiles for 16-bit elements (half as deep for 4-byte ones), and an output size for which the heuristic chooses them on
+# the emulated device. Three products of tf32 have no 128 x 256 tile.
 TILES = [((128, 256, 32), (256, 512)), ((128, 128, 32), (256, 256)), ((64, 64, 64), (64, 64))]
-# Two depths: what a k tile costs, and what a block costs beside, can then be told apart (benchmarks/model.py does).
+# Two depths, which separate the cost of a k tile from the rest of a block's cost (benchmarks/model uses this).
 DEPTHS = (128, 256)
 
 
 @pytest.fixture(scope="module")
 def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
-    """What the kernels cost, whatever the machine."""
+    """Counters of the kernels, the same on every machine."""
     costs = {}
 
     def count(name: str, m: int, n: int, k: int, arithmetic: str, layout: str) -> dict[str, int]:
@@ -540,7 +540,7 @@ def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
         block_m, block_n, block_k = tile[0], tile[1], tile[2] // (2 if "tf32" in arithmetic else 1)
         name = f"{arithmetic} {layout} {block_m}x{block_n}x{block_k} of {m}x{n}x{k}"
         cost = count(name, m, n, k, arithmetic, layout)
-        assert cost["blocks"] == m // block_m * (n // block_n) and cost["atomic"] == 0, f"not of the tile: {name}"
+        assert cost["blocks"] == m // block_m * (n // block_n) and cost["atomic"] == 0, f"another tile: {name}"
     cost = count("bfloat16 nn 64x64x64 of 64x64x2048 in 4", 64, 64, 2048, "bfloat16", "nn")
     assert cost["blocks"] == 4 + 1 and cost["atomic"] == 4, "not split in 4, with a block that clears the arrivals"
     library.reset()
@@ -553,7 +553,7 @@ def counted(library: GemmLibrary) -> dict[str, dict[str, int]]:
     return {name: {key: value for key, value in cost.items() if value} for name, cost in costs.items()}
 
 
-def test_costs_are_those_on_record(counted: dict[str, dict[str, int]]) -> None:
+def test_counters_equal_the_recorded_ones(counted: dict[str, dict[str, int]]) -> None:
     assert_same_cost("gemm", counted)
 
 
@@ -571,12 +571,12 @@ def test_no_bank_conflicts_and_no_byte_too_many(counted: dict[str, dict[str, int
             assert cost["global_store_sectors"] * 32 == cost["global_store_bytes"] == m * n * size, name
     assert sum(exact.match(name) is not None for name in counted) == (3 * 3 + 2) * len(LAYOUTS) * len(DEPTHS)
     cost = counted["activation_grad 256x256"]
-    sums = 256 // 32 * 256 * 4  # of each 32 rows at this size; written and read again
+    sums = 256 // 32 * 256 * 4  # per 32 rows at this size; written and read back
     assert cost["global_load_bytes"] == 2 * 256 * 256 * 2 + sums
     assert cost["global_store_bytes"] == 256 * 256 * 2 + sums + 256 * 4
 
 
-CHOICES = [  # compute capability, processors, (m, n, k), (block_m, block_n), whether k is split
+CHOICES = [  # compute capability, SMs, (m, n, k), (block_m, block_n), whether k is split
     (80, 108, (8192, 8192, 8192), (128, 256), False),
     (90, 132, (8192, 8192, 8192), (128, 256), False),
     (90, 132, (4096, 4096, 64), None, False),

@@ -1,4 +1,4 @@
-"""The emulator notices mistakes: those planted in planted.cu, and the loss of any synchronisation call."""
+"""The emulator detects the bugs planted in planted.cu, and the removal of any synchronisation call."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from harness import HERE, Fault, Library, SyncSite
 
 KERNELS = ("pipeline", "last_block")
 SEEDS = (1, 2, 3)
-# Order between blocks, which run one after the other here, is seen by the race checker alone, as is memory that is
-# both written and read through the read-only path.
+# Only the race checker finds these: blocks run one after the other here, and the emulator has no read-only cache.
 NEEDS_CHECKER = {"kRelaxedArrival", "kNoBlockBarrierBeforeArrival", "kPlainCounter", "kReadOnlyLoadOfPartials"}
 
 
@@ -22,7 +21,7 @@ def library() -> Library:
 
 @pytest.fixture(scope="session")
 def hooked() -> Library:
-    """The same with plain loads and stores seen, as the race checker needs."""
+    """The same with hooks for plain loads and stores, which the race checker needs."""
     return Library.build("planted-hooks", ["planted.cu"], hooks=True)
 
 
@@ -34,7 +33,7 @@ def inputs(library: Library, kernel: str, rng: np.random.Generator) -> np.ndarra
     words = library.in_bytes(kernel) // 4
     if kernel == "last_block":
         return rng.integers(0, 2**32, words, dtype=np.uint32)
-    values = rng.integers(-8, 9, 2 * words).astype(np.float32)  # whole numbers: sums are exact
+    values = rng.integers(-8, 9, 2 * words).astype(np.float32)  # small integers: sums are exact
     return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint32)
 
 
@@ -54,7 +53,7 @@ def is_right(library: Library, name: str, data: np.ndarray, kernel: str) -> bool
 
 
 def is_caught(library: Library, name: str, skip: SyncSite | None = None, check_races: bool = False) -> list[bool]:
-    """For each seed: whether the mistake was noticed."""
+    """For each seed, whether the bug was detected."""
     kernel = kernel_of(library, name)
     data = inputs(library, kernel, np.random.default_rng(0))
     caught = []
@@ -96,15 +95,15 @@ def test_every_bug_is_registered(library: Library) -> None:
 @pytest.mark.parametrize("bug", bugs())
 def test_planted_bug_is_caught(library: Library, hooked: Library, bug: str) -> None:
     if bug not in NEEDS_CHECKER:
-        assert any(is_caught(library, bug)), "by wrong results, a fault or a deadlock"
-    assert all(is_caught(hooked, bug, check_races=True)), "by the race checker"
+        assert any(is_caught(library, bug)), "no wrong result, fault or deadlock"
+    assert all(is_caught(hooked, bug, check_races=True)), "not detected by the race checker"
 
 
-# What a mutation may take away unnoticed, with the reason.
+# Synchronisation calls whose removal is not detected, with the reason.
 HARMLESS: dict[str, str] = {}
 
 
-def test_loss_of_any_synchronisation_is_noticed(library: Library, hooked: Library) -> None:
+def test_removal_of_any_synchronisation_is_detected(library: Library, hooked: Library) -> None:
     library.reset()
     for kernel in KERNELS:
         data = inputs(library, kernel, np.random.default_rng(0))
@@ -123,7 +122,7 @@ def test_loss_of_any_synchronisation_is_noticed(library: Library, hooked: Librar
     assert survivors == set(HARMLESS)
 
 
-def test_a_read_only_load_of_what_the_kernel_has_written_is_named(hooked: Library) -> None:
+def test_a_read_only_load_of_written_memory_is_reported(hooked: Library) -> None:
     data = inputs(hooked, "last_block", np.random.default_rng(0))
     message = (
         r"load_global at planted.cu:\d+: .* is read through the read-only path, and written .*; see store_global at"
@@ -132,7 +131,7 @@ def test_a_read_only_load_of_what_the_kernel_has_written_is_named(hooked: Librar
         hooked.run("kReadOnlyLoadOfPartials", data)
 
 
-def test_deadlock_prints_who_waits_where(library: Library) -> None:
+def test_a_deadlock_lists_the_waiting_threads(library: Library) -> None:
     data = inputs(library, "pipeline", np.random.default_rng(0))
     with pytest.raises(Fault, match=r"deadlock(.|\n)*warp  1: named_barrier at planted.cu:\d+: barrier 1 has 32 of 64"):
         library.run("kBarrierNobodyElseComesTo", data)

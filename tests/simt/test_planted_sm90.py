@@ -1,6 +1,6 @@
-"""The emulator notices mistakes with the instructions of sm_90a.
+"""The emulator detects bugs with the instructions of sm_90a.
 
-Those planted in the proof kernels, and the loss of any synchronisation call of theirs.
+They are planted in the proof kernels; the removal of any of their synchronisation calls is detected too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SEEDS = (1, 2, 3)
 GEMM = (128, 128, 584)  # as in planted_sm90.cu
 ATTENTION = (100, 310)
 KERNELS = ("gemm", "cluster_gemm", "attention")
-# These cannot hurt a run of the emulator: only the race checker knows that nothing orders what happened.
+# These do not change a result on the emulator; only the race checker detects the missing order.
 NEEDS_CHECKER = {
     "kNoBarrierInitFence": "barriers are known to all at once here",
     "kWaitsAtBlockScope": "waits see everything here",
@@ -33,7 +33,7 @@ def library() -> Library:
 
 @pytest.fixture(scope="session")
 def hooked() -> Library:
-    """The same with plain loads and stores seen, as the race checker needs."""
+    """The same with hooks for plain loads and stores, which the race checker needs."""
     return Library.build("planted-sm90-hooks", ["planted_sm90.cu"], hooks=True)
 
 
@@ -42,7 +42,7 @@ def to_bits(values: np.ndarray) -> np.ndarray:
 
 
 def problem(library: Library, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Whole numbers for the case, and the answer, which is exact."""
+    """Integer inputs for the case, and the exact output."""
     rng = np.random.default_rng(seed)
     if library.in_bytes(name) == library.in_bytes("gemm"):
         m, n, k = GEMM
@@ -73,7 +73,7 @@ def bugs() -> list[str]:
         text = (HERE / file).read_text()
         listed = re.search(rf"enum {enum} {{(.*?)}};", text, re.DOTALL)
         assert listed is not None
-        names += re.findall(r"k\w+", listed[1])[1:-1]  # but for the first, none, and the last, their number
+        names += re.findall(r"k\w+", listed[1])[1:-1]  # without the first, "none", and the last, their number
     return names
 
 
@@ -92,16 +92,16 @@ def test_correct_kernels_raise_no_alarm(library: Library, hooked: Library, kerne
 @pytest.mark.parametrize("bug", bugs())
 def test_planted_bug_is_caught(library: Library, hooked: Library, bug: str) -> None:
     if bug not in NEEDS_CHECKER:
-        assert any(is_caught(library, bug, seed) for seed in SEEDS), "by wrong results, a fault or a deadlock"
-    assert all(is_caught(hooked, bug, seed, check_races=True) for seed in SEEDS), "by the race checker"
+        assert any(is_caught(library, bug, seed) for seed in SEEDS), "no wrong result, fault or deadlock"
+    assert all(is_caught(hooked, bug, seed, check_races=True) for seed in SEEDS), "not detected by the race checker"
 
 
-# What a mutation may take away unnoticed, with the reason.
+# Synchronisation calls whose removal is not detected, with the reason.
 HARMLESS: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_loss_of_any_synchronisation_is_noticed(library: Library, hooked: Library, kernel: str) -> None:
+def test_removal_of_any_synchronisation_is_detected(library: Library, hooked: Library, kernel: str) -> None:
     library.reset()
     with library.options("lazy", "pct", 0):
         assert is_right(library, kernel, 0)
@@ -122,7 +122,7 @@ def message(library: Library, name: str, check_races: bool = False) -> str:
     return str(caught.value)
 
 
-def test_deadlock_tells_what_barriers_miss(library: Library) -> None:
+def test_a_deadlock_lists_the_missing_arrivals(library: Library) -> None:
     table = message(library, "kAnnouncesTooManyBytes")
     row = r"barrier_wait at proof_gemm.cuh:\d+: barrier 0x\w+ in phase 0, waits for the end of parity 0; "
     assert re.search(row + r"0 of 1 arrivals and 16 bytes are missing \(32 threads\)", table)
@@ -136,7 +136,7 @@ def test_race_names_the_engines_and_the_block(hooked: Library) -> None:
         r"tma_load at proof_gemm.cuh:\d+: race: this write of shared address 0x\w+ and the read by thread \d+ of this"
     )
     assert re.search(
-        early + r" block, wgmma at proof_gemm.cuh:\d+, are in no order", message(hooked, "kReleasesBeforeTheWait", True)
+        early + r" block, wgmma at proof_gemm.cuh:\d+, are not ordered", message(hooked, "kReleasesBeforeTheWait", True)
     )
     remote = r"tma_load_multicast at .*shared address 0x\w+ in block \(0, 0, 0\)"
     assert re.search(remote, message(hooked, "kWaitsAtBlockScope", True))

@@ -1,10 +1,11 @@
-"""The Hopper proof kernels on the emulator: exact on whole numbers, whatever completes when.
+"""The Hopper proof kernels on the emulator give exact results for integers in every mode.
 
-That they are free of races is in test_planted_sm90.py.
+test_planted_sm90.py tests that they have no races.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -14,26 +15,31 @@ from harness import BUILDS, Library
 from test_conformance import MODES
 
 GEMMS = ("gemm_f16_128x128", "gemm_bf16_128x256", "gemm_bf16_128x128_cluster", "gemm_f16_128x256_cluster")
-# (M, N, K): one element, less than a tile, a tile, a tile and more, more K-tiles than twice the stages, many tiles.
+# (M, N, K): one element, less than a tile, one tile, more than one, more than 2 * stages K tiles, many tiles.
 SIZES = ((1, 1, 8), (127, 65, 56), (128, 256, 64), (129, 257, 72), (64, 128, 584), (300, 520, 136))
 
 
-# nvcc's code takes the architecture that the kernels are for.
+# nvcc's code is only for the architecture of the kernels.
 every_build = pytest.mark.parametrize(
     "library",
-    [pytest.param(way, marks=getattr(pytest.mark, way.partition("_")[0])) for way in BUILDS if way != "ptx_sm_80"],
+    [pytest.param(kind, marks=getattr(pytest.mark, kind.partition("_")[0])) for kind in BUILDS if kind != "ptx_sm_80"],
     indirect=True,
     scope="session",
 )
 
 
+@functools.cache  # the fixture is set up again whenever pytest changes to another kind
+def load(kind: str) -> Library:
+    return Library.build_for(kind, "proof", ["proof_gemm.cu", "proof_attention.cu"])
+
+
 @pytest.fixture(scope="session")
 def library(request: pytest.FixtureRequest) -> Library:
-    return Library.build_for(getattr(request, "param", "simt"), "proof", ["proof_gemm.cu", "proof_attention.cu"])
+    return load(getattr(request, "param", "simt"))
 
 
 def encode(values: np.ndarray, float16: bool) -> np.ndarray:
-    """Whole numbers as 16-bit floats, as bytes padded to a multiple of 256."""
+    """Integers as 16-bit floats, in bytes padded to a multiple of 256."""
     if float16:
         bits = values.astype(np.float16).view(np.uint16)
     else:
@@ -55,6 +61,7 @@ def check_gemm(library: Library, name: str, size: tuple[int, int, int], rng: np.
     np.testing.assert_array_equal(out.view(np.float32).reshape(m, n), a @ b.T)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("name", GEMMS)
 @every_build
@@ -84,7 +91,7 @@ def test_attention_is_exact(library: Library, options: dict[str, object]) -> Non
 
 
 def test_gemm_is_fast(library: Library) -> None:
-    """An emulated 512^3 is some 0.02 s on one core; ten times that would make tests of real kernels unbearable."""
+    """An emulated 512^3 takes about 0.02 s on one core; ten times that would make tests of real kernels too slow."""
     best = 1e9
     data = pack((512, 512, 512), False, np.ones((512, 512)), np.ones((512, 512)))
     for _ in range(3):

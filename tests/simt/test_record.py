@@ -1,4 +1,4 @@
-"""The recorder as far as it goes without a GPU, with the emulator in the place of one."""
+"""The recorder, with the emulator instead of a GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def library() -> Library:
 
 
 @pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_and_links(arch: str) -> None:
-    """Without the libraries of a driver, too. The library lists its cases, though it can run none here."""
+    """Works without the libraries of a driver. The library lists its cases, but cannot run them here."""
     target = record.compile_for(arch, BUILD)
     linked = ctypes.CDLL(str(target))
     linked.conformance_name.restype = ctypes.c_char_p
@@ -49,29 +50,31 @@ def test_sources_are_chosen_by_architecture(tmp_path: Path, monkeypatch: pytest.
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, str(HERE / "record.py")], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("record: found no CUDA GPU, whose answers are to be recorded; run this where")
+    assert done.stderr.startswith("record: found no CUDA GPU to record from; run this where")
 
 
 def test_works_without_pytest() -> None:
-    """As on a machine with a GPU and little else."""
+    """A machine with a GPU may have no pytest."""
     code = "import sys; sys.modules['pytest'] = None; sys.argv = ['record.py', '--help']; import record; record.main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--compile-only" in done.stdout
 
 
-def test_answers_are_stored_and_replayed(library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_are_stored_and_replayed(library: Library, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record.record(library, tmp_path, seed=1) == 0
     stored = sorted(tmp_path.glob("*.npz"))
     assert {path.stem for path in stored} == {name for name in library.index if library.in_bytes(name) > 0}
     assert "shuffle: equal\n" in capsys.readouterr().out
     for path in stored:
-        conformance.test_what_a_gpu_answered(library, path)
+        conformance.test_same_output_as_a_gpu(library, path)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "special_functions", "mma_f16"])
-def test_wrong_answer_is_noticed(library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """By the recorder, against the reference, and by the replay, against the emulator."""
+def test_a_wrong_output_is_detected(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The recorder compares with the reference, the replay with the emulator."""
     right = library.run
     only = {name: library.index[name]}
 
@@ -85,15 +88,15 @@ def test_wrong_answer_is_noticed(library: Library, tmp_path: Path, monkeypatch: 
     assert record.record(library, tmp_path, seed=2) == 1
     monkeypatch.setattr(library, "run", right)
     with pytest.raises(AssertionError, match="Mismatched elements: 1 "):
-        conformance.test_what_a_gpu_answered(library, tmp_path / f"{name}.npz")
+        conformance.test_same_output_as_a_gpu(library, tmp_path / f"{name}.npz")
 
 
-def test_a_case_that_spoils_its_process_costs_no_other(
+def test_a_case_that_breaks_its_process_does_not_affect_others(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = library.run
 
-    def spoiling(case: str, data: np.ndarray) -> np.ndarray:
+    def breaking(case: str, data: np.ndarray) -> np.ndarray:
         if case == "ballot":
             raise record.Fault("illegal memory access")
         if case == "shuffle":
@@ -105,7 +108,7 @@ def test_a_case_that_spoils_its_process_costs_no_other(
     bad = ("ballot", "shuffle", "sync_warp")
     index = {name: library.index[name] for name in (*bad, "elect_one", "shuffle_xor", "unpack")}
     monkeypatch.setattr(library, "index", index)
-    monkeypatch.setattr(library, "run", spoiling)
+    monkeypatch.setattr(library, "run", breaking)
     assert record.record_in_children(library, tmp_path, seed=3, device=None, patience=3) == len(bad)
     assert {path.stem for path in tmp_path.glob("*.npz")} == index.keys() - set(bad)
     said = capfd.readouterr().out
@@ -114,13 +117,13 @@ def test_a_case_that_spoils_its_process_costs_no_other(
     assert "sync_warp: FAULT: the process has ended, exit status -6\n" in said
 
 
-def test_a_rehearsal_is_not_taken_for_what_gpus_answered() -> None:
+def test_a_rehearsal_needs_another_folder() -> None:
     done = subprocess.run([sys.executable, str(HERE / "record.py"), "--emulated"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--emulated: expected --golden with another folder" in done.stderr
 
 
-def test_rounding_within_the_tolerance_is_reported_and_no_fault() -> None:
+def test_rounding_within_the_tolerance_is_no_fault() -> None:
     exact = np.array([1.0, 2.0, 3.0], np.float32).view(np.uint32)
     good, remark = record.compare("mma_f16", exact + np.array([0, 1, 0], np.uint32), exact)
     assert good

@@ -1,4 +1,4 @@
-"""The CUDA all-reduce in symmetric memory on the emulator: the blocks of one launch are the ranks of a group."""
+"""The CUDA all-reduce in symmetric memory on the emulator, where blocks of one launch act as the ranks of a group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def library() -> Library:
 
 @pytest.fixture(scope="session")
 def hooked() -> Library:
-    """The same with plain loads and stores seen, as the race checker needs."""
+    """The same with hooks for plain loads and stores, which the race checker needs."""
     return Library.build("symmetric-hooks", SOURCES, hooks=True)
 
 
 def sum_in_order(values: Tensor) -> Tensor:
-    """Over the ranks, of (..., num_ranks, count)."""
+    """Sums (..., num_ranks, count) over the ranks, in order."""
     total = torch.full(values.select(-2, 0).shape, -0.0)
     for rank in range(values.shape[-2]):
         total += values.select(-2, rank).float()
@@ -38,7 +38,7 @@ def sum_in_order(values: Tensor) -> Tensor:
 
 @dataclass
 class Group:
-    """The segments of all ranks, with one bucket between guards and staging behind it, and the slot that serves it."""
+    """The segments of all ranks: a bucket between guards, the staging after it, and the slot that it uses."""
 
     num_ranks: int
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Group:
         self.stats = torch.empty(self.num_ranks, 2)
 
     def fill(self) -> None:
-        """Draws values, and poisons what is not to be written."""
+        """Draws values, and poisons the memory that must not be written."""
         for segment, bucket in zip(self.segments, self.buckets):
             segment[PAD_BYTES:] = 0xA5
             bucket.copy_(torch.randn(self.count))
@@ -69,8 +69,8 @@ class Group:
     def run(self, library: Library, blocks: int = 2, rank: int = -1, values: Tensor | None = None) -> None:
         """One launch of all ranks, or of one.
 
-        Of values, (rounds, num_ranks, count), it makes their sums over the ranks, one round after the other, without
-        one of the ranks waiting for the end of another; that needs blocks=1.
+        `values` (rounds, num_ranks, count) are replaced by their sums over the ranks, one round after the other; no
+        rank waits until another has finished its round. Needs blocks=1.
         """
         rounds, pointer = (1, None) if values is None else (len(values), values.data_ptr())
         pointers = (ctypes.c_void_p * self.num_ranks)(*(segment.data_ptr() for segment in self.segments))
@@ -82,7 +82,7 @@ class Group:
         )  # fmt: skip
 
     def run_rounds(self, library: Library, rounds: int = 4) -> None:
-        """Runs and checks some, of which the last is the one that was filled."""
+        """Runs and checks several rounds; the last one uses the values of `fill`."""
         values = torch.randn(rounds, self.num_ranks, self.count).to(self.dtype)
         values[-1] = torch.stack(self.buckets)
         expected = sum_in_order(values)
@@ -118,7 +118,7 @@ def test_sum(library: Library, num_ranks: int, dtype: torch.dtype, one_shot: boo
     for count in (0, 1, 7, 64, 5003):
         for blocks in (1, 3):
             group = Group(num_ranks, dtype, count, one_shot=one_shot)
-            for _ in range(3):  # the pad is ready for the next one
+            for _ in range(3):  # each leaves the flags ready for the next one
                 group.fill()
                 with library.options("lazy", "pct", random.getrandbits(32)):
                     group.run(library, blocks)
@@ -161,7 +161,7 @@ def test_both_take_turns_in_one_slot(library: Library) -> None:
 
 @BOTH
 def test_counters_may_wrap(library: Library, one_shot: bool) -> None:
-    """Arrivals are 2 * epoch - 1 and 2 * epoch: around 2^31 epochs they begin anew."""
+    """Arrivals are 2 * epoch - 1 and 2 * epoch, which overflow after 2^31 epochs."""
     group = Group(3, torch.float32, 300, one_shot=one_shot)
     for segment in group.segments:
         words = segment[:PAD_BYTES].view(torch.int32)
@@ -176,7 +176,7 @@ def test_counters_may_wrap(library: Library, one_shot: bool) -> None:
 
 @BOTH
 def test_kernel_of_one_rank(library: Library, one_shot: bool) -> None:
-    """The kernel as it is launched, on a group that has no other rank."""
+    """The kernel itself, in a group of one rank."""
     group = Group(1, torch.bfloat16, 100003, one_shot=one_shot)
     group.fill()
     group.run(library, rank=0)
@@ -184,14 +184,14 @@ def test_kernel_of_one_rank(library: Library, one_shot: bool) -> None:
 
 
 @BOTH
-def test_a_rank_that_does_not_come_is_waited_for(library: Library, one_shot: bool) -> None:
+def test_a_missing_rank_is_waited_for(library: Library, one_shot: bool) -> None:
     group = Group(2, torch.float32, 100, one_shot=one_shot)
     group.fill()
     with pytest.raises(Fault, match="wait_reached"):
         group.run(library, rank=0)
 
 
-def test_grid_depends_on_size_alone(library: Library) -> None:
+def test_the_grid_depends_only_on_the_size(library: Library) -> None:
     num_blocks = library.symbol("symmetric_num_blocks")
 
     def blocks(*counts: int, row_bytes: int) -> list[int]:
@@ -204,12 +204,12 @@ def test_grid_depends_on_size_alone(library: Library) -> None:
 @pytest.mark.parametrize(
     ("one_shot", "loaded", "stored"),
     [
-        pytest.param(False, 4, 4, id="two-shot"),  # by each rank, of its chunk in all buckets
-        pytest.param(True, 4 + 4 * 4, 4 * 4, id="one-shot"),  # the bucket, and that of all; to three stagings and back
+        pytest.param(False, 4, 4, id="two-shot"),  # each rank accesses its chunk in all buckets
+        pytest.param(True, 4 + 4 * 4, 4 * 4, id="one-shot"),  # own and all buckets; to three stagings and back
     ],
 )
 def test_every_byte_is_read_once_and_written_once(library: Library, one_shot: bool, loaded: int, stored: int) -> None:
-    """Bytes an element of the bucket, by all four ranks together; what else is moved does not grow with it."""
+    """Bytes per element of the bucket, for all four ranks; the rest does not depend on the bucket's size."""
     moved = []
     for count in (8192, 2 * 8192):
         group = Group(4, torch.float32, count, one_shot=one_shot)
@@ -223,8 +223,8 @@ def test_every_byte_is_read_once_and_written_once(library: Library, one_shot: bo
 
 
 @BOTH
-def test_ranks_that_go_ahead(library: Library, one_shot: bool) -> None:
-    """Nothing but the protocol keeps a rank from the next all-reduce while another has not ended the last."""
+def test_fast_and_slow_ranks(library: Library, one_shot: bool) -> None:
+    """Only the protocol prevents a rank from starting the next all-reduce before another has finished the last."""
     for count in (5, 700):
         group = Group(4, torch.float32, count, one_shot=one_shot)
         for _ in range(10):
@@ -258,12 +258,12 @@ def is_caught(library: Library, skip: SyncSite, one_shot: bool) -> bool:
 
 
 @BOTH
-def test_loss_of_any_synchronisation_is_noticed(hooked: Library, one_shot: bool) -> None:
+def test_removal_of_any_synchronisation_is_detected(hooked: Library, one_shot: bool) -> None:
     hooked.reset()
     group = Group(2, torch.float32, 4001, one_shot=one_shot)
     group.fill()
     group.run(hooked)
-    # Those of the test stand for the bounds of kernels.
+    # Synchronisation in the test's kernel replaces the boundaries of kernels.
     sites = [site for site in hooked.sync_sites() if "symmetric_kernels.cu:" not in str(site)]
     waits = [site for site in sites if site.instruction == "wait_reached"]
     assert len(waits) == (1 if one_shot else 2), "one for each arrival"

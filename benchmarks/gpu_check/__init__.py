@@ -1,0 +1,1 @@
+"""The check of a machine with a GPU; docs/gpu-check.md explains it."""

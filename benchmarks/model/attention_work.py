@@ -1,0 +1,178 @@
+"""The Work of attention."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from benchmarks.model.evidence import (
+    DTYPES,
+    EPILOGUE_INSTRUCTIONS,
+    PROLOGUE_INSTRUCTIONS,
+    SECTOR,
+    Evidence,
+    ModelError,
+    NotModelledError,
+    demangled,
+    fit,
+    line_through,
+    sectors,
+    wavefronts,
+)
+from benchmarks.model.gpus import Gpu
+from benchmarks.model.work import Amounts, Work
+from benchmarks.suites.bench_attention import Problem
+
+THREADS_OF_ROWS = 128  # of attention_bwd_rows
+ATTENTION_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    dim: int
+    dim_v: int
+    block_m: int
+    block_n: int
+    warps: int
+    min_blocks: int
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}"
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """A launcher's choice for a problem, and the steps of its blocks in launch order."""
+
+    tile: AttentionTile
+    kernel: str  # template arguments of the main kernel, as in docs/kernels.md
+    steps: tuple[int, ...]
+
+
+def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> AttentionChoice:
+    unbounded = -1
+    window = (unbounded if problem.window is None else problem.window, 0 if problem.causal else unbounded)
+    choice = evidence.simt.attention_choice(
+        *(backward, dtype, (problem.length, problem.seen_keys), (problem.heads, problem.groups)),
+        *((problem.dim, problem.dim), problem.batch, window, gpu.compute_capability, gpu.sms),
+    )
+    if choice.splits > 1 or problem.deterministic:
+        raise NotModelledError(
+            f"{problem.op()} {problem.name()}: expected enough tiles to fill {gpu.name}, in any order; split keys "
+            "and deterministic sums are not modelled"
+        )
+    steps: list[int] = []
+    for first in range(0, choice.pairs, choice.section):
+        of_section = min(choice.section, choice.pairs - first)
+        steps += (iterations for iterations in choice.steps for _ in range(of_section))
+    return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps))
+
+
+def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> tuple[dict[str, float], ...]:
+    """Counters per step (a tile of queries by a tile of keys), per tile of queries and per tile of keys.
+
+    In forward a block is a tile of queries; in backward it is a tile of keys, and other launches handle the queries.
+    """
+    phase = "backward" if backward else "forward"
+    name = re.compile(rf"{phase} {tile.dim}/{tile.dim_v} by {tile} of (\d+)x(\d+)x(\d+)$")
+    points = {}
+    for case, cost in evidence.attention.items():
+        if match := name.match(case):
+            heads, rows, columns = map(int, match.groups())
+            of_head = {counter: count / heads for counter, count in cost.items()}
+            points[rows / tile.block_m, columns / tile.block_n] = of_head
+    if len(points) != 3:
+        raise ModelError(
+            f"expected three cases {name.pattern!r} in golden_counters/attention.json, got {len(points)}; record them "
+            "with CUDA_EXT_RECORD_COUNTERS=1 python -m pytest tests/simt/test_attention_kernels.py"
+        )
+    # count = queries * of_query + keys * of_key + queries * keys * step
+    (queries, keys), base = min(points.items(), key=lambda point: point[0])
+    more_queries = next((q, cost) for (q, k), cost in points.items() if q > queries and k == keys)
+    more_keys = next((k, cost) for (q, k), cost in points.items() if k > keys and q == queries)
+    by_query, _ = line_through([(queries, base), more_queries])
+    by_key, _ = line_through([(keys, base), more_keys])
+    step = {n: (queries * by_query[n] + keys * by_key[n] - base[n]) / (queries * keys) for n in base}
+    return (
+        step,
+        {n: by_query[n] - keys * step[n] for n in base},
+        {n: by_key[n] - queries * step[n] for n in base},
+    )
+
+
+def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> list[Work]:
+    """The Work of the main launch; in backward also that of the launches before and after it, which only move bytes."""
+    choice = attention_choice(evidence, gpu, problem, dtype, backward)
+    tile = choice.tile
+    step, of_queries, of_keys = attention_costs(evidence, tile, backward)
+    kernel = evidence.kernel(gpu, f"attention_{'bwd' if backward else 'fwd'}_sm80<{choice.kernel}>")
+    queries = problem.batch * problem.heads * problem.length
+    keys = problem.batch * problem.groups * problem.seen_keys
+    # Tiles at the edges, and head dims smaller than the tile's, multiply as much as others but read less.
+    width = 2 * problem.dim / (tile.dim + tile.dim_v)
+    query_tiles, key_tiles = math.ceil(problem.length / tile.block_m), math.ceil(problem.seen_keys / tile.block_n)
+    rows = width * problem.length / (query_tiles * tile.block_m)
+    columns = width * problem.seen_keys / (key_tiles * tile.block_n)
+    block, streamed = (of_keys, rows) if backward else (of_queries, columns)
+    kept = width * (keys / tile.block_n if backward else queries / tile.block_m) / len(choice.steps)
+
+    iteration = Amounts(
+        tensor=step["mma"] * DTYPES[dtype].multiply_adds,
+        shared=wavefronts(step),
+        issue=kernel.loop.instructions * tile.warps,
+        special=tile.block_m * tile.block_n,
+        l2=sectors(step) * SECTOR * streamed,
+        reduce=step.get("atomic", 0) * 4,
+    )
+    outside = Amounts(
+        shared=wavefronts(block),
+        issue=EPILOGUE_INSTRUCTIONS * block["shared_wavefronts"] + PROLOGUE_INSTRUCTIONS * tile.warps,
+        l2=sectors(block) * SECTOR * kept,
+    )
+    size = 2  # bytes of an element
+    sums = 2 * 4 * queries * tile.dim if backward else 0  # read and written
+    written = 2 * size * keys * problem.dim if backward else 4 * queries
+    uniform = len(set(choice.steps)) == 1
+    main = Work(
+        blocks=len(choice.steps),
+        blocks_per_sm=fit(kernel, gpu, tile.shared_bytes),
+        iterations=choice.steps[0] if uniform else choice.steps,
+        iteration=iteration,
+        outside=outside,
+        in_flight=1,
+        memory_bytes=size * problem.elements() + sums + written,
+        lone_cycles=lone_cycles(gpu, tile, iteration, step, backward),
+    )
+    if not backward:
+        return [main]
+    moved = sectors(of_queries) * SECTOR * rows
+    rows_kernel = f"{DTYPES[dtype].element}, {tile.block_m}, {tile.dim}, {THREADS_OF_ROWS}"
+    tiles = problem.batch * problem.heads * query_tiles
+    around = Work(
+        blocks=round(of_queries["blocks"]) * tiles,
+        blocks_per_sm=fit(evidence.kernel(gpu, f"attention_bwd_rows<{rows_kernel}>"), gpu),
+        iterations=0,
+        iteration=Amounts(),
+        outside=Amounts(shared=wavefronts(of_queries), l2=moved) * (1 / of_queries["blocks"]),
+        in_flight=1,
+        memory_bytes=moved * tiles,
+        launches=round(of_queries["blocks"]),
+    )
+    return [main, around]
+
+
+def lone_cycles(gpu: Gpu, tile: AttentionTile, iteration: Amounts, step: dict[str, float], backward: bool) -> float:
+    """Cycles per step of a block that has its SM to itself: products, work between products, and waiting for late data,
+    one after the other."""
+    products = iteration.tensor / gpu.multiply_adds
+    between = max((iteration.issue - step["mma"] - step["ldmatrix"]) / gpu.issued, iteration.special / gpu.special)
+    if backward:
+        # The next queries are requested before the last of the five products.
+        covers = [products * tile.dim / (3 * tile.dim + 2 * tile.dim_v)]
+    else:
+        # Values arrive during the first product, and keys during the rest.
+        first = products * tile.dim / (tile.dim + tile.dim_v)
+        covers = [first, products - first + between]
+    return products + between + sum(max(0.0, gpu.memory_latency - cover) for cover in covers)

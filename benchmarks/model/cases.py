@@ -1,0 +1,39 @@
+"""Representative cases, and published measurements of other kernels."""
+
+from __future__ import annotations
+
+from benchmarks.model.bucket_work import Pack
+from benchmarks.suites.bench_attention import Problem
+
+# Squares; a Llama-like layer of width 4096 on 8192 tokens (QKV, output, up, down, and a weight's gradient) and its
+# logits; few rows; a size that is no multiple of any tile.
+SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
+SHAPES += [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192)]
+SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (512, 4096, 14336), (1000,) * 3]
+
+# All of GPT-2, a bucket of 25 MiB, and a small bucket.
+PACKS = [
+    Pack("pack", "bfloat16", "bfloat16", 124_439_808, 148),
+    Pack("pack", "float32", "bfloat16", 124_439_808, 148),
+    Pack("unpack", "bfloat16", "float32", 124_439_808, 148),
+    Pack("pack", "float32", "float32", 6_553_600, 12),
+    Pack("pack", "bfloat16", "bfloat16", 524_288, 20),
+]
+
+# The grid of the FlashAttention papers: 16384 tokens, a width of 2048.
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+PROBLEMS = [
+    Problem(16384 // length, length, 2048 // dim, dim, causal=causal)
+    for dim in (64, 128, 256)
+    for causal in (False, True)
+    for length in LENGTHS
+]
+
+# (head dim, causal) -> TFLOP/s of FlashAttention-2 on an A100 80GB SXM4, forward and backward together, for LENGTHS:
+# read from the charts in assets/ of github.com/Dao-AILab/flash-attention, precise within 2.
+FLASH_ATTENTION_2 = {
+    (64, False): (132, 153, 162, 171, 175, 176),
+    (64, True): (88, 119, 140, 156, 165, 171),
+    (128, False): (150, 173, 187, 196, 201, 203),
+    (128, True): (99, 133, 155, 173, 182, 189),
+}

@@ -1,0 +1,101 @@
+"""The tables in docs/model.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.model.cases import FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
+from benchmarks.model.evidence import ModelError
+from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.prediction import Prediction, predict_attention, predict_bucket, predict_gemm
+from benchmarks.model.tables import markdown, microseconds
+from benchmarks.suites.bench_attention import Problem
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "model.md"
+BEGIN, END = "<!-- written by python -m benchmarks model --write -->", "<!-- end -->"
+
+
+def recorded_predictions() -> str:
+    """Representative products and buckets on all GPUs."""
+    cases: list[tuple[str, list[Prediction]]] = []
+    for dtype in ("bfloat16", "tf32", "float32"):
+        for shape in SHAPES if dtype == "bfloat16" else [(1024,) * 3, (4096,) * 3]:
+            found = [predict_gemm(gpu, *shape, dtype)[0] for gpu in GPUS.values()]
+            cases.append((f"{found[0].case}, {dtype}", found))
+    for pack in PACKS:
+        cases.append((f"{pack.op} {pack}, {pack.dtypes}", [predict_bucket(gpu, pack) for gpu in GPUS.values()]))
+    return on_all_gpus(cases)
+
+
+def on_all_gpus(cases: Sequence[tuple[str, Sequence[Prediction]]]) -> str:
+    rows = [[name, *(f"{microseconds(p.seconds)}, {p.rate}, {p.binding}" for p in found)] for name, found in cases]
+    return markdown(["", *(gpu.name for gpu in GPUS.values())], rows)
+
+
+def recorded_attention() -> str:
+    """Attention on all GPUs, every other length."""
+    cases = []
+    for problem, backward in itertools.product(PROBLEMS, (False, True)):
+        if problem.length in LENGTHS[::2]:
+            found = [predict_attention(gpu, problem, backward) for gpu in GPUS.values()]
+            phase, mask = "backward" if backward else "forward", "causal" if problem.causal else "full"
+            cases.append((f"D={problem.dim}, {mask}, S={problem.length}, {phase} ({found[0].kernel})", found))
+    return on_all_gpus(cases)
+
+
+def forward_and_backward(gpu: Gpu, problem: Problem) -> float:
+    """FLOP/s of forward and backward together."""
+    both = [predict_attention(gpu, problem, backward) for backward in (False, True)]
+    return sum(p.flops for p in both) / sum(p.seconds for p in both)
+
+
+def recorded_plausibility() -> str:
+    """FlashAttention-2 on an A100, and the prediction for ours."""
+    rows = []
+    for (dim, causal), theirs in FLASH_ATTENTION_2.items():
+        problems = [p for p in PROBLEMS if (p.dim, p.causal) == (dim, causal)]
+        cells = [f"{tflops}, {forward_and_backward(GPUS['a100'], p) / 1e12:.0f}" for tflops, p in zip(theirs, problems)]
+        rows.append([f"D={dim}, {'causal' if causal else 'full'}", *cells])
+    return markdown(["", *(f"S={length}" for length in LENGTHS)], rows)
+
+
+def recorded_doubts() -> str:
+    """Choices of a launcher that the model predicts to be at least a tenth slower than another."""
+    doubts: dict[tuple[str, str, str], list[str]] = {}
+    for dtype, shape, gpu in itertools.product(("bfloat16", "float32"), SHAPES, GPUS.values()):
+        taken, *others = predict_gemm(gpu, *shape, dtype, all_configs=True)
+        best = min(others, key=lambda p: p.seconds)
+        if taken.seconds > 1.1 * best.seconds:
+            doubt = (f"{taken.case}, {dtype}", taken.kernel, best.kernel)
+            doubts.setdefault(doubt, []).append(f"{taken.seconds / best.seconds:.2f} on {gpu.name}")
+    rows = [[*doubt, ", ".join(ratios)] for doubt, ratios in doubts.items()]
+    return markdown(["product", "chosen", "best", "time of the choice / best"], rows)
+
+
+def document_tables() -> str:
+    return (
+        f"{recorded_predictions()}\n"
+        "Attention, 16384 tokens, heads x head dim = 2048, bfloat16; in parentheses the tile of queries by keys on an "
+        "A100:\n\n"
+        f"{recorded_attention()}\n"
+        "FlashAttention-2 on an A100, forward and backward together, TFLOP/s measured by its authors, then predicted "
+        f"for ours:\n\n{recorded_plausibility()}\n"
+        f"Launchers' choices that the model predicts to be slower than another:\n\n{recorded_doubts()}"
+    )
+
+
+def read_document() -> tuple[str, str, str]:
+    """The text before the tables, the tables, and the text after them."""
+    text = DOCUMENT.read_text()
+    if BEGIN not in text or END not in text:
+        raise ModelError(f"{DOCUMENT.name}: expected the lines {BEGIN} and {END}, around the tables; add them")
+    before, _, rest = text.partition(f"{BEGIN}\n")
+    tables, _, after = rest.partition(END)
+    return before, tables, after
+
+
+def write_document() -> None:
+    before, _, after = read_document()
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{document_tables()}{END}{after}")

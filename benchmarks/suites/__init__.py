@@ -1,0 +1,1 @@
+"""The cases, how they are timed, and the processes that do it."""

@@ -1,0 +1,266 @@
+"""Writes docs/support.md: which op works with which dtype and option, on the CPU and in the CUDA kernels.
+
+    python tools/support_matrix.py            # prints the page; --write writes it
+
+Every cell is an answer of the code: the op runs on small inputs, on the CPU and under the emulator, and its result and
+gradients must match the reference in float64. A cell is empty if the op refuses the input with one of the two errors
+that mean "not supported", RuntimeError and NotImplementedError, whose text names the op. Anything else ends the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import testing
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
+YES, NO = "✓", ""
+
+PRODUCTS = ("gemm", "linear", "gated_linear", "mlp", "gated_mlp")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DEVICES: dict[str, Callable[[], AbstractContextManager[Any]]] = {"CPU": nullcontext, "CUDA": testing.emulated}
+
+HEAD = """# Supported dtypes, options and transforms
+
+Written by `tools/support_matrix.py`, which runs every combination: ✓ means that the result and the gradients match the
+reference; an empty cell means that the op refuses the input with an error that names it.
+
+"CUDA" stands for the kernels for sm_80 and later (A100, RTX 30 and 40 series, H100, H200), here run by the
+[emulator](emulator.md). All of them use `mma.sync`; they have not yet run on a GPU.
+"""
+DTYPES_TEXT = """
+## Dtypes
+
+All ops have forward and backward in these dtypes. Sums are formed in float32, for float64 in float64.
+"""
+OPTIONS_TEXT = """
+## Options of attention
+
+Forward and backward, float32 on the CPU and float16 in the CUDA kernels. "Packed" is `flash_attention_varlen`.
+"""
+TRANSFORMS_TEXT = """
+## Transforms
+
+Derivatives other than the first one by `backward` are composed of several ops, and slower.
+"""
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
+    return (0.5 * torch.randn(shape)).to(dtype).requires_grad_(grad)
+
+
+class Case:
+    """One call: the op, its reference, its tensors and its options."""
+
+    def __init__(self, op: Callable[..., Any], reference: Callable[..., Any], **arguments: Any) -> None:
+        self.op, self.reference = op, reference
+        self.tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        self.options = {name: value for name, value in arguments.items() if not isinstance(value, Tensor)}
+
+    def works(self, device: str) -> bool:
+        """Whether the op takes these arguments. AssertionError if it does and its result is wrong."""
+        extra = {}
+        try:
+            with DEVICES[device]():
+                if self.options.get("dropout_p"):
+                    state = torch.get_rng_state()
+                    drawn = torch.ops.cuda_ext.flash_attention_forward(**self.tensors, **self.options)[2]
+                    torch.set_rng_state(state)
+                    extra = dict(zip(("seed", "offset"), drawn.tolist()))
+                # Not a test of accuracy: a gradient of a few numbers may be exact by chance in plain PyTorch.
+                testing.assert_op_matches_reference(
+                    self.op, self.reference, self.tensors, self.options, reference_options=extra, gradient_factor=8
+                )
+        except (RuntimeError, NotImplementedError) as error:
+            if self.op.__name__ not in str(error):
+                raise
+            return False
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            return False
+        return True
+
+
+def product(name: str, dtype: torch.dtype) -> Case:
+    make = partial(randn, dtype=dtype)
+    op, reference = getattr(cuda_ext, name), getattr(testing, f"reference_{name}")
+    if name == "gemm":
+        return Case(op, reference, a=make(24, 16), b=make(16, 32), bias=make(32), activation="gelu")
+    x = make(24, 16)
+    if name == "linear":
+        return Case(op, reference, input=x, weight=make(32, 16), bias=make(32), activation="gelu")
+    if name == "gated_linear":
+        return Case(op, reference, input=x, weight=make(64, 16))
+    return Case(op, reference, input=x, weight1=make(64 if name == "gated_mlp" else 32, 16), weight2=make(16, 32))
+
+
+def attention(dtype: torch.dtype, packed: bool, heads: int = 4, dim: int = 32, **options: Any) -> Case:
+    """Two sequences, of 24 and 16 queries if packed; `options` override the tensors by name."""
+    make = partial(randn, dtype=dtype)
+    if not packed:
+        tensors = {"query": make(2, 24, heads, dim), "key": make(2, 24, heads, dim), "value": make(2, 24, heads, dim)}
+        return Case(cuda_ext.flash_attention, testing.reference_attention, **tensors | options)
+    lengths = torch.tensor([0, 24, 40], dtype=torch.int32)
+    tensors = {"query": make(40, heads, dim), "key": make(40, heads, dim), "value": make(40, heads, dim)}
+    tensors |= {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+    return Case(cuda_ext.flash_attention_varlen, testing.reference_attention_varlen, **tensors | options)
+
+
+def bucket(dtype: torch.dtype) -> Callable[[str], bool]:
+    def works(device: str) -> bool:
+        tensors = [torch.randint(-8, 8, (n,)).to(dtype) for n in (5, 33)]
+        flat, back = torch.full((128,), float("nan"), dtype=dtype), [torch.empty_like(t) for t in tensors]
+        try:
+            with DEVICES[device]():
+                cuda_ext.bucket.pack(tensors, flat, [0, 64], scale=0.5)
+                cuda_ext.bucket.unpack(flat, back, [0, 64], scale=2.0)
+        except (RuntimeError, NotImplementedError) as error:
+            if "bucket_pack" not in str(error):
+                raise
+            return False
+        assert torch.equal(flat[:5], tensors[0] / 2) and torch.equal(flat[64:97], tensors[1] / 2)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, back))
+        return True
+
+    return works
+
+
+def attention_options(dtype: torch.dtype, packed: bool) -> dict[str, dict[str, Any]]:
+    """Rows of the table: the arguments that each option stands for. None: the function has no such argument."""
+    make = partial(randn, dtype=dtype)
+    rows = 40 if packed else (2, 24)
+    shape = (rows,) if isinstance(rows, int) else rows
+    keys = {"key": make(*shape, 2, 32), "value": make(*shape, 2, 32)}
+    return {
+        "`causal`": {"causal": True},
+        "`window`": {"window": (7, 3)},
+        "`softcap`": {"softcap": 5.0},
+        "`alibi_slopes`": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625])},
+        "`sinks`, with gradient": {"sinks": make(4)},
+        "`bias`, with gradient": {"bias": make(1, 4, 24, 24)},
+        "`mask`": {"mask": torch.rand(2, 1, 24, 24) < 0.8},
+        "`dropout_p`": {"dropout_p": 0.25},
+        "`return_lse`, with gradient": {"return_lse": True},
+        "`deterministic`": {"deterministic": True},
+        "fewer key heads (GQA, MQA)": keys,
+        "Dv ≠ D": {"value": make(*shape, 4, 64)},
+        "D = 8": {name: make(*shape, 4, 8) for name in ("query", "key", "value")},
+        "D = 256": {name: make(*shape, 4, 256) for name in ("query", "key", "value")},
+        "D = 20": {name: make(*shape, 4, 20) for name in ("query", "key", "value")},
+    }
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] + [":-:"] * (len(head) - 1), *rows]
+    return "\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def table_of_dtypes() -> str:
+    ops: dict[str, Callable[[torch.dtype], Callable[[str], bool]]] = {
+        name: lambda dtype, name=name: product(name, dtype).works  # type: ignore[misc]
+        for name in PRODUCTS
+    }
+    ops["flash_attention"] = lambda dtype: attention(dtype, packed=False).works
+    ops["flash_attention_varlen"] = lambda dtype: attention(dtype, packed=True).works
+    ops["bucket.pack, unpack"] = bucket
+    columns = [(device, dtype) for device in DEVICES for dtype in DTYPES]
+    names = [f"{device}, {str(dtype).removeprefix('torch.')}" for device, dtype in columns]
+    rows = [
+        [f"`{name}`", *(YES if make(dtype)(device) else NO for device, dtype in columns)] for name, make in ops.items()
+    ]
+    return table(["op", *names], rows)
+
+
+def table_of_options() -> str:
+    dtype_of = {"CPU": torch.float32, "CUDA": torch.float16}
+    columns = [(device, packed) for packed in (False, True) for device in DEVICES]
+
+    def cell(name: str, device: str, packed: bool) -> str:
+        options = attention_options(dtype_of[device], packed)[name]
+        return YES if attention(dtype_of[device], packed, **options).works(device) else NO
+
+    rows = [
+        [name, *(cell(name, device, packed) for device, packed in columns)]
+        for name in attention_options(torch.float32, False)
+    ]
+    return table(["option", *(f"{device}{', packed' if packed else ''}" for device, packed in columns)], rows)
+
+
+def transforms(case: Case) -> dict[str, Callable[[], object]]:
+    """What each column does, on float64; it raises if the transform is not supported, or wrong."""
+    names = [name for name, tensor in case.tensors.items() if tensor.requires_grad]
+    leaves = [case.tensors[name] for name in names]
+    others = {name: tensor for name, tensor in case.tensors.items() if not tensor.requires_grad}
+
+    def function(*values: Tensor) -> Any:
+        return case.op(**dict(zip(names, values)), **others, **case.options)
+
+    def vmap() -> None:
+        mapped = torch.func.vmap(function)(*(torch.stack([leaf, 2 * leaf]) for leaf in leaves))
+        torch.testing.assert_close(mapped[1], function(*(2 * leaf for leaf in leaves)))
+
+    def compiled() -> None:
+        torch._dynamo.reset()
+        result = torch.compile(function, fullgraph=True, backend="aot_eager")(*leaves)
+        torch.testing.assert_close(result, function(*leaves))
+
+    check = partial(torch.autograd.gradcheck, function, leaves, fast_mode=True)
+    return {
+        "`backward`": check,
+        "second derivative": lambda: torch.autograd.gradgradcheck(function, leaves, fast_mode=True),
+        "forward mode": lambda: check(check_forward_ad=True, check_backward_ad=False),
+        "`torch.func.vmap`": vmap,
+        "`torch.compile`, full graph": compiled,
+    }
+
+
+def table_of_transforms() -> str:
+    cases = {f"`{name}`": product(name, torch.float64) for name in PRODUCTS}
+    cases["`flash_attention`"] = attention(torch.float64, packed=False, heads=2, dim=8)
+    cases["`flash_attention_varlen`"] = attention(torch.float64, packed=True, heads=2, dim=8)
+
+    def cell(name: str, act: Callable[[], object]) -> str:
+        try:
+            act()
+        except (RuntimeError, NotImplementedError) as error:
+            if name.strip("`") not in str(error):
+                raise
+            return NO
+        return YES
+
+    columns = list(transforms(next(iter(cases.values()))))
+    rows = [[name, *(cell(name, act) for act in transforms(case).values())] for name, case in cases.items()]
+    return table(["op", *columns], rows)
+
+
+def page() -> str:
+    torch.manual_seed(0)
+    return "".join(
+        [HEAD, DTYPES_TEXT, table_of_dtypes(), OPTIONS_TEXT, table_of_options(), TRANSFORMS_TEXT, table_of_transforms()]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Generates docs/support.md by running the ops.")
+    parser.add_argument("--write", action="store_true", help="write docs/support.md instead of printing it")
+    text = page() if parser.parse_args().write else None
+    if text is None:
+        sys.stdout.write(page())
+    else:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
