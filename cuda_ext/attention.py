@@ -109,7 +109,8 @@ def flash_attention(
             `expand`: the gradient is as large as the tensor you pass. Hide keys with `-inf` or `mask`, not with a large
             number: in a row where every bias is -1e30, rounding loses the logits.
         mask: boolean, `True` where a key takes part; broadcasts like `bias`, any strides. It has the meaning of a
-            boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`.
+            boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device, `bias` and
+            `mask` together take a temporary tensor of the shape to which they broadcast.
         dropout_p: probability of dropping a weight, in [0, 1). The dropout mask is Philox4x32-10 of a seed and an
             offset from torch's default generator of the device, so `torch.manual_seed` and `torch.cuda.manual_seed`
             apply, and each replay of a captured CUDA graph draws new numbers. Backward regenerates the mask instead of

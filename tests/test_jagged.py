@@ -115,7 +115,9 @@ def test_attention_to_other_sequences() -> None:
 
 
 def test_attention_with_a_bias_and_a_mask() -> None:
-    query, key, value = (jagged(sequences) for sequences in attention_inputs())
+    inputs = attention_inputs()
+    offsets = jagged(inputs[0]).offsets()
+    query, key, value = (torch.nested.nested_tensor_from_jagged(torch.cat(each), offsets) for each in inputs)
     bias = torch.randn(4, 1, 17, 17, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(17, 17) < 0.8
     out = flash_attention(query, key, value, bias=bias, mask=mask)

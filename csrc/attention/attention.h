@@ -20,6 +20,7 @@ enum class BiasKind : uint8_t {
   kNone,
   kStorage,       // the dtype of the call
   kAccumulation,  // the accumulation type
+  kBoolean,       // on CUDA: bytes, 1 where a key is visible, 0 where it is hidden
 };
 
 // Seed and offset of random numbers. In a captured CUDA graph they are in memory, because each replay has new ones:
@@ -64,8 +65,10 @@ struct AttentionParams {
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};
-  const uint8_t* mask = nullptr;  // 1 where a key takes part, 0 where it is hidden; null for none
-  int64_t mask_strides[4] = {};   // like bias_strides
+  // 1 where a key takes part, 0 where it is hidden; null for none. Only on the CPU: the CUDA kernels have no registers to
+  // spare for two tensors, so there the bias includes the mask.
+  const uint8_t* mask = nullptr;
+  int64_t mask_strides[4] = {};  // like bias_strides
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;

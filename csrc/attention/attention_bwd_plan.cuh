@@ -74,8 +74,8 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
       p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
   const auto check = [&](const char* what, int64_t count) {
     if (count > std::numeric_limits<int>::max())
-      throw std::invalid_argument(std::string("expected at most 2^31 ") + what + ", got " +
-                                  std::to_string(count) + "; divide the batch");
+      throw std::invalid_argument(std::string("expected at most 2^31 ") + what + ", got " + std::to_string(count) +
+                                  "; divide the batch");
   };
   check("tiles of keys", pairs * plan.schedule.tiles * plan.splits);
   check("padded queries of all heads", p.heads * query_tiles * config.block_m);

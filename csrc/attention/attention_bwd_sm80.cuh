@@ -134,7 +134,7 @@ struct GeneralStep {
   int64_t first_row;  // of the head in lse, which numbers the rows for dropout
   float slope;
   int q_len;
-  int64_t bias, mask, grad_bias;  // offsets of the head's first elements
+  int64_t bias, grad_bias;  // offsets of the head's first elements
 };
 
 // Initialises accumulators with one value per column. Starting scores at -lse and dP at -delta makes P = 2^(factor
@@ -210,9 +210,6 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
         const bool exists = query < general.q_len && key < visible.k_len;
         if (p.bias_kind != BiasKind::kNone && exists)
           logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
-        if (p.mask != nullptr && exists &&
-            hidden_by_mask(p, general.mask + query * p.mask_strides[2] + key * p.mask_strides[3]))
-          logit = -INFINITY;
         if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
         const bool kept = random[q] >= plan.dropout.drop_below;
         const float weight = arch::fast_exp2((logit + arch::bits_float(row_lse.data[q % 2])) * plan.factor);

@@ -122,10 +122,8 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
                               : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
                                                          batch * p.alibi_batch_stride + head);
       const int last_key = query + k_len - rows.count / rows.pack;  // the key on the diagonal
-      const bool exists = rows.first + row < rows.count;
-      const bool has_bias = p.bias_kind != BiasKind::kNone && exists, has_mask = p.mask != nullptr && exists;
+      const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
       const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
-      const int64_t mask = bias_offset(p.mask_strides, batch, head, query);
 #pragma unroll
       for (int n = 0; n < Tiles::kColumnTiles; ++n)
 #pragma unroll
@@ -136,7 +134,6 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
           if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
           x -= slope * fabsf(float(last_key - key));
           if (has_bias && key < k_len) x += bias_at<T>(p, bias + key * p.bias_strides[3]);
-          if (has_mask && key < k_len && hidden_by_mask(p, mask + key * p.mask_strides[3])) x = -INFINITY;
         }
     }
 }

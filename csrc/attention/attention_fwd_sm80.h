@@ -17,7 +17,7 @@ inline bool needs_general_kernel(const AttentionParams& p) {
   // With smaller scales, sinks divided by the scale would not be finite.
   constexpr double kSmallestScale = 1e-20;
   return p.softcap > 0 || p.alibi_slopes != nullptr || p.dropout_p > 0 || p.bias_kind != BiasKind::kNone ||
-         p.mask != nullptr || p.scale < kSmallestScale;
+         p.scale < kSmallestScale;
 }
 
 // One instantiation per storage type and tile, in attention_fwd_sm80_{f16,bf16}_d{64,128,192,256}.cu.

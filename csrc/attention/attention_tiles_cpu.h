@@ -17,7 +17,7 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 constexpr int kMaxLag = 8;
 
 template <class T>
-constexpr int64_t kPanelQueries = kTileVectors* kLanes<T>;
+constexpr int64_t kPanelQueries = kTileVectors * kLanes<T>;
 
 template <class T>
 constexpr int64_t padded(int64_t n) {
@@ -247,7 +247,7 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
 // pointers are to the first key of query i of a head.
 template <class T, class F>
 CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, F&& f) {
-  const auto row = [&](const int64_t(&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
+  const auto row = [&](const int64_t (&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
   if (p.bias_kind == BiasKind::kAccumulation) f(static_cast<const T*>(p.bias) + row(p.bias_strides), p.bias_strides);
   if (p.bias_kind == BiasKind::kStorage) {
     dispatch(p.dtype, [&](auto storage) {
@@ -333,7 +333,7 @@ struct HeadContext {
   // that it overrides any bias.
   template <int Vectors>
   void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
-    for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t(&strides)[4]) {
+    for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t (&strides)[4]) {
       add_bias(data + j_begin * strides[3], strides[2], strides[3], i_end - i_begin, keys, logits, Vectors * kLanes<T>);
     });
     if (slope != 0 || !visible.all_visible(i_begin, i_end, j_begin, j_begin + keys))

@@ -1,5 +1,5 @@
-// The additive bias and the boolean mask of the general kernels. They can be broadcast and have any strides, so they
-// are read element by element.
+// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides, so it is read
+// element by element.
 #pragma once
 
 #include <cmath>
@@ -20,12 +20,9 @@ template <class T>
 DEVICE float bias_at(const AttentionParams& p, int64_t offset) {
   switch (p.bias_kind) {
     case BiasKind::kStorage: return arch::to_float(arch::load_global<T>(static_cast<const T*>(p.bias) + offset));
-    default: return arch::load_global<float>(static_cast<const float*>(p.bias) + offset);
+    case BiasKind::kAccumulation: return arch::load_global<float>(static_cast<const float*>(p.bias) + offset);
+    default: return arch::load_global<uint8_t>(static_cast<const uint8_t*>(p.bias) + offset) != 0 ? 0.0f : -INFINITY;
   }
-}
-
-DEVICE bool hidden_by_mask(const AttentionParams& p, int64_t offset) {
-  return arch::load_global<uint8_t>(p.mask + offset) == 0;
 }
 
 }  // namespace cuda_ext::sm80

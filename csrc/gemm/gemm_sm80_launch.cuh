@@ -88,7 +88,7 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   }
   const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
                                                                     : launch_layout<T, arithmetic, true, false>
-                        : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
+                      : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
                                              : launch_layout<T, arithmetic, false, false>;
   launch(params, plan, stream);
   if (plan.bias_sums != nullptr)

@@ -138,8 +138,8 @@ inline bool is_k_major_b(const GemmParams& params) {
 inline int checked_count(int64_t count, const char* what) {
   constexpr int64_t kMax = 1 << 27;
   if (count > kMax)
-    throw std::invalid_argument("expected at most 2^27 " + std::string(what) + ", got " +
-                                std::to_string(count) + "; divide the product");
+    throw std::invalid_argument("expected at most 2^27 " + std::string(what) + ", got " + std::to_string(count) +
+                                "; divide the product");
   return int(count);
 }
 
