@@ -60,7 +60,7 @@ TORCH_WRAPPER = nn.parallel.DistributedDataParallel
 
 # reason -> tests, without "test_"
 BY_DESIGN_GROUPS = {
-    "registers a communication hook: wire_dtype, reduction and error_feedback replace hooks": (
+    "registers a communication hook: wire_dtype, reduction and error_feedback take their place": (
         "accumulate_gradients_no_sync_allreduce_hook",
         "accumulate_gradients_no_sync_allreduce_with_then_hook",
         "ddp_broadcast_buffer_via_hook",

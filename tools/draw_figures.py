@@ -478,7 +478,7 @@ def emulator() -> Drawing:
     d.note(800, 144, "start", colour=BLUE)
     lazy = "mode lazy: an action is done when no\nfiber can run, and then wakes those\nthat wait; "
     d.note(800, 260, lazy + "eager: done by start itself.", colour=BLUE)
-    d.note(800, 313, "Nothing in flight, no fiber can run:\ndeadlock, with a table of all waits", colour=ORANGE)
+    d.note(800, 313, "Nothing in flight, no fiber can run:\ndeadlock, with a table of who waits where", colour=ORANGE)
 
     d.text(20, 404, "What an instruction of csrc/arch does on the fiber that calls it", size=14, bold=True)
     cards = (

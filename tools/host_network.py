@@ -1,11 +1,11 @@
-"""Runs on each host for `four_hosts.py measure`: times all-reduce by size, and how much does not overlap with backward.
+"""The program that each host runs for `four_hosts.py measure`: it times all-reduces by size, and the part of them that
+a backward pass does not hide.
 
-The second is also predicted, by the simulation of `cuda_ext.distributed.cost_model`, from the first, from the arrival
-times of gradients, and from how much sums slow down backward and packing.
+The second time is also predicted: `cuda_ext.distributed.planning` simulates it from the measured all-reduces, the
+times at which gradients arrive, and the slowdown that sums and packing cause in backward.
 
-Backward is simulated as if it ran on another device. All hosts share the CPUs of one machine, which also simulate the
-network, so a backward pass that computed would slow the network down. Instead a layer sleeps before it returns its
-gradient, like a process that waits for its GPU.
+The backward pass stands for one on a GPU. All hosts share the cores of this machine, which also carry the network, so a
+layer does not compute: it sleeps until its gradient is due, like a process that waits for its GPU.
 """
 
 from __future__ import annotations
