@@ -349,8 +349,8 @@ def backward() -> Drawing:
     )
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
     d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(plan.py, cost_model.py, measure.py)")
-    decides = "reducer.py: which gradients have arrived,\nwhich bucket is next, when a pass ends\n"
-    d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py: what other ranks are doing)")
+    decides = "reducer.py: which gradients have come,\nwhich bucket goes next, when a pass ends\n"
+    d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py tells what other ranks do)")
     d.line((middle, 75), (160, 75), (160, 152))
     d.line((middle + width, 75), (920, 75), (920, 152))
 

@@ -160,20 +160,20 @@ def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pac
 
 def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
     wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, reduction=reduction) for mb in bucket_mbs}
-    alone, during, packing = Local(), Local(), Packing()
+    alone, beside, packing = Local(), Local(), Packing()
 
-    def step_during_sums() -> None:
-        during.step()
+    def step_beside_sums() -> None:
+        beside.step()
         packing.run()
 
     actions: dict[str, Callable[[], None]] = {"alone": alone.step}
-    actions["during"] = partial(Sums(2 * LAYERS, LAYER_BYTES, reduction).run, step_during_sums)
+    actions["beside"] = partial(Sums(2 * LAYERS, LAYER_BYTES, reduction).run, step_beside_sums)
     actions |= {f"sum {size}": Sums(IN_A_ROW, size, reduction).run for size in SIZES}
     actions |= {f"step {mb}": partial(training_step, wrapper) for mb, wrapper in wrappers.items()}
     seconds = in_turns(actions, repeats)
     points = [{"bytes": size, **summary([each / IN_A_ROW for each in seconds[f"sum {size}"]])} for size in SIZES]
     arrivals = alone.median_arrivals()
-    hides = min(1.0, arrivals[-1] / during.median_arrivals()[-1])
+    hides = min(1.0, arrivals[-1] / beside.median_arrivals()[-1])
     fitted = fit(SIZES, [point["seconds"] for point in points], hides)
     pack_seconds = statistics.median(column[0] for column in slowest([[each] for each in packing.seconds[WARM_UP:]]))
     pack_bandwidth = LAYERS * LAYER_BYTES / pack_seconds
