@@ -350,7 +350,6 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
                                                  queries.batch * p.alibi_batch_stride + at.head);
       general.q_len = queries.count;
       general.bias = bias_offset(p.bias_strides, queries.batch, at.head, 0);
-      general.mask = bias_offset(p.mask_strides, queries.batch, at.head, 0);
       general.grad_bias = bias_offset(p.grad_bias_strides, queries.batch, at.head, 0);
       general.first_row = first_lse_row(p, queries.begin, queries.batch, at.head);
       general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
