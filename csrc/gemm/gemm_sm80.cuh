@@ -237,8 +237,8 @@ DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int bloc
           columns};
 }
 
-// sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state of
-// the pipeline, and the compiler's allocation of registers depends on their order.
+// sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state
+// of the pipeline, and the compiler's allocation of registers depends on their order.
 template <class Gemm>
 DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {

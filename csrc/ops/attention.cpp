@@ -1,4 +1,4 @@
-// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. The two public ops share one forward
+// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. The public ops share one forward
 // and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>

@@ -1,7 +1,7 @@
 // mlp and gated_mlp: linear, activation, linear and an optional residual as one op. Backward needs only the
-// pre-activation. The GEMM in mlp_hidden_backward forms the gradient of the hidden tensor; its epilogue turns that into the
-// gradient of the pre-activation, recomputes the hidden tensor, and sums the bias gradient. linear_backward does the rest.
-// The other ops are as in gemm.cpp.
+// pre-activation. The GEMM in mlp_hidden_backward forms the gradient of the hidden tensor; its epilogue turns that into
+// the gradient of the pre-activation, recomputes the hidden tensor, and sums the bias gradient. linear_backward does
+// the rest. The other ops are as in gemm.cpp.
 #include <ATen/ops/zeros.h>
 
 #include "ops/gemm_autograd.h"
