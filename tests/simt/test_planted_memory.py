@@ -16,7 +16,7 @@ BAD = {
     "atomic_past_the_end": r"atomic at planted_memory.cu:\d+: there is no memory at global address 0x\w+",
     "cp_async_past_the_end": r"cp_async at planted_memory.cu:\d+: there is no memory at global address 0x\w+",
     "bulk_load_past_the_end": r"bulk_load at planted_memory.cu:\d+: there is no memory at global address 0x\w+",
-    "deep_recursion": r"local variables do not fit its stack",
+    "deep_recursion": r"local variables do not fit on its stack",
     "cluster_of_17": r"a cluster of \(17, 1, 1\) blocks; it has 1 to 16 of them",
     "cluster_of_9": r"a cluster of \(9, 1, 1\) blocks; .* 1 to 8 of them, or 16 if asked for as nonportable_cluster",
     "cluster_that_does_not_divide": r"a cluster of \(2, 1, 1\) blocks does not divide the grid of \(7, 1, 1\)",
