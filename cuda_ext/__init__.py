@@ -5,12 +5,12 @@
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
     import cuda_ext.ops             # defines the ops in torch.ops.cuda_ext, as torch.export.load needs them
-    python -m cuda_ext.info         # a report on this installation, also when it is broken
+    python -m cuda_ext.info         # a report on this installation, even when it is broken
 
 The package imports nothing by itself: the first use of a public name loads torch and the compiled library, and raises
-ImportError when the library is missing or does not fit. That way `python -m cuda_ext.info`, which imports this file
-first, can report on an installation whose library does not load; `cuda_ext.dev.load` can put a fresh build in the place
-of an installed one; and `setup.py` can share the package's modules where there is no library yet.
+ImportError if the library is missing or does not match. So `python -m cuda_ext.info`, which imports this file first,
+can report on an installation whose library does not load; `cuda_ext.dev.load` can load a fresh build instead of the
+installed one; and `setup.py` can use the package's modules before there is a library.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """Keeps `cuda_ext.gemm` the function, although importing the submodule of that name binds the name to it."""
+    """Keeps `cuda_ext.gemm` the function, although importing the submodule `gemm` rebinds the name to the module."""
 
     @property
     def gemm(self) -> Any:

@@ -1,8 +1,8 @@
-"""A build of the library: what is compiled, for which devices, with which flags; for `setup.py` and `cuda_ext.dev`.
+"""Plans a build of the library: sources, devices and flags; used by `setup.py` and `cuda_ext.dev`.
 
-The C++ compiler gets the same flags with and without CUDA, so that going from one to the other compiles little. What
-differs reaches the sources through `build_config.h`, a header written into the build folder and included by the few
-that care, and through the link `cuda` beside it, which leads to the toolkit.
+The C++ compiler gets the same flags with and without CUDA, so that switching between them recompiles little. The
+differences are in `build_config.h`, a header in the build folder that few sources include, and in the link `cuda` next
+to it, which points to the toolkit.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ CSRC = SOURCE_ROOT / "csrc"
 
 # No -std for C++: torch's headers decide which one they need, and torch's build helpers pass it.
 WARNINGS = ("-Wall", "-Wextra", "-Wundef", "-Wno-psabi", "-Wno-unused-parameter")
-# -fopenmp, because without it torch's parallel_for runs on one thread and says nothing.
+# Without -fopenmp, torch's parallel_for silently runs on one thread.
 CXX_FLAGS = ("-O3", "-g0", "-fno-math-errno", "-fopenmp", *WARNINGS, f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
 NVCC_FLAGS = ("-O3", "-std=c++20", "-lineinfo", f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
-# Of the files beside CUDA objects in which nvcc's messages are kept: ptxas says there, and nowhere else, that it had to
-# serialise matrix products, and calls it information, which no flag makes an error (tools/static_gates.py does).
+# Suffix of the files next to CUDA objects that keep nvcc's messages. Only there does ptxas report that it serialised
+# matrix products; it calls that information, which no flag turns into an error (tools/static_gates.py does).
 LOG_SUFFIX = ".log"
-# Processor seconds that an average file takes: for what the user is told to wait. A CUDA file also takes some for each
-# architecture.
+# Average CPU seconds per file, to estimate the build time. A CUDA file also takes SECONDS_PER_ARCH per architecture.
 SECONDS_PER_CXX_FILE, SECONDS_PER_CUDA_FILE, SECONDS_PER_ARCH = 15, 4, 13
-# The largest head dims of attention's CUDA kernels, each in sources of its own; any other takes those of the next.
+# The head dims of attention's CUDA kernels, each in its own sources; other head dims use the next larger one.
 HEAD_DIMS = (64, 128, 192, 256)
 LINK_FLAGS = ("-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed")
 
@@ -53,9 +52,9 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one build compiles and for what.
+    """What a build compiles, and for which devices.
 
-    For a CPU build `toolkit` is None, `archs` is empty, and `without_cuda` tells why.
+    For a CPU build `toolkit` is None, `archs` is empty, and `without_cuda` is the reason.
     """
 
     torch: str
@@ -73,14 +72,14 @@ class Plan:
     @property
     def sources(self) -> list[Path]:
         suffixes = {".cpp", ".cu"} if self.cuda else {".cpp"}
-        emulator = {CSRC / "simt", CSRC / "emulated"}  # a library of its own
+        emulator = {CSRC / "simt", CSRC / "emulated"}  # built by cuda_ext._emulator
         found = [path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator]
         left_out = set(HEAD_DIMS) - set(self.head_dims)
-        return sorted((path for path in found if _head_dim(path) not in left_out), key=_turn)
+        return sorted((path for path in found if _head_dim(path) not in left_out), key=_build_order)
 
     @property
     def minutes(self) -> int:
-        """About how long compiling everything takes."""
+        """An estimate of the time to compile everything."""
         seconds = {".cpp": SECONDS_PER_CXX_FILE, ".cu": SECONDS_PER_CUDA_FILE + SECONDS_PER_ARCH * len(self.archs)}
         return max(1, round(sum(seconds[path.suffix] for path in self.sources) / self.jobs / 60))
 
@@ -90,11 +89,12 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the build folder. Neither torch's headers nor the compiler are dependencies that ninja would notice."""
+        """The name of the build folder. It has the versions of torch and of the compiler, because ninja does not notice
+        when they change."""
         return f"torch-{self.torch}-{platform.machine()}-{self.compiler.replace('g++ ', 'gcc-').replace(' ', '-')}"
 
     def cxx_flags(self, folder: Path) -> list[str]:
-        """For a build in `folder`; the same for every plan, so that ninja keeps the objects when the plan changes."""
+        """The flags for a build in `folder`; the same for every plan, so that ninja keeps the objects."""
         return [*CXX_FLAGS, f"-I{CSRC}", f"-I{folder / 'include'}", f"-isystem{folder / 'cuda' / 'include'}"]
 
     def link_flags(self, folder: Path) -> list[str]:
@@ -105,9 +105,10 @@ class Plan:
         return ["c10", "torch", "torch_cpu", *(["c10_cuda", "torch_cuda", "cudart"] if self.cuda else [])]
 
     def prepare(self, folder: Path) -> None:
-        """Writes into `folder` what the flags of this plan refer to."""
+        """Writes the files that the flags of this plan refer to into `folder`."""
         (folder / "include").mkdir(parents=True, exist_ok=True)
-        # The version makes another toolkit recompile what may include its headers, which ninja does not watch.
+        # The version is in the header so that files that may include CUDA's headers, which ninja does not watch, are
+        # recompiled if it changes.
         cuda_version = self.toolkit.version if self.toolkit else ""
         _write_if_changed(
             folder / "include" / "build_config.h",
@@ -121,7 +122,7 @@ class Plan:
         (folder / "cuda").unlink(missing_ok=True)
         if self.toolkit:
             (folder / "cuda").symlink_to(self.toolkit.home)
-            # The wheel has libcudart.so.13 alone; the linker looks for libcudart.so.
+            # The wheel has only libcudart.so.13; the linker looks for libcudart.so.
             if cudart := toolchain.find_cudart(self.toolkit.home):
                 shim = folder / "cudart" / "libcudart.so"
                 shim.parent.mkdir(exist_ok=True)
@@ -130,7 +131,7 @@ class Plan:
             nvcc = self.nvcc(folder)
             _write_if_changed(
                 nvcc,
-                "#!/bin/sh\n# Written by the build: nvcc, whose messages are also kept beside the object.\n"
+                "#!/bin/sh\n# Written by the build: runs nvcc and also keeps its messages next to the object.\n"
                 'for argument; do [ "$option" = -o ] && object=$argument; option=$argument; done\n'
                 f'{shlex.quote(str(self.toolkit.home / "bin" / "nvcc"))} "$@" >"$object{LOG_SUFFIX}" 2>&1\n'
                 f'status=$?\ncat "$object{LOG_SUFFIX}"\nexit $status\n',
@@ -157,7 +158,7 @@ class Plan:
         return f"the CPU kernels only ({self.without_cuda})"
 
     def stamp(self) -> dict[str, Any]:
-        """What `_stamp` compares before the library is loaded, and what a bug report should say about it."""
+        """The entries that `_stamp` compares before it loads the library, and others that a bug report needs."""
         return {
             **_stamp.running(),
             "compiler": self.compiler,
@@ -173,10 +174,10 @@ class Plan:
 
 
 def make_plan() -> Plan:
-    """Decides what to build from CUDA_EXT_CUDA, CUDA_EXT_HEAD_DIMS, TORCH_CUDA_ARCH_LIST, MAX_JOBS and the machine, and
+    """Chooses what to build from CUDA_EXT_CUDA, CUDA_EXT_HEAD_DIMS, TORCH_CUDA_ARCH_LIST, MAX_JOBS and the machine, and
     prints it.
 
-    Raises BuildError when the build cannot work.
+    Raises BuildError if the build cannot work.
     """
     import torch
 
@@ -205,34 +206,34 @@ def make_plan() -> Plan:
 
 
 def choose_head_dims() -> tuple[int, ...]:
-    """Those that CUDA_EXT_HEAD_DIMS lists, such as "64,128", else all of HEAD_DIMS. Raises ValueError."""
+    """The head dims in CUDA_EXT_HEAD_DIMS, such as "64,128"; default HEAD_DIMS. Raises ValueError for others."""
     listed = os.environ.get("CUDA_EXT_HEAD_DIMS", "").strip()
     words = [word for word in listed.replace(",", " ").split() if word]
     if unknown := [word for word in words if word not in map(str, HEAD_DIMS)]:
         names = ", ".join(map(str, HEAD_DIMS))
         raise ValueError(
-            f"CUDA_EXT_HEAD_DIMS: expected some of {names}, got {', '.join(unknown)}; a head dim between them takes "
+            f"CUDA_EXT_HEAD_DIMS: expected some of {names}, got {', '.join(unknown)}; other head dims use "
             "the kernels of the next larger one"
         )
     return tuple(dim for dim in HEAD_DIMS if str(dim) in words) or HEAD_DIMS
 
 
 def _head_dim(source: Path) -> int:
-    """Of HEAD_DIMS, for the source of one of them; else 0."""
+    """The head dim that a source is for, or 0."""
     match = re.search(r"_d(\d+)\.cu$", source.name)
     return int(match[1]) if match else 0
 
 
-def _turn(source: Path) -> tuple[bool, bool, Path]:
-    """Orders sources. Ninja begins them in this order: those that take longest first, so that no core waits for them in
-    the end, and last the head dims that a build can do without, so that one that is stopped has the others."""
+def _build_order(source: Path) -> tuple[bool, bool, Path]:
+    """The sort key of a source; ninja starts sources in this order. The slowest come first, so that no core waits for
+    them at the end. The large head dims, which a build can omit, come last: an interrupted build has the others."""
     slowest = source.stem.startswith("gemm_sm80") or source.name == "attention.cpp"
     return _head_dim(source) > 128, not slowest, source
 
 
 @dataclass(frozen=True)
 class ToolkitChoice:
-    """The CUDA toolkit of a build, or why it has none; `report` is what the build prints about it."""
+    """The CUDA toolkit of a build, or why it has none; the build prints `report`."""
 
     toolkit: toolchain.Toolkit | None
     without_cuda: str
@@ -240,9 +241,9 @@ class ToolkitChoice:
 
 
 def choose_toolkit() -> ToolkitChoice:
-    """Looks for a CUDA toolkit that fits torch, as CUDA_EXT_CUDA has it.
+    """Finds a CUDA toolkit that matches torch, unless CUDA_EXT_CUDA=0.
 
-    Raises BuildError when there is none though CUDA_EXT_CUDA=1 asks for it.
+    Raises BuildError if there is none and CUDA_EXT_CUDA=1.
     """
     import torch
 
@@ -270,9 +271,9 @@ def choose_toolkit() -> ToolkitChoice:
 
 
 def local_version() -> str:
-    """What tells one build from another in the version of a wheel, such as "cpu.torch2.11.0" or "cu130.torch2.11.0".
+    """The local part of a wheel's version, such as "cpu.torch2.11.0" or "cu130.torch2.11.0".
 
-    Raises BuildError where `choose_toolkit` does.
+    Raises BuildError like `choose_toolkit`.
     """
     import torch
 
@@ -295,14 +296,14 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 def add_scripts_to_path() -> None:
-    """Lets the ninja that is installed beside this Python be found, although its environment need not be activated."""
+    """Adds the folder of this Python's scripts, such as ninja, to PATH; the environment may not be activated."""
     scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", "")
     if scripts not in path.split(os.pathsep):
         os.environ["PATH"] = f"{scripts}{os.pathsep}{path}"
 
 
 def torch_helpers() -> Any:
-    """torch.utils.cpp_extension, imported without its warning about the CUDA_HOME that it guesses: `use` sets it."""
+    """torch.utils.cpp_extension, imported without its warning about CUDA_HOME, which `use` sets."""
     add_scripts_to_path()
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
@@ -314,7 +315,7 @@ def torch_helpers() -> Any:
 
 
 def use(plan: Plan, folder: Path) -> None:
-    """Makes torch's build helpers take the compilers and the number of jobs of `plan`, prepared in `folder`."""
+    """Makes torch's build helpers use the compilers and the number of jobs of `plan`, prepared in `folder`."""
     os.environ["MAX_JOBS"] = str(plan.jobs)
     if plan.toolkit:
         os.environ["CUDA_HOME"] = torch_helpers().CUDA_HOME = str(plan.toolkit.home)
@@ -323,7 +324,7 @@ def use(plan: Plan, folder: Path) -> None:
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Lets one process at a time build in `folder`. The kernel drops the lock with the process, however it ends."""
+    """Lets one process at a time build in `folder`. The operating system releases the lock if the process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -331,7 +332,7 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def git_revision() -> str | None:
-    """The commit of the source checkout, with "-dirty" when files differ from it; None outside a git checkout."""
+    """The commit of the source checkout, with "-dirty" if files differ from it; None outside a git checkout."""
     if not (SOURCE_ROOT / ".git").exists():
         return None
     command = ["git", "-C", str(SOURCE_ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -343,7 +344,7 @@ def git_revision() -> str | None:
 
 
 def sources_digest() -> str | None:
-    """Of all files under csrc/; None where the package was installed without them."""
+    """A digest of all files under csrc/; None if the package was installed without them."""
     if not CSRC.is_dir():
         return None
     digest = hashlib.sha256()
@@ -360,6 +361,6 @@ def write_compile_commands(build_folder: Path, target: Path) -> None:
 
 
 def _write_if_changed(path: Path, text: str) -> None:
-    """Leaves an equal file alone, so that nothing that includes it is compiled again."""
+    """Does not touch an equal file, so that files that include it are not recompiled."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

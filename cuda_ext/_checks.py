@@ -1,7 +1,7 @@
-"""What fake kernels refuse: what the real ones do, in the same words; and numbers that hide a gradient.
+"""Checks for fake kernels, with the same errors as the checks in C++; and the refusal of scalars that require grad.
 
-A mistake then shows while a compiler traces and on the meta device. And PyTorch calls the fake kernel as soon as one
-argument is on the meta device: its result would be memory that nobody wrote, so the devices have to agree.
+With them, mistakes are found while a compiler traces and on the meta device. They include devices: PyTorch calls the
+fake kernel as soon as one argument is on the meta device, whose result would be uninitialised memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,6 @@ from torch import Tensor
 
 from cuda_ext._toolchain import NAMESPACE
 
-_DTYPE_NAMES = {
-    torch.float32: "Float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.float64: "Double",
-    torch.int32: "Int",
-    torch.int64: "Long",
-    torch.bool: "Bool",
-}
-
 
 def check(condition: Any, op: str, message: str) -> None:
     torch._check(condition, lambda: f"{NAMESPACE}::{op}: {message}")
@@ -35,7 +25,7 @@ def shape_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+    return str(dtype).removeprefix("torch.")
 
 
 def is_floating(dtype: torch.dtype) -> bool:
@@ -73,7 +63,7 @@ def check_same_device(op: str, other_name: str, other: Tensor, **tensors: Tensor
             )
 
 
-# The answers to the next two are symbolic where a size is, so that `check` can put them off until it is known.
+# The results of the next two functions are symbolic if a size is; `check` then defers the check to run time.
 
 
 def has_shape(tensor: Tensor, expected: Sequence[Any]) -> Any:
@@ -99,17 +89,17 @@ def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[Any], suf
 
 
 def check_constants(op: str, **numbers: Any) -> None:
-    """A tensor is taken for a number, but its gradient would be lost."""
+    """Refuses tensors that require grad: the dispatcher would convert them to numbers, and lose their gradient."""
     for name, number in numbers.items():
         if isinstance(number, Tensor) and number.requires_grad:
             raise RuntimeError(
                 f"{NAMESPACE}::{op}: expected {name} to be a number, which has no gradient, got a tensor with "
-                "requires_grad=True; detach() it, or multiply by it outside of the op"
+                "requires_grad=True; detach() it, or multiply by it outside the op"
             )
 
 
 def is_finite(number: Any) -> bool:
-    """A symbolic number counts as finite: what it will be is not known yet."""
+    """Symbolic numbers, whose value is unknown, count as finite."""
     return not isinstance(number, float) or math.isfinite(number)
 
 

@@ -1,8 +1,8 @@
-"""Builds kernels for the emulator of csrc/simt, with the C++ compiler alone, and loads it into this process.
+"""Builds the kernels for the emulator in csrc/simt, with only the C++ compiler, and loads them into this process.
 
-Kernels are compiled a second time, as C++, and linked with the emulator instead of the CUDA runtime. That happens when
-it is first asked for, in build/simt of the source checkout, and takes one to three minutes of two cores. Afterwards
-only what has changed is compiled.
+The kernels are compiled again as C++ and linked with the emulator instead of the CUDA runtime. This happens at first
+use, in build/simt of the source checkout, and takes one to three minutes on two cores. Afterwards only changed files
+are compiled.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ FLAGS = (
 )
 # Kernels spend their time in the emulator, so -O2 would only make them compile longer.
 KERNEL_FLAGS = ("-O1",)
-# Plain loads and stores of kernels then call the emulator (csrc/simt/raw_access.cpp).
+# With these flags, plain loads and stores of kernels call the emulator (csrc/simt/raw_access.cpp).
 HOOK_FLAGS = ("-fsanitize=thread", "-fno-threadsafe-statics")
 
 
 def build_library(
     name: str, kernels: Iterable[Path], others: Iterable[tuple[Path, Sequence[str]]] = (), *, hooks: bool = False
 ) -> Path:
-    """A shared library of CUDA sources and the emulator.
+    """Builds a shared library of CUDA sources and the emulator, and returns its path.
 
-    name: of the library, one for each combination of the other arguments.
-    kernels: sources with device code, which may include headers that lie beside them.
-    others: C++ sources that go with them, each with the flags that it needs beside the common ones.
-    hooks: lets the emulator see the plain loads and stores of the kernels, which is several times slower.
+    name: the library's name; use a different one for each combination of the other arguments.
+    kernels: sources with device code, which may include headers in their own folder.
+    others: C++ sources, each with its flags in addition to the common ones.
+    hooks: whether the emulator sees the plain loads and stores of the kernels; several times slower.
     """
     emulator = sorted((CSRC / "simt").glob("*.cpp"))
     if not emulator:
@@ -64,7 +64,7 @@ def build_library(
 
 
 def link(target: Path, objects: Sequence[Path]) -> Path:
-    """The shared library `target`, made of `objects`."""
+    """Links `objects` to the shared library `target`."""
     command = [compiler(), "-shared", "-pthread", *map(str, objects), "-o"]
     make(target, command, [str(path.stat().st_mtime_ns) for path in objects])
     return target
@@ -75,7 +75,7 @@ def compiler() -> str:
 
 
 def compile_source(source: Path, flags: Sequence[str]) -> Path:
-    """The object of a C++ source, in FOLDER."""
+    """Compiles a source as C++ to an object in FOLDER."""
     flags_digest = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:8]
     target = FOLDER / f"{source.stem}-{flags_digest}.o"
     command = [compiler(), *flags, f"-I{CSRC}", "-x", "c++", "-c", str(source), "-o"]
@@ -84,19 +84,19 @@ def compile_source(source: Path, flags: Sequence[str]) -> Path:
 
 
 def headers(folder: Path) -> list[str]:
-    """What sources in `folder` may include, with its contents."""
+    """The names and contents of all headers that sources in `folder` may include."""
     files = {path for root in {CSRC, folder} for path in root.rglob("*") if path.suffix in {".h", ".cuh", ".inc"}}
     return [f"{path}\0{path.read_text()}" for path in sorted(files)]
 
 
 def make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
-    """Runs `command`, whose last argument is to be the target, unless that was made from the same inputs already."""
+    """Runs `command` with the output file as its last argument, unless `target` was made from the same inputs."""
     key = hashlib.sha256(repr((command, inputs)).encode()).hexdigest()
     key_file = target.with_suffix(target.suffix + ".key")
     if target.exists() and key_file.exists() and key_file.read_text() == key:
         return
     key_file.unlink(missing_ok=True)
-    # A file of its own, so that a process that has loaded the old library keeps it.
+    # Written to a new file: a process may have loaded the old library.
     scratch = target.with_suffix(".tmp" + target.suffix)
     done = subprocess.run([*command, str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
@@ -109,7 +109,7 @@ def make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
 
 @functools.cache
 def load(hooks: bool = False) -> ModuleType:
-    """The module `_simt` (csrc/emulated) with all CUDA kernels of the package in it."""
+    """The module `_simt` (csrc/emulated), which contains all CUDA kernels of the package."""
     import torch
 
     kernels = sorted(path for path in CSRC.rglob("*.cu") if path.parent.name != "launchers")
@@ -118,7 +118,7 @@ def load(hooks: bool = False) -> ModuleType:
     if not (FOLDER / f"{_name(hooks)}.so").exists():
         print("cuda_ext: compiling the CUDA kernels for the emulator takes one to three minutes", file=sys.stderr)
     path = build_library(_name(hooks), kernels, [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
-    # By a name of its own: of two modules of one name pybind11 hands out the first again, whatever the file.
+    # Under different names: for a second module of the same name, pybind11 returns the first one.
     spec = importlib.util.spec_from_file_location(f"{_name(hooks)}._simt", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

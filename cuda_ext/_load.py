@@ -1,4 +1,4 @@
-"""Loads the compiled library when imported, and holds its ops: `from cuda_ext._load import ops; ops.gemm(...)`."""
+"""Importing this module loads the compiled library; `ops` has its ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _load_installed() -> None:
         raise ImportError(f"cuda_ext: cannot load the compiled library: {reason}. {remedy}") from error
 
 
-# They are where `cuda_ext.dev.load` has built them in this process.
+# `cuda_ext.dev.load` may have loaded a just-in-time build already.
 if not _stamp.ops_are_defined():
     _load_installed()
 

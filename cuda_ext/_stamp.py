@@ -1,7 +1,7 @@
-"""What the compiled library was built for, and whether that fits the process that is about to load it.
+"""The build stamp: what the compiled library was built for, and whether this process can load it.
 
-A library built against another torch may crash while it loads, or compute nonsense later. So the build leaves
-`_build_info.py` beside the library, and `check` compares it with the running process before anything is loaded.
+A library built against another torch may crash while it loads, or give wrong results later. So the build writes
+`_build_info.py` next to the library, and `check` compares it with the running process before loading anything.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).resolve().parent
 LIBRARY = PACKAGE / "_C.so"
 STAMP_FILE = "_build_info.py"
 
-# The entries of a stamp that must equal the running process. The others (compiler, toolkit, architectures, flags,
-# revision) say how the library was made.
+# The entries of a stamp that must match the running process. The others (compiler, toolkit, architectures, flags,
+# revision) describe the build.
 COMPARED = {
     "version": "cuda_ext",
     "torch": "torch",
@@ -30,7 +30,7 @@ COMPARED = {
 
 
 def running() -> dict[str, str | None]:
-    """The entries of COMPARED as they are in this process."""
+    """The entries of COMPARED in this process."""
     import torch
 
     from cuda_ext import __version__
@@ -44,20 +44,20 @@ def running() -> dict[str, str | None]:
 
 
 def write(folder: Path, stamp: dict[str, Any]) -> None:
-    """Writes `stamp` beside a library in `folder`."""
-    text = "# Written by the build, compared by cuda_ext._stamp before the library beside it is loaded.\n"
+    """Writes `stamp` next to the library in `folder`."""
+    text = "# Written by the build; cuda_ext._stamp checks it before it loads the library in this folder.\n"
     (folder / STAMP_FILE).write_text(f"{text}STAMP = {pprint.pformat(stamp, width=120, sort_dicts=False)}\n")
 
 
 def read() -> dict[str, Any]:
-    """The stamp of the installed library; raises ImportError when none was built."""
+    """The stamp of the installed library; raises ImportError if none was built."""
     file = PACKAGE / STAMP_FILE
     if not is_built(PACKAGE):
         problem = "the compiled library has not been built;"
         if hidden := hidden_installation():
             problem = f"{PACKAGE} has not been built, and hides the installed {hidden}; start Python elsewhere, or"
         raise ImportError(f"cuda_ext: {problem} build it with\n  {build_command()}")
-    # By its path: an import could find the stamp of another installation, or a stale cache of this one.
+    # Not by import, which could find the stamp of another installation or a stale cache of this one.
     stamp: dict[str, Any] = runpy.run_path(str(file))["STAMP"]
     return stamp
 
@@ -67,13 +67,13 @@ def is_built(package: Path) -> bool:
 
 
 def hidden_installation() -> Path | None:
-    """A built package further behind on sys.path: what was installed from a checkout, for Python started in it."""
+    """A built package later on sys.path: the installed package, if Python was started in an unbuilt checkout."""
     packages = [Path(entry, PACKAGE.name).resolve() for entry in sys.path]
     return next((package for package in packages if package != PACKAGE and is_built(package)), None)
 
 
 def mismatches(stamp: dict[str, Any], process: dict[str, str | None]) -> list[str]:
-    """One sentence per entry in which the library's `stamp` differs from `process`, both versions in it."""
+    """One clause for each entry in which the library's `stamp` differs from `process`, with both values."""
     return [
         f"it was built for {name} {stamp.get(key)}, but this process runs {name} {process[key]}"
         for key, name in COMPARED.items()
@@ -82,21 +82,21 @@ def mismatches(stamp: dict[str, Any], process: dict[str, str | None]) -> list[st
 
 
 def ops_are_defined() -> bool:
-    """Whether a library in this process has defined our ops. A second one would end the process instead of raising."""
+    """Whether a library in this process has defined the ops. Loading a second one would abort the process."""
     import torch
 
     return any(name.startswith(f"{NAMESPACE}::") for name in torch._C._dispatch_get_all_op_names())
 
 
 def check() -> None:
-    """Raises ImportError when the installed library is missing, or was built for something else than this process."""
+    """Raises ImportError if the installed library is missing or does not match this process."""
     if found := mismatches(read(), running()):
         remedy = f"Rebuild it with\n  {build_command()}"
         raise ImportError(f"cuda_ext: the compiled library {LIBRARY} does not fit: {'; '.join(found)}. {remedy}")
 
 
 def build_command() -> str:
-    """The shell command that builds the library for this interpreter, in the source checkout or from one."""
+    """The shell command that builds the library for this interpreter, in this checkout or from a source folder."""
     source = PACKAGE.parent
     if (source / "setup.py").exists() and (source / "csrc").is_dir():
         return f"cd {source} && {sys.executable} setup.py build_ext --inplace"

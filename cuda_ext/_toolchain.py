@@ -1,8 +1,8 @@
-"""What the machine offers to a build: CUDA toolkits, GPU architectures, cores and memory.
+"""Finds what a build can use: CUDA toolkits, GPU architectures, cores and memory.
 
-Shared by `setup.py`, `cuda_ext.dev` and `cuda_ext.info`. It needs the standard library alone, so that it can describe
-a machine on which neither torch nor the compiled library can be imported. Run as a script, it prints the pip
-requirement of the CUDA compiler that fits the installed torch.
+Shared by `setup.py`, `cuda_ext.dev` and `cuda_ext.info`. It uses only the standard library, so that it can describe
+a machine on which neither torch nor the compiled library can be imported. As a script, it prints the pip requirement of
+the CUDA compiler that matches the installed torch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pathlib import Path
 
 NAMESPACE = "cuda_ext"  # of the ops in torch.ops; the C++ sources receive it as CUDA_EXT_NAMESPACE
 
-# sm_80 has all that the baseline kernels need; 9.0a, unlike 9.0, has the warpgroup instructions of Hopper.
+# The baseline kernels need sm_80; 9.0a, unlike 9.0, has the warpgroup instructions of Hopper.
 DEFAULT_ARCHS = ("8.0", "9.0a")
 OLDEST_ARCH = (8, 0)
 NAMED_ARCHS = {"ampere": "8.0;8.6", "ada": "8.9", "hopper": "9.0a", "blackwell": "10.0;12.0"}
 
-# The largest compiler process of this project (a binding that includes ATen and the dispatcher), with some room.
+# The largest compiler process (an op that includes ATen and the dispatcher), plus a margin.
 MEMORY_PER_JOB_GIB = 1.5
 
-# The oldest setuptools that understands pyproject.toml: a license that is text (PEP 639).
+# The oldest setuptools that understands this pyproject.toml, where the license is a string (PEP 639).
 OLDEST_SETUPTOOLS = 77
 
-STANDARD_PLACES = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
+STANDARD_FOLDERS = ("/usr/local/cuda-{version}", "/usr/local/cuda", "/opt/cuda")
 
-# What a toolkit must have, by the extra of the cuda-toolkit wheel that brings it; one of the alternatives is enough.
+# Files that a toolkit must have, by the extra of the cuda-toolkit wheel that contains them; one alternative is enough.
 TOOLKIT_PARTS = {
     "nvcc": ("bin/nvcc",),
     "crt": ("include/crt/host_config.h",),
@@ -48,13 +48,13 @@ LIBRARY_FOLDERS = ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-lin
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A place where a CUDA toolkit was looked for, and whether a build can use what is there."""
+    """A folder that may hold a CUDA toolkit, and whether a build can use it."""
 
-    origin: str  # how the place was found, such as "CUDA_HOME"
+    origin: str  # how the folder was found, such as "CUDA_HOME"
     home: Path
     version: str = ""  # of its nvcc, such as "13.0"
     problem: str = ""  # why it cannot be used; empty if it can
-    warning: str = ""  # what is unusual though usable
+    warning: str = ""  # of a usable toolkit
 
     @property
     def usable(self) -> bool:
@@ -66,30 +66,30 @@ class Toolkit:
 
 
 def find_toolkits(torch_cuda: str) -> list[Toolkit]:
-    """Every CUDA toolkit within reach of a torch built with CUDA `torch_cuda` ("13.0"), in order of preference."""
+    """Every CUDA toolkit found for a torch built with CUDA `torch_cuda` ("13.0"), in order of preference."""
     homes: dict[Path, str] = {}
-    for origin, home in _places(torch_cuda):
+    for origin, home in _folders(torch_cuda):
         homes.setdefault(home.resolve(), origin)
     return [_inspect(origin, home, torch_cuda) for home, origin in homes.items()]
 
 
-def _places(torch_cuda: str) -> list[tuple[str, Path]]:
-    places = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+def _folders(torch_cuda: str) -> list[tuple[str, Path]]:
+    folders = [(name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
-        places.append(("nvcc on PATH", _home_of_nvcc(Path(nvcc))))
-    places += [("pip", folder / f"cu{torch_cuda.split('.')[0]}") for folder in _wheel_folders()]
-    places += [("standard place", Path(place.format(version=torch_cuda))) for place in STANDARD_PLACES]
-    return places
+        folders.append(("nvcc on PATH", _home_of_nvcc(Path(nvcc))))
+    folders += [("pip", folder / f"cu{torch_cuda.split('.')[0]}") for folder in _wheel_folders()]
+    folders += [("standard folder", Path(folder.format(version=torch_cuda))) for folder in STANDARD_FOLDERS]
+    return folders
 
 
 def _wheel_folders() -> list[Path]:
-    """Where pip puts NVIDIA's wheels."""
+    """The folders in which pip installs NVIDIA's wheels."""
     package = importlib.util.find_spec("nvidia")
     return [Path(folder) for folder in (package.submodule_search_locations or [])] if package else []
 
 
 def _home_of_nvcc(nvcc: Path) -> Path:
-    """The toolkit of an nvcc on PATH. That may be a link or a wrapper script, so nvcc itself is asked."""
+    """The toolkit of an nvcc on PATH, as nvcc reports it: the file may be a link or a wrapper script."""
     for line in _output([str(nvcc), "--dryrun", "-E", "-x", "cu", os.devnull]).splitlines():
         if match := re.match(r"#\$ TOP=(.+)", line):
             return Path(match[1].strip())
@@ -121,7 +121,8 @@ def _inspect(origin: str, home: Path, torch_cuda: str) -> Toolkit:
 
 
 def _compile_empty_kernel(nvcc: str) -> str:
-    """Why `nvcc` fails, or "": what no list of files shows, such as a mix of releases or a host compiler it refuses."""
+    """Why `nvcc` fails, or "". Finds problems that a list of files does not show, such as a mix of releases or an
+    unsupported host compiler."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cu")
         source.write_text("__global__ void empty() {}\n")
@@ -132,7 +133,7 @@ def _compile_empty_kernel(nvcc: str) -> str:
 
 
 def find_cudart(home: Path) -> Path | None:
-    """The CUDA runtime library of the toolkit at `home`; in the wheel it is named `libcudart.so.<major>` only."""
+    """The CUDA runtime library of the toolkit at `home`; the wheel names it `libcudart.so.<major>` only."""
     for folder in LIBRARY_FOLDERS:
         for library in sorted((home / folder).glob("libcudart.so*")):
             return library
@@ -140,10 +141,10 @@ def find_cudart(home: Path) -> Path | None:
 
 
 def toolkit_requirement() -> str:
-    """The pip requirement of the CUDA compiler that matches the installed torch: the version that torch itself pins.
+    """The pip requirement of the CUDA compiler in the version that the installed torch pins.
 
-    All parts are named because the wheels do not pin each other: an unnamed one would come in its newest release.
-    Raises LookupError when torch names none, or is not installed.
+    It names all parts because the wheels do not pin each other: pip would install an unnamed one in its newest release.
+    Raises LookupError if torch pins none, or is not installed.
     """
     try:
         requirements = importlib.metadata.requires("torch") or []
@@ -159,7 +160,7 @@ def toolkit_requirement() -> str:
 def arch_list(text: str) -> tuple[str, ...]:
     """The architectures of a TORCH_CUDA_ARCH_LIST such as "8.0;9.0a+PTX" or "Ampere Hopper", with 9.0 read as 9.0a.
 
-    Raises ValueError for an entry that is not understood, or older than the kernels support.
+    Raises ValueError for an entry that is malformed, or older than the kernels support.
     """
     for name, members in NAMED_ARCHS.items():
         text = re.sub(rf"\b{name}\b", members, text, flags=re.IGNORECASE)
@@ -180,7 +181,8 @@ def arch_list(text: str) -> tuple[str, ...]:
 
 
 def choose_archs(capabilities: Iterable[tuple[int, int]]) -> tuple[str, ...]:
-    """What to compile for: TORCH_CUDA_ARCH_LIST, else the GPUs here by their `capabilities`, else DEFAULT_ARCHS."""
+    """The architectures to compile for: TORCH_CUDA_ARCH_LIST, else those of `capabilities`, the GPUs of this machine,
+    else DEFAULT_ARCHS."""
     if listed := os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip():
         return arch_list(listed)
     present = [f"{major}.{minor}" for major, minor in capabilities if (major, minor) >= OLDEST_ARCH]
@@ -193,7 +195,7 @@ def sm_name(arch: str) -> str:
 
 
 def gencode_flags(archs: Sequence[str]) -> list[str]:
-    """The nvcc flags that compile for `archs`, with PTX besides machine code where an entry ends in +PTX."""
+    """The nvcc flags that compile for `archs`, with PTX in addition to machine code if an entry ends in +PTX."""
     flags = []
     for arch in archs:
         code = sm_name(arch).removeprefix("sm_")
@@ -204,7 +206,7 @@ def gencode_flags(archs: Sequence[str]) -> list[str]:
 
 
 def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """The cores this process may use: its affinity mask, and the quota of its container."""
+    """The number of cores this process may use, by its affinity mask and the quota of its container."""
     cores = len(os.sched_getaffinity(0))
     quota, _, period = _read(cgroup / "cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
@@ -213,7 +215,7 @@ def available_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def available_memory_gib(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """The memory this process may still take, in GiB: what the machine has free, and what its container has left."""
+    """The memory this process can still allocate, in GiB: the minimum over the machine and its container."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", _read(meminfo))
     free = int(available[1]) * 1024 if available else float("inf")
     limit, used = _read(cgroup / "memory.max").strip(), _read(cgroup / "memory.current").strip()
@@ -223,7 +225,7 @@ def available_memory_gib(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = P
 
 
 def choose_jobs(cores: int, memory_gib: float) -> int:
-    """How many compilers to run at once: MAX_JOBS if set, else as many as the cores and the free memory carry."""
+    """The number of compilers to run at once: MAX_JOBS if set, else limited by the cores and the free memory."""
     if (chosen := os.environ.get("MAX_JOBS", "").strip()) != "":
         if not chosen.isdigit() or int(chosen) < 1:
             raise ValueError(f"MAX_JOBS: expected a positive integer, got {chosen!r}")
@@ -232,7 +234,7 @@ def choose_jobs(cores: int, memory_gib: float) -> int:
 
 
 def setuptools_problem() -> str:
-    """Why the setuptools of this Python cannot build the package and what to do, or "" when it can."""
+    """Why the setuptools of this Python cannot build the package, and what to do; "" if it can."""
     remedy = f"install it with\n  {sys.executable} -m pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
     try:
         version = importlib.metadata.version("setuptools")
@@ -245,7 +247,7 @@ def setuptools_problem() -> str:
 
 
 def compiler_version() -> str:
-    """ "g++ 12.2.0" for the C++ compiler of the build (CXX, else c++), or "" when it does not run."""
+    """ "g++ 12.2.0" for the C++ compiler of the build (CXX, else c++), or "" if it does not run."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     version = _output([*compiler, "-dumpfullversion", "-dumpversion"]).strip()
     family = "clang" if "clang" in _output([*compiler, "--version"]) else "g++"
@@ -253,7 +255,7 @@ def compiler_version() -> str:
 
 
 def _output(command: Sequence[str]) -> str:
-    """Both output streams of `command`, or "" when it cannot be started."""
+    """Both output streams of `command`, or "" if it cannot be started."""
     try:
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
     except (OSError, subprocess.TimeoutExpired):

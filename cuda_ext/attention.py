@@ -1,17 +1,17 @@
-"""Flash attention: softmax(scale * query @ key^T) @ value in memory linear in the sequence length, forward and
-backward.
+"""Flash attention, forward and backward: softmax(scale * query @ key^T) @ value in memory linear in sequence length.
 
 The method is FlashAttention (Dao et al., arXiv 2205.14135) with the online softmax of Milakov and Gimelshein (arXiv
-1805.02867). The CPU kernels keep one block of logits per thread; gradients are summed in a fixed order, so a run
-repeats bit for bit.
+1805.02867). The CPU kernels hold one block of logits per thread and sum gradients in a fixed order, so results repeat
+bit for bit.
 
 DTensors are split by batch and by heads, without dropout; other placements are gathered first.
 """
 
 from __future__ import annotations
 
+import warnings
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from cuda_ext._load import ops
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["flash_attention", "flash_attention_varlen"]
 
 _attention = ops.flash_attention.default
@@ -29,6 +32,38 @@ _attention_varlen = ops.flash_attention_varlen.default
 Window = tuple[int | None, int | None]
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of both functions, for type checkers."""
+
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None
+    dropout_p: float
+    deterministic: bool | None
+
+
+class _VarlenOptions(_Options, total=False):
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+
+
+@overload
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+) -> Tensor: ...
+@overload
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention(
     query: Tensor,
     key: Tensor,
@@ -41,77 +76,79 @@ def flash_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Multi-head attention over `(batch, seq, heads, dim)` tensors.
 
-    With `i` a query, `j` a key and `d = j - (i + Sk - Sq)` their distance from the bottom-right diagonal::
+    With query `i`, key `j` and their distance `d = j - (i + Sk - Sq)` from the bottom-right diagonal::
 
         logits = scale * query[i] . key[j];   logits = softcap * tanh(logits / softcap)   if softcap > 0
         logits += -alibi_slopes * |d|;   logits += bias[i, j]
         out[i] = dropout(softmax over the visible j of logits) @ value
 
     Args:
-        query: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. On a CUDA device D and Dv are
-            multiples of 8 up to 256.
-        key: `(B, Sk, Hk, D)`, dtype and device of `query`. `H` is a multiple of `Hk` (GQA, MQA): query head `h` reads
-            key head `h // (H // Hk)`.
+        query: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. On a CUDA device D and Dv must
+            be multiples of 8 up to 256.
+        key: `(B, Sk, Hk, D)`, dtype and device of `query`. `H` must be a multiple of `Hk` (GQA, MQA): query head `h`
+            reads key head `h // (H // Hk)`.
         value: `(B, Sk, Hk, Dv)`; `Dv` may differ from `D`.
-        causal: hide the keys right of the diagonal, which is aligned bottom-right when `Sq != Sk`.
-        window: `(left, right)`, how many keys either side of the diagonal stay visible; `None` on a side is unbounded.
-            With `causal` the right side is 0 or `None`.
-        scale: defaults to `1 / sqrt(D)`.
+        causal: hide the keys to the right of the diagonal, which is aligned bottom-right if `Sq != Sk`.
+        window: `(left, right)`, the number of keys that stay visible on each side of the diagonal; `None` is unbounded.
+            With `causal`, right counts as 0, as in flash-attn.
+        scale: default `1 / sqrt(D)`.
         softcap: in units of logits; 0 for none (Gemma 2, arXiv 2408.00118).
         alibi_slopes: `(H,)` or `(B, H)`, not differentiable (Press et al., arXiv 2108.12409).
-        sinks: `(H,)`, a learnable logit per head that joins every row's softmax with no value behind it; `lse` includes
-            it. Differentiable. Attention in parts that `lse` merges has them in one part only.
-        bias: up to four dimensions that broadcast to `(B, H, Sq, Sk)`, aligned to the right, with any strides.
-            Numbers, in the dtype of `query` or float32, are added to the logits, and `-inf` hides a key; they
-            are differentiable. Booleans hide the keys where they are `False`, as `attn_mask` of
-            `torch.nn.functional.scaled_dot_product_attention` does. Leave a dimension 1 rather than to `expand` it: the
-            gradient is as large as the tensor given. Hide with `-inf`, not with a large number: in a row of nothing but
-            -1e30 the logits are lost to rounding.
-        dropout_p: in [0, 1). The mask is Philox4x32-10 of a seed and an offset from torch's default generator of the
-            device, so `torch.manual_seed` and `torch.cuda.manual_seed` rule, and each replay of a captured CUDA graph
-            draws anew. It is made again in backward instead of being stored. The same seed and offset give the same
-            mask on every device, but generators of different devices draw different ones.
-        deterministic: that backward gives the same bits in every run; `None` follows
-            `torch.use_deterministic_algorithms`. On the CPU every call does, for a given number of threads, as does
-            forward on a CUDA device. There, blocks then take turns at adding to the gradient of `query`, and that of a
-            broadcast `bias` takes a float32 tensor of `(B, H, Sq, Sk)`.
-        return_lse: also return `lse`, `(B, H, Sq)`, the logarithm of the sum of exponentials of each row's logits, in
-            float32 (float64 for float64). Differentiable.
+        sinks: `(H,)`, a learnable logit per head that takes part in the softmax of every row but has no value; `lse`
+            includes it. Differentiable. If attention is computed in parts that are merged by `lse`, give sinks to one
+            part only.
+        bias: added to the logits; broadcasts to `(B, H, Sq, Sk)`, in the dtype of `query` or float32, with any
+            strides. Differentiable. `-inf` hides a key. To broadcast a dimension, pass size 1 instead of calling
+            `expand`: the gradient is as large as the tensor you pass. Hide keys with `-inf` or `mask`, not with a large
+            number: in a row where every bias is -1e30, rounding loses the logits.
+        mask: boolean, `True` where a key takes part; broadcasts like `bias`, any strides. It has the meaning of a
+            boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device, `bias` and
+            `mask` together take a temporary tensor of the shape to which they broadcast.
+        dropout_p: probability of dropping a weight, in [0, 1). The dropout mask is Philox4x32-10 of a seed and an
+            offset from torch's default generator of the device, so `torch.manual_seed` and `torch.cuda.manual_seed`
+            apply, and each replay of a captured CUDA graph draws new numbers. Backward regenerates the mask instead of
+            storing it. The same seed and offset give the same mask on every device, but generators of different devices
+            draw different ones.
+        deterministic: whether backward must give the same bits in every run; `None` follows
+            `torch.use_deterministic_algorithms`. On the CPU every call does, for a given number of threads, and so does
+            forward on a CUDA device. Deterministic backward on a CUDA device is slower: blocks add to the gradient of
+            `query` in turn, and the gradient of a broadcast `bias` needs a float32 tensor of `(B, H, Sq, Sk)`.
+        return_lse: also return `lse`, `(B, H, Sq)`, the log-sum-exp of each row's logits, in float32 (float64 for
+            float64). Differentiable.
 
     Returns:
-        `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row that sees no key, whether
-        `causal`, `window` or `bias` hides all or there is none, gives zeros and an `lse` of `-inf`, with zero
-        gradients. With sinks, which nothing hides, its `lse` is the sink.
+        `(B, Sq, H, Dv)` in the dtype of `query`, contiguous; with `return_lse` a pair. A row that sees no key gives
+        zeros, an `lse` of `-inf`, and zero gradients. With sinks, which nothing hides, its `lse` is the sink.
 
-    Any strides are read in place as long as the last dimension is dense; other tensors are made contiguous first.
-    Dimensions of size 0 work. Nested tensors of layout `torch.jagged`, `(B, jagged S, H, D)` all three, without
-    `bias`: `flash_attention_varlen` on their packed rows, nothing is padded; `lse` is `(B, H, jagged S)`.
+    Tensors of any strides are read in place if their last dimension is dense; others are made contiguous first.
+    Dimensions of size 0 work. Nested tensors of layout `torch.jagged`, `(B, jagged S, H, D)` for query, key and value,
+    run through `flash_attention_varlen` without padding; `bias` and `mask` have the shapes described there, and `lse`
+    is `(B, H, jagged S)`.
 
-    Differentiable to any order and in both modes, and under the transforms of `torch.func`. Only the first derivative
-    by `backward` is fused. The others are composed of our products and PyTorch's elementwise ops, through the full
-    matrix of scores, `(B, H, Sq, Sk)`. In forward mode and under `torch.func` dropout is that of
+    Differentiable to any order, in reverse and forward mode, and under the transforms of `torch.func`. Only the first
+    derivative by `backward` is fused; the others are composed of this package's products and PyTorch's elementwise ops,
+    and materialise the scores, `(B, H, Sq, Sk)`. In forward mode and under `torch.func`, dropout is that of
     `torch.nn.functional.dropout`.
 
     Raises:
-        RuntimeError: wrong ranks, shapes, dtypes, devices, window, scale, softcap or dropout, naming the argument.
-        NotImplementedError: a CUDA tensor where no CUDA kernel is built.
+        RuntimeError: wrong rank, shape, dtype, device, window, scale, softcap or dropout; the message names the
+            argument.
+        NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
+    bias, mask = _without_boolean_bias("flash_attention", bias, mask)
     if query is not None and query.is_nested:
         options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-        options |= {
-            "alibi_slopes": alibi_slopes,
-            "sinks": sinks,
-            "dropout_p": dropout_p,
-            "deterministic": deterministic,
-        }
-        return _jagged_attention(query, key, value, bias, return_lse, options)
-    has_tensors = alibi_slopes is not None or sinks is not None or bias is not None
+        options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask}
+        options |= {"dropout_p": dropout_p, "deterministic": deterministic}
+        return _jagged_attention(query, key, value, return_lse, options)
+    has_tensors = alibi_slopes is not None or sinks is not None or bias is not None or mask is not None
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None:
         left, right = _window_sides("flash_attention", window)
@@ -125,6 +162,7 @@ def flash_attention(
             alibi_slopes,
             sinks,
             bias,
+            mask,
             causal=causal,
             window_left=left,
             window_right=right,
@@ -141,6 +179,39 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_VarlenOptions],
+) -> Tensor: ...
+@overload
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def flash_attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[_VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -156,6 +227,8 @@ def flash_attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -163,28 +236,33 @@ def flash_attention_varlen(
     """`flash_attention` over sequences of different lengths, packed one after the other without padding.
 
     Args:
-        query: `(total_q, H, D)`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
-        key: `(total_k, Hk, D)`, by `cu_seqlens_k`.
+        query: `(total_q, H, D)`; sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
+        key: `(total_k, Hk, D)`, divided by `cu_seqlens_k`.
         value: `(total_k, Hk, Dv)`.
-        cu_seqlens_q: `(batch + 1,)` int32 on the device of `query`: 0, then the running sums of the lengths, up to
-            `total_q`. On the CPU the values are checked; on a GPU that would stall the stream.
+        cu_seqlens_q: `(B + 1,)`, int32, on the device of `query`: 0, then the cumulative lengths, up to `total_q`. The
+            values are checked on the CPU only; on a GPU that would stall the stream.
         cu_seqlens_k: the same for keys. A sequence may have length 0.
-        max_seqlen_q: at least the longest sequence, below 2^31; `None` takes it from `cu_seqlens_q`, for which a GPU
-            has to wait.
+        max_seqlen_q: at least the length of the longest sequence, below 2^31. `None` computes it from `cu_seqlens_q`,
+            which on a GPU waits for the stream.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
+        bias: broadcasts to `(B, H, max_seqlen_q, max_seqlen_k)`; `bias[b, h, i, j]` belongs to query `i` and key `j` of
+            sequence `b`, both counted within the sequence. Elements past the end of a sequence are not read, and their
+            gradients are 0.
+        mask: the same, boolean.
 
-    The remaining arguments are those of `flash_attention`, which alone takes a `bias`; causal and window are aligned to
-    each sequence's own bottom-right corner.
+    The remaining arguments are those of `flash_attention`; causal and window are aligned to the bottom-right corner of
+    each sequence.
 
     Returns:
         `(total_q, H, Dv)`; with `return_lse` also `lse`, `(H, total_q)`.
 
     Raises:
-        RuntimeError: as `flash_attention`; also `cu_seqlens` that do not start at 0, decrease, or do not end at the
+        RuntimeError: as `flash_attention`; also for `cu_seqlens` that do not start at 0, decrease, or do not end at the
             number of rows.
-        NotImplementedError: a CUDA tensor where no CUDA kernel is built.
+        NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     left, right = _window_sides("flash_attention_varlen", window)
+    bias, mask = _without_boolean_bias("flash_attention_varlen", bias, mask)
     check_constants("flash_attention_varlen", scale=scale, softcap=softcap, dropout_p=dropout_p)
     if dropout_p > 0:
         query = mapped_where_masks_differ("flash_attention_varlen", query)
@@ -196,6 +274,8 @@ def flash_attention_varlen(
         cu_seqlens_k,
         alibi_slopes,
         sinks,
+        bias,
+        mask,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         causal=causal,
@@ -209,11 +289,21 @@ def flash_attention_varlen(
     return (out, lse) if return_lse else out
 
 
+def _without_boolean_bias(op: str, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(bias, mask), with a boolean bias, which was the mask in version 0.1, moved to the mask."""
+    if bias is None or bias.dtype != torch.bool:
+        return bias, mask
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{NAMESPACE}::{op}: pass a boolean bias as mask=", FutureWarning, stacklevel=3)
+    return None, bias if mask is None else mask & bias
+
+
 def _jagged_attention(
-    query: Any, key: Any, value: Any, bias: Tensor | None, return_lse: bool, options: dict[str, Any]
+    query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attention` of `(batch, jagged seq, heads, dim)`: the packed form, which their memory has already."""
-    op = f"{NAMESPACE}::flash_attention"  # not `check`, which torch.compile cannot follow
+    """`flash_attention` of `(batch, jagged seq, heads, dim)`, whose memory has the packed form already."""
+    op = f"{NAMESPACE}::flash_attention"
+    # Raised directly because torch.compile cannot trace `check`.
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         is_jagged = tensor.is_nested and tensor.layout == torch.jagged and tensor.dim() == 4
         if not (is_jagged and tensor._ragged_idx == 1 and tensor.lengths() is None):
@@ -224,11 +314,9 @@ def _jagged_attention(
             )
     if key.shape[1] != value.shape[1]:
         raise RuntimeError(
-            f"{op}: expected value of the same sequences as key, got offsets of its own; make it with those of key "
+            f"{op}: expected value with the same offsets as key, got others; create it with those of key "
             "(torch.nested.nested_tensor_from_jagged)"
         )
-    if bias is not None:
-        raise RuntimeError(f"{op}: expected bias=None with nested tensors; call it for each sequence")
     offsets = query.offsets()
     result = flash_attention_varlen(
         query.values(),

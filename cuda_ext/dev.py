@@ -21,32 +21,32 @@ def load(
     build_root: str | Path | None = None,
     verbose: bool = False,
 ) -> Path:
-    """Compiles the library with `torch.utils.cpp_extension.load` and loads it, in the place of the installed one.
+    """Compiles the library with `torch.utils.cpp_extension.load` and loads it instead of the installed one.
 
-    Call it before the first op is used; afterwards `cuda_ext.gemm` and all others run the code just built. Only what
-    has changed since the last call is compiled. The variables that steer `setup.py` steer it too: CUDA_EXT_CUDA,
+    Call it before the first op is used; afterwards `cuda_ext.gemm` and all other ops run the new code. Only files that
+    have changed since the last call are compiled. It respects the same variables as `setup.py`: CUDA_EXT_CUDA,
     TORCH_CUDA_ARCH_LIST, MAX_JOBS, CUDA_HOME, CXX.
 
     Args:
-        sources: C++ and CUDA files with distinct names; by default every one under csrc/.
+        sources: C++ and CUDA files with distinct names; default all files under csrc/.
         extra_cflags: flags for the C++ compiler after the project's own, such as ["-O0", "-g"].
         extra_cuda_cflags: likewise for nvcc.
-        build_root: where the build folder goes; by default TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions. The
-            folder's name has the versions of torch and the compiler, the architectures and a digest of the flags in it,
-            so that builds which differ in one of these share nothing.
-        verbose: show the compilers' commands.
+        build_root: the parent of the build folder; default TORCH_EXTENSIONS_DIR, else ~/.cache/torch_extensions. The
+            folder's name contains the versions of torch and the compiler, the architectures and a digest of the flags,
+            so that builds that differ in one of these share no files.
+        verbose: print the compilers' commands.
 
     Returns:
-        The library that was loaded.
+        The path of the library.
 
     Raises:
-        RuntimeError: the ops are already loaded in this process, or a compiler failed (its messages are in the error).
-        BuildError: there is nothing to compile, or nothing to compile it with.
+        RuntimeError: the ops are already loaded in this process, or a compiler failed; the error contains its messages.
+        BuildError: there are no sources, or no compiler.
     """
     if _stamp.ops_are_defined():
         raise RuntimeError(
             f"cuda_ext.dev.load: the ops of torch.ops.{NAMESPACE} are already loaded in this process, and can be "
-            "defined only once; call it in a new process, before an op is used"
+            "defined only once; call it in a new process before using an op"
         )
     plan = _build.make_plan()
     files = [Path(source).resolve() for source in sources] if sources is not None else plan.sources
@@ -54,8 +54,8 @@ def load(
     root = Path(build_root or os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     folder = (root / "cuda_ext" / _folder_name(plan, extra_cflags, extra_cuda_cflags)).absolute()
     with _build.lock(folder):
-        # The file by which torch's loader excludes others outlives a build that was killed, and would be waited for
-        # without end. Whoever holds our lock is alone in the folder, so that file is nobody's.
+        # A killed build leaves the lock file of torch's loader behind, which the next one would wait for without end.
+        # No other process can need that file, because this one holds `_build.lock`.
         (folder / "lock").unlink(missing_ok=True)
         plan.prepare(folder)
         _build.use(plan, folder)

@@ -1,9 +1,9 @@
-"""`python -m cuda_ext.info`: what a bug report about this installation needs, also when it does not work.
+"""`python -m cuda_ext.info`: the information that a bug report needs, even if the installation does not work.
 
-The first line is the verdict, and the exit status is 1 when the package cannot be imported. Each probe stands alone,
-and one that fails is reported with its error in the place of its answer.
+The first line is the verdict; the exit status is 1 if the package cannot be imported. Probes are independent: if one
+fails, its error is reported instead of its result.
 
-Started in a source checkout that has not been built, it reports on the installed package that the checkout hides.
+In a source checkout that has not been built, it reports on the installed package that the checkout hides.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ INSTRUCTION_SETS = (
 
 
 def report() -> dict[str, Any]:
-    """The report as one dictionary with an entry per section; what `python -m cuda_ext.info --json` prints."""
+    """The report as a dictionary with one entry per section: the output of `python -m cuda_ext.info --json`."""
     error = _import_error()
     sections: dict[str, Callable[[], Any]] = {
         "verdict": lambda: _verdict(error),
@@ -83,7 +83,7 @@ def _package() -> dict[str, Any]:
 
 
 def _import_error() -> Exception | None:
-    """What goes wrong when every public name is loaded."""
+    """The error of loading every public name, if any."""
     try:
         for name in cuda_ext.__all__:
             getattr(cuda_ext, name)
@@ -186,7 +186,7 @@ def _gpu(device: int) -> str:
 
 
 def _libraries() -> list[str]:
-    """The shared libraries mapped into this process that decide about numbers, threads and devices."""
+    """The shared libraries mapped into this process that affect results, threads and devices."""
     paths = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     return sorted(path for path in paths if LIBRARIES.match(Path(path).name))
 
@@ -215,19 +215,19 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     options = parser.parse_args()
-    # torch complains when it is imported without NumPy, which nothing here needs.
+    # torch warns if NumPy is missing, which is not needed here.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     sections = report()
     try:
         print(json.dumps(sections, indent=2) if options.json else render(sections), flush=True)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if sections["import"] == "works" else 1
 
 
 def _report_on_hidden_installation(package: Path) -> None:
-    """Runs this module as it is in `package`, with the package that this one belongs to taken off sys.path."""
-    print(f"{_stamp.PACKAGE} has not been built; this is about the installed {package}", file=sys.stderr)
+    """Runs this module from `package`, after removing its own package from sys.path."""
+    print(f"{_stamp.PACKAGE} has not been built; this report is about the installed {package}", file=sys.stderr)
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != _stamp.PACKAGE.parent]
     for name in [name for name in sys.modules if name.partition(".")[0] == "cuda_ext"]:
         del sys.modules[name]

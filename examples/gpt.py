@@ -39,8 +39,8 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config.features, config.hidden_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = self.attention(self.attention_norm(x), residual=x)
+        return self.mlp(self.mlp_norm(x), residual=x)
 
 
 class GPT(nn.Module):
@@ -95,13 +95,13 @@ class PlainAttention(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         out = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return residual + self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class PlainMLP(nn.Module):
@@ -111,8 +111,8 @@ class PlainMLP(nn.Module):
         self.up_proj = nn.Linear(config.features, config.hidden_features, bias=False)
         self.down_proj = nn.Linear(config.hidden_features, config.features, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class PlainGPT(GPT):

@@ -31,7 +31,7 @@ FOR_GOOD = 3600.0
 
 
 def main() -> None:
-    folder, ranks, fault, reduction = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
+    folder, ranks, fault, algorithm = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
     faulty = list(map(int, sys.argv[5:]))
     listener = socket.create_server(("localhost", 0))
     processes = []
@@ -43,7 +43,7 @@ def main() -> None:
             os.dup2(file, 2)
             try:
                 store = join_store(listener, rank, ranks)
-                train(folder, rank, ranks, store, fault, reduction, faulty)
+                train(folder, rank, ranks, store, fault, algorithm, faulty)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -81,7 +81,7 @@ class Clock:
 
 
 def train(
-    folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, reduction: str, faulty: list[int]
+    folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
 ) -> None:
     torch.set_num_threads(1)
     if fault.startswith("hangs"):  # no rank dies, and none should seem dead on a busy machine
@@ -91,7 +91,7 @@ def train(
     dist.barrier()  # start together
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 30), nn.Linear(30, 2))
-    model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, reduction=reduction)
+    model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, algorithm=algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch: torch.Tensor) -> None:

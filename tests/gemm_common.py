@@ -25,7 +25,7 @@ REFERENCES: dict[str, Callable[..., Tensor]] = {
 
 def shapes_of(op: str, lead: tuple[int, ...], m: int, n: int, k: int, f: int = 5) -> dict[str, tuple[int, ...]]:
     """Shapes of an op's tensor arguments for (*lead, m) rows, k inputs, n outputs and f hidden features (mlp)."""
-    hidden = {"bias1": (f,), "bias2": (n,)}
+    hidden = {"bias1": (f,), "bias2": (n,), "residual": (*lead, m, n)}
     return {
         "gemm": {"a": (*lead, m, k), "b": (*lead, k, n), "c": (*lead, m, n), "bias": (n,)},
         "linear": {"input": (*lead, m, k), "weight": (n, k), "bias": (n,), "residual": (*lead, m, n)},

@@ -132,7 +132,7 @@ def test_few_queries(dtype: torch.dtype, options: dict[str, Any]) -> None:
     if random.random() < 0.5:
         wide = random.choice(EVERY_BROADCAST)
         bias_dtype = random.choice((dtype, torch.bool))
-        tensors["bias"] = bias_of(broadcast((2, heads, queries, 1100), wide), bias_dtype, hidden=0.2)
+        tensors |= named(bias_of(broadcast((2, heads, queries, 1100), wide), bias_dtype, hidden=0.2))
     ambient = torch.get_num_threads()
     try:
         for threads in (1, 24):
@@ -199,6 +199,11 @@ def bias_of(shape: Sequence[int], dtype: torch.dtype, hidden: float = 0.0) -> Te
     return torch.randn(tuple(shape), dtype=torch.float64).to(dtype).masked_fill(~visible, -math.inf).requires_grad_()
 
 
+def named(bias: Tensor) -> dict[str, Tensor]:
+    """Booleans are the argument mask, numbers the argument bias."""
+    return {"mask" if bias.dtype == torch.bool else "bias": bias}
+
+
 def broadcast(full: Sequence[int], wide: Sequence[bool]) -> list[int]:
     return [size if is_wide else 1 for size, is_wide in zip(full, wide, strict=True)]
 
@@ -211,7 +216,7 @@ def test_bias_of_every_broadcast_shape(dtype: torch.dtype, bias_dtype: torch.dty
     bias = bias_of(broadcast((2, 4, 70, 90), wide), bias_dtype, hidden=0.3 if bias_dtype == torch.bool else 0.0)
     sinks = torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_()
     terms = 2 * 4 * 70 * 90 // bias.numel()  # that the gradient of one element of the bias sums up
-    check({**qkv(2, 70, 90, 4, 2, 16, 8, dtype), "bias": bias, "sinks": sinks}, terms, causal=True, softcap=3.0)
+    check({**qkv(2, 70, 90, 4, 2, 16, 8, dtype), **named(bias), "sinks": sinks}, terms, causal=True, softcap=3.0)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (90,), (70, 90), (70, 1), (4, 70, 90), (4, 1, 1), (1, 90)], ids=str)
@@ -241,7 +246,7 @@ def test_bias_that_hides_keys(
     batch, sq, sk, heads = sizes[:4]
     bias = bias_of((batch, heads, sq, sk), bias_dtype, hidden=0.5)
     more = {"alibi_slopes": torch.rand(heads), "sinks": torch.randn(heads, requires_grad=True)} if extras else {}
-    check({**qkv(*sizes, torch.float32), "bias": bias, **more}, **options)
+    check({**qkv(*sizes, torch.float32), **named(bias), **more}, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -251,8 +256,8 @@ def test_rows_that_a_bias_hides(dtype: torch.dtype, boolean: bool) -> None:
     bias = bias_of((1, 2, 40, 25), torch.bool if boolean else dtype)
     with torch.no_grad():
         bias[:, 1, 7:30] = False if boolean else -math.inf
-    check({**tensors, "bias": bias})
-    out, lse = cuda_ext.flash_attention(**tensors, bias=bias, return_lse=True)
+    check({**tensors, **named(bias)})
+    out, lse = cuda_ext.flash_attention(**tensors, **named(bias), return_lse=True)
     assert out[:, 7:30, 1].eq(0).all() and lse[:, 1, 7:30].eq(-math.inf).all() and lse[:, 0].isfinite().all()
     leaves = [*tensors.values(), *([] if boolean else [bias])]
     gradients = torch.autograd.grad([out, lse], leaves, [torch.ones_like(out), torch.ones_like(lse)])
@@ -264,12 +269,12 @@ def test_a_sink_is_all_that_is_left_of_a_row_that_a_bias_hides() -> None:
     tensors = {**qkv(1, 9, 5, 2, 1, 4, 4, torch.float32), "sinks": torch.randn(2, requires_grad=True)}
     bias = torch.ones(9, 5, dtype=torch.bool)
     bias[3] = False
-    check({**tensors, "bias": bias})
-    out, lse = cuda_ext.flash_attention(**tensors, bias=bias, return_lse=True)
+    check({**tensors, **named(bias)})
+    out, lse = cuda_ext.flash_attention(**tensors, **named(bias), return_lse=True)
     assert out[:, 3].eq(0).all() and torch.equal(lse[0, :, 3], tensors["sinks"])
     # As it is of one that the diagonal hides.
-    check({**tensors, "bias": bias}, causal=True)
-    lse = cuda_ext.flash_attention(**tensors, bias=bias, causal=True, return_lse=True)[1]
+    check({**tensors, **named(bias)}, causal=True)
+    lse = cuda_ext.flash_attention(**tensors, **named(bias), causal=True, return_lse=True)[1]
     assert torch.equal(lse[0, :, :4], tensors["sinks"][:, None].expand(2, 4))
 
 
@@ -278,7 +283,7 @@ def test_false_is_minus_infinity(shape: tuple[int, ...]) -> None:
     tensors = qkv(2, 70, 90, 3, 3, 16, 16, torch.float32)
     mask = torch.rand(shape) < 0.6
     by_mask, by_numbers = (
-        cuda_ext.flash_attention(**tensors, bias=bias)
+        cuda_ext.flash_attention(**tensors, **named(bias))
         for bias in (mask, torch.zeros(shape).masked_fill(~mask, -math.inf))
     )
     assert torch.equal(by_mask, by_numbers)
@@ -286,6 +291,54 @@ def test_false_is_minus_infinity(shape: tuple[int, ...]) -> None:
         torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out)) for out in (by_mask, by_numbers)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("bias_wide", "mask_wide"),
+    [((0, 1, 1, 1), (1, 0, 0, 1)), ((1, 1, 1, 1), (0, 0, 1, 1)), ((0, 1, 0, 0), (1, 1, 1, 1)), ((0,) * 4, (0,) * 4)],
+)
+@pytest.mark.parametrize("queries", [2, 70])
+def test_bias_and_mask_together(
+    dtype: torch.dtype, bias_wide: tuple[bool, ...], mask_wide: tuple[bool, ...], queries: int
+) -> None:
+    full = (2, 4, queries, 90)
+    bias = bias_of(broadcast(full, bias_wide), dtype)
+    mask = bias_of(broadcast(full, mask_wide), torch.bool, hidden=0.4)
+    tensors = {**qkv(2, queries, 90, 4, 2, 16, 8, dtype), "bias": bias, "mask": mask}
+    check(tensors, 2 * 4 * queries * 90 // bias.numel(), causal=True, softcap=3.0)
+
+
+def test_a_mask_overrides_any_bias() -> None:
+    tensors = qkv(1, 70, 90, 2, 2, 16, 16, torch.float32)
+    mask = torch.rand(70, 90) < 0.6
+    expected = cuda_ext.flash_attention(**tensors, mask=mask)
+    for value in (math.nan, math.inf):
+        actual = cuda_ext.flash_attention(**tensors, mask=mask, bias=torch.zeros(70, 90).masked_fill(~mask, value))
+        assert torch.equal(actual, expected)
+
+
+def test_a_boolean_bias_is_a_mask_and_warns() -> None:
+    tensors = qkv(2, 9, 7, 2, 2, 8, 8, torch.float32)
+    one, other = torch.rand(9, 7) < 0.7, torch.rand(2, 1, 1, 7) < 0.7
+    with pytest.warns(FutureWarning, match=r"cuda_ext::flash_attention: pass a boolean bias as mask="):
+        actual = cuda_ext.flash_attention(**tensors, bias=one, mask=other)
+    assert torch.equal(actual, cuda_ext.flash_attention(**tensors, mask=one & other))
+    packed_tensors = packed([3, 6], [4, 2], 2, 2, 8, 8, torch.float32)
+    mask = torch.rand(6, 4) < 0.7
+    with pytest.warns(FutureWarning, match=r"cuda_ext::flash_attention_varlen: pass a boolean bias as mask="):
+        actual = cuda_ext.flash_attention_varlen(**packed_tensors, bias=mask)
+    assert torch.equal(actual, cuda_ext.flash_attention_varlen(**packed_tensors, mask=mask))
+
+
+@pytest.mark.parametrize("right", [1, 50])
+def test_causal_sets_the_right_side_of_the_window(right: int) -> None:
+    tensors = qkv(2, 40, 60, 2, 2, 8, 8, torch.float32)
+    check(tensors, causal=True, window=(20, right))
+    actual, expected = (
+        cuda_ext.flash_attention(**tensors, causal=True, window=(20, side), return_lse=True) for side in (right, 0)
+    )
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
 def test_what_the_window_hides_stays_hidden_whatever_the_bias() -> None:
@@ -318,7 +371,7 @@ def test_a_bias_of_any_strides_is_read_in_place(layout: str, dtype: torch.dtype)
     arranged = BIAS_LAYOUTS[layout](bias_of((2, 3, 70, 90), dtype, hidden=0.1).detach())
     contiguous = arranged.clone(memory_format=torch.contiguous_format)
     leaves = [bias.requires_grad_(dtype != torch.bool) for bias in (arranged, contiguous)]
-    outs = [cuda_ext.flash_attention(**tensors, bias=bias, causal=True) for bias in leaves]
+    outs = [cuda_ext.flash_attention(**tensors, **named(bias), causal=True) for bias in leaves]
     assert torch.equal(*outs)
     gradients = [
         torch.autograd.grad(out, [t for t in (*tensors.values(), bias) if t.requires_grad], torch.ones_like(out))
@@ -362,7 +415,7 @@ def test_bias_is_the_mask_of_scaled_dot_product_attention(shape: tuple[int, ...]
     tensors = qkv(2, 33, 50, 4, 2, 16, 16, torch.float64)
     bias = bias_of(shape, torch.bool if boolean else torch.float64, hidden=0.1)
     leaves = [t for t in (*tensors.values(), bias) if t.requires_grad]
-    actual = cuda_ext.flash_attention(**tensors, bias=bias)
+    actual = cuda_ext.flash_attention(**tensors, **named(bias))
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in tensors.values()), attn_mask=bias, enable_gqa=True
     ).transpose(1, 2)
@@ -486,6 +539,38 @@ def test_varlen(dtype: torch.dtype, options: dict[str, Any]) -> None:
         {"return_lse": True, **options},
         gradient_factor=GRADIENT_FACTOR,
         atol=atol(tensors["value"]),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "wide", EVERY_BROADCAST, ids=lambda wide: "".join("1BHQK"[n * w] for n, w in enumerate(wide, 1))
+)
+def test_varlen_bias_and_mask(dtype: torch.dtype, wide: tuple[bool, ...]) -> None:
+    """Of any broadcast shape over (B, H, max Sq, max Sk); what lies past the end of a sequence is not read."""
+    lengths_q, lengths_k = [5, 0, 130, 64, 1, 17], [9, 3, 100, 64, 0, 300]
+    tensors = packed(lengths_q, lengths_k, 4, 2, 24, 16, dtype)
+    longest = {"max_seqlen_q": 140, "max_seqlen_k": 300} if random.random() < 0.5 else {}
+    full = (6, 4, longest.get("max_seqlen_q", 130), 300)
+    bias = bias_of(
+        broadcast(full, wide), random.choice([dtype, torch.float64 if dtype == torch.float64 else torch.float32])
+    )
+    mask = bias_of(broadcast(full, random.choice(EVERY_BROADCAST)), torch.bool, hidden=0.3)
+    with torch.no_grad():
+        for n, (q, k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+            if wide[0] and wide[2]:
+                bias[n, :, q:] = math.nan
+            if wide[0] and wide[3]:
+                bias[n, :, :, k:] = math.nan
+    terms = 4 * sum(q * k for q, k in zip(lengths_q, lengths_k, strict=True)) // bias.numel()
+    assert_op_matches_reference(
+        cuda_ext.flash_attention_varlen,
+        reference_attention_varlen,
+        {**tensors, "bias": bias, **({"mask": mask} if random.random() < 0.7 else {})},
+        {"return_lse": True, "causal": random.random() < 0.5, **longest},
+        gradient_factor=GRADIENT_FACTOR,
+        atol=atol(tensors["value"]),
+        gradient_atol={"bias": atol(tensors["value"]) * max(1, terms) ** 0.5},
     )
 
 
@@ -690,5 +775,5 @@ def test_anything_matches_reference(
     if bias is not None:
         accumulation = torch.float64 if dtype == torch.float64 else torch.float32
         bias_dtype = {"dtype of query": dtype, "accumulation dtype": accumulation, "booleans": torch.bool}[bias]
-        arranged["bias"] = bias_of(broadcast((batch, group * heads_kv, sq, sk), wide), bias_dtype, hidden=0.2)
+        arranged |= named(bias_of(broadcast((batch, group * heads_kv, sq, sk), wide), bias_dtype, hidden=0.2))
     check(arranged, causal=causal, window=(left, None), softcap=softcap, scale=scale)

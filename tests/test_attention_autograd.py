@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -112,10 +113,10 @@ def test_the_gradient_of_a_bias_is_computed_only_if_wanted() -> None:
         (bias, (*inputs, bias), 35),
         (bias, (bias,), 35),
         (bias.detach(), inputs, 0),
-        (mask, inputs, 0),
+        (None, inputs, 0),
     ):
         for sinks in (None, torch.randn(4), torch.randn(4, requires_grad=True)):
-            out = cuda_ext.flash_attention(*inputs, sinks=sinks, bias=given)
+            out = cuda_ext.flash_attention(*inputs, sinks=sinks, bias=given, mask=mask)
             with BackwardResults() as results:
                 torch.autograd.grad(out.sum(), wanted)
             assert [result[4].numel() for result in results.seen] == [elements]
@@ -180,12 +181,23 @@ def test_opcheck(requires_grad: bool, scalars: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", [(2, 4, 5, 7), (4, 1, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 def test_opcheck_of_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    bias = torch.rand(shape) < 0.8 if dtype == torch.bool else torch.randn(shape, requires_grad=True)
-    torch.library.opcheck(ops.flash_attention.default, (*qkv(), None, None, bias), {"causal": True})
-    options = {"bias": bias.detach(), "causal": True}
+    bias = None if dtype == torch.bool else torch.randn(shape, requires_grad=True)
+    mask = torch.rand(shape) < 0.8 if dtype == torch.bool else None
+    torch.library.opcheck(ops.flash_attention.default, (*qkv(), None, None, bias, mask), {"causal": True})
+    options = {"bias": None if bias is None else bias.detach(), "mask": mask, "causal": True}
     torch.library.opcheck(ops.flash_attention_forward.default, qkv(requires_grad=False), options)
-    needs_grad = dtype != torch.bool
+    needs_grad = bias is not None
     torch.library.opcheck(ops.flash_attention_backward.default, (*backward_arguments(), needs_grad), options)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 7, 6), (1, 7, 1)], ids=str)
+def test_opcheck_of_a_packed_bias_and_mask(shape: tuple[int, ...]) -> None:
+    bias, mask = torch.randn(shape, requires_grad=True), torch.rand(shape) < 0.8
+    arguments = (*packed(), None, None, bias, mask)
+    torch.library.opcheck(ops.flash_attention_varlen.default, arguments, {"causal": True})
+    torch.library.opcheck(
+        ops.flash_attention_varlen.default, arguments, {"max_seqlen_q": 7, "max_seqlen_k": 6, "softcap": 2.0}
+    )
 
 
 def test_opcheck_of_other_layouts() -> None:
@@ -215,7 +227,7 @@ def test_compile_fullgraph_forward_and_backward(options: dict[str, Any]) -> None
 def test_compile_with_a_bias(shape: tuple[int, ...]) -> None:
     def f(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
         biased = cuda_ext.flash_attention(query, key, value, bias=bias * 2)
-        return (biased * cuda_ext.flash_attention(query, key, value, bias=mask)).sum()
+        return (biased * cuda_ext.flash_attention(query, key, value, mask=mask)).sum()
 
     inputs = (*qkv(), torch.randn(shape, requires_grad=True))
     mask = torch.rand(shape) < 0.8
@@ -304,10 +316,10 @@ def test_vmap_with_a_bias(in_dims: tuple[int | None, ...]) -> None:
     queries, biases = (
         t if d is None else torch.stack([t, t.roll(1, -1)], d) for t, d in zip((query, bias), in_dims, strict=True)
     )
-    actual = torch.vmap(lambda q, b: cuda_ext.flash_attention(q, key, value, bias=b), in_dims)(queries, biases)
+    actual = torch.vmap(lambda q, b: cuda_ext.flash_attention(q, key, value, mask=b), in_dims)(queries, biases)
     for n in range(2):
         q, b = (t if d is None else t.select(d, n) for t, d in zip((queries, biases), in_dims, strict=True))
-        torch.testing.assert_close(actual[n], cuda_ext.flash_attention(q, key, value, bias=b))
+        torch.testing.assert_close(actual[n], cuda_ext.flash_attention(q, key, value, mask=b))
 
 
 def test_vmap_over_sinks_and_packed_sequences() -> None:
@@ -416,13 +428,17 @@ P = "cuda_ext::flash_attention: expected "
         (
             (Q.long(), K, V),
             {},
-            P + "query of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()",
+            P + "query of dtype float32, float16, bfloat16 or float64, got int64; convert it with .to()",
         ),
-        ((Q, K.half(), V), {}, P + "key of dtype Float to match query, got Half; convert one of them with .to()"),
-        ((Q, K, V.double()), {}, P + "value of dtype Float to match query, got Double; convert one of them with .to()"),
+        ((Q, K.half(), V), {}, P + "key of dtype float32 to match query, got float16; convert one of them with .to()"),
+        (
+            (Q, K, V.double()),
+            {},
+            P + "value of dtype float32 to match query, got float64; convert one of them with .to()",
+        ),
         ((Q, K.to("meta"), V), {}, P + "key on device cpu to match query, got meta; move one of them with .to()"),
         ((Q, K[..., :4], V), {}, P + "key of head dim 8 to match query (2, 5, 4, 8), got (2, 7, 2, 4)"),
-        ((Q, K, V[:, :3]), {}, P + "value of shape (2, 7, 2) + (dim_v,) to match key (2, 7, 2, 8), got (2, 3, 2, 6)"),
+        ((Q, K, V[:, :3]), {}, P + "value of shape (2, 7, 2, dim_v) to match key (2, 7, 2, 8), got (2, 3, 2, 6)"),
         ((Q[:1], K, V), {}, P + "key of batch 1 to match query (1, 5, 4, 8), got (2, 7, 2, 8)"),
         ((Q[:, :, :3], K, V), {}, P + "the heads of query to be a multiple of the heads of key, got 3 and 2"),
         ((Q, K[:, :, :0], V[:, :, :0]), {}, P + "the heads of query to be a multiple of the heads of key, got 4 and 0"),
@@ -433,11 +449,6 @@ P = "cuda_ext::flash_attention: expected "
             (Q, K, V),
             {"window": (1, 2, 3)},
             P + "window to be None or (left, right), each a number of keys or None, got (1, 2, 3)",
-        ),
-        (
-            (Q, K, V),
-            {"causal": True, "window": (0, 3)},
-            P + "window right to be 0 or None with causal=True, which hides every key to the right, got 3",
         ),
         (
             (Q, K, V),
@@ -455,7 +466,7 @@ P = "cuda_ext::flash_attention: expected "
         (
             (Q, K, V),
             {"alibi_slopes": torch.ones(4).long()},
-            P + "alibi_slopes of dtype float32, float16, bfloat16 or float64, got Long; convert it with .to()",
+            P + "alibi_slopes of dtype float32, float16, bfloat16 or float64, got int64; convert it with .to()",
         ),
         (
             (Q, K, V),
@@ -480,17 +491,28 @@ P = "cuda_ext::flash_attention: expected "
         (
             (Q, K, V),
             {"bias": torch.rand(5, 7).half()},
-            P + "bias of dtype Bool or Float to match query, got Half; convert it with .to()",
+            P + "bias of dtype float32 to match query, got float16; convert it with .to()",
         ),
         (
             (Q.half(), K.half(), V.half()),
             {"bias": torch.zeros(5, 7).long()},
-            P + "bias of dtype Bool, Half or Float to match query, got Long; convert it with .to()",
+            P + "bias of dtype float16 or float32 to match query, got int64; convert it with .to()",
         ),
         (
             (Q.double(), K.double(), V.double()),
             {"bias": torch.rand(5, 7)},
-            P + "bias of dtype Bool or Double to match query, got Float; convert it with .to()",
+            P + "bias of dtype float64 to match query, got float32; convert it with .to()",
+        ),
+        (
+            (Q, K, V),
+            {"mask": torch.ones(5, 6).bool()},
+            P + "mask of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7), "
+            "got (5, 6); give it these sizes or 1, aligned to the right",
+        ),
+        (
+            (Q, K, V),
+            {"mask": torch.rand(5, 7)},
+            P + "mask of dtype bool, got float32; give numbers that are added to the logits as bias=",
         ),
         (
             (Q, K, V),
@@ -514,6 +536,10 @@ def refused(function: Callable[..., Any], arguments: tuple[Tensor, ...], options
         assert str(caught.value).splitlines()[0] == message
     if any(word in message for word in ("meta", "to start", "to end", "non-decreasing", "the longest")):
         return
+    with FakeTensorMode() as mode, pytest.raises(RuntimeError) as caught:
+        fakes = {name: mode.from_tensor(x) if isinstance(x, Tensor) else x for name, x in options.items()}
+        function(*map(mode.from_tensor, arguments), **fakes)
+    assert str(caught.value).splitlines()[0] == message
     on_meta = {
         name: value.detach().to("meta").requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
         for name, value in options.items()
@@ -535,17 +561,17 @@ PV = "cuda_ext::flash_attention_varlen: expected "
         (
             (QP, KP, VP, CQ.long(), CK),
             {},
-            PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (3,) and dtype Long",
+            PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (3,) and dtype int64",
         ),
         (
             (QP, KP, VP, CQ[None], CK),
             {},
-            PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (1, 3) and dtype Int",
+            PV + "cu_seqlens_q of shape (batch + 1,) and dtype int32, got (1, 3) and dtype int32",
         ),
         (
             (QP, KP, VP, CQ, CK[:0]),
             {},
-            PV + "cu_seqlens_k of shape (batch + 1,) and dtype int32, got (0,) and dtype Int",
+            PV + "cu_seqlens_k of shape (batch + 1,) and dtype int32, got (0,) and dtype int32",
         ),
         ((QP, KP, VP, CQ + 1, CK), {}, PV + "cu_seqlens_q to start at 0, got 1"),
         ((QP, KP, VP, CQ, CK[[0, 2, 1]]), {}, PV + "cu_seqlens_k to be non-decreasing, got 7 before 4 at index 2"),
@@ -559,6 +585,16 @@ PV = "cuda_ext::flash_attention_varlen: expected "
                 PV + f"{name} of at most 2147483647, all that int32 cu_seqlens can hold, got 9223372036854775807",
             )
             for name in ("max_seqlen_q", "max_seqlen_k")
+        ),
+        *(
+            (
+                (QP, KP, VP, CQ, CK),
+                {name: torch.ones(shape, dtype=dtype), "max_seqlen_q": 3, "max_seqlen_k": 4},
+                PV + f"{name} of a shape that broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k) = (2, 4, 3, 4), "
+                f"got {shape}; give it these sizes or 1, aligned to the right",
+            )
+            for name, dtype in (("bias", torch.float32), ("mask", torch.bool))
+            for shape in [(2, 4, 5, 7), (3, 1, 1, 4), (3,), (1, 1, 1, 3, 4)]
         ),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_k": 1}, PV + "max_seqlen_k of at least 4, the longest sequence, got 1"),
         (
@@ -579,15 +615,15 @@ def test_bad_packed_input(arguments: tuple[Tensor, ...], options: dict[str, Any]
         ({1: torch.randn(2, 5, 4)}, "grad_lse of shape (2, 4, 5) to match lse, got (2, 5, 4)"),
         (
             {1: torch.randn(2, 4, 5).double()},
-            "grad_lse of dtype Float to match lse, got Double; convert one of them with .to()",
+            "grad_lse of dtype float32 to match lse, got float64; convert one of them with .to()",
         ),
         (
             {5: torch.randn(2, 5, 4, 4).half()},
-            "out of dtype Float to match query, got Half; convert one of them with .to()",
+            "out of dtype float32 to match query, got float16; convert one of them with .to()",
         ),
         (
             {7: torch.zeros(3)},
-            "rng_state of shape (2,) and dtype int64, as the forward returned it, got (3,) and dtype Float",
+            "rng_state of shape (2,) and dtype int64, as the forward returned it, got (3,) and dtype float32",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -621,16 +657,12 @@ def test_one_argument_on_meta_is_refused() -> None:
 
 
 def test_a_bias_refused_by_the_ops_beneath() -> None:
-    *tensors, cu_q, cu_k = packed(requires_grad=False)
     with pytest.raises(
-        RuntimeError, match=r"flash_attention_varlen: expected no bias beside cu_seqlens_q; call the op"
+        RuntimeError, match="expected bias of dtype float32 to match query, got bool; give a boolean mask"
     ):
-        ops.flash_attention_forward(*tensors, cu_q, cu_k, bias=torch.rand(5, 7))
-    for bias, name in ((None, "None"), (torch.ones(5, 7).bool(), "a boolean one")):
-        with pytest.raises(
-            RuntimeError, match=f"expected an additive bias with needs_grad_bias=True, got {name}; leave"
-        ):
-            ops.flash_attention_backward(*backward_arguments(), True, bias=bias)
+        ops.flash_attention(*qkv(), bias=torch.ones(5, 7).bool())
+    with pytest.raises(RuntimeError, match="expected a bias with needs_grad_bias=True, got None; leave it False"):
+        ops.flash_attention_backward(*backward_arguments(), True)
 
 
 def test_none_for_a_tensor() -> None:

@@ -74,7 +74,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 PAIRS = [
     pair
     for pair in itertools.combinations(FEATURES, 2)
-    if pair not in (("causal", "window"), ("window", "left window"), ("bias", "mask"))
+    if pair not in (("causal", "window"), ("window", "left window"))
 ]
 
 
@@ -97,7 +97,7 @@ def check_with(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
     if options.pop("bias", False):
         tensors = {**tensors, "bias": torch.randn(heads, queries, keys, requires_grad=True)}
     if options.pop("mask", False):
-        tensors = {**tensors, "bias": torch.rand(queries, keys) < 0.8}
+        tensors = {**tensors, "mask": torch.rand(queries, keys) < 0.8}
     check(tensors, **options)
 
 
@@ -175,21 +175,14 @@ HIDDEN_ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     "causal": (70, {"causal": True}),
     "window": (70, {"window": (9, 0)}),
     "bias": (75, {"bias": torch.zeros(150, 1).index_fill(0, torch.arange(80), -math.inf)}),
-    "mask": (75, {"bias": (torch.arange(150) >= 80)[:, None]}),
-    "causal and mask": (110, {"causal": True, "bias": (torch.arange(150) >= 80)[:, None]}),
+    "mask": (75, {"mask": (torch.arange(150) >= 80)[:, None]}),
+    "causal and mask": (110, {"causal": True, "mask": (torch.arange(150) >= 80)[:, None]}),
     "no keys": (0, {}),
 }
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(
-    ("hidden", "packed"),
-    [
-        (name, packed)
-        for name, (_, options) in HIDDEN_ROWS.items()
-        for packed in (False, True)[: 1 + ("bias" not in options)]
-    ],
-)
+@pytest.mark.parametrize(("hidden", "packed"), [(name, packed) for name in HIDDEN_ROWS for packed in (False, True)])
 def test_rows_that_see_nothing(hidden: str, with_sinks: bool, packed: bool) -> None:
     """Their softmax is that of the sink alone, or of nothing."""
     keys, options = HIDDEN_ROWS[hidden]
@@ -203,11 +196,12 @@ def test_rows_that_see_nothing(hidden: str, with_sinks: bool, packed: bool) -> N
         op = cuda_ext.flash_attention_varlen
     if with_sinks:
         tensors["sinks"] = sinks
-    bias = {"bias": options["bias"].to(sinks.device)} if "bias" in options else {}
-    check({**tensors, **bias}, packed=packed, **{name: x for name, x in options.items() if name != "bias"})
+    hiding = {name: x.to(sinks.device) for name, x in options.items() if isinstance(x, Tensor)}
+    options = {name: x for name, x in options.items() if name not in hiding}
+    check({**tensors, **hiding}, packed=packed, **options)
 
     blind = 80 if keys else 150
-    out, lse = op(**tensors, **{**options, **bias}, return_lse=True)
+    out, lse = op(**tensors, **options, **hiding, return_lse=True)
     out, lse = (out[None], lse[None]) if packed else (out, lse)
     assert (out[:, :blind] == 0).all() and (out[:, blind:] != 0).any(-1).all()
     of_blind = lse[..., :blind]
@@ -367,7 +361,15 @@ def lengths() -> Iterator[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("case", list(lengths()), ids=str)
 @pytest.mark.parametrize(
     "features",
-    [(), ("causal",), ("window", "sinks"), ("alibi", "softcap", "causal"), ("dropout", "deterministic")],
+    [
+        (),
+        ("causal",),
+        ("window", "sinks"),
+        ("alibi", "softcap", "causal"),
+        ("dropout", "deterministic"),
+        ("bias", "mask"),
+        ("bias", "causal", "deterministic"),
+    ],
     ids=str,
 )
 def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str, ...]) -> None:
@@ -384,6 +386,11 @@ def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str
         tensors["alibi_slopes"] = torch.rand(len(of_q), 4)
     if options.pop("sinks", False):
         tensors["sinks"] = torch.randn(4, requires_grad=True)
+    if options.pop("bias", False):
+        batch = random.choice((1, len(of_q)))
+        tensors["bias"] = torch.randn(batch, random.choice((1, 4)), max(of_q), max(of_k), requires_grad=True)
+    if options.pop("mask", False):
+        tensors["mask"] = torch.rand(len(of_q), 1, random.choice((1, max(of_q))), max(of_k)) < 0.8
     check(tensors, packed=True, **options)
 
 
@@ -425,7 +432,7 @@ def test_refusals(backend: str) -> None:
         return
     x = torch.zeros(1, 4, 1, 64)
     cuda_ext.flash_attention(x.half(), x.half(), x.half())
-    with pytest.raises(RuntimeError, match="expected float16 or bfloat16 on a CUDA device, got Float; cast"):
+    with pytest.raises(RuntimeError, match="expected float16 or bfloat16 on a CUDA device, got float32; cast"):
         cuda_ext.flash_attention(x, x, x)
     with pytest.raises(NotImplementedError, match="expected a dtype of at most 32 bits for the CUDA kernels"):
         cuda_ext.flash_attention(x.double(), x.double(), x.double())

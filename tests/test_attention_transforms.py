@@ -56,9 +56,25 @@ def test_second_derivatives_of_bias_sinks_and_slopes(shape: tuple[int, ...]) -> 
     assert gradgradcheck(call, (*inputs(), bias, sinks), check_fwd_over_rev=True)
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 3, 4), (1, 1, 4), (3, 1, 1, 4)], ids=str)
+def test_second_derivatives_of_a_packed_bias(shape: tuple[int, ...]) -> None:
+    lengths_q, lengths_k = torch.tensor([0, 2, 2, 5]).int(), torch.tensor([0, 4, 5, 5]).int()
+    shapes = ((5, 2, 3), (5, 1, 3), (5, 1, 2), shape)
+    tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    mask = torch.rand(shape[-1]) < 0.7
+
+    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Any:
+        return cuda_ext.flash_attention_varlen(
+            query, key, value, lengths_q, lengths_k, bias=bias, mask=mask, softcap=2.0
+        )
+
+    assert gradcheck(call, tensors, check_forward_ad=True)
+    assert gradgradcheck(call, tensors, check_fwd_over_rev=True)
+
+
 def test_second_derivatives_where_a_mask_hides() -> None:
     mask = torch.tensor([[True, False], [False, False], [True, True]])
-    assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, bias=mask), inputs(), check_fwd_over_rev=True)
+    assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, mask=mask), inputs(), check_fwd_over_rev=True)
     hidden = torch.zeros(3, 2, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, bias=hidden), inputs(), check_fwd_over_rev=True)
 

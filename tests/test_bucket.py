@@ -408,15 +408,15 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "bucket dtype": (
             lambda: pack([a], torch.zeros(10, dtype=torch.int32), [0]),
-            f"cuda_ext::bucket_pack: expected bucket of dtype {floating}, got Int; convert it with .to()",
+            f"cuda_ext::bucket_pack: expected bucket of dtype {floating}, got int32; convert it with .to()",
         ),
         "tensor dtype": (
             lambda: pack([a, b.long()], bucket, [0, 4]),
-            f"cuda_ext::bucket_pack: expected tensors[1] of dtype {floating}, got Long; convert it with .to()",
+            f"cuda_ext::bucket_pack: expected tensors[1] of dtype {floating}, got int64; convert it with .to()",
         ),
         "complex": (
             lambda: stats([torch.zeros(2, dtype=torch.complex64)]),
-            f"cuda_ext::bucket_stats: expected tensors[0] of dtype {floating}, got ComplexFloat; convert it with .to()",
+            f"cuda_ext::bucket_stats: expected tensors[0] of dtype {floating}, got complex64; convert it with .to()",
         ),
         "sparse": (
             lambda: pack([b.to_sparse()], bucket, [0]),
@@ -474,7 +474,7 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "expanded": (
             lambda: unpack(bucket, [torch.zeros(2, 1).expand(2, 3)], [0]),
-            "cuda_ext::bucket_unpack: expected tensors[0] whose elements have memory of their own, got shape (2, 3) "
+            "cuda_ext::bucket_unpack: expected tensors[0] whose elements do not share memory, got shape (2, 3) "
             "with strides (1, 0); clone it",
         ),
         "device": (
@@ -498,7 +498,7 @@ def _bad_inputs() -> dict[str, tuple[Callable[[], object], str]]:
         ),
         "memory that overlaps itself": (
             lambda: unpack(bucket, [torch.zeros(4).as_strided((2, 2), (1, 1))], [0]),
-            "cuda_ext::bucket_unpack: expected tensors[0] whose elements have memory of their own, got shape (2, 2) "
+            "cuda_ext::bucket_unpack: expected tensors[0] whose elements do not share memory, got shape (2, 2) "
             "with strides (1, 1); clone it",
         ),
         "pack no list": (

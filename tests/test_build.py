@@ -65,7 +65,7 @@ def no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), "/usr/bin", "/bin"]))
-    monkeypatch.setattr(_toolchain, "STANDARD_PLACES", ())
+    monkeypatch.setattr(_toolchain, "STANDARD_FOLDERS", ())
     monkeypatch.setattr(_toolchain, "_wheel_folders", list)
     assert _toolchain.find_toolkits("13.0") == []
 
@@ -100,9 +100,9 @@ class TestFindToolkits:
         monkeypatch.setenv("CUDA_PATH", str(homes[0]))
         monkeypatch.setenv("PATH", str(homes[1] / "bin"), prepend=os.pathsep)
         monkeypatch.setattr(_toolchain, "_wheel_folders", lambda: [tmp_path / "nvidia"])
-        monkeypatch.setattr(_toolchain, "STANDARD_PLACES", (str(homes[1]), str(homes[2])))
+        monkeypatch.setattr(_toolchain, "STANDARD_FOLDERS", (str(homes[1]), str(homes[2])))
         found = [(toolkit.origin, toolkit.home) for toolkit in _toolchain.find_toolkits("13.0")]
-        origins = ["CUDA_HOME", "nvcc on PATH", "pip", "standard place"]
+        origins = ["CUDA_HOME", "nvcc on PATH", "pip", "standard folder"]
         assert found == list(zip(origins, [homes[0], homes[1], wheel, homes[2]], strict=True))
 
     @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ class TestMakePlan:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "bad", release="12.1")))
-        monkeypatch.setattr(_toolchain, "STANDARD_PLACES", (str(make_toolkit(tmp_path / "good")),))
+        monkeypatch.setattr(_toolchain, "STANDARD_FOLDERS", (str(make_toolkit(tmp_path / "good")),))
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.6")
         plan = _build.make_plan()
-        assert plan.toolkit == Toolkit("standard place", tmp_path / "good", "13.0")
+        assert plan.toolkit == Toolkit("standard folder", tmp_path / "good", "13.0")
         assert {path.suffix for path in plan.sources} == {".cpp", ".cu"}
         assert "-gencode=arch=compute_86,code=sm_86" in plan.nvcc_flags
         printed = capsys.readouterr().out
@@ -339,7 +339,7 @@ class TestMakePlan:
     def test_refusals(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
     ) -> None:
-        monkeypatch.setattr(_toolchain, "STANDARD_PLACES", (str(make_toolkit(tmp_path / "cuda")),))
+        monkeypatch.setattr(_toolchain, "STANDARD_FOLDERS", (str(make_toolkit(tmp_path / "cuda")),))
         monkeypatch.setenv(variable, value)
         with pytest.raises(_build.BuildError) as refusal:
             _build.make_plan()

@@ -412,7 +412,7 @@ def refusals() -> list[Any]:
     sequences = (cu, cu, 4, 4)
     two, three = flash_attn_2, flash_attn_interface
     no_paging = (
-        "flash_attn.flash_attn_varlen_func: expected block_table to be None, as paged keys and values are not "
+        "flash_attn.flash_attn_varlen_func: expected block_table to be None, because paged keys and values are not "
         "supported, got a tensor of shape (1, 1); gather the pages"
     )
     cases: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
@@ -426,10 +426,10 @@ def refusals() -> list[Any]:
     ]
     for name, value, words in [
         ("qv", q, "expected qv to be None, got a tensor of shape (1, 4, 2, 8); pass torch.cat([q, qv], -1) as q"),
-        ("q_descale", cu, "expected q_descale to be None, as float8 is not supported, got a tensor of shape (2,)"),
-        ("k_descale", cu, "expected k_descale to be None, as float8 is not supported, got a tensor of shape (2,)"),
+        ("q_descale", cu, "expected q_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
+        ("k_descale", cu, "expected k_descale to be None, because float8 is not supported, got a tensor of shape (2,)"),
         ("v_descale", cu, "; scale v itself and convert it"),
-        ("attention_chunk", 16, "expected attention_chunk to be 0, got 16; with as many queries as keys, pass each"),
+        ("attention_chunk", 16, "expected attention_chunk to be 0, got 16; if there are as many queries as keys, pass"),
     ]:
         for function, args in [
             (three.flash_attn_func, (q, q, q)),
@@ -446,11 +446,11 @@ def refusals() -> list[Any]:
             cases.append((RuntimeError, words, module.flash_attn_func, (q, q, q), {"window_size": window}))
         words = f"{stem}.flash_attn_qkvpacked_func: expected qkv of shape (batch, seqlen, 3, heads, dim), got"
         cases.append((RuntimeError, words, module.flash_attn_qkvpacked_func, (torch.ones(1, 4, 2, 2, 8),), {}))
-    words = "expected num_heads_q to leave an even number of the 5 heads of qkv (1, 4, 5, 8) to key and value, got "
+    words = "expected num_heads_q such that an even number of the 5 heads of qkv (1, 4, 5, 8) remain for key and value"
     heads = torch.ones(1, 4, 5, 8)
     for number in (None, 2, 7, -1):
         cases.append(
-            (RuntimeError, f"{words}{number}", three.flash_attn_qkvpacked_func, (heads,), {"num_heads_q": number})
+            (RuntimeError, f"{words}, got {number}", three.flash_attn_qkvpacked_func, (heads,), {"num_heads_q": number})
         )
     for function, args, words in [
         (two.flash_attn_qkvpacked_func, (heads,), "expected qkv of shape (batch, seqlen, 3, heads, dim)"),

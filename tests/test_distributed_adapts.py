@@ -1,4 +1,4 @@
-"""What the wrapper learns and follows: the order of gradients, freezing, uneven inputs; and what it records."""
+"""What the wrapper adapts to (the order of gradients, freezing, uneven inputs), and what it records."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import contextlib
 import copy
 import io
 import json
+import logging
 import pickle
+import queue
 import re
 import tempfile
+from logging.handlers import QueueHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +28,7 @@ from cuda_ext.distributed import BucketedDataParallel
 
 
 class Backwards(nn.Module):
-    """Uses its layers in the reverse order of their registration, so that gradients come in that of registration."""
+    """Uses its layers in reverse order of registration, so that gradients arrive in order of registration."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -37,7 +41,7 @@ class Backwards(nn.Module):
 
 
 def compare_steps(model: BucketedDataParallel, plain: nn.Module, steps: int, set_to_none: bool = True) -> None:
-    """Both train on the same batches, ``model`` on this rank's part; gradients have to stay alike."""
+    """Both train on the same batches, ``model`` on this rank's part; gradients must stay equal."""
     rank, ranks = model.process_group.rank(), model.process_group.size()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
     for _ in range(steps):
@@ -101,8 +105,8 @@ def test_the_first_step_overlaps() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reduction", ["auto", "all_reduce"])
-def test_sizes_by_measurement(reduction: str) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "all_reduce"])
+def test_sizes_by_measurement(algorithm: str) -> None:
     layers = [
         cuda_ext.nn.Linear(9, 333),
         nn.Tanh(),
@@ -110,28 +114,31 @@ def test_sizes_by_measurement(reduction: str) -> None:
         nn.Linear(666, 333),
         nn.Linear(333, 9),
     ]
-    model = BucketedDataParallel(nn.Sequential(*layers).double(), reduction=reduction)
+    model = BucketedDataParallel(nn.Sequential(*layers).double(), algorithm=algorithm)
     plain = copy.deepcopy(model.module)
-    said = io.StringIO()
     assert "until the network is measured, before pass 4" in model.describe()
-    with contextlib.redirect_stderr(said):
+    logger, said = logging.getLogger("cuda_ext.distributed"), queue.SimpleQueue[logging.LogRecord]()
+    logger.addHandler(QueueHandler(said))
+    logger.setLevel(logging.INFO)
+    silence = io.StringIO()
+    with contextlib.redirect_stderr(silence), contextlib.redirect_stdout(silence):
         compare_steps(model, plain, 6)
-    lines = said.getvalue().splitlines()
-    assert len(lines) == (dist.get_rank() == 0)
-    assert all(
-        re.match(rf"{re.escape(NAME)}: .*bucket.*; an all-reduce takes .*; backward takes ", line) for line in lines
-    )
-    plans = [None] * 4
-    dist.all_gather_object(plans, [bucket.names for bucket in model._reducer.buckets])
-    assert plans[1:] == plans[:-1]
+    assert said.qsize() == (dist.get_rank() == 0) and not silence.getvalue()
+    if dist.get_rank() == 0:
+        record = said.get()
+        assert record.levelno == logging.INFO
+        assert re.match(r".*bucket.*; an all-reduce takes .*; backward takes ", record.getMessage())
+    divisions = [None] * 4
+    dist.all_gather_object(divisions, [bucket.names for bucket in model._reducer.buckets])
+    assert divisions[1:] == divisions[:-1]
     assert "an all-reduce takes" in model.describe()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", ["auto", "float32"])
-def test_measuring_spares_gradients(reduction: str) -> None:
-    """It sums in the memory of buckets, before the fourth pass; gradients that nobody has zeroed live there."""
-    model = BucketedDataParallel(nn.Linear(9, 20000, dtype=torch.float64), reduction=reduction)
+@pytest.mark.parametrize("algorithm", ["auto", "float32"])
+def test_measuring_keeps_gradients(algorithm: str) -> None:
+    """It sums in the memory of buckets, before the fourth pass; gradients that were not zeroed are in that memory."""
+    model = BucketedDataParallel(nn.Linear(9, 20000, dtype=torch.float64), algorithm=algorithm)
     plain = copy.deepcopy(model.module)
     for step in range(5):
         batch = torch.randn(2, 3, 9, dtype=torch.float64)
@@ -147,14 +154,14 @@ def proportional_set_size() -> int:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", ["auto", "float32", "all_reduce"])
-def test_wrapping_takes_no_pages(reduction: str) -> None:
-    """The memory of buckets is taken when gradients come."""
+@pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
+def test_wrapping_takes_no_pages(algorithm: str) -> None:
+    """The memory of buckets is only allocated when gradients arrive."""
     module = nn.Linear(4096, 4096)
-    BucketedDataParallel(nn.Linear(9, 9), reduction=reduction)
+    BucketedDataParallel(nn.Linear(9, 9), algorithm=algorithm)
     dist.barrier()
     before = proportional_set_size()
-    model = BucketedDataParallel(module, reduction=reduction)
+    model = BucketedDataParallel(module, algorithm=algorithm)
     dist.barrier()
     assert proportional_set_size() - before < 16 << 20
     assert sum(bucket.wire.nbytes for bucket in model._reducer.buckets) > 64 << 20
@@ -162,14 +169,14 @@ def test_wrapping_takes_no_pages(reduction: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reduction", ["auto", "float32", "all_reduce"])
-def test_wrapping_calls_few_ops_for_each_parameter(reduction: str) -> None:
-    """They are most of its time. 3 on the rank that sends its parameters, 8 on those that receive them."""
+@pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
+def test_wrapping_calls_few_ops_for_each_parameter(algorithm: str) -> None:
+    """They take most of the time: 3 on the rank that sends its parameters, 8 on those that receive them."""
 
     def ops(parameters: int) -> int:
         module = nn.ParameterList(nn.Parameter(torch.randn(16, 16)) for _ in range(parameters))
         with torch.autograd.profiler.profile() as profile:
-            BucketedDataParallel(module, reduction=reduction)
+            BucketedDataParallel(module, algorithm=algorithm)
         return sum(event.name.startswith("aten::") for event in profile.function_events)
 
     ops(1)
@@ -200,7 +207,7 @@ def test_freezing_and_unfreezing() -> None:
     change(4, True)
     compare_steps(model, plain, 2)
     assert sum(bucket.wire.numel() for bucket in model._reducer.buckets) > size
-    # Frozen between forward and backward, or where nothing is averaged: nothing is expected of it.
+    # Frozen between forward and backward, or where nothing is averaged: no gradient is expected.
     output = model(torch.randn(3, 9, dtype=torch.float64))
     model.module.layers[1].requires_grad_(False)
     output.sum().backward()
@@ -265,7 +272,7 @@ def test_uneven_inputs(broadcast_buffers: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("size", [9, 600])  # the larger one is measured before it is divided
 def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
-    """Buckets follow the order in which gradients come on a rank that has some."""
+    """Buckets follow the order of arrival on a rank that has gradients."""
     module = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False)).double()
     model = BucketedDataParallel(module, bucket_mb=SMALL if size == 9 else "auto")
     plain = copy.deepcopy(module)
@@ -280,22 +287,22 @@ def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("reduction", ["auto", "all_reduce", "float32", "sharded"])
+@pytest.mark.parametrize("algorithm", ["auto", "all_reduce", "float32", "sharded"])
 @pytest.mark.parametrize("trained", [True, False])
-def test_frozen_or_freed_on_some_ranks_alone(reduction: str, trained: bool) -> None:
-    """An error on every rank at once, and training can go on when the ranks agree again."""
+def test_frozen_or_unfrozen_on_some_ranks_only(algorithm: str, trained: bool) -> None:
+    """All ranks raise at once, and training can continue when the ranks agree again."""
     module = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
     module[0][2].weight.requires_grad_(not trained)
-    sharded = reduction == "sharded"
+    sharded = algorithm == "sharded"
     model = BucketedDataParallel(
-        module, bucket_mb=SMALL, reduction="auto" if sharded else reduction, shard_optimizer=sharded
+        module, bucket_mb=SMALL, algorithm="auto" if sharded else algorithm, shard_optimizer=sharded
     )
     batch = torch.randn(4, 7, dtype=torch.float64)
     model(batch).square().mean().backward()
     if odd := dist.get_rank() in (1, 2):
         module[0][2].weight.requires_grad_(trained)
-    where = rf"got 0\.2\.weight on rank {dist.get_rank()} and not on all others$" if odd else "got a rank on which some"
-    message = rf"^{re.escape(NAME)}: expected parameters to be frozen and freed on all ranks alike, {where}"
+    where = rf"got 0\.2\.weight on rank {dist.get_rank()} and not on all others$" if odd else "got a change on another"
+    message = rf"^{re.escape(NAME)}: expected the same parameters to be frozen or unfrozen on all ranks, {where}"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=message):
             model(batch).square().mean().backward()
@@ -319,10 +326,10 @@ def test_uneven_inputs_can_end_all() -> None:
 
 @on_ranks(2)
 def test_a_sharded_optimizer_needs_all_ranks() -> None:
-    """A rank that has no inputs left would not update its part."""
+    """A rank without inputs would not update its part."""
     model = BucketedDataParallel(make_model(), shard_optimizer=True)
     batch = torch.randn(2, 7, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside of Join, got True"), Join([model]):
+    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside Join, got True"), Join([model]):
         model(batch)
     with Join([model], enable=False):
         model(batch).sum().backward()
@@ -330,8 +337,8 @@ def test_a_sharded_optimizer_needs_all_ranks() -> None:
 
 @on_ranks(2)
 def test_a_norm_without_the_rank_that_has_run_out() -> None:
-    """Over sockets the norm is a sum over the ranks; but not where one of them may no longer take part."""
-    model = BucketedDataParallel(make_model(), reduction="all_reduce")
+    """Over sockets the norm is a sum over the ranks, but not if a rank may no longer take part."""
+    model = BucketedDataParallel(make_model(), algorithm="all_reduce")
     norms = []
     with Join([model]):
         for _ in range(3 + 2 * dist.get_rank()):
@@ -341,7 +348,7 @@ def test_a_norm_without_the_rank_that_has_run_out() -> None:
             own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
             torch.testing.assert_close(norms[-1], own.norm())
             assert not model.found_nonfinite()
-    with count_ops() as count:  # with all ranks each reads its part again
+    with count_ops() as count:  # without Join each rank reads its part again
         model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
         model.clip_grad_norm_(1e9)
     assert count["elements"] < 0.6 * own.numel()
@@ -408,3 +415,31 @@ def test_trace() -> None:
         assert {event["pid"] for event in events} == {dist.get_rank()}
         trace.plot(Path(folder) / "trace.png")
         assert (Path(folder) / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+@on_ranks(2)
+def test_profiler_ranges() -> None:
+    ranges = ("pack_bucket", "sum_bucket", "wait_for_bucket", "unpack_bucket")
+    batch = torch.randn(4, 9, dtype=torch.float64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        pass  # the first one takes seconds to load, on one rank longer than on the other
+    dist.barrier()
+    options: dict[str, Any]
+    for options in ({"algorithm": "float32"}, {"algorithm": "all_reduce"}, {"shard_optimizer": True}):
+        model = BucketedDataParallel(Backwards(), bucket_mb=SMALL, wire_dtype=torch.float32, **options)
+        output = model(batch).sum()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            output.backward()
+        buckets = len(model._reducer.buckets)
+        assert buckets > 2
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(path))
+            events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+        named = {name: [event for event in events if event["name"] == f"cuda_ext::{name}"] for name in ranges}
+        assert [len(found) for found in named.values()] == [buckets] * 4, options
+        # A sum lasts until another thread has it, so that the last one ends after all buckets are packed.
+        end = {name: max(event["ts"] + event["dur"] for event in found) for name, found in named.items()}
+        assert end["pack_bucket"] < end["sum_bucket"] < end["unpack_bucket"], options
+        model(batch).sum().backward()  # without the profiler
+        assert model._reducer.passes == 2

@@ -109,8 +109,9 @@ def products() -> None:
     for splits in every_split(gated, ["input", "weight"]):
         check(gated_linear, gated, splits, out="S(0)" if splits == {"input": 0} else None)
     layers = {"input": (3, 4, 8), "weight1": (12, 8), "weight2": (8, 12), "bias1": (12,), "bias2": (8,)}
+    layers["residual"] = (3, 4, 8)
     check(mlp, layers, {"weight1": 0, "weight2": 1, "bias1": 0}, out="P(sum)", activation="gelu_tanh")
-    check(mlp, layers, {"input": 1}, out="S(1)")
+    check(mlp, layers, {"input": 1, "residual": 1}, out="S(1)")
     check(mlp, layers, {"weight2": 0})
     gated_layers = {**layers, "weight2": (8, 6)}
     check(gated_mlp, gated_layers, {"input": 1}, out="S(1)")
@@ -145,6 +146,9 @@ def attention() -> None:
     def call(**arguments: Any) -> Any:
         return flash_attention(**arguments, causal=True, return_lse=True)
 
+    def masked(bias: Any, **arguments: Any) -> Any:
+        return flash_attention(**arguments, bias=bias, mask=bias.detach() < 1, return_lse=True)
+
     n = world_size()
 
     def shapes(batch: int, heads: int, heads_kv: int, **more: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -155,6 +159,8 @@ def attention() -> None:
     full = shapes(n, 4 * n, 2 * n, sinks=(4 * n,), bias=(n, 4 * n, 5, 7))
     check(call, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
     check(call, full, {**by_batch, "bias": 0}, out="S(0)")
+    check(masked, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
+    check(masked, full, {**by_batch, "bias": 0}, out="S(0)")
     check(call, shapes(2 * n + 1, 2, 1, bias=(5, 7)), by_batch, out="S(0)")
     check(call, shapes(2, n + 1, n + 1, bias=(n + 1, 1, 1)), by_heads, out="S(2)")  # uneven
     check(call, shapes(2, 2 * n, 1), {"query": 2}, out="S(2)")  # all read one head
@@ -162,7 +168,7 @@ def attention() -> None:
     check(call, shapes(2, 4, 2), {"query": 1, "key": 1})
     parts = sharded({name: torch.randn(shape) for name, shape in shapes(n, 2, 2).items()}, {})
     assert all(isinstance(part, DTensor) for part in parts.values())
-    with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p 0 for DTensors"):
+    with pytest.raises(NotImplementedError, match=r"cuda_ext::flash_attention: expected dropout_p=0 for DTensors"):
         flash_attention(**parts, dropout_p=0.5)
 
 

@@ -154,8 +154,10 @@ VMAP_DIMS = {
     "linear": [(0, None, None, None), (1, None, None, 2), (None, None, None, 0), (None, 0, None, None),
                (0, 0, 0, 0), (None, None, 1, None), (2, 1, None, 1)],
     "gated_linear": [(0, None, None), (1, None, None), (None, 0, None), (0, 1, 1), (None, None, 0)],
-    "mlp": [(0, None, None, None, None), (1, 0, None, None, None), (None, None, 1, None, 0), (0, 0, 0, 0, 0)],
-    "gated_mlp": [(0, None, None, None, None), (None, 0, None, 1, None), (None, None, 1, None, 0), (2, 0, 0, 0, 0)],
+    "mlp": [(0, None, None, None, None, None), (1, 0, None, None, None, 1), (None, None, 1, None, 0, None),
+            (0, None, None, None, None, 2), (None, None, None, None, None, 0), (0, 0, 0, 0, 0, 0)],
+    "gated_mlp": [(0, None, None, None, None, 1), (None, 0, None, 1, None, None), (None, None, 1, None, 0, 0),
+                  (2, 0, 0, 0, 0, 0)],
 }  # fmt: skip
 
 

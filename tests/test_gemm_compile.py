@@ -69,7 +69,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "linear_backward.slot": (ops.linear_backward.slot, (grad, *frozen), {"output_mask": every[:3], **slot}),
         "gated_linear": (ops.gated_linear.default, (x, gated_w, gated_bias), {}),
         "gated_linear_forward": (ops.gated_linear_forward.default, (x.detach(), gated_w.detach()), {}),
-        "mlp": (ops.mlp.default, (x, w1, w2, b1, b2), {}),
+        "mlp": (ops.mlp.default, (x, w1, w2, b1, b2, residual), {}),
         "mlp_forward": (ops.mlp_forward.default, (x.detach(), w1.detach(), w2.detach()), {}),
         "mlp_hidden_backward": (
             ops.mlp_hidden_backward.default,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
@@ -38,31 +39,32 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: gemm(t(2, 3), t(3, 4), bias=t(1, 4)), "gemm: expected bias of shape (4,), got (1, 4)"),
     (
         lambda: gemm(t(2, 3), t(3, 4, **HALF)),
-        "gemm: expected b of dtype Float to match a, got Half; convert one of them with .to()",
+        "gemm: expected b of dtype float32 to match a, got float16; convert one of them with .to()",
     ),
     (
         lambda: gemm(t(2, 3, **INT), t(3, 4, **INT)),
-        f"gemm: expected a of dtype {DTYPES}, got Long; convert it with .to()",
+        f"gemm: expected a of dtype {DTYPES}, got int64; convert it with .to()",
     ),
     (
         lambda: gemm(t(2, 3), t(3, 4), t(2, 4, **HALF)),
-        "gemm: expected c of dtype Float (the inputs') or Float (the output's), got Half; convert it with .to()",
+        "gemm: expected c of dtype float32 (the inputs') or float32 (the output's), got float16; convert it with .to()",
     ),
     (
         lambda: gemm(t(2, 3, **HALF), t(3, 4, **HALF), bias=t(4), out_dtype=torch.bfloat16),
-        "gemm: expected bias of dtype Half (the inputs') or BFloat16 (the output's), got Float; convert it with .to()",
+        "gemm: expected bias of dtype float16 (the inputs') or bfloat16 (the output's), got float32; "
+        "convert it with .to()",
     ),
     (
         lambda: gemm(t(2, 3), t(3, 4), out_dtype=torch.float64),
-        OUT_DTYPES + ", got Double for inputs of Float",
+        OUT_DTYPES + ", got float64 for inputs of float32",
     ),
     (
         lambda: gemm(t(2, 3, **DOUBLE), t(3, 4, **DOUBLE), out_dtype=torch.float32),
-        OUT_DTYPES + ", got Float for inputs of Double",
+        OUT_DTYPES + ", got float32 for inputs of float64",
     ),
     (
         lambda: gemm(t(2, 3), t(3, 4), out_dtype=torch.int32),
-        OUT_DTYPES + ", got Int for inputs of Float",
+        OUT_DTYPES + ", got int32 for inputs of float32",
     ),
     (lambda: gemm(t(2, 3), t(3, 4), alpha=math.nan), "gemm: expected alpha to be a number, got nan"),
     (lambda: gemm(t(2, 3), t(3, 4), t(4), beta=math.nan), "gemm: expected beta to be a number, got nan"),
@@ -84,11 +86,11 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: linear(t(8, 3, **HALF), t(4, 3)),
-        "linear: expected weight of dtype Half to match input, got Float; convert one of them with .to()",
+        "linear: expected weight of dtype float16 to match input, got float32; convert one of them with .to()",
     ),
     (
         lambda: linear(t(8, 3, **INT), t(4, 3)),
-        f"linear: expected input of dtype {DTYPES}, got Long; convert it with .to()",
+        f"linear: expected input of dtype {DTYPES}, got int64; convert it with .to()",
     ),
     (
         lambda: linear(t(8, 3), t(4, 3), activation="GELU"),
@@ -114,7 +116,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: mlp(t(8, 3), t(6, 3), t(2, 6), None, t(5)), "mlp: expected bias2 of shape (2,), got (5,)"),
     (
         lambda: mlp(t(8, 3), t(6, 3), t(2, 6, **HALF)),
-        "mlp: expected weight2 of dtype Float to match input, got Half; convert one of them with .to()",
+        "mlp: expected weight2 of dtype float32 to match input, got float16; convert one of them with .to()",
     ),
     (
         lambda: gated_mlp(t(8, 3), t(6, 3), t(2, 6)),
@@ -127,6 +129,15 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: gated_mlp(t(8, 3), t(6, 3), t(2, 3), activation="tanh"),
         "gated_mlp: expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'tanh'",
+    ),
+    (
+        lambda: gated_mlp(t(8, 3), t(6, 3), t(2, 3), residual=t(3, 2)),
+        "gated_mlp: expected residual to broadcast to the output (8, 2), got (3, 2)",
+    ),
+    (
+        lambda: mlp(t(8, 3), t(6, 3), t(2, 6), residual=t(2, dtype=torch.float16)),
+        "mlp: expected residual of dtype float32 (the inputs') or float32 (the output's), got float16; "
+        "convert it with .to()",
     ),
     # backward ops
     (
@@ -164,11 +175,11 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["cpu", "meta", "fake"])
 @pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
 def test_refusal(call: Callable[[], Any], message: str, device: str) -> None:
     with (
-        torch.device(device),
+        FakeTensorMode() if device == "fake" else torch.device(device),
         pytest.raises(RuntimeError, match="^" + re.escape(f"{NAMESPACE}::{message}") + r"(\n|$)"),
     ):
         call()

@@ -1,4 +1,4 @@
-"""Holders of gradient slots: what they refuse, how they end, and who else uses the parameters meanwhile."""
+"""Gradient slots: what they refuse, their lifetime, and other uses of the parameters meanwhile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _refusals() -> dict[str, tuple[Callable[[bucket.GradientSlots, Tensor], obje
         ),
         "dtype": (
             lambda s, w: s.assign([w], [torch.zeros(5, 7).bfloat16()]),
-            assign + "views[0] of dtype Float on device cpu, as its parameter, got BFloat16 on cpu",
+            assign + "views[0] of dtype float32 on device cpu, as its parameter, got bfloat16 on cpu",
         ),
         "gradient": (
             lambda s, w: s.assign([w], [torch.zeros(5, 7, requires_grad=True)]),
@@ -43,7 +43,7 @@ def _refusals() -> dict[str, tuple[Callable[[bucket.GradientSlots, Tensor], obje
         ),
         "sparse": (
             lambda s, w: s.assign([w], [torch.zeros(5, 7).to_sparse()]),
-            assign + "parameters[0] and its view to be dense tensors with memory of their own",
+            assign + "parameters[0] and its view to be dense tensors, got a tensor subclass",
         ),
         "twice": (
             lambda s, w: s.assign([w, w], [torch.zeros(5, 7), torch.zeros(5, 7)]),
@@ -77,7 +77,7 @@ def test_refusals(case: str) -> None:
     call, message = _refusals()[case]
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}($|\n)"):
         call(reducer.slots, w)
-    reducer.accumulate(cuda_ext.linear(x, w).sum())  # slots are as they were
+    reducer.accumulate(cuda_ext.linear(x, w).sum())  # slots are unchanged
     reducer.assert_in_place(gradient)
 
 
@@ -97,11 +97,11 @@ def test_slots_vanish_with_their_holder(how: str) -> None:
     cuda_ext.linear(x, w).sum().backward()
     assert_same(w.grad, gradient)
     assert view.isnan().all()
-    Reducer(w)  # which may have a slot elsewhere now
+    Reducer(w)  # which may have another slot now
 
 
 def test_parameters_that_die() -> None:
-    """Nobody keeps them; and a new one at the same address has no slot."""
+    """They are not kept alive, and a new parameter at the same address has no slot."""
     slots = bucket.GradientSlots()
     parameters = [whole(5, 7) for _ in range(20)]
     addresses = {parameter.data_ptr() for parameter in parameters}
@@ -166,7 +166,7 @@ def test_models_in_two_threads() -> None:
 
 
 def test_a_parameter_of_another_dtype_than_its_slot() -> None:
-    """As after ``module.to(dtype)``: what autograd makes of that, it makes of it with slots too."""
+    """As after ``module.to(dtype)``: slots do not change what autograd does then."""
     x, w, gradient = linear_case()
     reducer = Reducer(w)
     w.data = w.data.bfloat16()
@@ -183,11 +183,13 @@ def _refused_slots() -> dict[str, tuple[Tensor, str]]:
         "layout": (torch.zeros(7, 5).t(), shape + "(5, 7) with strides (1, 5)"),
         "dtype": (
             torch.zeros(5, 7, dtype=torch.float64),
-            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), got Double for a weight of Float",
+            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), "
+            "got float64 for a weight of float32",
         ),
         "integers": (
             torch.zeros(5, 7, dtype=torch.int32),
-            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), got Int for a weight of Float",
+            "of dtype float32, float16 or bfloat16 (float64 for a weight of float64), "
+            "got int32 for a weight of float32",
         ),
     }
 

@@ -95,7 +95,7 @@ def groups_that_win(grouped: float | None = 0.0) -> Iterator[list[int]]:
 
 
 def wrap(module: nn.Module) -> BucketedDataParallel:
-    return BucketedDataParallel(module, reduction="all_reduce")
+    return BucketedDataParallel(module, algorithm="all_reduce")
 
 
 def backward(model: nn.Module, **options: Any) -> None:
@@ -172,7 +172,7 @@ def test_a_rank_that_gives_up() -> None:
         settle(model)
         model.module.fails = dist.get_rank() == 1
         launched.clear()
-        what = "cannot be" if dist.get_rank() == 1 else "expected every rank to finish the backward pass"
+        what = "cannot be" if dist.get_rank() == 1 else "expected every rank to complete the backward pass"
         with pytest.raises((ValueError, RuntimeError), match=what):
             backward(model)
         model.module.fails = False

@@ -161,9 +161,8 @@ def test_checkout_without_a_library_reports_on_the_installed_package(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": str(package_copy)}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stderr == f"{checkout}/cuda_ext has not been built; this is about the installed {package_copy}/cuda_ext\n"
-    )
+    installed = f"{package_copy}/cuda_ext"
+    assert done.stderr == f"{checkout}/cuda_ext has not been built; this report is about the installed {installed}\n"
     report = json.loads(done.stdout)
     assert report["package"]["folder"] == f"{package_copy}/cuda_ext"
     assert report["import"] == "works"

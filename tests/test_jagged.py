@@ -11,7 +11,8 @@ from gemm_common import OPS, arguments
 from torch import Tensor
 
 from cuda_ext.attention import flash_attention
-from cuda_ext.gemm import linear
+from cuda_ext.gemm import linear, mlp
+from cuda_ext.testing import reference_attention_varlen, reference_mlp
 
 
 def jagged(sequences: list[Tensor]) -> Tensor:
@@ -47,16 +48,18 @@ def test_residual() -> None:
     torch.testing.assert_close(out.values(), torch.relu(x.values() @ weight.mT) + x.values())
     out.values().sum().backward()
     assert x.grad.is_nested and weight.grad.shape == weight.shape
+    out = mlp(x, weight, weight, residual=x)
+    torch.testing.assert_close(out.values(), reference_mlp(x.values(), weight, weight, residual=x.values()))
 
 
 def test_refusals() -> None:
     x = jagged([torch.randn(n, 5) for n in (2, 4)])
     weight = torch.randn(5, 5)
-    with pytest.raises(RuntimeError, match="linear: expected input and residual to be jagged nested tensors both"):
+    with pytest.raises(RuntimeError, match="linear: expected both input and residual to be jagged nested tensors"):
         linear(x, weight, residual=torch.randn(5))
-    with pytest.raises(RuntimeError, match="linear: expected input and residual to be jagged nested tensors both"):
+    with pytest.raises(RuntimeError, match="linear: expected both input and residual to be jagged nested tensors"):
         linear(torch.randn(6, 5), weight, residual=x)
-    with pytest.raises(RuntimeError, match="linear: expected residual of the same sequences as input"):
+    with pytest.raises(RuntimeError, match="linear: expected residual with the same offsets as input"):
         linear(x, weight, residual=jagged([torch.randn(n, 5) for n in (4, 2)]))
     holes = torch.nested.narrow(torch.randn(2, 6, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 4]), torch.jagged)
     with pytest.raises(RuntimeError, match="linear: expected input to be contiguous"):
@@ -111,13 +114,25 @@ def test_attention_to_other_sequences() -> None:
         torch.testing.assert_close(a, flash_attention(query[None], own[None], own[None])[0])
 
 
+def test_attention_with_a_bias_and_a_mask() -> None:
+    inputs = attention_inputs()
+    offsets = jagged(inputs[0]).offsets()
+    query, key, value = (torch.nested.nested_tensor_from_jagged(torch.cat(each), offsets) for each in inputs)
+    bias = torch.randn(4, 1, 17, 17, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(17, 17) < 0.8
+    out = flash_attention(query, key, value, bias=bias, mask=mask)
+    cu = query.offsets().int()
+    expected = reference_attention_varlen(query.values(), key.values(), value.values(), cu, cu, bias=bias, mask=mask)
+    torch.testing.assert_close(out.values(), expected)
+
+
 def test_refusals_of_attention() -> None:
     x = jagged([torch.randn(n, 2, 8) for n in (3, 5)])
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key .*, got key with 4 .*not nested"):
         flash_attention(x, torch.randn(2, 5, 2, 8), x)
     for dense in (torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8, requires_grad=True)):
         with pytest.raises(
-            RuntimeError, match=r"flash_attention: expected .* nested tensors all three, got a dense query"
+            RuntimeError, match=r"flash_attention: expected .* nested tensors, got a dense query"
         ):
             flash_attention(dense, x, x)
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*, got query"):
@@ -125,7 +140,5 @@ def test_refusals_of_attention() -> None:
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*torch.strided"):
         strided = torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.strided)
         flash_attention(strided, strided, strided)
-    with pytest.raises(RuntimeError, match="flash_attention: expected value of the same sequences as key"):
+    with pytest.raises(RuntimeError, match="flash_attention: expected value with the same offsets as key"):
         flash_attention(x, x, jagged([torch.randn(n, 2, 8) for n in (5, 3)]))
-    with pytest.raises(RuntimeError, match="flash_attention: expected bias=None with nested tensors"):
-        flash_attention(x, x, x, bias=torch.zeros(5))

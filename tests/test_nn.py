@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cuda_ext.nn import GatedMLP, Linear, RotaryEmbedding, SelfAttention, unpacked
+from cuda_ext.nn import MLP, GatedMLP, Linear, RotaryEmbedding, SelfAttention, unpacked
 from cuda_ext.testing import assert_close_to_reference, reference_attention
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -123,12 +124,40 @@ def test_linear_is_a_torch_linear() -> None:
 def test_gated_mlp(activation: str | None, bias: bool, dtype: torch.dtype) -> None:
     module = randomised(GatedMLP(12, 20, bias=bias, activation=activation, dtype=dtype))
 
-    def composition(w: dict[str, Tensor], x: Tensor) -> Tensor:
+    def composition(w: dict[str, Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
         gate = ACTIVATIONS[activation](F.linear(x, w["gate_proj.weight"], w.get("gate_proj.bias")))
         up = F.linear(x, w["up_proj.weight"], w.get("up_proj.bias"))
-        return F.linear(gate * up, w["down_proj.weight"], w.get("down_proj.bias"))
+        out = F.linear(gate * up, w["down_proj.weight"], w.get("down_proj.bias"))
+        return out if residual is None else out + residual
 
-    assert_module_matches(module, composition, torch.randn(2, 7, 12).to(dtype))
+    x, residual = torch.randn(2, 7, 12).to(dtype), torch.randn(2, 7, 12).to(dtype)
+    assert_module_matches(module, composition, x)
+    assert_module_matches(module, composition, x, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("activation", "bias"), [("gelu", True), ("relu", False), (None, True)])
+def test_mlp(activation: str | None, bias: bool, dtype: torch.dtype) -> None:
+    module = randomised(MLP(12, 20, bias=bias, activation=activation, dtype=dtype))
+
+    def composition(w: dict[str, Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
+        hidden = ACTIVATIONS[activation](F.linear(x, w["fc1.weight"], w.get("fc1.bias")))
+        out = F.linear(hidden, w["fc2.weight"], w.get("fc2.bias"))
+        return out if residual is None else out + residual
+
+    x, residual = torch.randn(2, 7, 12).to(dtype), torch.randn(2, 7, 12).to(dtype)
+    assert_module_matches(module, composition, x)
+    assert_module_matches(module, composition, x, residual)
+
+
+def test_mlp_has_the_state_dict_of_two_torch_linears() -> None:
+    theirs = nn.Sequential(OrderedDict(fc1=nn.Linear(5, 9), act=nn.GELU(), fc2=nn.Linear(9, 5)))
+    ours = MLP(5, 9)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert "activation=gelu" in repr(ours)
 
 
 ATTENTIONS = {
@@ -142,7 +171,7 @@ ATTENTIONS = {
 }
 
 
-def attention_composition(module: SelfAttention) -> Callable[..., Tensor]:
+def attention_composition(module: SelfAttention, **hidden: Tensor) -> Callable[..., Tensor]:
     def composition(w: dict[str, Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
         q, k, v = (
             F.linear(x, w[f"{n}_proj.weight"], w.get(f"{n}_proj.bias")).unflatten(-1, (-1, module.head_dim))
@@ -159,6 +188,7 @@ def attention_composition(module: SelfAttention) -> Callable[..., Tensor]:
             scale=module.scale,
             softcap=module.softcap,
             sinks=w.get("sinks"),
+            **hidden,
         )
         out = F.linear(out.flatten(2), w["o_proj.weight"], w.get("o_proj.bias"))
         return out if residual is None else out + residual
@@ -173,6 +203,13 @@ def test_self_attention(options: dict, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 11, 32).to(dtype), torch.randn(2, 11, 32).to(dtype)
     assert_module_matches(module, attention_composition(module), x)
     assert_module_matches(module, attention_composition(module), x, residual)
+
+
+def test_self_attention_takes_a_bias_and_a_mask() -> None:
+    module = randomised(SelfAttention(32, 4, num_kv_heads=2))
+    x = torch.randn(2, 11, 32)
+    hidden = {"bias": torch.randn(4, 11, 11), "mask": torch.rand(2, 1, 1, 11) < 0.7}
+    torch.testing.assert_close(module(x, **hidden), attention_composition(module, **hidden)(unpacked(module), x))
 
 
 def test_dropout_only_in_training() -> None:
@@ -406,10 +443,10 @@ def test_construction_errors() -> None:
     ("make", "option", "value", "expected"),
     [
         (Linear, "activation", "gelo", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'gelo'"),
+        (MLP, "activation", "swish", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'swish'"),
         (GatedMLP, "activation", "", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got ''"),
         (SelfAttention, "window", 3, "None or (left, right), each a number of keys or None, got 3"),
         (SelfAttention, "window", (-3, 0), "window left to be >= 0 or None (unbounded), got -3"),
-        (SelfAttention, "window", (3, 2), "window right to be 0 or None with causal=True"),
         (SelfAttention, "scale", math.nan, "a finite scale, got nan"),
         (SelfAttention, "softcap", -1.0, "a finite softcap >= 0"),
         (SelfAttention, "dropout_p", 1.0, "dropout_p in [0, 1), got 1"),

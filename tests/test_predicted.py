@@ -1,4 +1,4 @@
-"""What the paper model predicted beside measurements: the table, and what it makes of what it finds."""
+"""The comparison of measurements with predictions, and the conclusions it prints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows_of(text: str) -> dict[tuple[str, str], list[str]]:
 
 
 def slowed(measurements: list[Measurement], suite: str, *factors: float) -> list[Measurement]:
-    """Those of a suite take these times as long, in turn."""
+    """Multiplies the times of a suite by these factors, cyclically."""
     found = []
     for i, m in enumerate(measurements):
         factor = factors[i % len(factors)] if m.suite == suite else 1.0
@@ -34,7 +34,7 @@ def slowed(measurements: list[Measurement], suite: str, *factors: float) -> list
     return found
 
 
-def test_every_family_is_predicted_and_as_it_should_be(as_predicted: list[Measurement]) -> None:
+def test_predicted_times_are_as_predicted(as_predicted: list[Measurement]) -> None:
     text = predicted.compare_tables(as_predicted, H200)
     rows = rows_of(text)
     assert {kind.split()[0] for kind, _ in rows} == {"gemm", "attention", "bucket"}
@@ -42,38 +42,38 @@ def test_every_family_is_predicted_and_as_it_should_be(as_predicted: list[Measur
     assert "farthest" not in text
 
 
-def test_one_rate_that_is_wrong_is_named_with_the_value_that_came(as_predicted: list[Measurement]) -> None:
+def test_a_wrong_rate_is_named_with_its_corrected_value(as_predicted: list[Measurement]) -> None:
     text = predicted.compare_tables(slowed(as_predicted, "bucket", 1.25), H200)
     assert rows_of(text)["bucket pack", "memory"] == [
         "13",
         "0.80",
         "0.80 to 0.80",
-        "less of it is reached, or something binds that is not counted: `memory_bytes` in gpus.py times 0.80 "
-        "(4.08e+12 -> 3.264e+12)",
+        "the rate is lower, or something that is not modelled is the limit: `memory_bytes` in gpus.py should be 0.80 "
+        "times as high (4.08e+12 -> 3.264e+12)",
     ]
     assert "| pack " in text.partition("| farthest")[2]
     text = predicted.compare_tables(slowed(as_predicted, "gemm", 1 / 1.5), H200)
     says = rows_of(text)["gemm bfloat16", "tensor"][-1]
-    assert says == "more of it is reached: `multiply_adds` x `clock` in gpus.py times 1.50"
-    assert rows_of(text)["gemm bfloat16", "latency"][-1].endswith("in gpus.py is 0.67 times as long")
+    assert says == "the rate is higher: `multiply_adds` x `clock` in gpus.py should be 1.50 times as high"
+    assert rows_of(text)["gemm bfloat16", "latency"][-1].endswith("in gpus.py should be 0.67 times as long")
 
 
-def test_cases_that_differ_are_no_rate(as_predicted: list[Measurement]) -> None:
+def test_cases_that_differ_are_not_blamed_on_a_rate(as_predicted: list[Measurement]) -> None:
     rows = rows_of(predicted.compare_tables(slowed(as_predicted, "attention", 1.2, 2.0), H200))
-    assert rows["attention backward bfloat16", "shared"][-1].startswith("not one rate")
+    assert rows["attention backward bfloat16", "shared"][-1].startswith("no single rate is wrong")
 
 
 def test_ceilings_are_compared_with_the_table_of_gpus(as_predicted: list[Measurement]) -> None:
     measured = [dataclasses.replace(m, peak_bandwidth=4.0e12, peak_flops=700e12) for m in as_predicted]
     rows = rows_of(predicted.compare_tables(measured, H200))
-    assert rows["copy of PyTorch", ""] == ["1", "0.98", "", "as in gpus.py"]
-    assert rows["largest product of PyTorch", ""][1:] == ["0.88", "", "`library_flops` is 7e+14, not what gpus.py has"]
+    assert rows["PyTorch's copy", ""] == ["1", "0.98", "", "as in gpus.py"]
+    assert rows["PyTorch's largest product", ""][1:] == ["0.88", "", "`library_flops` in gpus.py should be 7e+14"]
 
 
-def test_the_gpu_is_the_one_it_was_measured_on(tmp_path, as_predicted: list[Measurement], capsys) -> None:
+def test_the_gpu_is_that_of_the_measurements(tmp_path, as_predicted: list[Measurement], capsys) -> None:
     file, text = tmp_path / "results.jsonl", tmp_path / "model.md"
-    unknown = "Measured on no GPU that benchmarks/model/gpus.py"
-    for device, says in (("NVIDIA H200", "Of H200 SXM, "), ("NVIDIA T4", unknown)):
+    unknown = "No measurement is from a GPU of benchmarks/model/gpus.py"
+    for device, says in (("NVIDIA H200", "H200 SXM: "), ("NVIDIA T4", unknown)):
         lines = [dataclasses.replace(m, environment={"device": device}).to_json() for m in as_predicted[:9]]
         file.write_text("\n".join(lines) + "\n")
         assert predicted.main([str(file), "--to", str(text)]) == 0

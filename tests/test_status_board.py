@@ -1,4 +1,4 @@
-"""The lines of all ranks on what they are doing, beside the store: kept by the last rank."""
+"""The second status board, which the last rank keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ranks import on_ranks
 from torch import nn
 
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.status_board import GAVE_UP, StatusBoard, board_at_last_rank
+from cuda_ext.distributed.status_board import FAILED, StatusBoard, board_at_last_rank
 
 INTERVAL = 0.05
 
@@ -52,38 +52,38 @@ def store() -> dist.Store:
 def test_every_rank_reads_what_the_others_write(store: dist.Store) -> None:
     boards = boards_of(store, 4)
     for rank, board in enumerate(boards[1:], 1):
-        board.write(f"{GAVE_UP} pass {rank % 2}")
+        board.write(f"{FAILED} pass {rank % 2}")
     for rank, board in enumerate(boards):
-        others = {1: f"rank 1 {GAVE_UP} pass 1", 2: f"rank 2 {GAVE_UP} pass 0", 3: f"rank 3 {GAVE_UP} pass 1"}
+        others = {1: f"rank 1 {FAILED} pass 1", 2: f"rank 2 {FAILED} pass 0", 3: f"rank 3 {FAILED} pass 1"}
         if rank not in (1, 3):
-            others[1], others[3] = f"each of ranks 1 and 3 {GAVE_UP} pass 1", ""
+            others[1], others[3] = f"each of ranks 1 and 3 {FAILED} pass 1", ""
         said = [others[other] for other in (1, 2, 3) if other != rank and others[other]]
-        assert sorted(board.others().split("; ")) == sorted(["rank 0 gives no sign of life"][:rank] + said)
+        assert sorted(board.others().split("; ")) == sorted(["rank 0 does not respond"][:rank] + said)
 
 
-def test_who_writes_again_is_alive_and_who_does_not_is_silent(store: dist.Store) -> None:
+def test_a_rank_that_stops_writing_counts_as_lost(store: dist.Store) -> None:
     boards = boards_of(store, 3)
     for board in boards:
         board.write("waits")
     assert boards[0].read() == [1, 2]
     boards[1].write("still waits")
-    assert boards[0].others() == "rank 1 still waits; rank 2 gives no sign of life; the last one: waits"
+    assert boards[0].others() == "rank 1 still waits; rank 2 does not respond; its last status: waits"
 
 
-def test_what_was_heard_before_the_last_rank_went(store: dist.Store) -> None:
+def test_statuses_read_before_the_board_failed(store: dist.Store) -> None:
     boards = boards_of(store, 3)
-    boards[1].write(f"{GAVE_UP} it")
+    boards[1].write(f"{FAILED} it")
     boards[2].write("waits")
     boards[0].read()
     del boards[2:]
     said = boards[0].others()
-    assert f"rank 1 {GAVE_UP} it" in said
-    assert "rank 2 has said nothing new for 0." in said or "rank 2 gives no sign of life" in said
+    assert f"rank 1 {FAILED} it" in said
+    assert "rank 2 has not reported for 0." in said or "rank 2 does not respond" in said
     with pytest.raises(OSError, match=r"refused|closed"):
         boards[1].others()
 
 
-def test_strangers_get_nothing_and_stop_nothing(store: dist.Store) -> None:
+def test_unknown_clients_are_ignored(store: dist.Store) -> None:
     boards = boards_of(store, 2)
     boards[1].write("waits")
     port = json.loads(store.get("secret/board"))[1]
@@ -104,10 +104,10 @@ def test_strangers_get_nothing_and_stop_nothing(store: dist.Store) -> None:
             with connection.makefile("rb") as stream:
                 assert stream.read() == b""
     boards[1].write("waits on")
-    assert boards[0].others() == "rank 1 gives no sign of life; the last one: waits on"
+    assert boards[0].others() == "rank 1 does not respond; its last status: waits on"
 
 
-def test_there_is_none_beside_a_file(tmp_path: object) -> None:
+def test_no_second_board_with_a_file_store(tmp_path: object) -> None:
     assert (
         board_at_last_rank(dist.FileStore(f"{tmp_path}/store", 2), "secret", 0, 2, INTERVAL, threading.Event()) is None
     )
@@ -120,7 +120,7 @@ def test_nobody_waits_for_the_last_rank_at_the_end(store: dist.Store) -> None:
 
 
 @on_ranks(3)
-def test_it_goes_with_the_wrapper() -> None:
+def test_it_is_freed_with_the_wrapper() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore("localhost", 0, ranks, True, wait_for_workers=False) if rank == 0 else None
     port = [store.port if store is not None else 0]
@@ -137,6 +137,6 @@ def test_it_goes_with_the_wrapper() -> None:
     wait_until(lambda: len(watch.boards) == 2)
     dist.barrier()
     del model
-    # Threads end by themselves once nothing is left for them to do; and the store of the first rank may have held
-    # connections of the wrapper before.
+    # Threads end by themselves when they have nothing to do; and the store of the first rank may have had
+    # connections of the previous wrapper.
     wait_until(lambda: all(now <= then for now, then in zip(held(), before)))

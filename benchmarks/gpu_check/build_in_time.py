@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] | None =
         status = build(command, SHARE * 60 * options.minutes, "")
         if status is None:
             print(
-                f"cuda_ext: all head dims take longer than {SHARE * 60 * options.minutes:.0f} s; building {FEWER} only; "
-                "the next call builds the others",
+                f"cuda_ext: all head dims take longer than {SHARE * 60 * options.minutes:.0f} s; building {FEWER}, the "
+                "next call builds the others",
                 flush=True,
             )
             status = build(command, end - time.monotonic(), FEWER)

@@ -1,1 +1,1 @@
-"""The paper model; docs/model.md explains it."""
+"""The paper model: predicts kernel times on GPUs; docs/model.md explains it."""

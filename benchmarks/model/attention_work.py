@@ -1,4 +1,4 @@
-"""What attention asks of a GPU, as Work."""
+"""The Work of attention."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class AttentionTile:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """What a launcher takes for a problem, and the steps of its blocks in the order in which they start."""
+    """A launcher's choice for a problem, and the steps of its blocks in launch order."""
 
     tile: AttentionTile
-    kernel: str  # what the main kernel is instantiated with, in docs/kernels.md
+    kernel: str  # template arguments of the main kernel, as in docs/kernels.md
     steps: tuple[int, ...]
 
 
@@ -56,23 +56,25 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
     window = (unbounded if problem.window is None else problem.window, 0 if problem.causal else unbounded)
     choice = evidence.simt.attention_choice(
         *(backward, dtype, (problem.length, problem.seen_keys), (problem.heads, problem.groups)),
-        *((problem.dim, problem.dim), problem.batch, window, gpu.compute_capability, gpu.processors),
+        *((problem.dim, problem.dim), problem.batch, window, gpu.compute_capability, gpu.sms),
     )
     if choice.splits > 1 or problem.deterministic:
         raise NotModelledError(
-            f"{problem.op()} {problem.name()}: expected tiles enough to fill {gpu.name}, in any order; the model does "
-            "not know what it costs to divide keys among blocks, or to take turns"
+            f"{problem.op()} {problem.name()}: expected enough tiles to fill {gpu.name}, in any order; split keys "
+            "and deterministic sums are not modelled"
         )
     steps: list[int] = []
     for first in range(0, choice.pairs, choice.section):
         of_section = min(choice.section, choice.pairs - first)
-        steps += (turns for turns in choice.steps for _ in range(of_section))
+        steps += (iterations for iterations in choice.steps for _ in range(of_section))
     return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps))
 
 
 def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> tuple[dict[str, float], ...]:
-    """Counters of a step, which is a tile of queries by one of keys; of a tile of queries and of a tile of keys beside.
-    Forward the tile of queries is a block. Backward that of keys is, and that of queries is what other passes do."""
+    """Counters per step (a tile of queries by a tile of keys), per tile of queries and per tile of keys.
+
+    In forward a block is a tile of queries; in backward it is a tile of keys, and other launches handle the queries.
+    """
     phase = "backward" if backward else "forward"
     name = re.compile(rf"{phase} {tile.dim}/{tile.dim_v} by {tile} of (\d+)x(\d+)x(\d+)$")
     points = {}
@@ -101,14 +103,14 @@ def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> 
 
 
 def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> list[Work]:
-    """Of the main launch; and of those before and after it, together, as they do nothing but move bytes."""
+    """The Work of the main launch; in backward also that of the launches before and after it, which only move bytes."""
     choice = attention_choice(evidence, gpu, problem, dtype, backward)
     tile = choice.tile
     step, of_queries, of_keys = attention_costs(evidence, tile, backward)
     kernel = evidence.kernel(gpu, f"attention_{'bwd' if backward else 'fwd'}_sm80<{choice.kernel}>")
     queries = problem.batch * problem.heads * problem.length
     keys = problem.batch * problem.groups * problem.seen_keys
-    # Tiles at the edges, and head dims between those of two tiles, multiply as much as others, but read what there is.
+    # Tiles at the edges, and head dims smaller than the tile's, multiply as much as others but read less.
     width = 2 * problem.dim / (tile.dim + tile.dim_v)
     query_tiles, key_tiles = math.ceil(problem.length / tile.block_m), math.ceil(problem.seen_keys / tile.block_n)
     rows = width * problem.length / (query_tiles * tile.block_m)
@@ -116,7 +118,7 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     block, streamed = (of_keys, rows) if backward else (of_queries, columns)
     kept = width * (keys / tile.block_n if backward else queries / tile.block_m) / len(choice.steps)
 
-    turn = Amounts(
+    iteration = Amounts(
         tensor=step["mma"] * DTYPES[dtype].multiply_adds,
         shared=wavefronts(step),
         issue=kernel.loop.instructions * tile.warps,
@@ -124,7 +126,7 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
         l2=sectors(step) * SECTOR * streamed,
         reduce=step.get("atomic", 0) * 4,
     )
-    ends = Amounts(
+    outside = Amounts(
         shared=wavefronts(block),
         issue=EPILOGUE_INSTRUCTIONS * block["shared_wavefronts"] + PROLOGUE_INSTRUCTIONS * tile.warps,
         l2=sectors(block) * SECTOR * kept,
@@ -135,13 +137,13 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     uniform = len(set(choice.steps)) == 1
     main = Work(
         blocks=len(choice.steps),
-        at_once=fit(kernel, gpu, tile.shared_bytes),
-        turns=choice.steps[0] if uniform else choice.steps,
-        turn=turn,
-        ends=ends,
+        blocks_per_sm=fit(kernel, gpu, tile.shared_bytes),
+        iterations=choice.steps[0] if uniform else choice.steps,
+        iteration=iteration,
+        outside=outside,
         in_flight=1,
         memory_bytes=size * problem.elements() + sums + written,
-        alone=alone(gpu, tile, turn, step, backward),
+        lone_cycles=lone_cycles(gpu, tile, iteration, step, backward),
     )
     if not backward:
         return [main]
@@ -150,10 +152,10 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     tiles = problem.batch * problem.heads * query_tiles
     around = Work(
         blocks=round(of_queries["blocks"]) * tiles,
-        at_once=fit(evidence.kernel(gpu, f"attention_bwd_rows<{rows_kernel}>"), gpu),
-        turns=0,
-        turn=Amounts(),
-        ends=Amounts(shared=wavefronts(of_queries), l2=moved) * (1 / of_queries["blocks"]),
+        blocks_per_sm=fit(evidence.kernel(gpu, f"attention_bwd_rows<{rows_kernel}>"), gpu),
+        iterations=0,
+        iteration=Amounts(),
+        outside=Amounts(shared=wavefronts(of_queries), l2=moved) * (1 / of_queries["blocks"]),
         in_flight=1,
         memory_bytes=moved * tiles,
         launches=round(of_queries["blocks"]),
@@ -161,13 +163,13 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     return [main, around]
 
 
-def alone(gpu: Gpu, tile: AttentionTile, turn: Amounts, step: dict[str, float], backward: bool) -> float:
-    """Cycles of a step of a block that has a multiprocessor to itself: its products, what its warps do between them,
-    and what arrives late, one after the other."""
-    products = turn.tensor / gpu.multiply_adds
-    between = max((turn.issue - step["mma"] - step["ldmatrix"]) / gpu.issued, turn.special / gpu.special)
+def lone_cycles(gpu: Gpu, tile: AttentionTile, iteration: Amounts, step: dict[str, float], backward: bool) -> float:
+    """Cycles per step of a block that has its SM to itself: products, work between products, and waiting for late data,
+    one after the other."""
+    products = iteration.tensor / gpu.multiply_adds
+    between = max((iteration.issue - step["mma"] - step["ldmatrix"]) / gpu.issued, iteration.special / gpu.special)
     if backward:
-        # The last queries are asked for ahead of the last of five products.
+        # The next queries are requested before the last of the five products.
         covers = [products * tile.dim / (3 * tile.dim + 2 * tile.dim_v)]
     else:
         # Values arrive during the first product, and keys during the rest.

@@ -1,4 +1,4 @@
-"""What packing a bucket asks of a GPU, as Work."""
+"""The Work of packing and unpacking a bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.model.work import Amounts, Work
 
 @dataclass(frozen=True)
 class Pack:
-    """A bucket and its tensors, one next to the other and each long."""
+    """A bucket of long, contiguous tensors."""
 
     op: str
     tensors: str  # dtype
@@ -38,21 +38,21 @@ def bucket_work(evidence: Evidence, gpu: Gpu, pack: Pack) -> Work:
     of_element, _ = line_through(sorted(points, key=lambda point: point[0]))
     config = evidence.simt.bucket_config()
     element = {"float32": "float", "float16": "half_t", "bfloat16": "bfloat16_t"}[pack.bucket]
-    if pack.op == "stats":  # one kernel, as there is no bucket
+    if pack.op == "stats":  # one kernel, because there is no bucket
         element = "float"
     kernel = evidence.kernel(gpu, f"bucket_kernel<{('pack', 'unpack', 'stats').index(pack.op)}, {element}>")
     moved = sectors(of_element) * SECTOR
-    # A block goes through its elements in turns of what its threads have in flight.
-    in_turn = config["threads"] * config["bytes_in_flight"]
-    turns = math.ceil(config["block_elements"] * of_element["global_load_bytes"] / in_turn)
+    # An iteration of a block covers the bytes that its threads have in flight.
+    in_iteration = config["threads"] * config["bytes_in_flight"]
+    iterations = math.ceil(config["block_elements"] * of_element["global_load_bytes"] / in_iteration)
     return Work(
         blocks=math.ceil(pack.elements / config["block_elements"]),
-        at_once=fit(kernel, gpu),
-        turns=turns,
-        turn=Amounts(l2=moved * config["block_elements"] / turns),
-        ends=Amounts(),
+        blocks_per_sm=fit(kernel, gpu),
+        iterations=iterations,
+        iteration=Amounts(l2=moved * config["block_elements"] / iterations),
+        outside=Amounts(),
         in_flight=1,
         memory_bytes=moved * pack.elements,
         launches=1 + math.ceil(pack.entries / config["table_entries"]),
-        last_waits=3,  # the block's sum, the count of blocks, the sums of all
+        tail_waits=3,  # the block's sum, the block count, the sums of all blocks
     )

@@ -1,4 +1,4 @@
-"""Representative cases of the paper model, and what others measured."""
+"""Representative cases, and published measurements of other kernels."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from benchmarks.model.bucket_work import Pack
 from benchmarks.suites.bench_attention import Problem
 
 # Squares; a Llama-like layer of width 4096 on 8192 tokens (QKV, output, up, down, and a weight's gradient) and its
-# logits; few rows; one that fits no tile.
+# logits; few rows; a size that is no multiple of any tile.
 SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
 SHAPES += [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192)]
 SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (512, 4096, 14336), (1000,) * 3]
 
-# GPT-2, a bucket of 25 MiB of it, and a small one.
+# All of GPT-2, a bucket of 25 MiB, and a small bucket.
 PACKS = [
     Pack("pack", "bfloat16", "bfloat16", 124_439_808, 148),
     Pack("pack", "float32", "bfloat16", 124_439_808, 148),
@@ -29,8 +29,8 @@ PROBLEMS = [
     for length in LENGTHS
 ]
 
-# TFLOP/s of FlashAttention-2 on an A100 80GB SXM4, forward and backward, for LENGTHS, by head dim and whether causal:
-# read off the charts in assets/ of github.com/Dao-AILab/flash-attention, within 2.
+# (head dim, causal) -> TFLOP/s of FlashAttention-2 on an A100 80GB SXM4, forward and backward together, for LENGTHS:
+# read from the charts in assets/ of github.com/Dao-AILab/flash-attention, precise within 2.
 FLASH_ATTENTION_2 = {
     (64, False): (132, 153, 162, 171, 175, 176),
     (64, True): (88, 119, 140, 156, 165, 171),

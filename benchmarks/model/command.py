@@ -1,9 +1,9 @@
-"""The paper model: what a kernel should take on a GPU that is not here, from what it does as counted without one.
+"""The paper model: predicts kernel times on a GPU from work that is counted without one.
 
     python -m benchmarks model                                      # representative cases, on all GPUs of gpus.py
     python -m benchmarks model --gpu h100 --shapes 4096x4096x4096 --all-configs
 
-docs/model.md has the formulas, how to judge a change by them, and their limits.
+docs/model.md has the formulas, their limits, and how to estimate the effect of a change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
 def predictions(
     gpu: Gpu, shapes: Sequence[tuple[int, int, int]] | None, dtype: str, layout: str, all_configs: bool
 ) -> Iterator[Prediction]:
-    """Of `shapes`, or of the representative ones, of those that were measured, of attention and of packs."""
+    """Predictions for `shapes`, or for all representative and all measured cases."""
     measured = measurements(gpu)
     wanted = list(shapes or SHAPES)
     problems = list(PROBLEMS) if shapes is None and dtype in ATTENTION_DTYPES else []
@@ -70,12 +70,12 @@ COLUMNS = ("case", "kernel", "bound by", "per SM", "waves", "µs", "rate", "of l
 
 
 def row(p: Prediction) -> list[str]:
-    """As COLUMNS; resources in microseconds."""
+    """The cells of COLUMNS; resources in microseconds."""
     return [
         (p.case if p.op == "gemm" else f"{p.op.removeprefix('flash_attention ')} {p.case}")
         + (f", {p.dtype}" if p.config == "bucket" else "")
         + ("" if p.aligned else " *"),
-        p.kernel + ("" if p.chosen else ", not taken"),
+        p.kernel + ("" if p.chosen else ", not chosen"),
         p.binding,
         str(p.blocks_at_once),
         f"{p.waves:.2f}",
@@ -96,16 +96,16 @@ def known_gpu(name: str) -> Gpu:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks model", description="Predicted times of the CUDA kernels, with no GPU at hand."
+        prog="python -m benchmarks model", description="Predicts times of the CUDA kernels; needs no GPU."
     )
-    parser.add_argument("--gpu", nargs="+", default=list(GPUS), metavar="GPU", help=f"of {', '.join(GPUS)}; all")
-    parser.add_argument("--shapes", nargs="+", metavar="MxNxK", help="products; representative ones, and buckets")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="float32: three products of tf32")
-    parser.add_argument("--layout", choices=LAYOUTS, default="nn", help="of a and b; t: transposed in memory")
-    parser.add_argument("--all-configs", action="store_true", help="also the kernels that would not be taken")
-    parser.add_argument("--json", action="store_true", help="one object a line")
-    parser.add_argument("--figures", action="store_true", help="what is known of the GPUs, and from where")
-    parser.add_argument("--write", action="store_true", help="write the tables in docs/model.md anew")
+    parser.add_argument("--gpu", nargs="+", default=list(GPUS), metavar="GPU", help=f"{', '.join(GPUS)} (default: all)")
+    parser.add_argument("--shapes", nargs="+", metavar="MxNxK", help="GEMM shapes (default: representative cases)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="float32: three tf32 products")
+    parser.add_argument("--layout", choices=LAYOUTS, default="nn", help="layouts of a and b; t: transposed in memory")
+    parser.add_argument("--all-configs", action="store_true", help="also predict configurations that are not chosen")
+    parser.add_argument("--json", action="store_true", help="print one object per line")
+    parser.add_argument("--figures", action="store_true", help="list the figures of the GPUs with their sources")
+    parser.add_argument("--write", action="store_true", help="update the tables in docs/model.md")
     options = parser.parse_args(arguments)
     try:
         if options.write:
@@ -129,10 +129,10 @@ def main(arguments: Sequence[str]) -> int:
             }
             for kind, of_kind in kinds.items():
                 if of_kind:
-                    title = f"{gpu.name}, {kind}: predicted, and what each resource would take alone, in µs"
+                    title = f"{gpu.name}, {kind}: predicted, and the time of each resource alone, in µs"
                     show(title, COLUMNS, [row(p) for p in of_kind], FIRST_NUMBER)
                 if not all(p.aligned for p in of_kind):
-                    print("* copied 4 or 2 bytes at a time, as lines are no multiple of 16, which is not counted\n")
+                    print("* rows are no multiples of 16 bytes; copying them 4 or 2 bytes at a time is not modelled\n")
     except (ModelError, results.ResultsError) as error:
         print(f"benchmarks model: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ BEGIN, END = "<!-- written by python -m benchmarks model --write -->", "<!-- end
 
 
 def recorded_predictions() -> str:
-    """The representative products and buckets on all GPUs, in Markdown."""
+    """Representative products and buckets on all GPUs."""
     cases: list[tuple[str, list[Prediction]]] = []
     for dtype in ("bfloat16", "tf32", "float32"):
         for shape in SHAPES if dtype == "bfloat16" else [(1024,) * 3, (4096,) * 3]:
@@ -35,7 +35,7 @@ def on_all_gpus(cases: Sequence[tuple[str, Sequence[Prediction]]]) -> str:
 
 
 def recorded_attention() -> str:
-    """Every other length of the grid, on all GPUs, in Markdown."""
+    """Attention on all GPUs, every other length."""
     cases = []
     for problem, backward in itertools.product(PROBLEMS, (False, True)):
         if problem.length in LENGTHS[::2]:
@@ -46,13 +46,13 @@ def recorded_attention() -> str:
 
 
 def forward_and_backward(gpu: Gpu, problem: Problem) -> float:
-    """Operations a second of both together."""
+    """FLOP/s of forward and backward together."""
     both = [predict_attention(gpu, problem, backward) for backward in (False, True)]
     return sum(p.flops for p in both) / sum(p.seconds for p in both)
 
 
 def recorded_plausibility() -> str:
-    """FlashAttention-2 on an A100 beside what is predicted of ours, in Markdown."""
+    """FlashAttention-2 on an A100, and the prediction for ours."""
     rows = []
     for (dim, causal), theirs in FLASH_ATTENTION_2.items():
         problems = [p for p in PROBLEMS if (p.dim, p.causal) == (dim, causal)]
@@ -62,7 +62,7 @@ def recorded_plausibility() -> str:
 
 
 def recorded_doubts() -> str:
-    """Where a launcher's choice takes a tenth longer than another, in Markdown."""
+    """Choices of a launcher that the model predicts to be at least a tenth slower than another."""
     doubts: dict[tuple[str, str, str], list[str]] = {}
     for dtype, shape, gpu in itertools.product(("bfloat16", "float32"), SHAPES, GPUS.values()):
         taken, *others = predict_gemm(gpu, *shape, dtype, all_configs=True)
@@ -71,31 +71,31 @@ def recorded_doubts() -> str:
             doubt = (f"{taken.case}, {dtype}", taken.kernel, best.kernel)
             doubts.setdefault(doubt, []).append(f"{taken.seconds / best.seconds:.2f} on {gpu.name}")
     rows = [[*doubt, ", ".join(ratios)] for doubt, ratios in doubts.items()]
-    return markdown(["product", "taken", "best", "times as long"], rows)
+    return markdown(["product", "chosen", "best", "time of the choice / best"], rows)
 
 
 def document_tables() -> str:
     return (
         f"{recorded_predictions()}\n"
-        "Attention, 16384 tokens and a width of 2048, bfloat16; each with the tile of queries by keys that an A100 "
-        "takes:\n\n"
+        "Attention, 16384 tokens, heads x head dim = 2048, bfloat16; in parentheses the tile of queries by keys on an "
+        "A100:\n\n"
         f"{recorded_attention()}\n"
-        "FlashAttention-2 on an A100, forward and backward together in TFLOP/s, as its authors measured it; behind "
-        f"that what the model says of ours:\n\n{recorded_plausibility()}\n"
-        f"The launchers' choices that the model doubts:\n\n{recorded_doubts()}"
+        "FlashAttention-2 on an A100, forward and backward together, TFLOP/s measured by its authors, then predicted "
+        f"for ours:\n\n{recorded_plausibility()}\n"
+        f"Launchers' choices that the model predicts to be slower than another:\n\n{recorded_doubts()}"
     )
 
 
 def read_document() -> tuple[str, str, str]:
-    """What stands before the tables in the document, the tables, and what stands behind them."""
+    """The text before the tables, the tables, and the text after them."""
     text = DOCUMENT.read_text()
     if BEGIN not in text or END not in text:
-        raise ModelError(f"{DOCUMENT.name}: expected the lines {BEGIN} and {END}, between which the tables go")
+        raise ModelError(f"{DOCUMENT.name}: expected the lines {BEGIN} and {END}, around the tables; add them")
     before, _, rest = text.partition(f"{BEGIN}\n")
-    tables, _, behind = rest.partition(END)
-    return before, tables, behind
+    tables, _, after = rest.partition(END)
+    return before, tables, after
 
 
 def write_document() -> None:
-    before, _, behind = read_document()
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{document_tables()}{END}{behind}")
+    before, _, after = read_document()
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{document_tables()}{END}{after}")

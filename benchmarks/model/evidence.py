@@ -1,4 +1,4 @@
-"""What is known of the CUDA kernels.
+"""What the model knows about the CUDA kernels.
 
 Sources: the emulator's counters (tests/simt/golden_counters), the table of compiled kernels (docs/kernels.md) and the
 launchers' own choices (csrc/emulated).
@@ -20,13 +20,13 @@ from benchmarks.model.gpus import Gpu
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
-from static_gates import Kernel, blocks_per_multiprocessor, documented_kernels, readable  # noqa: E402
+from static_gates import Kernel, blocks_per_sm, documented_kernels, readable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "simt" / "golden_counters"
 
-# Not counted by the emulator, so assumed: warp instructions for each wavefront of shared memory that an epilogue reads
-# or writes (4 floats of each lane are 4 wavefronts, and take addresses, scaling, conversion and a store), and of a
+# Assumed, because the emulator does not count them: warp instructions per wavefront of shared memory that an epilogue
+# reads or writes (4 floats per lane are 4 wavefronts, and need addresses, scaling, conversion and a store), and per
 # warp before its first product.
 EPILOGUE_INSTRUCTIONS = 4
 PROLOGUE_INSTRUCTIONS = 300
@@ -34,20 +34,20 @@ SECTOR = 32
 
 
 class ModelError(ValueError):
-    """Something that the model cannot do; says what, and what to do."""
+    """The model cannot do something; the message says what, and what to do."""
 
 
 class NotModelledError(ModelError):
-    """A case that the model does not know."""
+    """The case is not modelled."""
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    index: int  # of csrc/gemm/plan_sm80.h
+    index: int  # its index in csrc/gemm/plan_sm80.h
     golden: str  # its name in golden_counters/gemm.json
-    element: str  # and in docs/kernels.md
-    multiply_adds: int  # of one mma, as Amounts.tensor counts
-    products: int  # that it makes of one, as 16-bit ones
+    element: str  # the element type in docs/kernels.md
+    multiply_adds: int  # per mma, in the units of Amounts.tensor
+    products: int  # cost of a product relative to one of 16-bit types
 
 
 DTYPES = {
@@ -61,7 +61,7 @@ LAYOUTS = ("nn", "nt", "tn", "tt")
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """As csrc/gemm/plan_sm80.h has it."""
+    """GemmConfig of csrc/gemm/plan_sm80.h."""
 
     block_m: int
     block_n: int
@@ -77,26 +77,26 @@ class GemmConfig:
         return f"{self.block_m}x{self.block_n}x{self.block_k}"
 
     def kernel_name(self, arithmetic: Arithmetic, layout: str) -> str:
-        """In docs/kernels.md."""
+        """The name in docs/kernels.md."""
         sizes = ", ".join(str(value) for value in dataclasses.astuple(self)[:7])
         a_k_major, b_k_major = (str(letter == k).lower() for letter, k in zip(layout, "nt"))
         kind = f"{arithmetic.element}, {arithmetic.index}, {a_k_major}, {b_k_major}"
         return f"gemm_sm80<Gemm<{kind}, GemmConfig{{{sizes}}}>>"
 
 
-Counters = dict[str, dict[str, int]]  # by case, as golden_counters has them
+Counters = dict[str, dict[str, int]]  # case -> counter -> value, as in golden_counters
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known of the kernels."""
+    """Counters, compiled kernels and launchers' choices."""
 
     gemm: Counters
     bucket: Counters
     attention: Counters
-    kernels: dict[str, dict[str, Kernel]]  # by architecture and name
-    configs: list[list[GemmConfig]]  # by arithmetic and shape
-    simt: Any  # the module _simt, for the launchers' choices
+    kernels: dict[str, dict[str, Kernel]]  # architecture -> name -> kernel
+    configs: list[list[GemmConfig]]  # indexed by arithmetic and shape
+    simt: Any  # the module _simt, which makes the launchers' choices
 
     @classmethod
     @functools.cache
@@ -107,7 +107,7 @@ class Evidence:
             simt = _emulator.load()
         except (OSError, RuntimeError) as error:
             raise ModelError(
-                f"the launchers' choices cannot be asked for, which takes a C++ compiler: {error}"
+                f"cannot compile the emulator, which makes the launchers' choices; it needs a C++ compiler: {error}"
             ) from None
         gemm, bucket, attention = (
             json.loads((GOLDEN / f"{kernels}.json").read_text()) for kernels in ("gemm", "bucket", "attention")
@@ -126,7 +126,7 @@ class Evidence:
 
 
 def line_through(points: Sequence[tuple[float, Mapping[str, float]]]) -> tuple[dict[str, float], dict[str, float]]:
-    """Of counters at two sizes: what one more costs, and what the rest does."""
+    """(slope, intercept) of counters at two sizes."""
     (small, low), (large, high) = points
     names = {**low, **high}
     slope = {name: (high.get(name, 0) - low.get(name, 0)) / (large - small) for name in names}
@@ -142,11 +142,11 @@ def wavefronts(cost: dict[str, float]) -> float:
 
 
 def fit(kernel: Kernel, gpu: Gpu, shared_bytes: int = 0) -> int:
-    """Blocks of a kernel that fit a multiprocessor at once; `shared_bytes` beside what docs/kernels.md knows."""
+    """The number of blocks that fit on an SM; `shared_bytes` are added to those in docs/kernels.md."""
     arch = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}[gpu.compute_capability]
-    blocks = blocks_per_multiprocessor(dataclasses.replace(kernel, arch=arch), kernel.shared_bytes + shared_bytes)
+    blocks = blocks_per_sm(dataclasses.replace(kernel, arch=arch), kernel.shared_bytes + shared_bytes)
     if not blocks:
-        raise ModelError(f"{kernel.name}: expected to fit a multiprocessor of {gpu.name}, which it does not")
+        raise ModelError(f"{kernel.name}: expected a block to fit on an SM of {gpu.name}, but it does not")
     return blocks
 
 

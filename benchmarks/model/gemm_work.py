@@ -1,4 +1,4 @@
-"""What a matrix product asks of a GPU, as Work."""
+"""The Work of a matrix product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.model.evidence import (
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import Amounts, Work
 
-GROUP_ROWS = 8  # kGroup of find_tile: rows of tiles that blocks go down before they go right
+GROUP_ROWS = 8  # kGroup of find_tile: blocks cover this many rows of tiles before the next column
 
 
 def _of_block(cost: dict[str, int]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def _of_block(cost: dict[str, int]) -> dict[str, Any]:
 
 
 def block_costs(evidence: Evidence, dtype: str, layout: str, config: GemmConfig) -> tuple[dict[str, float], ...]:
-    """Counters of a k tile of a block, and of what it does beside, for a whole tile."""
+    """Counters of a block: per k tile, and for the rest of its work; for a tile inside the matrix."""
     name = re.compile(rf"{DTYPES[dtype].golden} {layout} {config} of \d+x\d+x(\d+)$")
     points = [
         (int(match[1]) / config.block_k, _of_block(cost))
@@ -47,7 +47,7 @@ def block_costs(evidence: Evidence, dtype: str, layout: str, config: GemmConfig)
 
 
 def split_bytes(evidence: Evidence) -> tuple[float, float]:
-    """What a float of a tile's sums costs where k is split: bytes written by each block, and read by a tile's last."""
+    """Split k: bytes per float of a tile's sums that each block writes, and that the last block of a tile reads."""
     ((case, cost),) = [(case, cost) for case, cost in evidence.gemm.items() if re.search(r" in \d+$", case)]
     match = re.match(r"bfloat16 nn (\d+)x(\d+)x(\d+) of \d+x\d+x(\d+) in (\d+)$", case)
     assert match is not None
@@ -70,18 +70,18 @@ def gemm_work(
     rows, columns = math.ceil(m / config.block_m), math.ceil(n / config.block_n)
     tiles, area = rows * columns, config.block_m * config.block_n
     k_tiles = math.ceil(math.ceil(k / config.block_k) / splits)
-    # Tiles at the edges multiply as much as others, but read and write what there is.
+    # Tiles at the edges multiply as much as others, but read and write only what is inside the matrix.
     read = (m / rows + n / columns) / (config.block_m + config.block_n)
     written = m * n / (tiles * area)
     warps = config.warps_m * config.warps_n
-    at_once = fit(kernel, gpu, config.shared_bytes)
-    turn = Amounts(
+    blocks_per_sm = fit(kernel, gpu, config.shared_bytes)
+    iteration = Amounts(
         tensor=k_tile["mma"] * arithmetic.multiply_adds,
         shared=wavefronts(k_tile),
         issue=kernel.loop.instructions * warps,
         l2=sectors(k_tile) * SECTOR * read,
     )
-    ends = Amounts(
+    outside = Amounts(
         tensor=rest["mma"] * arithmetic.multiply_adds,
         shared=wavefronts(rest),
         issue=EPILOGUE_INSTRUCTIONS * rest["shared_wavefronts"] + PROLOGUE_INSTRUCTIONS * warps,
@@ -91,41 +91,41 @@ def gemm_work(
     excess = loaded / ((config.block_m + config.block_n) * config.block_k * config.element_bytes)
     work = Work(
         blocks=tiles * splits,
-        at_once=at_once,
-        turns=k_tiles,
-        turn=turn,
-        ends=ends,
+        blocks_per_sm=blocks_per_sm,
+        iterations=k_tiles,
+        iteration=iteration,
+        outside=outside,
         in_flight=config.stages - 1,
         lead=kernel.loop.lead * warps / gpu.issued,
-        memory_bytes=excess * operand_bytes(gpu, m, n, k, config, at_once) + m * n * config.element_bytes,
+        memory_bytes=excess * operand_bytes(gpu, m, n, k, config, blocks_per_sm) + m * n * config.element_bytes,
     )
     if splits == 1:
         return work
     stored, summed = split_bytes(evidence)
     sums = float(tiles * splits * area)
     beyond_l2 = max(0.0, sums * stored - gpu.l2_capacity / 2)
-    finishing = math.ceil(tiles / gpu.processors) * splits  # tiles of the busiest multiprocessor, by their sums
+    finishing = math.ceil(tiles / gpu.sms) * splits  # splits of the tiles of the busiest SM
     return dataclasses.replace(
         work,
-        ends=ends + Amounts(l2=stored * area),
+        outside=outside + Amounts(l2=stored * area),
         memory_bytes=work.memory_bytes + 2 * beyond_l2,
-        launches=2,  # the kernel that clears the arrivals
-        last=Amounts(l2=finishing * summed * area),
-        last_waits=3,  # the stores, the arrival, the loads
+        launches=2,  # one more kernel resets the split-k arrival counters
+        tail=Amounts(l2=finishing * summed * area),
+        tail_waits=3,  # stores, arrival, loads
     )
 
 
-def operand_bytes(gpu: Gpu, m: int, n: int, k: int, config: GemmConfig, at_once: int) -> float:
-    """What a product reads beyond L2. Blocks that run at the same time go through k side by side, so they share what
-    they read; half of L2 keeps what the next ones will want again."""
+def operand_bytes(gpu: Gpu, m: int, n: int, k: int, config: GemmConfig, blocks_per_sm: int) -> float:
+    """Bytes that a product reads from memory. Concurrent blocks advance through k together and share what they read;
+    half of L2 is assumed to retain what later blocks read again."""
     rows, columns = math.ceil(m / config.block_m), math.ceil(n / config.block_n)
-    running = gpu.processors * at_once
-    keeps = gpu.l2_capacity / 2
+    running = gpu.sms * blocks_per_sm
+    retained = gpu.l2_capacity / 2
     a, b = m * k * config.element_bytes, n * k * config.element_bytes
-    # a: the rows of a group are read again for every set of columns that run, unless they stay.
+    # a: the rows of a group are read again for each set of concurrent columns, unless L2 retains them.
     of_group = min(GROUP_ROWS, rows) * config.block_m * k * config.element_bytes
-    passes_a = 1 if of_group <= keeps else math.ceil(columns / max(1, running // GROUP_ROWS))
-    # b: read again for every set of groups that run, unless all of it stays.
+    passes_a = 1 if of_group <= retained else math.ceil(columns / max(1, running // GROUP_ROWS))
+    # b: read again for each set of concurrent groups, unless L2 retains all of it.
     groups_running = max(1, running // (GROUP_ROWS * columns))
-    passes_b = 1 if b <= keeps else math.ceil(math.ceil(rows / GROUP_ROWS) / groups_running)
+    passes_b = 1 if b <= retained else math.ceil(math.ceil(rows / GROUP_ROWS) / groups_running)
     return a * passes_a + b * passes_b

@@ -1,4 +1,4 @@
-"""What the paper model (docs/model.md) knows of GPUs: one table, each figure with its source beside it."""
+"""The figures of GPUs that the paper model (docs/model.md) uses, each with its source."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gpu:
-    """Cycles are of the sustained clock; rates "a cycle" are of one multiprocessor."""
+    """Cycles are those of the sustained clock; rates per cycle are per SM."""
 
     name: str
     folder: str  # in benchmarks/results
-    arch: str  # whose machine code it runs: a table of docs/kernels.md
+    arch: str  # the architecture whose machine code it runs: a table of docs/kernels.md
     compute_capability: int
-    processors: int
-    clock: float  # hertz, as sustained while mma.sync is busy with random numbers
-    multiply_adds: float  # a cycle, of 16-bit operands through mma.sync with float32 sums; tf32 has half
-    shared_bytes: float  # a cycle
-    issued: float  # warp instructions a cycle
-    special: float  # exponentials a cycle
-    l2_bytes: float  # a cycle, from or to L2, when all multiprocessors do
-    reduced_bytes: float  # a cycle, of float32 numbers that are added to sums at L2, when all multiprocessors do
+    sms: int
+    clock: float  # hertz, sustained while mma.sync multiplies random numbers
+    multiply_adds: float  # per cycle, mma.sync with 16-bit operands and float32 sums; half for tf32
+    shared_bytes: float  # per cycle
+    issued: float  # warp instructions per cycle
+    special: float  # exponentials per cycle
+    l2_bytes: float  # per cycle, from or to L2, while all SMs do so
+    reduced_bytes: float  # per cycle, float32 numbers added to sums in L2, while all SMs do so
     l2_capacity: float  # bytes
-    memory_bytes: float  # a second, of a large copy, read and written
+    memory_bytes: float  # per second, a large copy, read and written
     memory_latency: float  # cycles from a load to its data
-    launch: float  # seconds that one more kernel in a stream takes if it has next to nothing to do
-    library_flops: float  # a second: the largest product of 16-bit random matrices that a library is known to reach
+    launch: float  # seconds for one more kernel in a stream that does almost nothing
+    library_flops: float  # per second: the fastest known product of 16-bit random matrices by a library
     sources: dict[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -40,18 +40,18 @@ _A100 = "NVIDIA A100 Tensor Core GPU Architecture (whitepaper)"
 _H100 = "NVIDIA H100 Tensor Core GPU Architecture (whitepaper)"
 _ADA = "NVIDIA Ada GPU Architecture (whitepaper)"
 _GUIDE = "CUDA C++ Programming Guide, Compute Capabilities: 4 schedulers; 32 banks of 4 bytes"
-_SPECIAL = "CUDA C++ Programming Guide, Arithmetic Instructions: 16 results of exp2 a cycle"
-_REDUCED = "30 GB/s of red.add a multiprocessor of an H200 (flash-attention pull request 2889), if at 1755 MHz"
+_SPECIAL = "CUDA C++ Programming Guide, Arithmetic Instructions: 16 results of exp2 per cycle"
+_REDUCED = "30 GB/s of red.add per SM of an H200 (flash-attention pull request 2889), if at 1755 MHz"
 _BENCHES = "github.com/te42kyfo/gpu-benches at 1c36d50"
 _MAMF = "maximum achievable matmul, github.com/stas00/ml-engineering, compute/accelerator"
 _MMA_SYNC = "4096 / 2 by the whitepaper, of which mma.sync reaches 64.9 % (arXiv 2402.13499)"
-_LAUNCH = f"2.5 to 2.7 us a kernel that moves 64 KiB ({_BENCHES}, gpu-small-kernels), less twice the memory's latency"
+_LAUNCH = f"2.5 to 2.7 us per kernel that moves 64 KiB ({_BENCHES}, gpu-small-kernels), minus twice the memory latency"
 _HOPPER_CLOCK = (
     "assumed, within 10 %: above the 1570 MHz at which wgmma, at 95 % of its rate, reaches 808 TFLOP/s "
     "(github.com/pranjalssh/fast.cu), as mma.sync does less work; below the limit of 1980 MHz"
 )
 _HOPPER_L2 = (
-    f"between 34.5 (H100 PCIe: 6.9 TB/s, 1755 MHz, 114 multiprocessors) and 37.3 (H200: 9.75 TB/s, if at 1980 MHz), "
+    f"between 34.5 (H100 PCIe: 6.9 TB/s, 1755 MHz, 114 SMs) and 37.3 (H200: 9.75 TB/s, if at 1980 MHz), "
     f"{_BENCHES}, gpu-l2-cache"
 )
 _HOPPER_LATENCY = f"H100 PCIe, {_BENCHES}, gpu-latency"
@@ -62,14 +62,14 @@ GPUS = {
         folder="nvidia-a100-sxm4-80gb",
         arch="sm_80",
         compute_capability=80,
-        processors=(108, _A100),
+        sms=(108, _A100),
         clock=(1228e6, "1410 MHz (whitepaper) x 257 / 295 TFLOP/s of random numbers and of zeros, thonking.ai"),
         multiply_adds=(1024, _A100),
         shared_bytes=(128, _GUIDE),
         issued=(4, _GUIDE),
         special=(16, _SPECIAL),
         l2_bytes=(35.5, f"5.4 TB/s at 1410 MHz, {_BENCHES}, gpu-l2-cache"),
-        reduced_bytes=(17, f"assumed: as on Hopper, whose L2 delivers as much. {_REDUCED}"),
+        reduced_bytes=(17, f"assumed: as on Hopper, whose L2 has the same bandwidth. {_REDUCED}"),
         l2_capacity=(40 << 20, _A100),
         memory_bytes=(1732e9, f"SCALE, {_BENCHES}, gpu-stream; 85 % of 2039"),
         memory_latency=(570, f"{_BENCHES}, gpu-latency"),
@@ -81,7 +81,7 @@ GPUS = {
         folder="nvidia-h100-80gb-hbm3",
         arch="sm_90a",
         compute_capability=90,
-        processors=(132, _H100),
+        sms=(132, _H100),
         clock=(1755e6, _HOPPER_CLOCK),
         multiply_adds=(1329, _MMA_SYNC),
         shared_bytes=(128, _GUIDE),
@@ -100,7 +100,7 @@ GPUS = {
         folder="nvidia-h200",
         arch="sm_90a",
         compute_capability=90,
-        processors=(132, "NVIDIA H200 datasheet: the processor of H100 SXM"),
+        sms=(132, "NVIDIA H200 datasheet: the chip of the H100 SXM"),
         clock=(1755e6, _HOPPER_CLOCK),
         multiply_adds=(1329, _MMA_SYNC),
         shared_bytes=(128, _GUIDE),
@@ -119,14 +119,14 @@ GPUS = {
         folder="nvidia-geforce-rtx-4090",
         arch="sm_80",
         compute_capability=89,
-        processors=(128, _ADA),
-        clock=(2520e6, f"boost, which it holds: {_ADA}"),
+        sms=(128, _ADA),
+        clock=(2520e6, f"boost, which it sustains: {_ADA}"),
         multiply_adds=(256, f"165.2 TFLOP/s with float32 sums, {_ADA}"),
         shared_bytes=(128, _GUIDE),
         issued=(4, _GUIDE),
         special=(16, _SPECIAL),
         l2_bytes=(16, f"L40, of the same design: 5.2 TB/s at 2490 MHz, {_BENCHES}, gpu-l2-cache"),
-        reduced_bytes=(8, "assumed: half of what L2 delivers, as on Hopper"),
+        reduced_bytes=(8, "assumed: half of the L2 bandwidth, as on Hopper"),
         l2_capacity=(72 << 20, _ADA),
         memory_bytes=(921e9, "github.com/krrishnarraj/clpeak issue 106; 91 % of 1008"),
         memory_latency=(632, f"L40, {_BENCHES}, gpu-latency"),
@@ -137,5 +137,5 @@ GPUS = {
 
 
 def figures(gpu: Gpu) -> list[tuple[str, float, str]]:
-    """Name, value and source of each."""
+    """Name, value and source of each figure that has one."""
     return [(f.name, getattr(gpu, f.name), gpu.sources[f.name]) for f in fields(gpu) if f.name in gpu.sources]

@@ -25,7 +25,7 @@ def key_of_attention(problem: Problem, backward: bool, dtype: str) -> Key:
 
 
 def problem_of(m: results.Measurement) -> Problem | None:
-    """What benchmarks/suites/bench_attention.py gave this name, if it is of a kind that is predicted."""
+    """The problem of a measurement, parsed from its name in bench_attention.py; None if it is not modelled."""
     name = re.fullmatch(r"B=(\d+) S=(\d+) H=(\d+)(?:/(\d+))? D=(\d+)", m.case)
     op = re.fullmatch(r"flash_attention (?:full|causal|window (\d+))", m.op)
     if name is None or op is None:
@@ -51,7 +51,7 @@ def key_of(m: results.Measurement) -> Key | None:
 
 
 def measurements(gpu: Gpu) -> dict[Key, float]:
-    """Seconds that ours took on this GPU; the newest counts."""
+    """key -> measured seconds of ours on this GPU; the newest measurement counts."""
     found: dict[Key, results.Measurement] = {}
     for folder in results.iter_devices(results.ROOT):
         if folder.name != gpu.folder:

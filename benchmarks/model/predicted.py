@@ -1,7 +1,7 @@
-"""What the paper model predicted beside what a GPU measured, and what that says of the model.
+"""Compares GPU measurements with the paper model, and shows which of its figures are wrong.
 
     python -m benchmarks.predicted gpu-check/results.jsonl
-    python -m benchmarks.predicted --rehearse h200      # made-up times of the cases that a GPU measures; needs none
+    python -m benchmarks.predicted --rehearse h200      # with predicted times as measurements
 
 It prints Markdown. The results must be from a GPU of benchmarks/model/gpus.py. This command itself needs no GPU; its
 first use compiles the emulator, which the model queries.
@@ -24,7 +24,7 @@ from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.results import OURS, Measurement
 from benchmarks.suites.bench_attention import Problem
 
-# The figures of gpus.py that a resource takes its time from.
+# resource -> the figures of gpus.py that determine its time
 FIGURES = {
     "tensor": ("multiply_adds", "clock"),
     "shared": ("shared_bytes",),
@@ -35,10 +35,10 @@ FIGURES = {
     "memory": ("memory_bytes",),
     "latency": ("memory_latency", "launch"),
 }
-NEAR = 1.1  # a speed within this of what was predicted is as predicted
-ALIKE = 1.3  # speeds of a group within this of each other are one rate that is wrong
+NEAR = 1.1  # measured and predicted speeds within this factor agree
+ALIKE = 1.3  # if the speeds of a group are within this factor of each other, one rate is wrong
 FARTHEST = 12
-COLUMNS = ("what", "bound by", "cases", "its speed over the predicted one", "slowest to fastest", "what it means")
+COLUMNS = ("group", "bound by", "cases", "measured / predicted speed", "slowest to fastest", "meaning")
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Compared:
 
     @property
     def speed(self) -> float:
-        """Of the one that was predicted: above 1 the kernel is faster than the model thinks."""
+        """Measured / predicted speed: above 1 the kernel is faster than predicted."""
         return self.predicted / self.measured
 
 
 def predict(gpu: Gpu, key: measured.Key) -> prediction.Prediction | None:
-    """Of a key of `measured.key_of`; None for what is not modelled."""
+    """The prediction for a key of `measured.key_of`; None if it is not modelled."""
     kind, *what = key
     try:
         if kind == "attention":
@@ -75,7 +75,7 @@ def predict(gpu: Gpu, key: measured.Key) -> prediction.Prediction | None:
 
 
 def compare(measurements: Iterable[Measurement], gpu: Gpu) -> list[Compared]:
-    """What is predicted of the measurements of ours; the newest of a case counts."""
+    """Pairs the measurements of ours with predictions; the newest of a case counts."""
     found = []
     for sides in results.by_case(measurements).values():
         m = sides.get(OURS)
@@ -91,32 +91,32 @@ def compare(measurements: Iterable[Measurement], gpu: Gpu) -> list[Compared]:
 
 
 def meaning(gpu: Gpu, binding: str, speeds: Sequence[float]) -> str:
-    """What a group of cases that one resource binds says of the model."""
+    """What the speeds of a group of cases with the same limiting resource mean for the model."""
     speed = statistics.median(speeds)
     if 1 / NEAR <= speed <= NEAR:
         return "as predicted"
     if max(speeds) > ALIKE * min(speeds):
-        return "not one rate: the kernels or what the model counts of them, case by case"
+        return "no single rate is wrong: look at the kernels, or at their counted work, case by case"
     names = FIGURES[binding]
     figures = " x ".join(f"`{name}`" for name in names)
     if binding == "latency":
-        return f"{' or '.join(f'`{name}`' for name in names)} in gpus.py is {1 / speed:.2f} times as long"
+        return f"{' or '.join(f'`{name}`' for name in names)} in gpus.py should be {1 / speed:.2f} times as long"
     value = f" ({getattr(gpu, names[0]):.4g} -> {speed * getattr(gpu, names[0]):.4g})" if len(names) == 1 else ""
-    slower = "less of it is reached, or something binds that is not counted" if speed < 1 else "more of it is reached"
-    return f"{slower}: {figures} in gpus.py times {speed:.2f}{value}"
+    slower = "the rate is lower, or something that is not modelled is the limit" if speed < 1 else "the rate is higher"
+    return f"{slower}: {figures} in gpus.py should be {speed:.2f} times as high{value}"
 
 
 def ceilings(measurements: Sequence[Measurement], gpu: Gpu) -> list[list[str]]:
-    """Rows of what PyTorch reaches, beside what gpus.py says that a library does."""
+    """Rows that compare the rates of PyTorch with those of libraries in gpus.py."""
     rows = []
     of_16_bits = [m.peak_flops for m in measurements if m.dtype in ("bfloat16", "float16")]
     for title, figure, reached in (
-        ("copy of PyTorch", "memory_bytes", [m.peak_bandwidth for m in measurements]),
-        ("largest product of PyTorch", "library_flops", of_16_bits),
+        ("PyTorch's copy", "memory_bytes", [m.peak_bandwidth for m in measurements]),
+        ("PyTorch's largest product", "library_flops", of_16_bits),
     ):
         if best := max(reached, default=0.0):
             speed = best / getattr(gpu, figure)
-            says = "as in gpus.py" if 1 / 1.05 <= speed <= 1.05 else f"`{figure}` is {best:.4g}, not what gpus.py has"
+            says = "as in gpus.py" if 1 / 1.05 <= speed <= 1.05 else f"`{figure}` in gpus.py should be {best:.4g}"
             rows.append([title, "", "1", f"{speed:.2f}", "", says])
     return rows
 
@@ -131,7 +131,7 @@ def compare_tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
         spread = f"{min(speeds):.2f} to {max(speeds):.2f}" if len(speeds) > 1 else ""
         middle = f"{statistics.median(speeds):.2f}"
         rows.append([kind, binding, str(len(speeds)), middle, spread, meaning(gpu, binding, speeds)])
-    text = f"Of {gpu.name}, {len(found)} cases that are modelled (docs/model.md).\n\n{tables.markdown(COLUMNS, rows)}"
+    text = f"{gpu.name}: {len(found)} modelled cases (docs/model.md).\n\n{tables.markdown(COLUMNS, rows)}"
     far = sorted((each for each in found if not 1 / NEAR <= each.speed <= NEAR), key=lambda each: each.speed)
     if far := far if len(far) <= FARTHEST else [*far[: FARTHEST // 2], *far[-(FARTHEST // 2) :]]:
         cells = [
@@ -143,7 +143,7 @@ def compare_tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
             ]
             for each in far
         ]
-        head = ("farthest from it", "bound by", "predicted, µs", "came, µs", "speed over predicted")
+        head = ("farthest from predictions", "bound by", "predicted, µs", "measured, µs", "measured / predicted speed")
         text += f"\n{tables.markdown(head, cells)}"
     return text
 
@@ -154,7 +154,7 @@ def gpu_of(measurements: Sequence[Measurement]) -> Gpu | None:
 
 
 def made_up(gpu: Gpu) -> list[Measurement]:
-    """The cases that a GPU measures, each exactly as long as predicted."""
+    """The GPU cases of the suites, with predicted times instead of measurements."""
     from benchmarks.suites.worker import selected
 
     found = []
@@ -181,22 +181,22 @@ def made_up(gpu: Gpu) -> list[Measurement]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="?", type=Path, help="a results.jsonl, or a folder with some")
-    parser.add_argument("--rehearse", choices=list(GPUS), help="without results, for this GPU")
-    parser.add_argument("--to", type=Path, metavar="FILE", help="also write it there")
+    parser.add_argument("results", nargs="?", type=Path, help="a results.jsonl, or a folder that contains some")
+    parser.add_argument("--rehearse", choices=list(GPUS), help="use predicted times of this GPU instead of results")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="also write the output to this file")
     options = parser.parse_args(arguments)
     if (options.results is None) == (options.rehearse is None):
         parser.error("expected either results or --rehearse GPU")
     try:
         if options.rehearse:
             gpu, measurements = GPUS[options.rehearse], made_up(GPUS[options.rehearse])
-            text = f"A rehearsal with made-up times, each as predicted. {compare_tables(measurements, gpu)}"
+            text = f"A rehearsal: the measurements are predicted times. {compare_tables(measurements, gpu)}"
         else:
             measurements = results.read(options.results)
             known = gpu_of(measurements)
             if known is None:
                 names = ", ".join(gpu.name for gpu in GPUS.values())
-                text = f"Measured on no GPU that benchmarks/model/gpus.py has ({names}): nothing is predicted.\n"
+                text = f"No measurement is from a GPU of benchmarks/model/gpus.py ({names}): nothing is predicted.\n"
             else:
                 text = compare_tables(measurements, known)
     except (results.ResultsError, ModelError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Predicted times: a kernel's Work on a GPU's rates."""
+"""Predictions: the time of an op on a GPU, with what limits it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class Prediction:
     dtype: str
     config: str
     splits: int
-    chosen: bool  # by the launcher; else for comparison
+    chosen: bool  # by the launcher; otherwise listed for comparison
     waves: float
     blocks_at_once: int
     seconds: float
     flops: float
     bytes: float  # each input read once and each output written once
-    of_library: float  # the shortest time by the fastest library and the copy's bandwidth, over this
+    of_library: float  # roofline time of the fastest library and a copy / predicted time
     binding: str
     resources: dict[str, float]  # seconds that each would take alone
-    aligned: bool = True  # lines of 16-byte vectors; what others cost is not counted
+    aligned: bool = True  # rows are multiples of 16 bytes; the cost of others is not modelled
     measured: float | None = None  # seconds
 
     @property
     def ratio(self) -> float | None:
-        """Predicted over measured: above 1 the kernel is faster than the model thinks."""
+        """Predicted / measured time: above 1 the kernel is faster than predicted."""
         return self.seconds / self.measured if self.measured else None
 
     @property
@@ -59,11 +59,11 @@ def predict_gemm(
     evidence: Evidence | None = None,
     all_configs: bool = False,
 ) -> list[Prediction]:
-    """For the kernel that would be launched, or for all, each with the number of splits that suits it best."""
+    """The prediction for the launcher's choice, then, if all_configs, for the others, each with its best split."""
     evidence = evidence or Evidence.recorded()
     arithmetic = DTYPES[dtype]
     configs = evidence.configs[arithmetic.index]
-    choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, gpu.compute_capability, gpu.processors)
+    choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, gpu.compute_capability, gpu.sms)
     size = configs[0].element_bytes
     lines = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
     flops, moved = 2.0 * m * n * k, float((m * k + k * n + m * n) * size)
@@ -81,7 +81,7 @@ def predict_gemm(
             splits=splits,
             chosen=chosen,
             waves=time.waves,
-            blocks_at_once=work.at_once,
+            blocks_at_once=work.blocks_per_sm,
             seconds=time.seconds,
             flops=flops,
             bytes=moved,
@@ -112,7 +112,7 @@ def predict_bucket(gpu: Gpu, pack: Pack, evidence: Evidence | None = None) -> Pr
         splits=1,
         chosen=True,
         waves=time.waves,
-        blocks_at_once=work.at_once,
+        blocks_at_once=work.blocks_per_sm,
         seconds=time.seconds,
         flops=0.0,
         bytes=work.memory_bytes,
@@ -140,7 +140,7 @@ def predict_attention(
         splits=1,
         chosen=True,
         waves=times[0].waves,
-        blocks_at_once=works[0].at_once,
+        blocks_at_once=works[0].blocks_per_sm,
         seconds=seconds,
         flops=flops,
         bytes=moved,

@@ -10,7 +10,7 @@ def microseconds(seconds: float) -> str:
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], first_number: int) -> None:
-    """A table, without columns that hold nothing, as wide as it needs to be; numbers are aligned to the right."""
+    """Prints a table as wide as needed, without empty columns; numbers are right-aligned."""
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     first_number = sum(i < first_number for i in kept)
     lines = [[line[i] for i in kept] for line in [columns, *rows]]

@@ -1,4 +1,4 @@
-"""How long a launch takes on a GPU, from what it asks of it: the machine of the paper model, which knows no kernel."""
+"""The time of a launch on a GPU, computed from its Work; independent of any kernel."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 
 from benchmarks.model.gpus import Gpu
 
-# Resources that are all in use at the same time get into each other's way: together they take the norm of this exponent
-# of what each takes alone. With infinity the largest would count alone, with 1 nothing would overlap.
+# Resources in use at the same time contend: together they take the p-norm of their separate times, with this p. With
+# infinity only the largest would count, with 1 nothing would overlap.
 OVERLAP = 4
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """What is asked of one multiprocessor."""
+    """Amounts of work of one SM."""
 
     tensor: float = 0.0  # multiply-adds of 16-bit operands; one of tf32 counts as two
     shared: float = 0.0  # wavefronts of 128 bytes
     issue: float = 0.0  # warp instructions
     special: float = 0.0  # exponentials
     l2: float = 0.0  # bytes from and to L2
-    reduce: float = 0.0  # bytes added to sums at L2
+    reduce: float = 0.0  # bytes added to sums in L2
 
     def __add__(self, other: Amounts) -> Amounts:
         return Amounts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
@@ -35,20 +35,20 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch does, whatever the kernel."""
+    """The work of a launch."""
 
     blocks: int
-    at_once: int  # blocks that fit a multiprocessor
-    turns: int | Sequence[int]  # of a block's main loop: the same for all, or of each in the order in which they start
-    turn: Amounts
-    ends: Amounts  # of a block, before and after its loop
-    in_flight: int  # turns whose loads are under way at the same time
-    memory_bytes: float  # of all blocks, beyond L2
+    blocks_per_sm: int  # blocks that fit on an SM at once
+    iterations: int | Sequence[int]  # of a block's main loop: one number for all, or one per block in launch order
+    iteration: Amounts
+    outside: Amounts  # per block, before and after its loop
+    in_flight: int  # iterations whose loads are in flight at the same time
+    memory_bytes: float  # of all blocks, from and to memory
     launches: int = 1
-    last: Amounts = Amounts()  # what one multiprocessor does when all others are done
-    last_waits: int = 0  # round trips to memory then
-    lead: float = 0.0  # cycles of a turn before a block's first product: its tensor cores are another block's, or idle
-    alone: float = 0.0  # cycles of a turn of a block beside which no other runs, if more than its loads make it wait
+    tail: Amounts = Amounts()  # work of one SM after all others have finished
+    tail_waits: int = 0  # round trips to memory in the tail
+    lead: float = 0.0  # cycles per iteration before a block's first product, when its tensor cores idle
+    lone_cycles: float = 0.0  # cycles per iteration of a block that has its SM to itself; 0: its loads decide
 
 
 RESOURCES = (*(field.name for field in dataclasses.fields(Amounts)), "memory", "latency")
@@ -57,7 +57,7 @@ RESOURCES = (*(field.name for field in dataclasses.fields(Amounts)), "memory", "
 @dataclass(frozen=True)
 class Time:
     seconds: float
-    resources: dict[str, float]  # seconds that each would take alone
+    resources: dict[str, float]  # seconds that each resource would take alone
     waves: float
 
     @property
@@ -66,7 +66,7 @@ class Time:
 
 
 def time_of(work: Work, gpu: Gpu) -> Time:
-    """Until the busiest multiprocessor is done."""
+    """The time until the busiest SM finishes."""
     rates = Amounts(gpu.multiply_adds, gpu.shared_bytes / 128, gpu.issued, gpu.special, gpu.l2_bytes, gpu.reduced_bytes)
 
     def seconds(amounts: Amounts) -> list[float]:
@@ -76,33 +76,33 @@ def time_of(work: Work, gpu: Gpu) -> Time:
         return sum(t**OVERLAP for t in times) ** (1 / OVERLAP)
 
     wait = gpu.memory_latency / gpu.clock
-    blocks, turns = _busiest(work, gpu.processors, together(seconds(work.turn)), together(seconds(work.ends)))
-    # A block alone on a multiprocessor fills its pipeline and goes through its ends with nobody to use the time; of
-    # several, all but one have neighbours in their loops.
-    seen = max(1.0, blocks / work.at_once)
+    blocks, iterations = _busiest(work, gpu.sms, together(seconds(work.iteration)), together(seconds(work.outside)))
+    # The prologue and epilogue of a block that is alone on an SM overlap with nothing; of several blocks, those of all
+    # but one overlap with the loops of the others.
+    exposed = max(1.0, blocks / work.blocks_per_sm)
     memory = work.memory_bytes / gpu.memory_bytes
-    of_turn = max(wait / work.in_flight, work.alone / gpu.clock)
-    pipeline = math.ceil(blocks / work.at_once) * turns / max(1, blocks) * of_turn
-    main = seconds(work.turn * turns + work.ends * (blocks - seen))
-    idle = work.launches * gpu.launch + (seen + work.last_waits) * wait
-    if work.at_once == 1:
-        idle += turns * work.lead / gpu.clock
-    total = idle + together([*main, memory, pipeline]) + together(seconds(work.ends * seen))
-    total += together(seconds(work.last))
-    each = seconds(work.turn * turns + work.ends * blocks + work.last)
-    waves = work.blocks / (gpu.processors * work.at_once)
+    of_iteration = max(wait / work.in_flight, work.lone_cycles / gpu.clock)
+    pipeline = math.ceil(blocks / work.blocks_per_sm) * iterations / max(1, blocks) * of_iteration
+    main = seconds(work.iteration * iterations + work.outside * (blocks - exposed))
+    idle = work.launches * gpu.launch + (exposed + work.tail_waits) * wait
+    if work.blocks_per_sm == 1:
+        idle += iterations * work.lead / gpu.clock
+    total = idle + together([*main, memory, pipeline]) + together(seconds(work.outside * exposed))
+    total += together(seconds(work.tail))
+    each = seconds(work.iteration * iterations + work.outside * blocks + work.tail)
+    waves = work.blocks / (gpu.sms * work.blocks_per_sm)
     return Time(total, dict(zip(RESOURCES, [*each, memory, pipeline + idle])), waves)
 
 
-def _busiest(work: Work, processors: int, turn: float, ends: float) -> tuple[int, int]:
-    """Blocks of the multiprocessor that is done last, and the turns of them all. Each block goes to the one that would
-    have been done first."""
-    if isinstance(work.turns, int):
-        blocks = math.ceil(work.blocks / processors)
-        return blocks, blocks * work.turns
-    loads = [(0.0, 0, 0)] * processors  # seconds, blocks, turns
-    for turns in work.turns:
-        seconds, blocks, all_turns = loads[0]
-        heapq.heapreplace(loads, (seconds + turns * turn + ends, blocks + 1, all_turns + turns))
-    _, blocks, all_turns = max(loads)
-    return blocks, all_turns
+def _busiest(work: Work, sms: int, iteration: float, outside: float) -> tuple[int, int]:
+    """The number of blocks of the SM that finishes last, and their iterations in total. Each block is assigned to the
+    SM that would finish first."""
+    if isinstance(work.iterations, int):
+        blocks = math.ceil(work.blocks / sms)
+        return blocks, blocks * work.iterations
+    loads = [(0.0, 0, 0)] * sms  # seconds, blocks, iterations
+    for iterations in work.iterations:
+        seconds, blocks, all_iterations = loads[0]
+        heapq.heapreplace(loads, (seconds + iterations * iteration + outside, blocks + 1, all_iterations + iterations))
+    _, blocks, all_iterations = max(loads)
+    return blocks, all_iterations

@@ -272,8 +272,8 @@ def _rank(rank: int, setup: Setup, seconds: float, folder: str) -> None:
         "DDP, bucket views": _step(DistributedDataParallel(model(), gradient_as_bucket_view=True), inputs),
         "DDP, bf16 hook": _step(with_bf16_hook(), inputs),
         f"{OURS}, bf16 wire": _step(BucketedDataParallel(model(), wire_dtype=torch.bfloat16), inputs),
-        f"{OURS}, over sockets": _step(BucketedDataParallel(model(), reduction="all_reduce"), inputs),
-        f"{OURS}, float32 over sockets": _step(BucketedDataParallel(model(), reduction="float32"), inputs),
+        f"{OURS}, over sockets": _step(BucketedDataParallel(model(), algorithm="all_reduce"), inputs),
+        f"{OURS}, float32 over sockets": _step(BucketedDataParallel(model(), algorithm="float32"), inputs),
         "no communication": _step(model(), inputs),
     }
     rounds: list[list[float]] = []

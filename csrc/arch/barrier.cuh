@@ -1,8 +1,8 @@
 // mbarrier: a barrier in shared memory that also counts the bytes of asynchronous copies (sm_90).
 //
-// A phase ends when all expected arrivals have come and no announced bytes are missing; then the parity flips. Waiting
-// for parity p returns once the phase of that parity has ended: the first phase has parity 0, so that a wait for parity 1
-// on a fresh barrier returns at once.
+// A phase completes when all expected arrivals and all announced bytes have arrived; then the parity flips. A wait for
+// parity p returns once the phase of that parity has completed. The first phase has parity 0, so a wait for parity 1 on
+// a new barrier returns immediately.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -18,11 +18,12 @@ struct alignas(8) Barrier {
 DEVICE void barrier_init(Barrier& barrier, int arrivals, Site = {}) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
-// The memory may then hold something else.
+// After this the memory can be reused.
 DEVICE void barrier_invalidate(Barrier& barrier, Site = {}) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
-// Makes initialised barriers known to asynchronous copies and to the cluster; by the thread that initialised them.
+// Makes initialised barriers visible to asynchronous copies and to the cluster; called by the thread that initialised
+// them.
 DEVICE void fence_barrier_init(Site = {}) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -32,7 +33,7 @@ DEVICE void barrier_arrive(Barrier& barrier, Site = {}) {
   asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(shared_address(&barrier))
                : "memory");
 }
-// Arrives and announces `bytes` that copies will bring in this phase.
+// Arrives, and announces `bytes` that copies will complete in this phase.
 DEVICE void barrier_arrive_expect(Barrier& barrier, uint32_t bytes, Site = {}) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
@@ -58,7 +59,7 @@ DEVICE void barrier_wait(Barrier& barrier, uint32_t parity, Site = {}) {
   } while (done == 0);
 #endif
 }
-// Orders this thread's plain accesses to shared memory before asynchronous ones (TMA stores, wgmma) that follow.
+// Orders this thread's plain accesses to shared memory before later asynchronous ones (TMA stores, wgmma).
 DEVICE void fence_async_shared(Site = {}) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -1,8 +1,8 @@
-// Clusters: blocks that run side by side and reach each other's shared memory (sm_90), and the order of kernels in a
-// stream.
+// Clusters: blocks that run concurrently and can access each other's shared memory (sm_90); and programmatic dependent
+// launch.
 //
-// A shared address of another block comes from mapa and is good for the functions here only. A block may exit only when
-// no other can still reach its shared memory: a cluster barrier comes last.
+// mapa returns shared addresses of other blocks, which only the functions of this file accept. A block must not exit
+// while another may still access its shared memory, so a cluster barrier comes last.
 #pragma once
 
 #include "arch/barrier.cuh"
@@ -28,15 +28,13 @@ DEVICE int cluster_size() {
   return size;
 }
 
-// The barrier of all threads of the cluster, in two steps. Of what came before, a relaxed arrival makes known to the
-// others only barriers that were initialised and fenced. Lanes of a warp need not come together.
+// The barrier of all threads of the cluster, in two steps; lanes of a warp may arrive separately. A relaxed arrival
+// publishes only mbarriers that were initialised and fenced before it.
 DEVICE void cluster_arrive(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.release;" :: : "memory"); }
-DEVICE void cluster_arrive_relaxed(Site = {}) {
-  CUDA_EXT_SM90("barrier.cluster.arrive.relaxed;" :: : "memory");
-}
+DEVICE void cluster_arrive_relaxed(Site = {}) { CUDA_EXT_SM90("barrier.cluster.arrive.relaxed;" :: : "memory"); }
 DEVICE void cluster_wait(Site = {}) { CUDA_EXT_SM90("barrier.cluster.wait.acquire;" :: : "memory"); }
 
-// Where block `rank` of the cluster has what this block has at `address`.
+// The address in block `rank` of the cluster that corresponds to `address` in this block.
 DEVICE SharedAddress mapa(SharedAddress address, int rank, Site = {}) {
   SharedAddress mapped = 0;
   CUDA_EXT_SM90("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -46,7 +44,7 @@ DEVICE SharedAddress mapa(SharedAddress address, int rank, Site = {}) {
 DEVICE void barrier_arrive_remote(SharedAddress barrier, Site = {}) {
   CUDA_EXT_SM90("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// As barrier_wait, where threads of other blocks arrive: what they did before is seen after it.
+// Like barrier_wait, with cluster scope: what threads of other blocks did before they arrived is visible after it.
 DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site = {}) {
 #if __CUDA_ARCH__ >= 900
   const SharedAddress address = shared_address(&barrier);
@@ -91,8 +89,8 @@ DEVICE void store_shared_cluster(SharedAddress address, const Vector& v, Site = 
     CUDA_EXT_SM90("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
 }
 
-// Where the launch is programmatic: until the kernel ahead in the stream has ended and its writes are seen; and the next
-// one may start.
+// For programmatic launches: waits until the previous kernel of the stream has completed and its writes are visible;
+// and allows the next kernel to start.
 DEVICE void grid_dependency_wait(Site = {}) { CUDA_EXT_SM90("griddepcontrol.wait;" :: : "memory"); }
 DEVICE void grid_launch_dependents(Site = {}) { CUDA_EXT_SM90("griddepcontrol.launch_dependents;" :: : "memory"); }
 

@@ -1,4 +1,4 @@
-// Conversions between storage and float, and the special functions.
+// Conversions between storage types and float, and special functions.
 #pragma once
 
 #include "arch/target.cuh"
@@ -33,7 +33,7 @@ DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
   return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
 }
 
-// Two elements in a register, `low` in the lower half.
+// Two elements in one register, `low` in the lower half.
 template <class T>
 DEVICE uint32_t pack(float low, float high) {
   uint32_t packed;
@@ -44,7 +44,7 @@ DEVICE uint32_t pack(float low, float high) {
   return packed;
 }
 
-// The nearest tf32 (ties away from zero), as a float's bits.
+// The nearest tf32 (ties away from zero), as the bits of a float.
 DEVICE uint32_t to_tf32(float x) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(x));
@@ -54,7 +54,7 @@ DEVICE uint32_t to_tf32(float x) {
 DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 
-// Approximate, as the hardware gives it: 2 ulp, and 2^-11 relative for tanh.
+// The hardware's approximations: within 2 ulp; tanh within 2^-11, relative.
 DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -119,7 +119,7 @@ DEVICE float fma(float a, float b, float c) { return std::fma(a, b, c); }
 
 DEVICE float to_float(float x) { return x; }
 
-// The elements of a register that `pack` wrote.
+// The elements of a register written by `pack`.
 template <class T>
 DEVICE float unpack_low(uint32_t packed) {
   return to_float(T{uint16_t(packed)});

@@ -1,5 +1,5 @@
-// Loads, stores and atomics: what a plain C++ access cannot say (a width, a cache policy, an order) is said here.
-// Plain accesses through pointers and references stay allowed, for shared memory too.
+// Loads, stores and atomics with a given width, cache policy or memory order. Plain C++ accesses are allowed too, also
+// to shared memory.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,7 @@ DEVICE SharedAddress shared_address(const void* pointer) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
-// Vectors of 4 to 16 bytes, from addresses aligned to their size.
+// Vectors of 4, 8 or 16 bytes, at addresses aligned to their size.
 template <class Vector>
 DEVICE Vector load_shared(SharedAddress address, Site = {}) {
   static_assert(sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
@@ -44,7 +44,7 @@ DEVICE void store_shared(SharedAddress address, const Vector& v, Site = {}) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
 }
 
-// 1 to 16 bytes through the read-only path; nothing on the device may write them while the kernel runs.
+// Loads 1 to 16 bytes through the read-only path; nothing on the device may write them while the kernel runs.
 template <class Vector>
 DEVICE Vector load_global(const void* pointer, Site = {}) {
   static_assert(sizeof(Vector) == 1 || sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 ||
@@ -55,7 +55,7 @@ DEVICE Vector load_global(const void* pointer, Site = {}) {
   if constexpr (sizeof(Vector) == 2) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint16_t*>(pointer)));
   if constexpr (sizeof(Vector) == 1) return __builtin_bit_cast(Vector, __ldg(static_cast<const uint8_t*>(pointer)));
 }
-// The same for what is read once: it is the first to leave the caches.
+// For data that is read once: it is evicted from the caches first.
 template <class Vector>
 DEVICE Vector load_global_streaming(const void* pointer, Site = {}) {
   static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
@@ -64,8 +64,8 @@ DEVICE Vector load_global_streaming(const void* pointer, Site = {}) {
   if constexpr (sizeof(Vector) == 4) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint32_t*>(pointer)));
   if constexpr (sizeof(Vector) == 2) return __builtin_bit_cast(Vector, __ldcs(static_cast<const uint16_t*>(pointer)));
 }
-// asm for more than one word: nvcc splits a plain vector store whose words it knows, and the lanes of a warp then write
-// words that lie a vector apart.
+// Vectors use asm because nvcc splits a plain vector store if it knows some of the words; the lanes of a warp would
+// then write words with gaps between them.
 template <class Vector>
 DEVICE void store_global(void* pointer, const Vector& v, Site = {}) {
   static_assert(sizeof(Vector) == 2 || sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16);
@@ -90,7 +90,7 @@ DEVICE void store_global_streaming(void* pointer, const Vector& v, Site = {}) {
   if constexpr (sizeof(Vector) == 2) __stcs(static_cast<uint16_t*>(pointer), __builtin_bit_cast(uint16_t, v));
 }
 
-// Relaxed, device-wide; returns what was there. T: int32_t, uint32_t, uint64_t or float.
+// Relaxed, device scope; returns the old value. T: int32_t, uint32_t, uint64_t or float.
 template <class T>
 DEVICE T atomic_add(T* pointer, T value, Site = {}) {
   if constexpr (sizeof(T) == 8)
@@ -98,7 +98,7 @@ DEVICE T atomic_add(T* pointer, T value, Site = {}) {
   else
     return atomicAdd(pointer, value);
 }
-// The same with nothing returned: no round trip.
+// The same without a result, so that the thread does not wait for a round trip.
 DEVICE void reduce_add(float* pointer, float value, Site = {}) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
 }
@@ -108,7 +108,7 @@ DEVICE void reduce_add(uint32_t* pointer, uint32_t value, Site = {}) {
 DEVICE void reduce_or(uint32_t* pointer, uint32_t value, Site = {}) {
   asm volatile("red.global.or.b32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
-// Four neighbours at once, from an address aligned to 16 bytes; each is added on its own.
+// Adds four consecutive floats, from an address aligned to 16 bytes; each addition is atomic.
 DEVICE void reduce_add(float* pointer, const float (&values)[4], Site = {}) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(values[0]), "f"(values[1]),
@@ -118,7 +118,7 @@ DEVICE void reduce_add(float* pointer, const float (&values)[4], Site = {}) {
   for (int i = 0; i < 4; ++i) reduce_add(pointer + i, values[i]);
 #endif
 }
-// Whether that is one instruction.
+// Whether reduce_add of four floats is one instruction.
 DEVICE constexpr bool has_vector_reductions() {
 #if __CUDA_ARCH__ >= 900
   return true;
@@ -126,7 +126,7 @@ DEVICE constexpr bool has_vector_reductions() {
   return false;
 #endif
 }
-// Acquire and release in one, device-wide: what was written before an arrival is seen after a later one.
+// Acquire and release, device scope: a thread sees what was written before earlier calls on the same word.
 DEVICE uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site = {}) {
   uint32_t old;
   asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(pointer), "r"(value) : "memory");
@@ -135,16 +135,16 @@ DEVICE uint32_t atomic_add_acq_rel(uint32_t* pointer, uint32_t value, Site = {})
 DEVICE void store_release(uint32_t* pointer, uint32_t value, Site = {}) {
   asm volatile("st.global.release.gpu.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
-// Waits until *pointer == value, which another block writes with release. That block must be sure to run: it has a
-// lower index, or all blocks fit the device at once.
+// Waits until *pointer == value, which another block writes with release. That block must be guaranteed to run: it has
+// a lower index, or all blocks fit on the device at once.
 DEVICE void wait_equal(const uint32_t* pointer, uint32_t value, Site = {}) {
   uint32_t seen;
   do {
     asm volatile("ld.global.acquire.gpu.u32 %0, [%1];" : "=r"(seen) : "l"(pointer) : "memory");
   } while (seen != value);
 }
-// The same across the devices and processes that share the memory. The word only grows, and may wrap: waits until it has
-// reached `value`. If that takes longer than `nanoseconds`, the kernel ends with an error.
+// The same with system scope, for devices and processes that share the memory. The word is a counter that may wrap:
+// waits until it has reached `value`. After `nanoseconds` the kernel ends with an error.
 DEVICE void store_release_system(uint32_t* pointer, uint32_t value, Site = {}) {
   asm volatile("st.global.release.sys.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
@@ -217,7 +217,7 @@ DEVICE void wait_equal(const uint32_t* pointer, uint32_t value, Site site = {}) 
 DEVICE void store_release_system(uint32_t* pointer, uint32_t value, Site site = {}) {
   simt::store_release(pointer, value, site);
 }
-// The emulator knows better than a clock when nobody can come any more.
+// Needs no time-out: the emulator detects a deadlock.
 DEVICE void wait_reached_system(const uint32_t* pointer, uint32_t value, uint64_t, Site site = {}) {
   simt::wait_reached(pointer, value, site);
 }

@@ -1,4 +1,4 @@
-// Tensor cores through registers: ldmatrix, stmatrix, mma.sync.
+// Tensor cores with operands in registers: ldmatrix, stmatrix, mma.sync.
 //
 // Fragments, with g = lane / 4 and t = lane % 4 (PTX ISA, "Matrix fragments for mma.m16n8k16"):
 //   A (16 x 16): a[0] = (g, 2t..2t+1)  a[1] = (g+8, ..)  a[2] = (g, 2t+8..)  a[3] = (g+8, 2t+8..)
@@ -13,8 +13,8 @@ namespace cuda_ext::arch {
 
 #if defined(__CUDACC__)
 
-// Loads `count` 8 x 8 matrices of 16-bit elements: lane 8i + r gives the address of row r of matrix i, 16 bytes.
-// Each lane gets elements (g, 2t) and (g, 2t + 1) of every matrix; transposed: of its transpose.
+// Loads `count` 8 x 8 matrices of 16-bit elements: lane 8i + r passes the address of row r (16 bytes) of matrix i. Each
+// lane receives elements (g, 2t) and (g, 2t + 1) of every matrix or, transposed, of its transpose.
 template <int count, bool transposed = false>
 DEVICE void ldmatrix(uint32_t (&m)[count], SharedAddress row, Site = {}) {
   static_assert(count == 1 || count == 2 || count == 4);
@@ -70,7 +70,7 @@ DEVICE void stmatrix(SharedAddress row, const uint32_t (&m)[count], Site = {}) {
 #endif
 }
 
-// d += A (16 x 16) @ B (16 x 8), products exact, sums in float32. T: half_t or bfloat16_t.
+// d += A (16 x 16) @ B (16 x 8) with exact products and sums in float32. T: half_t or bfloat16_t.
 template <class T>
 DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site = {}) {
   if constexpr (DtypeOf<T>::value == Dtype::kFloat16)

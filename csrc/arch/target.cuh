@@ -1,6 +1,6 @@
-// One kernel source, two compilers. nvcc compiles it for the device, where each function of this room is one hardware
-// instruction; a C++ compiler compiles it for the emulator (csrc/simt), where each is one call that acts the
-// instruction out. Kernels use these functions and macros only: no asm, no <<<>>>, no bare __shared__, no spin loops.
+// Kernels are compiled by two compilers: by nvcc for the device, where each function of csrc/arch is one hardware
+// instruction, and by a C++ compiler for the emulator (csrc/simt), where each is a call that emulates the instruction.
+// Kernels use only these functions and macros: no asm, no <<<>>>, no bare __shared__, no spin loops.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 #define DEVICE __device__ __forceinline__
 #define GLOBAL(threads, min_blocks) __global__ void __launch_bounds__(threads, min_blocks)
 #define GRID_CONSTANT const __grid_constant__
-// The block's dynamic shared memory as one struct; static shared memory is not used.
+// Declares `name` as the block's dynamic shared memory, one struct; static shared memory is not used.
 #define SHARED_STORAGE(Storage, name)                                      \
   extern __shared__ __align__(1024) unsigned char cuda_ext_shared_bytes[]; \
   Storage& name = *reinterpret_cast<Storage*>(cuda_ext_shared_bytes)
 
 namespace cuda_ext {
-// Where in the source an instruction was called from: known to the emulator, nothing on the device.
+// The source line that called an instruction, for the emulator; empty on the device.
 struct Site {};
 }  // namespace cuda_ext
 
@@ -36,7 +36,7 @@ struct Site {};
 
 namespace cuda_ext::arch {
 
-// A 32-bit address in the window of shared memory, as instructions take it.
+// A 32-bit address in shared memory, the form that instructions take.
 using SharedAddress = uint32_t;
 
 template <int count>

@@ -1,4 +1,4 @@
-// Which thread this is, and how threads wait for each other.
+// Thread and block indices, barriers of the block, fences.
 #pragma once
 
 #include "arch/target.cuh"
@@ -22,7 +22,7 @@ DEVICE int grid_z() { return gridDim.z; }
 DEVICE void sync_threads(Site = {}) { __syncthreads(); }
 DEVICE void sync_warp(uint32_t mask = kFullWarp, Site = {}) { __syncwarp(mask); }
 
-// Barriers 1 to 15 of the block; `threads`, a multiple of 32, counts those who sync and those who only arrive.
+// Barriers 1 to 15 of the block. `threads`, a multiple of 32, counts the threads that sync and those that only arrive.
 DEVICE void named_barrier_sync(int barrier, int threads, Site = {}) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -30,18 +30,17 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site = {}) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Orders this thread's accesses before and after, as seen by the whole device.
+// Orders this thread's accesses before it and after it, for the whole device.
 DEVICE void fence_device(Site = {}) { __threadfence(); }
 
-// The same as thread_index, as a value the compiler knows nothing of: what comes of it is computed where it is used, and
-// not kept in registers.
+// thread_index and block_x as values that the compiler cannot trace to their origin: it computes what depends on them
+// where it is used, instead of keeping it in registers.
 DEVICE int opaque_thread_index() {
   int index = int(threadIdx.x);
   asm volatile("" : "+r"(index));
   __builtin_assume(index >= 0 && index < 1024);  // so that divisions by powers of two are shifts
   return index;
 }
-// The same of block_x.
 DEVICE int opaque_block_x() {
   int index = int(blockIdx.x);
   asm volatile("" : "+r"(index));

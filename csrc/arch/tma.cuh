@@ -1,19 +1,20 @@
-// The tensor memory accelerator: one thread starts the copy of a whole tile (sm_90).
+// The tensor memory accelerator (TMA): one thread starts the copy of a whole tile (sm_90).
 //
-// A tensor map describes a tensor of 1 to 5 dimensions in global memory and the box that one copy moves; coordinates are
-// elements, innermost first. What lies outside of the tensor is read as zeros and never written.
+// A tensor map describes a tensor of 1 to 5 dimensions in global memory and the box that one copy moves. Coordinates
+// are in elements, innermost first. Elements outside the tensor are read as zeros and never written.
 //
-// tma_load fills shared memory at `to`, 128-byte aligned (for the 128-byte swizzle: 1024), and completes the box's bytes at
-// `barrier`; tma_load_multicast does so at the same addresses of every block of the cluster whose rank is a bit of
-// `blocks`. tma_store writes from shared memory, or adds in the tensor's type; stores are committed to groups that their
-// thread waits for.
+// tma_load fills shared memory at `to`, which is aligned to 128 bytes (1024 for the 128-byte swizzle), and completes
+// the box's bytes at `barrier`; tma_load_multicast does this at the same addresses in every block of the cluster whose
+// rank is a set bit of `blocks`. tma_store writes from shared memory, or adds in the tensor's type. A thread commits
+// its stores to groups and waits for these.
 #pragma once
 
 #include "arch/barrier.cuh"
 
 namespace cuda_ext::arch {
 
-// A CUtensorMap, without its header; made on the host by rt::make_tensor_map, passed by value as a GRID_CONSTANT.
+// A CUtensorMap, without including its header. rt::make_tensor_map creates it on the host; kernels take it by value as
+// a GRID_CONSTANT.
 struct alignas(128) TensorMap {
   uint64_t opaque[16];
 };
@@ -30,8 +31,8 @@ DEVICE void tma_prefetch(const TensorMap& map, Site = {}) {
   CUDA_EXT_TMA("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// For each rank; the strings are where its instructions find the coordinates: after three operands (and, after those, the
-// mask of a multicast) and after two.
+// Defines the functions for one rank. The strings are asm operands: the coordinates after three other operands (at3),
+// then the multicast mask, and the coordinates after two other operands (at2).
 #define CUDA_EXT_TMA_RANK(rank, at3, mask, at2, ...)                                                                 \
   DEVICE void tma_load(SharedAddress to, const TensorMap& map, Barrier& barrier, const int (&at)[rank], Site = {}) { \
     CUDA_EXT_TMA("cp.async.bulk.tensor." #rank                                                                       \
@@ -64,7 +65,7 @@ CUDA_EXT_TMA_RANK(5, "{%3, %4, %5, %6, %7}", "%8", "{%2, %3, %4, %5, %6}", "r"(a
                   "r"(at[3]), "r"(at[4]))
 #undef CUDA_EXT_TMA_RANK
 
-// Plain bytes, a multiple of 16, between addresses aligned to 16.
+// Copies bytes, a multiple of 16, between addresses aligned to 16.
 DEVICE void bulk_load(SharedAddress to, const void* from, uint32_t bytes, Barrier& barrier, Site = {}) {
   CUDA_EXT_TMA("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(shared_address(&barrier)) : "memory");
@@ -74,12 +75,12 @@ DEVICE void bulk_store(void* to, SharedAddress from, uint32_t bytes, Site = {}) 
                "r"(bytes) : "memory");
 }
 DEVICE void bulk_commit(Site = {}) { CUDA_EXT_TMA("cp.async.bulk.commit_group;" :: : "memory"); }
-// Until at most `pending` of this thread's groups still read shared memory, which may then be overwritten.
+// Waits until at most `pending` of this thread's groups still read shared memory, which may then be overwritten.
 template <int pending>
 DEVICE void bulk_wait_read(Site = {}) {
   CUDA_EXT_TMA("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
-// Until at most `pending` of this thread's groups are under way at all.
+// Waits until at most `pending` of this thread's groups are incomplete.
 template <int pending>
 DEVICE void bulk_wait(Site = {}) {
   CUDA_EXT_TMA("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");

@@ -1,4 +1,4 @@
-// What the lanes of a warp tell each other.
+// Shuffles, votes and reductions within a warp.
 #pragma once
 
 #include <bit>
@@ -27,7 +27,7 @@ DEVICE T shuffle_up(T value, int lanes, uint32_t mask = kFullWarp, Site = {}) {
 }
 DEVICE uint32_t ballot(bool predicate, uint32_t mask = kFullWarp, Site = {}) { return __ballot_sync(mask, predicate); }
 
-// True in one lane of the warp, all of whose lanes are here.
+// True in one lane of the warp; all lanes must call it.
 DEVICE bool elect_one(Site = {}) {
 #if __CUDA_ARCH__ >= 900
   uint32_t elected;
@@ -40,7 +40,7 @@ DEVICE bool elect_one(Site = {}) {
 
 #else
 
-// The lane that each lane of a shuffle reads, out of range: its own.
+// The value of lane `lane`. For lanes out of range, callers pass the calling lane.
 template <class T>
 DEVICE T shuffle_from(T value, int lane, uint32_t mask, Site site) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
@@ -71,7 +71,7 @@ DEVICE uint32_t ballot(bool predicate, uint32_t mask = kFullWarp, Site site = {}
   return simt::ballot(predicate, mask, site);
 }
 DEVICE bool elect_one(Site site = {}) {
-  simt::ballot(true, kFullWarp, site);  // all lanes have to be here
+  simt::ballot(true, kFullWarp, site);  // fails unless all lanes call it
   return lane_index() == 0;
 }
 
@@ -84,7 +84,7 @@ DEVICE bool all(bool predicate, uint32_t mask = kFullWarp, Site site = {}) {
   return ballot(predicate, mask, site) == mask;
 }
 
-// The sum, or the largest, over the lanes of each aligned group of `width`, in every lane.
+// The sum or the maximum over each aligned group of `width` lanes, returned in all of them.
 template <int width = kWarpSize>
 DEVICE float sum_over_lanes(float value, Site site = {}) {
 #pragma unroll

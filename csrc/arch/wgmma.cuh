@@ -1,12 +1,14 @@
-// wgmma: tensor core products of a warpgroup (128 threads, aligned to 128), that run in the background (sm_90a).
+// wgmma: asynchronous tensor core products of a warpgroup, 128 threads aligned to 128 (sm_90a).
 //
-// d (64, N) = A (64, K) @ B (K, N) + scale_d * d, K being 32 bytes: 16 of float16 or bfloat16, 8 of tf32. B, and A or not,
-// are read from shared memory as a descriptor tells; what threads wrote there takes fence_async_shared first.
-//   wgmma_fence(d, a)    registers (accumulators, fragments of A) are as written; before the first product after a wait,
-//                        and in every group before the first product on accumulators that none is under way on
-//   wgmma...(d, ...)     products, one after the other; nothing may touch d, a or the operands until a wait
-//   wgmma_commit()       closes a group of them
-//   wgmma_wait<n>(d)     at most n groups are still under way; names the accumulators that may be read from here on
+// d (64, N) = A (64, K) @ B (K, N) + scale_d * d, where K is 32 bytes: 16 elements of float16 or bfloat16, 8 of tf32. B
+// is read from shared memory through a descriptor, A from there or from registers. What threads wrote to shared memory
+// needs fence_async_shared first.
+//   wgmma_fence(d, a)    orders earlier writes to registers (accumulators, fragments of A) before products; needed
+//                        before the first product after a wait, and in each group before the first product on
+//                        accumulators without products in flight
+//   wgmma...(d, ...)     products, executed in order; nothing may access d, a or write the operands until a wait
+//   wgmma_commit()       closes a group of products
+//   wgmma_wait<n>(d)     waits until at most n groups are in flight; afterwards the accumulators d may be read
 // Accumulators, with warp w of the warpgroup, g = lane / 4, t = lane % 4 (PTX ISA, "Register fragments for wgmma"):
 //   d[4j], d[4j + 1] = (16w + g, 8j + 2t), (16w + g, 8j + 2t + 1)      d[4j + 2], d[4j + 3] = (16w + g + 8, ..)
 //   a[0] = (16w + g, 2t..2t+1)  a[1] = (16w + g + 8, ..)  a[2] = (16w + g, 2t+8..)  a[3] = (16w + g + 8, 2t+8..)
@@ -18,17 +20,17 @@ namespace cuda_ext::arch {
 
 enum class Swizzle { kNone = 0, k128 = 1, k64 = 2, k32 = 3 };
 
-// Operands are K-major (elements along K are neighbours) or MN-major, as tf32 may not be.
+// Operands are K-major (contiguous along K) or MN-major; tf32 operands must be K-major.
 enum class Major { kK, kMn };
 
-// Where an operand lies in shared memory. It consists of atoms of 8 rows of W bytes, W being the swizzle's width or 16;
-// rows go along M or N if the operand is K-major, else along K.
-//   K-major swizzled:    stride_bytes between atoms along MN (8 of them); leading_bytes is not used; K steps of 32 bytes
+// The layout of an operand in shared memory. It consists of atoms of 8 rows of W bytes, where W is the swizzle's width,
+// or 16 without swizzle; rows count along M or N if the operand is K-major, else along K.
+//   K-major swizzled:    stride_bytes between atoms along MN (8 of them); leading_bytes unused; K steps of 32 bytes
 //                        add 32 to the address
 //   MN-major swizzled:   leading_bytes between atoms along MN (W bytes), stride_bytes between atoms along K (8)
 //   K-major, no swizzle: stride_bytes between atoms along MN (8), leading_bytes along K (16 bytes)
 //   MN-major, none:      stride_bytes between atoms along MN (16 bytes), leading_bytes along K (8)
-// Atoms of a swizzle begin at multiples of their 8 W bytes.
+// Atoms of a swizzle are aligned to their size, 8 W bytes.
 DEVICE uint64_t make_descriptor(SharedAddress address, uint32_t leading_bytes, uint32_t stride_bytes, Swizzle swizzle) {
   const auto field = [](uint32_t bytes) { return uint64_t(bytes >> 4 & 0x3fff); };
   return field(address) | field(leading_bytes) << 16 | field(stride_bytes) << 32 | uint64_t(swizzle) << 62;
@@ -84,23 +86,23 @@ struct WgmmaTypeName<half_t> {
 #define CUDA_EXT_SM90A(...)
 #endif
 
-// scale_d: 0 to start a sum, 1 to go on with it.
+// scale_d: 0 overwrites d, 1 adds to it.
 template <class T, Major a_major, Major b_major, int registers>
 DEVICE void wgmma_m64k16(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site = {}) {
   CUDA_EXT_SM90A(WgmmaInstruction<2 * registers>::template shared<T, int(a_major), int(b_major)>(d, a, b, scale_d);)
 }
-// A from registers.
+// With A from registers.
 template <class T, Major b_major, int registers>
 DEVICE void wgmma_m64k16(float (&d)[registers], const uint32_t (&a)[4], uint64_t b, int scale_d, Site = {}) {
   CUDA_EXT_SM90A(WgmmaInstruction<2 * registers>::template registers<T, int(b_major)>(d, a, b, scale_d);)
 }
-// On the upper 19 bits of float32 operands, K-major both.
+// On the upper 19 bits of float32 operands, both K-major.
 template <int registers>
 DEVICE void wgmma_m64k8_tf32(float (&d)[registers], uint64_t a, uint64_t b, int scale_d, Site = {}) {
   CUDA_EXT_SM90A(WgmmaInstruction<2 * registers>::tf32(d, a, b, scale_d);)
 }
 
-// Keeps the compiler from moving accesses to these registers (float or uint32_t) from one side to the other.
+// Keeps the compiler from moving accesses to these registers (float or uint32_t) across this point.
 template <int count>
 DEVICE void hold_registers(float (&registers)[count]) {
 #pragma unroll
@@ -140,8 +142,8 @@ DEVICE void wgmma_wait(D& d, Site = {}) {
   hold_registers(d);
 }
 
-// Of the registers of this thread of the kernel, which all start with the same number; by whole warpgroups. `count` is a
-// multiple of 8 from 24 to 256.
+// setmaxnreg: changes the number of registers per thread of a whole warpgroup; at launch all threads have the same
+// number. `count` is a multiple of 8 from 24 to 256.
 template <int count>
 DEVICE void increase_registers(Site = {}) {
   CUDA_EXT_SM90A(asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));)

@@ -1,4 +1,4 @@
-// Flash attention as plain data: what a launcher needs to know about one call, on any device.
+// Parameters of flash attention, for launchers on any device.
 #pragma once
 
 #include "base/dtype.h"
@@ -6,8 +6,8 @@
 
 namespace cuda_ext {
 
-// A (batch, seq, heads, dim) tensor whose last dimension is contiguous; strides in elements. Packed sequences
-// (total, heads, dim) have a batch stride of zero and are addressed by their row in the packing.
+// A (batch, seq, heads, dim) tensor whose last dim is contiguous; strides in elements. Packed sequences (total, heads,
+// dim) have a batch stride of zero and are addressed by row in the packing.
 struct HeadsView {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -15,18 +15,18 @@ struct HeadsView {
   int64_t head_stride = 0;
 };
 
-// What a bias holds.
+// The element type of a bias.
 enum class BiasKind : uint8_t {
   kNone,
-  kStorage,       // numbers of the call's dtype
-  kAccumulation,  // numbers of the accumulation type
-  kBoolean,       // bytes: 1 where a key takes part, 0 where it is hidden
+  kStorage,       // the dtype of the call
+  kAccumulation,  // the accumulation type
+  kBoolean,       // on CUDA: bytes, 1 where a key is visible, 0 where it is hidden
 };
 
-// Seed and offset of random numbers. A captured CUDA graph reads them anew at each replay: they are in memory, where
-// the generator of the graph, or a forward for its backward, has put them, and `offset` is added to the one there.
+// Seed and offset of random numbers. In a captured CUDA graph they are in memory, because each replay has new ones:
+// written by the graph's generator, or by forward for its backward. `offset` is then added to the one in memory.
 struct RngSource {
-  const uint64_t* seed_at = nullptr;  // null: `seed` and `offset` are known
+  const uint64_t* seed_at = nullptr;  // null: use `seed` and `offset`
   const uint64_t* offset_at = nullptr;
   uint64_t seed = 0;
   uint64_t offset = 0;
@@ -43,7 +43,7 @@ struct AttentionParams {
   // Either every sequence has these lengths, or sequence b holds rows cu_seqlens[b] to cu_seqlens[b + 1] of a packing.
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
-  int64_t total_q = 0;  // rows of the packing
+  int64_t total_q = 0;  // rows in the packing
   const int32_t* cu_seqlens_q = nullptr;
   const int32_t* cu_seqlens_k = nullptr;
 
@@ -57,19 +57,23 @@ struct AttentionParams {
   // The pointers below are to the accumulation type: double for float64, else float.
   const void* alibi_slopes = nullptr;  // (batch or 1, heads): logits += -slope * |i + Sk - Sq - j|
   int64_t alibi_batch_stride = 0;
-  const void* sinks = nullptr;  // (heads,): one more logit per row, with no value behind it
+  const void* sinks = nullptr;  // (heads,): one more logit per row, without a value
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
-  // Joins the logits after softcap and ALiBi. The strides, in elements, are those over (batch, heads, seqlen_q,
-  // seqlen_k): 0 where it is broadcast, else any. Packed sequences have none.
+  // Added to the logits after softcap and ALiBi. Strides in elements over (batch, heads, seqlen_q, seqlen_k); 0
+  // broadcasts. Queries and keys of packed sequences are counted within their sequence.
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};
+  // 1 where a key takes part, 0 where it is hidden; null for none. Only on the CPU: the CUDA kernels lack the registers
+  // for two tensors, so there the bias includes the mask.
+  const uint8_t* mask = nullptr;
+  int64_t mask_strides[4] = {};  // like bias_strides
 
   // Philox4x32-10 with key = seed and counter = (element / 4, offset); element = row * dropout_pitch + key index.
   double dropout_p = 0.0;
   RngSource rng;
-  uint64_t* rng_state = nullptr;  // (2,): where a CUDA forward leaves seed and offset; null in the backward
+  uint64_t* rng_state = nullptr;  // (2,): output of a CUDA forward, seed and offset; null in backward
   int64_t dropout_pitch = 0;      // the longest key sequence, rounded up to 4
 
   HeadsView query, key, value, out;
@@ -79,10 +83,10 @@ struct AttentionBackwardParams : AttentionParams {
   HeadsView grad_out, grad_query, grad_key, grad_value;
   const void* grad_lse = nullptr;  // like lse; may be null
   void* grad_sinks = nullptr;      // like sinks; null when not wanted
-  bool deterministic = false;      // the same bits in every run; a CPU's always are, for its number of threads
+  bool deterministic = false;      // the same bits in every run; always so on a CPU, for the same number of threads
 
-  // In the shape of the bias, contiguous, of the accumulation type, and zero before the launch, which adds to it; null
-  // when not wanted. The strides are over the same four dims as bias_strides: 0 where it is broadcast.
+  // In the shape of the bias, contiguous, in the accumulation type; null when not wanted. The launch adds to it, so it
+  // must be zero before. Strides over the same four dims as bias_strides; 0 broadcasts.
   void* grad_bias = nullptr;
   int64_t grad_bias_strides[4] = {};
   int64_t grad_bias_elements = 0;

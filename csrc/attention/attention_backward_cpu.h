@@ -1,11 +1,11 @@
-// Attention backward on the CPU. A task visits the keys of one key head, kBackwardKeys at a time. For each block of keys
-// it goes through the query heads of the group and their panels that can see the block, recomputes S^T, P^T and
+// Attention backward on the CPU. A task visits the keys of one key head, kBackwardKeys at a time. For each block of
+// keys it goes through the query heads of the group and their panels that can see the block, recomputes S^T, P^T and
 // dP^T = V dO^T, and then forms
 //   dS^T = P^T (dP^T - delta)    dV += P^T dO      dK += dS^T Q      dQ += dS K
 // If there are fewer key heads than threads, the key blocks of a head are divided among several tasks ("splits"), each
 // with its own dQ. These are added in task order, without atomics, so that repeated runs give the same bits.
-// A bias that is broadcast over batch or heads receives its gradient from several heads. One task processes all of them,
-// or some ("a share") into its own copy of the gradient if threads would be idle otherwise.
+// A bias that is broadcast over batch or heads receives its gradient from several heads. One task processes all of
+// them, or some ("a share") into its own copy of the gradient if threads would be idle otherwise.
 #pragma once
 
 #include "attention/attention_tiles_cpu.h"
@@ -112,8 +112,8 @@ struct BiasGradient {
   }
 };
 
-// Turns the logits (in scratch.weights) and dP (in scratch.grad_logits) of a block into P and dS, and adds to the gradient
-// of the bias.
+// Turns the logits (in scratch.weights) and dP (in scratch.grad_logits) of a block into P and dS, and adds to the
+// gradient of the bias.
 template <int Vectors, class T>
 void softmax_gradient(const HeadContext<T>& head, const BackwardScratch<T>& scratch, const T* lse, const T* delta,
                       int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys, const BiasGradient<T>& grad_bias) {
@@ -179,8 +179,8 @@ void softmax_gradient(const HeadContext<T>& head, const BackwardScratch<T>& scra
   }
 }
 
-// The (sequence, key head) pairs of a call, in groups of equal size, such that pairs of different groups add to different
-// elements of the bias's gradient. Without a broadcast bias each pair is its own group.
+// The (sequence, key head) pairs of a call, in groups of equal size, such that pairs of different groups add to
+// different elements of the bias's gradient. Without a broadcast bias each pair is its own group.
 struct HeadGroups {
   int64_t groups, members;
 
@@ -213,9 +213,9 @@ class BackwardPass {
       longest_q_ = std::max(longest_q_, Sequence(p, b).q_len);
       longest_k = std::max(longest_k, Sequence(p, b).k_len);
     }
-    // A task processes a share of a group's members and a split of their keys. Each share beyond the first needs a copy of
-    // the bias's gradient, each split beyond the first a dQ. So there are only as many as the threads need, and the one
-    // that takes less memory is increased first.
+    // A task processes a share of a group's members and a split of their keys. Each share beyond the first needs a copy
+    // of the bias's gradient, each split beyond the first a dQ. So there are only as many as the threads need, and the
+    // one that takes less memory is increased first.
     const int64_t key_blocks = std::max<int64_t>(1, (longest_k + kBackwardKeys - 1) / kBackwardKeys);
     const auto enough_for_threads = [](int64_t tasks, int64_t most) {
       return std::clamp<int64_t>((num_threads() + tasks - 1) / std::max<int64_t>(1, tasks), 1,
@@ -250,8 +250,8 @@ class BackwardPass {
         T* const grad_bias = bias_part(bias_over_keys_ ? share * splits_ + split : share);
         const int64_t end = (share + 1) * heads_.members / shares_;
         for (int64_t member = share * heads_.members / shares_; member < end; ++member)
-          run_key_head({scratch, head_grad_q, heads_.batch_of(index, member), heads_.head_of(index, member), split,
-                        grad_bias});
+          run_key_head(
+              {scratch, head_grad_q, heads_.batch_of(index, member), heads_.head_of(index, member), split, grad_bias});
       }
     });
     if (splits_ > 1) add_splits();
@@ -316,9 +316,7 @@ class BackwardPass {
                grad_out = rows_of<const Storage>(p_.grad_out, at.b, s.q_begin, h);
     const auto grad_q = grad_q_of(at, s, h);
     const BiasGradient<T> grad_bias{
-        at.grad_bias == nullptr
-            ? nullptr
-            : at.grad_bias + at.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
+        at.grad_bias == nullptr ? nullptr : at.grad_bias + at.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
         p_.grad_bias_strides[2], p_.grad_bias_strides[3]};
     const T* lse = static_cast<const T*>(p_.lse) + head.first_row;
     // Queries that see any key of the block, from the start of a panel.

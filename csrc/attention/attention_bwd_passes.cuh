@@ -1,5 +1,5 @@
-// What attention's backward does before and after its main kernel: sums of rows, gradients from their float32 sums, and
-// those of sinks.
+// The small kernels of attention backward, before and after the main one: row sums, conversion of float32 sums to
+// gradients, and the gradient of sinks.
 #pragma once
 
 #include "attention/attention_bwd_plan.cuh"
@@ -8,8 +8,8 @@
 
 namespace cuda_ext::sm80 {
 
-// delta and lse of every row, negated, and zeros where tiles of (block_m, dim) of dQ will be summed. Grid: tiles of
-// queries of all sequences, of each all heads. 8 lanes share a row.
+// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed. Grid: (tiles of
+// queries of all sequences) x heads, heads innermost. 8 lanes share a row.
 template <class T, int block_m, int dim, int threads>
 GLOBAL(threads, 1)
 attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
@@ -41,12 +41,12 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if (arch::thread_index() % kLanes != 0) continue;
     float minus_lse = -INFINITY;
     if (exists) {
-      const int64_t number = lse_row(p, sequence, batch, head, query);
-      const float lse = arch::load_global<float>(static_cast<const float*>(p.lse) + number);
+      const int64_t lse_index = lse_row(p, sequence, batch, head, query);
+      const float lse = arch::load_global<float>(static_cast<const float*>(p.lse) + lse_index);
       if (lse != -INFINITY) minus_lse = -lse * plan.lse_factor;
-      if (p.grad_lse != nullptr) sum -= arch::load_global<float>(static_cast<const float*>(p.grad_lse) + number);
+      if (p.grad_lse != nullptr) sum -= arch::load_global<float>(static_cast<const float*>(p.grad_lse) + lse_index);
     }
-    // A row without weights has no gradient, whatever that of its lse.
+    // A row that sees no key has no gradient, whatever the gradient of its lse.
     arch::store_global(plan.minus_lse + padded + row, minus_lse);
     arch::store_global(plan.minus_delta + padded + row, minus_lse == -INFINITY ? 0.0f : -sum);
   }
@@ -58,18 +58,19 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     arch::store_global(plan.turns + padded / block_m, uint32_t(0));
 }
 
-// Rows of one of the gradients, from float32 tiles of the workspace.
+// A gradient that attention_bwd_finish computes from float32 tiles in the workspace.
 struct FinishParams {
   HeadsView to;
   float* tiles = nullptr;
-  int parts = 1;  // that are added, in order
+  int parts = 1;  // added in order
   int64_t part_stride = 0;
   float factor = 1.0f;
   int width = 0;
   bool of_queries = false;
 };
 
-// Grid: tiles of all sequences, of each all heads.
+// Adds the parts of a gradient and stores it. Grid: (tiles of all sequences) x heads, heads innermost. One barrier,
+// between staging the tile in shared memory (kRows, kColumns) and storing it.
 template <class T, class Tiles>
 GLOBAL(Tiles::kThreads, 1)
 attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
@@ -80,7 +81,7 @@ attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Back
   };
   SHARED_STORAGE(Storage, shared);
   const int heads = int(finish.of_queries ? p.heads : p.heads_kv);
-  const int head = arch::block_x() % heads, tile = arch::block_x() / heads;  // of all sequences
+  const int head = arch::block_x() % heads, tile = arch::block_x() / heads;  // among all sequences
   const int batch = finish.of_queries ? sequence_of_tile<Tiles::kRows>(p, plan, tile) : tile / plan.schedule.tiles;
   const int first_of_batch = finish.of_queries ? first_tile<Tiles::kRows>(p, plan, batch) : batch * plan.schedule.tiles;
   const int first = (tile - first_of_batch) * Tiles::kRows;
@@ -102,7 +103,7 @@ attention_bwd_finish(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Back
       finish.to.seq_stride, left, finish.width);
 }
 
-// -sum over rows of exp(sink - lse) delta: a sink's logit has no value behind it. Grid: heads.
+// grad_sinks = -sum over rows of exp(sink - lse) delta, because a sink has a logit but no value. Grid: heads.
 template <int block_m, int threads>
 GLOBAL(threads, 1)
 attention_bwd_sinks(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
@@ -140,10 +141,10 @@ void launch_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, voi
       "attention_bwd_rows", {.grid = {blocks}, .threads = kThreads, .stream = stream}, p, plan);
 }
 
-// Writes a gradient from its sums in the workspace.
+// Launches attention_bwd_finish for one gradient.
 template <class T, class Tiles>
-void finish_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish,
-                     void* stream) {
+void launch_finish(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish,
+                   void* stream) {
   const int blocks =
       finish.of_queries ? int(p.heads) * (plan.head_rows / Tiles::kRows) : plan.schedule.pairs * plan.schedule.tiles;
   if (blocks == 0 || finish.width == 0) return;

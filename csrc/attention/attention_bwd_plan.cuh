@@ -1,4 +1,4 @@
-// What the host decides about attention's backward, and what its kernels find in the workspace.
+// The launch plan of attention backward, and its workspace.
 #pragma once
 
 #include <limits>
@@ -13,38 +13,38 @@
 
 namespace cuda_ext::sm80 {
 
-// What the host decides; the same for all blocks.
+// Everything the host decides; the same for all blocks.
 struct BackwardPlan {
   Schedule schedule;    // of tiles of keys
   int query_tiles = 0;  // of the longest sequence
-  int splits = 1;       // of a walk
-  int head_rows = 0;    // of a head, all sequences padded to tiles
-  float factor;         // of what softmax is taken of, to powers of two
-  float lse_factor;     // of natural logarithms, to what softmax is taken of
+  int splits = 1;       // blocks that share the loop over the queries of a tile of keys
+  int head_rows = 0;    // rows of a head in the workspace, all sequences padded to tiles
+  float factor;         // converts the argument of softmax to powers of two
+  float lse_factor;     // converts natural logarithms to the argument of softmax
   float scale;
   float softcap;  // 0: none
   float inverse_softcap;
-  float kept_scale = 1.0f;  // of weights that dropout keeps
+  float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
   Dropout dropout;
-  int64_t query_pass = 0, grad_out_pass = 0;  // bytes to a thread's next line
+  int64_t query_pass = 0, grad_out_pass = 0;  // bytes between the lines that a thread copies
   // In the workspace.
-  float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf: the row has no weights
+  float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf if the row sees no key
   float* minus_delta = nullptr;  // (heads, head_rows)
   float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles
   uint32_t* turns = nullptr;     // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
-  float* grad_key = nullptr;     // of each split; null if there is but one: (splits, pairs, tiles) tiles
+  float* grad_key = nullptr;     // (splits, pairs, tiles) tiles; null if there is only one split
   float* grad_value = nullptr;
 };
 
-// In the workspace a head's tiles of queries follow each other, and each sequence begins with one of its own. This is
-// the first of a sequence.
+// In the workspace the tiles of a head's queries are contiguous, and each sequence starts with a new tile. Returns the
+// first tile of a sequence.
 template <int block_m>
 DEVICE int first_tile(const AttentionParams& p, const BackwardPlan& plan, int batch) {
   return p.cu_seqlens_q == nullptr ? batch * plan.query_tiles
                                    : arch::load_global<int32_t>(p.cu_seqlens_q + batch) / block_m + batch;
 }
 
-// The sequence that tile number `tile` of a head belongs to. Packed ones leave tiles without queries between them.
+// The sequence to which tile `tile` of a head belongs. Packed sequences may have tiles without queries between them.
 template <int block_m>
 DEVICE int sequence_of_tile(const AttentionParams& p, const BackwardPlan& plan, int tile) {
   if (p.cu_seqlens_q == nullptr) return tile / plan.query_tiles;
@@ -66,16 +66,16 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
   plan.query_tiles = int(tiles_of(p.seqlen_q, config.block_m));
   plan.schedule.tiles = int(tiles_of(p.seqlen_k, config.block_n));
   plan.schedule.heads = int(p.heads_kv);
-  plan.schedule.section = section_of(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
+  plan.schedule.section = section_size(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
   plan.splits =
       choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks, group * plan.query_tiles);
-  // Of a head: a sequence begins with a tile of its own.
+  // Per head; each sequence starts with a new tile.
   const int64_t query_tiles =
       p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
-  const auto check = [&](const char* of, int64_t count) {
+  const auto check = [&](const char* what, int64_t count) {
     if (count > std::numeric_limits<int>::max())
-      throw std::invalid_argument(std::string("attention_bwd_sm80: expected at most 2^31 ") + of + ", got " +
-                                  std::to_string(count) + "; divide the batch");
+      throw std::invalid_argument(std::string("expected at most 2^31 ") + what + ", got " + std::to_string(count) +
+                                  "; divide the batch");
   };
   check("tiles of keys", pairs * plan.schedule.tiles * plan.splits);
   check("padded queries of all heads", p.heads * query_tiles * config.block_m);
@@ -91,19 +91,19 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
   return plan;
 }
 
-// Divides the workspace.
-inline WorkspaceCursor place(const AttentionBackwardParams& p, const AttentionBackwardConfig& config, void* data,
-                             BackwardPlan& plan) {
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
+                                        void* data, BackwardPlan& plan) {
   WorkspaceCursor cursor(data);
   const int64_t rows = p.heads * plan.head_rows;
-  cursor.take(plan.minus_lse, rows);
-  cursor.take(plan.minus_delta, rows);
-  cursor.take(plan.grad_query, rows * config.dim);
-  if (p.deterministic) cursor.take(plan.turns, rows / config.block_m);
+  cursor.allocate(plan.minus_lse, rows);
+  cursor.allocate(plan.minus_delta, rows);
+  cursor.allocate(plan.grad_query, rows * config.dim);
+  if (p.deterministic) cursor.allocate(plan.turns, rows / config.block_m);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;
-    cursor.take(plan.grad_key, tiles * config.block_n * config.dim);
-    cursor.take(plan.grad_value, tiles * config.block_n * config.dim_v);
+    cursor.allocate(plan.grad_key, tiles * config.block_n * config.dim);
+    cursor.allocate(plan.grad_value, tiles * config.block_n * config.dim_v);
   }
   return cursor;
 }

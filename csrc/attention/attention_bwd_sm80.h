@@ -1,5 +1,4 @@
-// Flash attention backward on tensor cores that read their operands from registers (sm_80 and later): what the bindings
-// call.
+// The launcher of flash attention backward on mma.sync (sm_80 and later).
 #pragma once
 
 #include "attention/attention_fwd_sm80.h"
@@ -26,13 +25,13 @@ static_assert(kNumBackwardTiles == 4);
 
 }  // namespace sm80
 
-// Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
+// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
 inline size_t attention_backward_sm80_workspace(const AttentionBackwardParams& params) {
   return sm80::with_attention_tile<sm80::AttentionBackwardSm80>(
       "attention_bwd_sm80", sm80::kBackwardTiles, params, [&](auto backward) { return backward.workspace(params); });
 }
 
-// Starts the backward on `stream`, an rt::Stream, for what launch_attention_forward_sm80 takes.
+// Launches backward on `stream`, an rt::Stream. Same requirements as launch_attention_forward_sm80.
 inline void launch_attention_backward_sm80(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
   sm80::with_attention_tile<sm80::AttentionBackwardSm80>(
       "attention_bwd_sm80", sm80::kBackwardTiles, params,

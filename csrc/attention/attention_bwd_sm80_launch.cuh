@@ -1,4 +1,4 @@
-// Launches attention's backward: plan, workspace, and its passes one after the other.
+// Launches attention backward: plan, workspace, and its kernels one after the other.
 #pragma once
 
 #include "attention/attention_bwd_passes.cuh"
@@ -11,7 +11,7 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   using T = typename Kernel::Element;
   constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
   BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
-  place(p, config, workspace.data, plan).expect_room("attention_bwd_sm80", workspace);
+  assign_workspace(p, config, workspace.data, plan).expect_fits("attention_bwd_sm80", workspace);
 
   launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
 
@@ -26,7 +26,7 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
                                             .stream = stream},
                                            p, plan);
 
-  finish_gradient<T, typename Kernel::GradQ>(
+  launch_finish<T, typename Kernel::GradQ>(
       p, plan,
       {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
       stream);
@@ -37,12 +37,12 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
                         .parts = plan.splits,
                         .part_stride = tiles * Kernel::kBlockN * config.dim,
                         .width = int(p.dim)};
-    finish_gradient<T, typename Kernel::GradK>(p, plan, finish, stream);
+    launch_finish<T, typename Kernel::GradK>(p, plan, finish, stream);
     finish.to = p.grad_value;
     finish.tiles = plan.grad_value;
     finish.part_stride = tiles * Kernel::kBlockN * config.dim_v;
     finish.width = int(p.dim_v);
-    finish_gradient<T, typename Kernel::GradV>(p, plan, finish, stream);
+    launch_finish<T, typename Kernel::GradV>(p, plan, finish, stream);
   }
   if (p.grad_sinks != nullptr) launch_sinks<Kernel::kBlockM>(p, plan, stream);
 }
@@ -52,10 +52,10 @@ size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& 
   if (params.heads == 0) return 0;
   constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
   BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
-  return place(params, config, nullptr, plan).used();
+  return assign_workspace(params, config, nullptr, plan).used();
 }
 
-// Calls f(Backward<..>{}) for what the parameters ask for.
+// Calls f(Backward<..>{}) with the instantiation that the parameters require.
 template <class T, int tile, class F>
 auto with_backward(const AttentionBackwardParams& p, const F& f) {
   constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];

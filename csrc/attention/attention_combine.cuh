@@ -1,4 +1,4 @@
-// The second kernel of attention's forward, where the keys of a tile are divided among blocks.
+// The second kernel of attention forward, if the keys of a tile are divided among several blocks.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,8 @@
 
 namespace cuda_ext::sm80 {
 
-// Weighs what the splits of a row left by 2^(their log-sum-exp). A warp has a row.
+// out = the outputs of a row's splits, weighted by exp(their log-sum-exp - that of the row), which is stored in lse.
+// One warp per row; no shared memory and no barriers.
 template <class T, int threads>
 GLOBAL(threads, 1)
 attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {

@@ -1,14 +1,15 @@
-// Attention forward on the CPU for sequences of a few queries, as in text generation: panels of queries would leave most
-// lanes empty, and packing keys and values would cost more than the products.
+// Attention forward on the CPU for sequences of a few queries, as in text generation: panels of queries would leave
+// most lanes empty, and packing keys and values would cost more than the products.
 //
-// Each vector lane holds a key. A tile is up to kTileRows rows (queries of any head) of one sequence, from all query heads
-// that share a key head, so that keys and values are read once for all of them, and without a copy unless converting them
-// once for all rows is cheaper. If key heads are adjacent in memory, a tile has several and reads a few keys of each
-// alternately, so that memory is read in order.
+// Each vector lane holds a key. A tile is up to kTileRows rows (queries of any head) of one sequence, from all query
+// heads that share a key head, so that keys and values are read once for all of them, and without a copy unless
+// converting them once for all rows is cheaper. If key heads are adjacent in memory, a tile has several and reads a few
+// keys of each alternately, so that memory is read in order.
 //   logits (rows, keys) = q k^T     dot products, one vector of them at a time
 //   weights = exp(logits - max)     along each row
 //   out (rows, dim_v) += weights v
-// If there are fewer tiles than threads, the keys of a tile are split among several tasks, whose sums are added in order.
+// If there are fewer tiles than threads, the keys of a tile are split among several tasks, whose sums are added in
+// order.
 #pragma once
 
 #include "attention/attention_tiles_cpu.h"
@@ -16,14 +17,14 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kTileRows = 64;
-constexpr int64_t kRowKeys = 128;          // keys of a step: their logits stay in cache until they are weights
-constexpr int64_t kAdjacentBytes = 4096;   // of the key heads of a tile: longer contiguous reads are no faster
-constexpr int64_t kLeastSplitKeys = 512;   // the fewest keys that are worth a separate task
+constexpr int64_t kRowKeys = 128;         // keys of a step: their logits stay in cache until they are weights
+constexpr int64_t kAdjacentBytes = 4096;  // of the key heads of a tile: longer contiguous reads are no faster
+constexpr int64_t kLeastSplitKeys = 512;  // the fewest keys that are worth a separate task
 template <class T>
 constexpr int64_t kInterleavedKeys = std::max(8, kLanes<T>);  // of a head, before those of the next head are read
 
-// logits (Count, keys), rows kRowKeys apart = q (Count, dim) k^T. dim: whole vectors; rows of q are dim apart. Writes whole
-// vectors of logits.
+// logits (Count, keys), rows kRowKeys apart = q (Count, dim) k^T. dim: whole vectors; rows of q are dim apart. Writes
+// whole vectors of logits.
 template <int Count, class T, class Element>
 void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, T* logits) {
   constexpr int lanes = kLanes<T>, kAtOnce = lanes / Count;
@@ -131,7 +132,7 @@ struct RowTile {
   int64_t keys_begin() const { return visible.key_begin(0); }
   int64_t keys_end() const { return visible.key_end(s.q_len); }
 
-  // Applies softcap, ALiBi, bias and, last, the mask to row r of the logits of keys [j_begin, j_begin + keys). The mask also
+  // Applies softcap, ALiBi, bias, mask, causal and window to row r of the logits of keys [j_begin, j_begin + keys), and
   // hides the padding of the last vector.
   void modify_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
@@ -141,13 +142,11 @@ struct RowTile {
       const T slope = static_cast<const T*>(p.alibi_slopes)[batch * p.alibi_batch_stride + h];
       for (int64_t j = 0; j < keys; ++j) logits[j] -= slope * T(std::abs(j_begin + j - i - (s.k_len - s.q_len)));
     }
-    if (p.bias_kind != BiasKind::kNone)
-      with_bias<T>(p, batch * p.bias_strides[0] + h * p.bias_strides[1] + i * p.bias_strides[2], [&](const auto* bias) {
-        const int64_t stride = p.bias_strides[3];
-        for_vectors<T>(keys, [&](int64_t j, int64_t count) {
-          apply_bias_values(bias, logits + j, load_bias<T>(bias + (j_begin + j) * stride, stride, count));
-        });
+    for_bias_and_mask<T>(p, batch, h, i, [&](const auto* data, const int64_t (&strides)[4]) {
+      for_vectors<T>(keys, [&](int64_t j, int64_t count) {
+        apply_bias_values(data, logits + j, load_bias<T>(data + (j_begin + j) * strides[3], strides[3], count));
       });
+    });
     const auto inside = [&](int64_t j) { return std::clamp<int64_t>(j - j_begin, 0, keys); };
     const T hidden = -std::numeric_limits<T>::infinity();
     std::fill(logits, logits + inside(visible.key_begin(i)), hidden);
@@ -196,8 +195,8 @@ struct RowScratch {
                              {&out, rows * padded<T>(p.dim_v)}})) {}
 };
 
-// Calls f(rows) with `count` rows from which whole vectors can be loaded: in place, if dim is a multiple of a vector and
-// the elements need no conversion (or only for a few rows of the tile); else packed.
+// Calls f(rows) with `count` rows from which whole vectors can be loaded: in place, if dim is a multiple of a vector
+// and the elements need no conversion (or only for a few rows of the tile); else packed.
 template <class T, class Storage, class F>
 CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, int64_t dim, int64_t tile_rows,
                                         T* packed, F&& f) {
@@ -210,11 +209,12 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
   f(Rows<const T>{packed, row_pitch<T>(dim)});
 }
 
-// Calls f(j, count, r, rows) for all keys [j_begin, j_begin + keys), alternating between the key heads of the tile. `rows`
-// are keys or values [j, j + count), relative to j_begin, of the key head to which the tile's rows from r on attend.
+// Calls f(j, count, r, rows) for all keys [j_begin, j_begin + keys), alternating between the key heads of the tile.
+// `rows` are keys or values [j, j + count), relative to j_begin, of the key head to which the tile's rows from r on
+// attend.
 template <class Storage, class T, class F>
 CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
-                               int64_t keys, T* packed, F&& f) {
+                                          int64_t keys, T* packed, F&& f) {
   const auto first_head = rows_of<const Storage>(view, tile.batch, tile.s.k_begin + j_begin, tile.kv_head);
   for (int64_t j = 0; j < keys; j += kInterleavedKeys<T>) {
     const int64_t count = std::min(kInterleavedKeys<T>, keys - j);
@@ -235,12 +235,12 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
     for_interleaved_keys<Storage>(tile, p.key, p.dim, j, keys, scratch.packed,
-                       [&](int64_t at, int64_t count, int64_t first, auto k) {
-                         for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
-                           dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
-                                                               scratch.logits + (first + r) * kRowKeys + at);
-                         });
-                       });
+                                  [&](int64_t at, int64_t count, int64_t first, auto k) {
+                                    for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
+                                      dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
+                                                                          scratch.logits + (first + r) * kRowKeys + at);
+                                    });
+                                  });
     for (int64_t r = 0; r < tile.rows(); ++r) {
       T* const logits = scratch.logits + r * kRowKeys;
       tile.modify_logits(logits, r, j, keys);
@@ -286,8 +286,9 @@ inline bool heads_are_adjacent(const AttentionParams& p) {
   return p.heads_kv > 1 && p.key.head_stride == p.dim && p.value.head_stride == p.dim_v;
 }
 
-// Whether this file's method is faster than panels for longest_q queries: if panels leave most lanes empty, and for a few
-// more queries if keys would be packed from between those of other heads, or if keys have to be split among threads.
+// Whether this file's method is faster than panels for longest_q queries: if panels leave most lanes empty, and for a
+// few more queries if keys would be packed from between those of other heads, or if keys have to be split among
+// threads.
 template <class T>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
@@ -295,8 +296,8 @@ bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
          (longest_q <= 16 && p.batch * p.heads < num_threads());
 }
 
-// How many adjacent key heads, of head_rows rows each, share a tile: as many as leave a task for every thread. `tasks` is
-// the number of tasks per key head if each has its own tile.
+// How many adjacent key heads, of head_rows rows each, share a tile: as many as leave a task for every thread. `tasks`
+// is the number of tasks per key head if each has its own tile.
 template <class Storage>
 int64_t heads_together(const AttentionParams& p, int64_t head_rows, int64_t tasks) {
   if (!heads_are_adjacent(p)) return 1;

@@ -1,5 +1,5 @@
-// Attention forward on the CPU. A task is a block of up to kBlockPanels panels of queries, of the heads that share a key
-// head. It visits the keys that the block can see, kBlockKeys at a time:
+// Attention forward on the CPU. A task is a block of up to kBlockPanels panels of queries, of the heads that share a
+// key head. It visits the keys that the block can see, kBlockKeys at a time:
 //   K block -> packed float      S^T = K Q^T       (keys, queries)   microkernel
 //   V block -> packed float      P^T = exp(S^T - max)                along each lane
 //                                O^T += V^T P^T    (dim_v, queries)  microkernel
@@ -96,8 +96,8 @@ class ForwardWorker {
                               {&v_block_, kBlockKeys * row_pitch<T>(p.dim_v)},
                               {&logits_, kBlockKeys * kPanelQueries<T>}})) {}
 
-  // Panels [first, end) of sequence b and key head kv_head. Among the heads of the group, panels of the same queries have
-  // consecutive indices.
+  // Panels [first, end) of sequence b and key head kv_head. Among the heads of the group, panels of the same queries
+  // have consecutive indices.
   void run(int64_t b, int64_t kv_head, int64_t first, int64_t end) {
     const Sequence s(p_, b);
     start_panels(s, b, kv_head, first, end);

@@ -1,4 +1,4 @@
-// What the host decides about attention's forward, and the workspace of its kernels.
+// The launch plan of attention forward, and its workspace.
 #pragma once
 
 #include <limits>
@@ -12,21 +12,21 @@
 
 namespace cuda_ext::sm80 {
 
-// What the host decides; the same for all blocks.
+// Everything the host decides; the same for all blocks.
 struct ForwardPlan {
   Schedule schedule;
-  int block_n;     // keys
+  int block_n;     // keys of a tile
   int pack = 1;    // heads of a tile
   int splits = 1;  // of the keys
-  float factor;    // of what softmax is taken of, to powers of two
+  float factor;    // converts the argument of softmax to powers of two
   // General:
-  float scale;    // of the products
+  float scale;    // of the logits
   float softcap;  // 0: none
   float inverse_softcap;
-  float kept_scale = 1.0f;  // of weights that dropout keeps
+  float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
   Dropout dropout;
-  int64_t key_pass = 0, value_pass = 0;  // bytes to a thread's next line
-  // In the workspace; null if there is but one split.
+  int64_t key_pass = 0, value_pass = 0;  // bytes between the lines that a thread copies
+  // In the workspace; null if there is only one split.
   float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
   float* partial_lse = nullptr;  // (splits, rows of lse)
 };
@@ -47,11 +47,10 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.schedule.heads = int(p.heads / plan.pack);
   const int64_t pairs = plan.schedule.heads * p.batch;
   if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
-    throw std::invalid_argument("attention_fwd_sm80: expected at most 2^31 tiles of queries, got " +
+    throw std::invalid_argument("expected at most 2^31 tiles of queries, got " +
                                 std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
   plan.schedule.pairs = int(pairs);
-  plan.schedule.section = section_of(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
-  // A section's blocks are counted in ints too.
+  plan.schedule.section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
   const bool general = needs_general_kernel(p);
   plan.block_n = config.keys(general, device.shared_bytes);
   plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
@@ -65,12 +64,12 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   return plan;
 }
 
-// Divides the workspace.
-inline WorkspaceCursor place(const AttentionParams& p, void* data, ForwardPlan& plan) {
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const AttentionParams& p, void* data, ForwardPlan& plan) {
   WorkspaceCursor cursor(data);
   if (plan.splits > 1) {
-    cursor.take(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
-    cursor.take(plan.partial_lse, plan.splits * lse_rows(p));
+    cursor.allocate(plan.partial_out, plan.splits * lse_rows(p) * p.dim_v);
+    cursor.allocate(plan.partial_lse, plan.splits * lse_rows(p));
   }
   return cursor;
 }

@@ -1,5 +1,4 @@
-// Flash attention forward on tensor cores that read their operands from registers (sm_80 and later): what the bindings
-// call.
+// The launcher of flash attention forward on mma.sync (sm_80 and later).
 #pragma once
 
 #include <stdexcept>
@@ -13,9 +12,9 @@ namespace cuda_ext {
 
 namespace sm80 {
 
-// Whether what softmax is taken of is more than products times a positive number.
+// Whether the logits are more than scale * products, or the scale is not positive.
 inline bool needs_general_kernel(const AttentionParams& p) {
-  // Below this, sinks divided by the scale would not be finite.
+  // With smaller scales, sinks divided by the scale would not be finite.
   constexpr double kSmallestScale = 1e-20;
   return p.softcap > 0 || p.alibi_slopes != nullptr || p.dropout_p > 0 || p.bias_kind != BiasKind::kNone ||
          p.scale < kSmallestScale;
@@ -37,7 +36,7 @@ extern template struct AttentionForwardSm80<bfloat16_t, 2>;
 extern template struct AttentionForwardSm80<bfloat16_t, 3>;
 static_assert(kNumForwardTiles == 4);
 
-// Calls f(Op<T, tile>{}) for the parameters' dtype and the first of the tiles that their head dims fit.
+// Calls f(Op<T, tile>{}) with the dtype of the parameters and the first tile in `table` that fits their head dims.
 template <template <class, int> class Op, class T, int tile = 0, class Config, int tiles, class F>
 auto with_tile(const Config (&table)[tiles], const AttentionParams& p, F&& f) {
   if constexpr (tile + 1 < tiles) {
@@ -59,21 +58,21 @@ auto with_attention_tile(const char* op, const Config (&table)[tiles], const Att
 
 }  // namespace sm80
 
-// Whether the kernels read the rows of a view in place: 16 bytes at a time.
+// Whether the kernels can read a view in place: rows must be aligned to 16 bytes.
 inline bool attention_sm80_reads(const HeadsView& view) {
   constexpr int64_t kBytes = 16, kElements = 8;
   return reinterpret_cast<uintptr_t>(view.data) % kBytes == 0 &&
          (view.batch_stride | view.seq_stride | view.head_stride) % kElements == 0;
 }
 
-// Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
+// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
 inline size_t attention_forward_sm80_workspace(const AttentionParams& params) {
   return sm80::with_attention_tile<sm80::AttentionForwardSm80>("attention_fwd_sm80", sm80::kForwardTiles, params,
                                                                [&](auto forward) { return forward.workspace(params); });
 }
 
-// Starts the forward on `stream`, an rt::Stream. float16 or bfloat16; head dims multiples of 8 up to 256; views as
-// attention_sm80_reads asks. seqlen_q and seqlen_k of packed sequences: at least those of the longest.
+// Launches forward on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
+// fulfil attention_sm80_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
 inline void launch_attention_forward_sm80(const AttentionParams& params, Workspace workspace, void* stream) {
   sm80::with_attention_tile<sm80::AttentionForwardSm80>(
       "attention_fwd_sm80", sm80::kForwardTiles, params,

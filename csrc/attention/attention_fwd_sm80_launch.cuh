@@ -1,4 +1,4 @@
-// Launches attention's forward: plan, workspace, and the instantiation that the parameters need.
+// Launches attention forward: plan, workspace, and the instantiation that the parameters require.
 #pragma once
 
 #include "attention/attention_combine.cuh"
@@ -11,10 +11,10 @@ template <class T, int tile>
 size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
   if (is_empty(params)) return 0;
   ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
-  return place(params, nullptr, plan).used();
+  return assign_workspace(params, nullptr, plan).used();
 }
 
-// Calls f(Forward<..>{}) for what the parameters ask for.
+// Calls f(Forward<..>{}) with the instantiation that the parameters require.
 template <class T, int tile, class F>
 auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
   constexpr const AttentionConfig& config = kForwardTiles[tile];
@@ -27,7 +27,7 @@ template <class T, int tile>
 void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace workspace, void* stream) {
   if (is_empty(params)) return;
   ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
-  place(params, workspace.data, plan).expect_room("attention_fwd_sm80", workspace);
+  assign_workspace(params, workspace.data, plan).expect_fits("attention_fwd_sm80", workspace);
   with_forward<T, tile>(params, plan, [&]<class Kernel>(Kernel) {
     plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
     plan.value_pass = LinesCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);

@@ -1,5 +1,5 @@
-// Stands in for the attention kernels of head dims that a build has left out (CUDA_EXT_HEAD_DIMS), so that the library
-// links, loads, and says what it lacks.
+// Stubs for the attention kernels of head dims that CUDA_EXT_HEAD_DIMS excludes from a build: they throw an error that
+// names the missing ones.
 #include "build_config.h"
 
 #if CUDA_EXT_WITH_CUDA

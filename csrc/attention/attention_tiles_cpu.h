@@ -1,8 +1,8 @@
 // What attention's forward and backward share on the CPU: packing, masks, bias and dropout.
 //
-// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim, width).
-// S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane, so that no
-// horizontal operation is needed, and neither head dimension needs padding.
+// Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim,
+// width). S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane,
+// so that no horizontal operation is needed, and neither head dimension needs padding.
 #pragma once
 
 #include "attention/attention.h"
@@ -12,19 +12,20 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save rescaling.
+// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
+// rescaling.
 constexpr int kMaxLag = 8;
 
 template <class T>
-constexpr int64_t kPanelQueries = kTileVectors* kLanes<T>;
+constexpr int64_t kPanelQueries = kTileVectors * kLanes<T>;
 
 template <class T>
 constexpr int64_t padded(int64_t n) {
   return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
-// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the few
-// cache sets that a power of two would map them to.
+// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the
+// few cache sets that a power of two would map them to.
 template <class T>
 constexpr int64_t row_pitch(int64_t n) {
   return padded<T>(n) + kLanes<T>;
@@ -207,7 +208,7 @@ CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t co
   return load(values);
 }
 
-// Adds bias values to the logits at `at`; a boolean bias hides the logits where it is false.
+// Adds bias values to the logits at `at`; a mask (of bytes) hides the logits where it is 0.
 template <class T, class Element>
 CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   if constexpr (std::is_same_v<Element, uint8_t>) {
@@ -217,8 +218,8 @@ CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   }
 }
 
-// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows of
-// the bias are read one vector of keys at a time if keys are contiguous.
+// Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows
+// of the bias are read one vector of keys at a time if keys are contiguous.
 template <class T, class Element>
 void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t queries, int64_t keys, T* logits,
               int64_t width) {
@@ -242,32 +243,27 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
   }
 }
 
-// Calls f(pointer to element `offset` of the bias), with the bias's own element type.
+// Calls f(pointer, strides) for the bias, with its own element type, and for the mask, if the call has them. The
+// pointers are to the first key of query i of a head.
 template <class T, class F>
-CUDA_EXT_INLINE void with_bias(const AttentionParams& p, int64_t offset, F&& f) {
-  if (p.bias_kind == BiasKind::kBoolean) return f(static_cast<const uint8_t*>(p.bias) + offset);
-  if (p.bias_kind == BiasKind::kAccumulation) return f(static_cast<const T*>(p.bias) + offset);
-  dispatch(p.dtype, [&](auto storage) {
-    using Storage = decltype(storage);
-    if constexpr (std::is_same_v<Compute<Storage>, T>) f(static_cast<const Storage*>(p.bias) + offset);
-  });
+CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, F&& f) {
+  const auto row = [&](const int64_t (&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
+  if (p.bias_kind == BiasKind::kAccumulation) f(static_cast<const T*>(p.bias) + row(p.bias_strides), p.bias_strides);
+  if (p.bias_kind == BiasKind::kStorage) {
+    dispatch(p.dtype, [&](auto storage) {
+      using Storage = decltype(storage);
+      if constexpr (std::is_same_v<Compute<Storage>, T>)
+        f(static_cast<const Storage*>(p.bias) + row(p.bias_strides), p.bias_strides);
+    });
+  }
+  if (p.mask != nullptr) f(p.mask + row(p.mask_strides), p.mask_strides);
 }
 
-// Applies the bias of one head, which begins at element `head_offset`, to the logits of keys [j_begin, j_begin + keys) and
-// queries [i_begin, i_end).
-template <class T>
-void apply_bias(const AttentionParams& p, int64_t head_offset, int64_t i_begin, int64_t i_end, int64_t j_begin,
-                int64_t keys, T* logits, int64_t width) {
-  const int64_t i_stride = p.bias_strides[2], j_stride = p.bias_strides[3];
-  with_bias<T>(p, head_offset + i_begin * i_stride + j_begin * j_stride,
-               [&](const auto* bias) { add_bias(bias, i_stride, j_stride, i_end - i_begin, keys, logits, width); });
-}
-
-// ALiBi and the mask, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline, because
-// most blocks need neither.
+// ALiBi, causal and window, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin.
+// noinline, because most blocks need neither.
 template <int Vectors, class T>
-__attribute__((noinline)) void apply_alibi_and_mask(const Visibility& visible, T slope, int64_t diagonal,
-                                                    int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {
+__attribute__((noinline)) void apply_alibi_and_window(const Visibility& visible, T slope, int64_t diagonal,
+                                                      int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {
   constexpr int lanes = kLanes<T>;
   Vec<T> lane_index;
   for (int i = 0; i < lanes; ++i) lane_index[i] = T(i);
@@ -318,7 +314,7 @@ struct HeadContext {
   T slope;
   int64_t diagonal;   // Sk - Sq
   int64_t first_row;  // of the head's sequence within lse
-  int64_t bias_offset;
+  int64_t batch, index;
 
   HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
       : p(params),
@@ -330,15 +326,18 @@ struct HeadContext {
                   : static_cast<const T*>(params.alibi_slopes)[b * params.alibi_batch_stride + h]),
         diagonal(s.k_len - s.q_len),
         first_row(cpu::CUDA_EXT_ISA::first_row(params, s, b, h)),
-        bias_offset(b * params.bias_strides[0] + h * params.bias_strides[1]) {}
+        batch(b),
+        index(h) {}
 
-  // Applies bias, ALiBi and mask to logits (keys, Vectors * lanes). The mask comes last, so that it overrides any bias.
+  // Applies bias, mask, ALiBi, causal and window to logits (keys, Vectors * lanes). What hides comes after the bias, so
+  // that it overrides any bias.
   template <int Vectors>
   void apply_bias_and_mask(T* logits, int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys) const {
-    if (p.bias_kind != BiasKind::kNone)
-      apply_bias(p, bias_offset, i_begin, i_end, j_begin, keys, logits, Vectors * kLanes<T>);
+    for_bias_and_mask<T>(p, batch, index, i_begin, [&](const auto* data, const int64_t (&strides)[4]) {
+      add_bias(data + j_begin * strides[3], strides[2], strides[3], i_end - i_begin, keys, logits, Vectors * kLanes<T>);
+    });
     if (slope != 0 || !visible.all_visible(i_begin, i_end, j_begin, j_begin + keys))
-      apply_alibi_and_mask<Vectors>(visible, slope, diagonal, i_begin, j_begin, keys, logits);
+      apply_alibi_and_window<Vectors>(visible, slope, diagonal, i_begin, j_begin, keys, logits);
   }
 };
 

@@ -1,4 +1,4 @@
-// The additive bias or boolean mask of the general kernels. It may be broadcast and have any strides, so it is read
+// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides, so it is read
 // element by element.
 #pragma once
 
@@ -10,12 +10,12 @@
 
 namespace cuda_ext::sm80 {
 
-// Of the first key of a row, with strides as AttentionParams has them.
+// The offset of the first key of a row; strides as in AttentionParams.
 DEVICE int64_t bias_offset(const int64_t (&strides)[4], int batch, int head, int query) {
   return batch * strides[0] + head * strides[1] + query * strides[2];
 }
 
-// What is added to the logit at `offset`; T is the storage type.
+// The value to add to a logit, from `offset`; T is the storage type.
 template <class T>
 DEVICE float bias_at(const AttentionParams& p, int64_t offset) {
   switch (p.bias_kind) {

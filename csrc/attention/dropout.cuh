@@ -1,4 +1,4 @@
-// Which weights are dropped: the same ones as on a CPU (attention_tiles_cpu.h), and again in the backward.
+// Dropout: the same weights are dropped as on the CPU (attention_tiles_cpu.h), and in forward and backward.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -27,7 +27,7 @@ DEVICE void philox(uint64_t seed, uint64_t offset, uint64_t counter, uint32_t (&
   }
 }
 
-// Seed and offset.
+// The seed and offset of one call, after adding those in memory.
 struct RngState {
   uint64_t seed, offset;
 };
@@ -46,14 +46,14 @@ DEVICE void store_rng(uint64_t* to, const RngState& state) {
 
 struct Dropout {
   RngSource rng;
-  int64_t row_groups;   // counters of a row: one for 4 keys
-  uint32_t drop_below;  // of 2^32; 0: none is dropped
+  int64_t row_groups;   // counters per row: one for 4 keys
+  uint32_t drop_below;  // drops random words below this; 0: no dropout
 
-  // Sets dropped weights to 0; those kept are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
-  // a multiple of 4, is `first_key`; number(m, half): of a row of this thread's.
+  // Sets dropped weights to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
+  // `first_key`, is a multiple of 4; number(m, half): the number of this thread's row.
   //
-  // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane makes the words
-  // of one of these rows, and they trade halves.
+  // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane computes the
+  // words of one of these rows, and they exchange halves.
   template <int row_tiles, int key_tiles, class Number>
   DEVICE void drop(float (&s)[row_tiles][key_tiles][4], const Number& number, int first_key) const {
     const int lane = arch::opaque_thread_index() % 4;
@@ -78,11 +78,11 @@ struct Dropout {
     }
   }
 
-  // For transposed logits: the words of a thread's four elements of a tile, whose rows are keys, the first of them
-  // `key`, and whose columns are rows of the softmax, `number` and the next.
+  // For transposed logits: the words of a thread's four elements of a tile. Rows are keys, of which the thread's first
+  // is `key`; columns are rows of the softmax, the thread's `number` and the next.
   //
-  // Four neighbouring keys are in four lanes, four apart, which want one word each of four counters: of two keys'
-  // groups and two rows. So each lane makes the words of one of these, and they transpose them.
+  // Four adjacent keys are in four lanes, 4 apart, which need one word each of four counters: two groups of keys by two
+  // rows. So each lane computes the words of one counter, and the lanes transpose them.
   DEVICE void words_of_columns(int64_t number, int key, uint32_t (&mine)[4]) const {
     const int lane = arch::opaque_thread_index() / 4 % 4;
     const bool odd = lane % 2 == 1, high = lane / 2 == 1;

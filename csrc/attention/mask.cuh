@@ -1,4 +1,4 @@
-// Where a sequence lies, and which of its keys a query sees.
+// The rows of a sequence, and which of its keys a query sees.
 #pragma once
 
 #include <cmath>
@@ -8,11 +8,11 @@
 
 namespace cuda_ext::sm80 {
 
-// Lengths and windows are less, so that sums of three of them are ints.
+// More than any length or window, and small enough that sums of three fit in an int.
 constexpr int kFar = 1 << 29;
 
 struct Sequence {
-  int q_begin = 0, k_begin = 0;  // rows of the packing
+  int q_begin = 0, k_begin = 0;  // first rows in the packing
   int q_len, k_len;
 
   DEVICE Sequence(const AttentionParams& p, int batch) : q_len(int(p.seqlen_q)), k_len(int(p.seqlen_k)) {
@@ -24,14 +24,14 @@ struct Sequence {
   }
 };
 
-// Indices from begin to end.
+// Indices [begin, end).
 struct Span {
   int begin, end;
   DEVICE bool has(int i) const { return i >= begin && i < end; }
   DEVICE Span from(int origin) const { return {begin - origin, end - origin}; }
 };
 
-// Key j and query i see each other iff low <= j - i <= high, and there is a key j.
+// Query i sees key j iff low <= j - i <= high and 0 <= j < k_len.
 struct Visibility {
   int low, high, k_len;
 
@@ -41,13 +41,14 @@ struct Visibility {
     high = p.window_right < 0 || p.window_right > kFar ? 2 * kFar : diagonal + int(p.window_right);
   }
 
-  // Keys that any query from `first` to `last` sees: [begin, end), empty if end is not beyond begin.
+  // Keys that any query in [first, last] sees: [begin, end), empty if end <= begin.
   DEVICE int key_begin(int first) const { return first + low > 0 ? first + low : 0; }
   DEVICE int key_end(int last) const { return last + high < k_len ? last + high + 1 : k_len; }
 
   DEVICE Span keys(int query) const { return {key_begin(query), key_end(query)}; }
 
-  // The same of queries, which may end beyond the last there is. A key beyond the last is seen by none.
+  // Queries that see any key in [first, last]. The end may exceed the number of queries. Keys from k_len on are seen by
+  // none.
   DEVICE int query_begin(int first) const { return first - high > 0 ? first - high : 0; }
   DEVICE int query_end(int last) const { return last - low + 1; }
   DEVICE Span queries(int key) const { return {query_begin(key), key < k_len ? query_end(key) : 0}; }
@@ -57,10 +58,10 @@ struct Visibility {
   }
 };
 
-// Hidden logits become -inf. s: (row_tiles, column_tiles) outputs of mma; range(m, half): the visible columns of a row
-// of this thread, [begin, end), counted from its first.
+// Sets hidden logits to -inf. s: (row_tiles, column_tiles) outputs of mma; range(m, half): the visible columns of a row
+// of this thread, relative to the thread's first column.
 template <class Tiles, class Range>
-DEVICE void hide(typename Tiles::Accumulators& s, const Range& range) {
+DEVICE void apply_mask(typename Tiles::Accumulators& s, const Range& range) {
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll

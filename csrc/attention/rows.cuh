@@ -1,4 +1,4 @@
-// Rows of the operands in global memory, and their copies to shared memory.
+// Rows of the operands in global memory, and copies of them to shared memory.
 #pragma once
 
 #include "arch/async_copy.cuh"
@@ -7,7 +7,7 @@
 
 namespace cuda_ext::sm80 {
 
-// Index of a row within lse, which is also its number for dropout: of a head's first, and of any.
+// The index in lse of a head's first row, and of any row. Also the number of the row for dropout.
 DEVICE int64_t first_lse_row(const AttentionParams& p, int q_begin, int batch, int head) {
   return p.cu_seqlens_q != nullptr ? head * p.total_q + q_begin : (batch * p.heads + head) * p.seqlen_q;
 }
@@ -20,8 +20,8 @@ DEVICE T* row_of(const HeadsView& view, int batch, int64_t row, int head) {
   return static_cast<T*>(view.data) + batch * view.batch_stride + row * view.seq_stride + head * view.head_stride;
 }
 
-// Starts copying a tile whose line i is at row(i), `width` elements long. Lines from `count` on, and what is beyond the
-// width, become zeros.
+// Starts copying a tile; row(i) points to line i, of `width` elements. Lines from `count` on and elements past the
+// width are filled with zeros.
 template <class Tile, int threads, class Row>
 DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row& row) {
   constexpr int kCopies = Tile::kLines * Tile::kChunks / threads;
@@ -32,22 +32,23 @@ DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row
     const int index = i * threads + thread;
     const int line = index / Tile::kChunks, chunk = index % Tile::kChunks;
     const bool inside = line < count && chunk * Tile::kElements < width;
-    // Where nothing is read the address does not matter.
+    // If nothing is read, the address is not used.
     arch::cp_async<16>(tile + Tile::offset(line, chunk), row(line) + chunk * Tile::kElements, inside ? 16 : 0);
   }
 }
 
-// The same of lines at equal distances, whose addresses are sums: a thread has the same chunk of every so many lines.
+// The same for equidistant lines, with cheaper addresses: a thread copies the same chunk of every kLinesPerPass-th
+// line.
 template <class Tile, int threads>
 struct LinesCopy {
   static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
   static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
 
-  // Bytes from a thread's line to its next, of lines `stride` elements apart. It reaches kernels as a constant, which
-  // takes no registers.
+  // Bytes between the lines that a thread copies, for lines `stride` elements apart. Kernels receive it as a parameter,
+  // i.e. a constant that takes no registers.
   static int64_t pass(int64_t stride) { return kLinesPerPass * stride * int64_t(sizeof(typename Tile::Element)); }
 
-  // Of lines from `lines` on, `count` of them if that is less than the tile has.
+  // Copies the lines that begin at `lines`, at most `count`.
   DEVICE static void start(arch::SharedAddress tile, const typename Tile::Element* lines, int64_t stride,
                            const int64_t& pass, int count, int width) {
     if constexpr (kOneChunk) {

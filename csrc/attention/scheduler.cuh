@@ -1,4 +1,4 @@
-// Which block does what.
+// The assignment of tiles to blocks.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@ struct TileIndex {
   int tile, head, batch;
 };
 
-// Tiles of rows, for each head of each sequence ("pair"). Pairs go in sections whose keys and values fit L2 together.
-// Within a section all pairs' last tiles come first: where a mask is causal they have most to do, and what comes last
-// should be short.
+// The order of tiles, for each head of each sequence ("pair"). Pairs are processed in sections whose keys and values
+// fit in L2 together. Within a section the last tiles of all pairs come first: with a causal mask they have the most
+// work, and the shortest tiles should come last.
 struct Schedule {
   int tiles = 0;  // of the longest sequence
   int heads = 0;
@@ -21,15 +21,16 @@ struct Schedule {
   int section = 1;  // pairs
 
   DEVICE TileIndex find(int block) const {
-    const int of_section = section * tiles, first = block / of_section * section, index = block % of_section;
+    const int section_tiles = section * tiles;
+    const int first = block / section_tiles * section, index = block % section_tiles;
     const int here = pairs - first < section ? pairs - first : section;
     const int pair = first + index % here;
     return {tiles - 1 - index / here, pair % heads, pair / heads};
   }
 };
 
-// How many blocks share what one block would do in `steps`: as few as come within 15 % of what the best number fills of
-// a device that runs `at_once` blocks.
+// Among how many blocks to divide the `steps` of one block, on a device that runs `at_once` blocks concurrently: the
+// fewest that fill the device to within 15 % of the best number.
 inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
   constexpr int kMaxSplits = 64;
   if (blocks * 5 >= at_once * 4 || steps < 2) return 1;
@@ -42,13 +43,13 @@ inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
   for (int splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
   int splits = 1;
   while (filled(splits) < 0.85 * best) ++splits;
-  // Without those that would have nothing to do.
-  const int64_t of_split = (steps + splits - 1) / splits;
-  return int((steps + of_split - 1) / of_split);
+  // Without empty splits.
+  const int64_t split_steps = (steps + splits - 1) / splits;
+  return int((steps + split_steps - 1) / split_steps);
 }
 
-// Pairs of a section whose operands, `pair_bytes` each, L2 has room for.
-inline int section_of(int64_t pair_bytes, int64_t pairs) {
+// The number of pairs in a section, whose operands of `pair_bytes` each should fit in L2 together.
+inline int section_size(int64_t pair_bytes, int64_t pairs) {
   constexpr int64_t kSectionBytes = 32 << 20;
   return int(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(1, pair_bytes), 1, std::max<int64_t>(1, pairs)));
 }

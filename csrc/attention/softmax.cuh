@@ -8,30 +8,30 @@
 
 namespace cuda_ext::sm80 {
 
-// Of the weights in a thread's columns of its rows, relative to the rows' maxima.
+// Sums of weights over a thread's columns, for each of its rows, relative to the maximum of the row.
 template <int row_tiles>
 struct alignas(8 * row_tiles) RowSums {
   float of[row_tiles][2];
 
-  // That of the whole row.
+  // The sum of the whole row, over the four lanes that share it.
   DEVICE float row(int m, int half) const {
     const float pair = of[m][half] + arch::shuffle_xor(of[m][half], 1);
     return pair + arch::shuffle_xor(pair, 2);
   }
 };
 
-// Of 16 row_tiles rows that a warp has to itself. A thread has rows lane / 4 and lane / 4 + 8 of each 16, and of these
-// the columns of a quarter; four neighbouring lanes share a row.
+// The softmax of 16 row_tiles rows that one warp owns. A thread has rows lane / 4 and lane / 4 + 8 of each 16, and a
+// quarter of their columns; four adjacent lanes share a row.
 template <int row_tiles>
 struct OnlineSoftmax {
-  // What weights are relative to, in powers of two: the largest logit so far, or a little less.
+  // The reference of the weights, in powers of two: the largest logit so far, or up to kMaxLag less.
   float max[row_tiles][2];
 
-  // Takes columns s in: they become their weights 2^(factor s - max), and `out` and `sums`, the weighted sums so far,
-  // are made relative to the new maximum. factor > 0. A row that has seen nothing but -inf has weights of 0.
+  // Processes the next columns s, which become weights 2^(factor s - max); makes `out` and `sums` relative to the new
+  // maximum and adds the weights to `sums`. factor > 0. The weights of a row that has seen only -inf are 0.
   template <int column_tiles, int out_tiles>
-  DEVICE void take(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4],
-                   RowSums<row_tiles>& sums, float factor) {
+  DEVICE void update(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4],
+                     RowSums<row_tiles>& sums, float factor) {
     float new_max[row_tiles][2];
     bool lags = false;
 #pragma unroll
@@ -64,18 +64,18 @@ struct OnlineSoftmax {
       }
   }
 
-  // The logarithm of the sum of exponentials; -inf of a row that saw nothing.
+  // The logarithm of the sum of exponentials; -inf if the row has seen no key.
   DEVICE float log_sum_exp(int m, int half, float row_sum) const {
     constexpr float kLn2 = 0.6931471805599453f;
     return row_sum == 0.0f ? -INFINITY : (max[m][half] + arch::fast_log2(row_sum)) * kLn2;
   }
 
  private:
-  // `max` may stay this far, in powers of two, below the largest logit seen: weights of up to 2^8 are as precise as those
-  // of up to 1, and outputs are rescaled once or twice in a row's life in place of every step.
+  // `max` may be this much, in powers of two, below the largest logit seen. Weights up to 2^8 are as precise as weights
+  // up to 1, and outputs are rescaled once or twice per row instead of at every step.
   static constexpr float kMaxLag = 8.0f;
 
-  // So that -inf less it is -inf.
+  // Avoids -inf - (-inf) = NaN.
   DEVICE static float finite(float x) { return x == -INFINITY ? 0.0f : x; }
 
   template <int out_tiles>

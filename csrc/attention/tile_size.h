@@ -1,4 +1,4 @@
-// The tiles of attention on mma.sync: one table, with its reasons.
+// The tile sizes of attention on mma.sync, with reasons.
 #pragma once
 
 #include <cstdint>
@@ -7,36 +7,37 @@ namespace cuda_ext::sm80 {
 
 struct KeysOfTile {
   int fast;
-  int small;    // where min_blocks with more do not fit a multiprocessor's shared memory
-  int general;  // where softcap, ALiBi, dropout or a bias want registers too
+  int small;    // if min_blocks with `fast` do not fit in the shared memory of an SM
+  int general;  // with softcap, ALiBi, dropout or a bias, which need registers too
 };
 
-// A tile and all that hangs on it.
+// A tile shape and everything derived from it.
 struct AttentionConfig {
   int dim;      // of query and key, padded with zeros
   int dim_v;    // of value and output
   int block_m;  // rows: queries of a head, or of all heads that share a key head
   KeysOfTile block_n;
-  int warps;  // each has block_m / warps rows to itself, so that softmax stays within a warp
-  int min_blocks;
+  int warps;       // each owns block_m / warps rows, so that softmax stays within a warp
+  int min_blocks;  // per SM
 
   constexpr int threads() const { return 32 * warps; }
 
-  // Keys of a block on a multiprocessor with so much shared memory.
-  constexpr int keys(bool general, int multiprocessor_bytes) const {
-    constexpr int kBeside = 4 << 10;  // what the driver takes, sums of weights, the task
+  // Keys of a tile on an SM with `sm_bytes` of shared memory.
+  constexpr int keys(bool general, int sm_bytes) const {
+    constexpr int kOther = 4 << 10;  // reserved by the driver, sums of weights, the task
     if (general) return block_n.general;
-    const int block_bytes = kBeside + 2 * (block_m * dim + block_n.fast * (dim + dim_v));
-    return min_blocks * block_bytes <= multiprocessor_bytes ? block_n.fast : block_n.small;
+    const int block_bytes = kOther + 2 * (block_m * dim + block_n.fast * (dim + dim_v));
+    return min_blocks * block_bytes <= sm_bytes ? block_n.fast : block_n.small;
   }
 };
 
-// By head dims, from small to large. All but `fast` ones fit the 99 KiB of shared memory of sm_86 and sm_89: block_m
-// queries, and block_n keys and values. 32 rows a warp read each fragment of keys and values once for two products.
+// By head dims, from small to large. All except `fast` fit in the 99 KiB of shared memory of sm_86 and sm_89: block_m
+// queries, block_n keys and values. With 32 rows per warp, each fragment of keys and values that is read serves two
+// products.
 constexpr AttentionConfig kForwardTiles[] = {
     // 50 or 32 KiB. Logits of 32 rows take 128 of 255 registers, their output 64.
     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = {128, 64, 64}, .warps = 4, .min_blocks = 2},
-    // 66 or 48 KiB. Two blocks hide each other's softmax.
+    // 66 or 48 KiB. Two blocks overlap each other's softmax.
     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = {64, 32, 32}, .warps = 4, .min_blocks = 2},
     // 88 KiB, for one block, so it has 8 warps of 16 rows.
     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = {64, 64, 64}, .warps = 8, .min_blocks = 1},
@@ -45,26 +46,26 @@ constexpr AttentionConfig kForwardTiles[] = {
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 
-// A tile of the backward: keys stay, queries pass by.
+// A tile shape of backward, where a block owns keys and loops over queries.
 struct AttentionBackwardConfig {
   int dim;
   int dim_v;
   int block_m;          // queries
   int block_n;          // keys
-  int key_warps;        // along the keys of scores and of dK and dV; others share their rows, along the head dims
-  int query_warps = 2;  // along the queries of dQ
+  int key_warps;        // warps along the keys of scores, dK and dV; if fewer than `warps`, several share keys
+  int query_warps = 2;  // warps along the queries of dQ
   int warps = 4;
   int min_blocks = 2;
 
   constexpr int threads() const { return 32 * warps; }
 };
 
-// By head dims, from small to large. All fit 99 KiB of shared memory: block_n keys and values, block_m queries and output
-// gradients, and a tile of logits' gradients. dK and dV of a warp's keys are in registers all the time.
+// By head dims, from small to large. All fit in 99 KiB of shared memory: block_n keys and values, block_m queries and
+// output gradients, and a tile of dS. dK and dV of a warp's keys are in registers during the whole loop.
 constexpr AttentionBackwardConfig kBackwardTiles[] = {
-    // 49 KiB. 32 keys a warp read each fragment of the queries once for two products; dK and dV take 128 registers.
+    // 49 KiB. With 32 keys per warp, each fragment of the queries serves two products; dK and dV take 128 registers.
     {.dim = 64, .dim_v = 64, .block_m = 32, .block_n = 128, .key_warps = 4},
-    // 73 KiB. dK and dV of 16 keys take 128 registers, 64 queries' weights and gradients 64.
+    // 73 KiB. dK and dV of 16 keys take 128 registers, P and dS of 64 queries 64.
     {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 64, .key_warps = 4},
     // 64 KiB. dK and dV of 16 keys take 160 registers.
     {.dim = 192, .dim_v = 128, .block_m = 32, .block_n = 64, .key_warps = 4},

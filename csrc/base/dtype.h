@@ -1,4 +1,4 @@
-// Element types as plain data, so that kernels, launchers and bindings agree without a torch header between them.
+// Element types, for kernels, launchers and csrc/ops alike, without a torch header.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@ namespace cuda_ext {
 
 enum class Dtype : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64 };
 
-// Storage only: arithmetic happens in float after a load converts (cpu/simd.h on the host, arch/ on the device).
+// Storage types only: loads convert to float, in which arithmetic is done (cpu/simd.h on the host, arch/ on the
+// device).
 struct half_t {
   uint16_t bits;
 };
@@ -36,7 +37,7 @@ struct DtypeOf<double> {
   static constexpr Dtype value = Dtype::kFloat64;
 };
 
-// float64 is computed in float64 (it exists for gradient checks), everything else in float32.
+// float64 is computed in float64 (it is for checking gradients), all other types in float32.
 template <class Storage>
 struct ComputeOf {
   using type = float;
@@ -48,7 +49,8 @@ struct ComputeOf<double> {
 template <class Storage>
 using Compute = typename ComputeOf<Storage>::type;
 
-// Calls f with a value of the storage type `dtype` names: dispatch(d, [&](auto tag) { using T = decltype(tag); ... }).
+// Calls f with a value of the storage type that `dtype` names: dispatch(d, [&](auto tag) { using T = decltype(tag); ...
+// }).
 template <class F>
 decltype(auto) dispatch(Dtype dtype, F&& f) {
   switch (dtype) {

@@ -1,5 +1,5 @@
-// HOST_DEVICE: a function that kernels call, too. Here, and not with the other macros of kernels (arch/target.cuh), for the
-// headers that files without device code include as well.
+// HOST_DEVICE marks functions that host code and kernels call. It is not in arch/target.cuh with the other macros,
+// because headers without device code need it too.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,4 +1,4 @@
-// The counter-based random numbers of dropout, on the host.
+// The counter-based random numbers of dropout, on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace cuda_ext {
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) for `Width` counters at once.
-// Static, because it is compiled for several instruction sets.
+// `static`, because it is compiled for several instruction sets.
 template <int Width>
 static inline void philox(uint64_t seed, uint64_t offset, const uint64_t (&counter)[Width],
                           uint32_t (&words)[4][Width]) {

@@ -1,4 +1,4 @@
-// Memory that a caller lends to a launch.
+// Temporary device memory that the caller of a launcher provides.
 #pragma once
 
 #include <cstddef>
@@ -9,31 +9,31 @@
 
 namespace cuda_ext {
 
-// Device memory a launch may use until it has ended; its contents before and after mean nothing.
+// Device memory that a launch may use until its kernels have ended. It need not be initialised.
 struct Workspace {
   void* data = nullptr;
   size_t bytes = 0;
 };
 
-// Gives out pieces of a workspace; with none behind it, it tells how many bytes there would have to be.
+// Allocates arrays in a workspace, one after the other. With a null workspace it only counts the bytes.
 class WorkspaceCursor {
  public:
   explicit WorkspaceCursor(void* data = nullptr) : data_(reinterpret_cast<uintptr_t>(data)) {}
 
   template <class T>
-  void take(T*& piece, int64_t count) {
+  void allocate(T*& array, int64_t count) {
     constexpr size_t kAlignment = 256;
-    piece = reinterpret_cast<T*>(data_ + used_);
+    array = reinterpret_cast<T*>(data_ + used_);
     used_ += (size_t(count) * sizeof(T) + kAlignment - 1) / kAlignment * kAlignment;
   }
 
   size_t used() const { return used_; }
 
-  void expect_room(const char* who, const Workspace& workspace) const {
+  void expect_fits(const char* op, const Workspace& workspace) const {
     if (used_ > workspace.bytes)
-      throw std::invalid_argument(std::string(who) + ": expected a workspace of " + std::to_string(used_) +
+      throw std::invalid_argument(std::string(op) + ": expected a workspace of " + std::to_string(used_) +
                                   " bytes, got " + std::to_string(workspace.bytes) +
-                                  "; ask the function that tells its size");
+                                  "; call the op's workspace function for the size");
   }
 
  private:

@@ -1,9 +1,10 @@
-// Gradient buckets: many tensors of mixed dtype and one flat buffer, moved in one pass with scale, cast and statistics.
+// Gradient buckets: copies between many tensors of mixed dtype and one flat buffer, in one pass with scale, cast and
+// statistics.
 //
-// The work is cut by position in the buffer, never by tensor: block b owns elements [b, b + 1) * kBlockElements, finds
-// its first tensor by binary search and walks on from there. A thousand biases and one embedding therefore load threads
-// (later: CTAs) equally, and since each block leaves one partial sum and these are added in block order, the statistics
-// do not depend on how many threads ran.
+// The work is divided by position in the buffer, not by tensor: block b owns elements [b, b + 1) * kBlockElements,
+// finds its first tensor by binary search, and continues from there. A thousand biases and one embedding therefore load
+// threads (on a GPU: thread blocks) equally. Each block stores one partial sum and these are added in order, so the
+// statistics do not depend on the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@
 
 namespace cuda_ext {
 
-// One tensor: `count` contiguous elements that correspond to bucket elements [begin, begin + count). Null data: those
-// elements are neither read nor written, nor part of the statistics.
+// One tensor: `count` contiguous elements that correspond to bucket elements [begin, begin + count). If data is null,
+// these elements are neither read nor written, nor part of the statistics.
 struct BucketEntry {
   void* data;
   int64_t begin;
@@ -22,8 +23,8 @@ struct BucketEntry {
   Dtype dtype;
 };
 
-// Statistics are of the values as the destination stores them, after scale and cast: the sum of their squares, and
-// whether one of them is infinite or NaN.
+// Statistics of the values as stored in the destination, after scale and cast: the sum of their squares, and whether
+// any of them is infinite or NaN.
 struct BucketStats {
   double squares = 0.0;
   bool nonfinite = false;
@@ -41,7 +42,8 @@ struct BucketParams {
 
 constexpr int64_t kBlockElements = 16384;
 
-// bucket = cast(tensors * scale), gaps = 0. An entry whose data is its place in the bucket is scaled where it is.
+// bucket = cast(tensors * scale), gaps = 0. A tensor that already lies in the bucket at its own elements is scaled in
+// place.
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_pack, BucketParams)
 // tensors = cast(bucket * scale).
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_unpack, BucketParams)
@@ -58,7 +60,7 @@ struct BucketSumParams {
   BucketStats* stats;  // (1,)
 };
 
-// Every target = cast(sum of all sources), each element added in the order of the sources and rounded once.
+// Every target = cast(sum of all sources). Sources are added in order, and the sum is rounded once.
 CUDA_EXT_CPU_LAUNCHER(launch_bucket_sum, BucketSumParams)
 
 }  // namespace cuda_ext

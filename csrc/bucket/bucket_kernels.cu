@@ -13,14 +13,14 @@ namespace {
 using bucket::TableChunk;
 using bucket::TableEntry;
 
-// A bucket of no elements has a block too: it writes the statistics.
+// At least one block, which writes the statistics.
 int64_t num_blocks(int64_t count) { return count > 0 ? (count + kBlockElements - 1) / kBlockElements : 1; }
 
 struct Workspace {
   static constexpr size_t kTableOffset = 16;  // the counter, padded
   uint32_t* counter;
   TableEntry* table;  // (num_entries,)
-  float* stats;       // (2,), where nobody wants them
+  float* stats;       // (2,), used if the caller wants none
   double* partial;    // (blocks,)
 
   Workspace(void* memory, int64_t num_entries)
@@ -46,7 +46,7 @@ void write_chunk(const std::string& name, const BucketEntry* entries, int count,
       (name + "_table").c_str(), {.grid = {blocks}, .threads = arch::kWarpSize, .stream = stream}, chunk);
 }
 
-// Runs at least once, for the sake of the counter.
+// Launches at least once, to clear the counter.
 void write_table(const char* name, const BucketParams& params, const Workspace& workspace, void* stream) {
   int64_t first = 0;
   do {
@@ -60,7 +60,7 @@ void write_table(const char* name, const BucketParams& params, const Workspace& 
   } while (first < params.num_entries);
 }
 
-// Whether the entries of a pack fit the parameters of its kernel, which then needs no workspace.
+// Whether the entries of a pack fit in the parameters of its kernel, which then needs no workspace.
 bool is_one_launch(int64_t num_entries, bool stats) { return !stats && num_entries <= bucket::kSmallChunk; }
 
 template <class Bucket>
@@ -123,7 +123,7 @@ void launch_bucket_unpack_cuda(const BucketParams& params, float* stats, void* w
   launch_for_dtype<BucketOp::kUnpack>("bucket_unpack", params, stats, workspace, stream);
 }
 void launch_bucket_stats_cuda(const BucketParams& params, float* stats, void* workspace, void* stream) {
-  launch<BucketOp::kStats, float>("bucket_stats", params, stats, workspace, stream);  // no bucket, so one type will do
+  launch<BucketOp::kStats, float>("bucket_stats", params, stats, workspace, stream);  // any type: there is no bucket
 }
 
 }  // namespace cuda_ext

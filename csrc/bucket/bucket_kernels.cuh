@@ -1,37 +1,26 @@
-// Gradient buckets on the GPU: pack, unpack and statistics of any number of tensors of mixed dtype in one launch.
+// Gradient buckets on the GPU: pack, unpack and statistics of any number of tensors of mixed dtype.
 //
-// Problem. As BucketParams (bucket.h) says. A pass over memory and nothing else: each byte is read once and written
-// once, and scale, cast, sum of squares and non-finite flag ride along in registers.
-//
-// Table. The entries travel as parameters of a small kernel of their own, which writes them to the workspace: nothing on
-// the host has to outlive the call, nothing is pinned, and a captured graph carries them in its nodes. That kernel also
-// clears the counter below. A pack of up to 126 tensors whose statistics nobody wants has no counter, and is one launch:
-// the entries are its own parameters, and each block copies those of its elements to shared memory, where lanes find them
-// at any index.
-//
-// Work. Block b owns bucket elements [b, b + 1) * kBlockElements, whatever tensors lie there, and each of its warps an
-// equal region of them; from there on a warp needs no other. It finds its first entry by a search in which every lane
-// probes one (three rounds for 1,000 tensors) and walks on. What it meets is moved in one of two ways:
-//   - A long piece of one tensor by vectors, 64 bytes in flight per lane: 16 bytes of the wider of the two dtypes where
-//     source and target have a common alignment, else the widest vector for which they have one. Vectors start at a
-//     32-byte sector of the target; the up to 15 elements before it and 7 behind the last vector go one per lane.
-//   - Among short tensors and gaps, 256 elements at once, each by a lane that searches its entry on its own: a region
-//     of one-element tensors then takes 8 rounds of the warp, not one per tensor.
-// A gap is written as zeros by pack and passed over by the others; an entry without data is passed over by all.
-//
-// Statistics. Squares are summed in float64, where a sum of finite float32 values cannot overflow: an infinite or NaN
-// sum is the non-finite flag. Lane, warp, block, grid: each level adds in an order that only positions and alignments
-// decide. The grid's level is the block that arrives last at a counter. Each arrival releases the block's sum and acquires
-// those before it, and the barrier passes them on to the block's other threads.
-//
-// In place. Where a tensor is its own place in the bucket, the lane that writes an element is the one that has read it,
-// and with scale = 1 nothing is written. The data must not be read through the read-only path for this, nor may the
-// partial sums, which other blocks write; the table may.
-//
-// Barriers. sync_threads, all threads: between warps' sums and their use, and after the arrival at the counter; in the
-// kernel without statistics, once, behind the copy of the table.
-// Shared memory. SharedStorage: one sum a warp and one flag. SharedEntries: the table of the kernel without statistics.
-// Registers. 16 hold what is in flight; capped at 64 a thread, so that 4 blocks, 64 KiB in flight, fit a processor.
+// Problem        BucketParams in bucket.h. The kernels only move memory: each byte is read once and written once;
+//                scale, cast, sum of squares and non-finite flag are computed in registers on the way.
+// Table          The entries are passed as parameters of a small kernel, bucket_table_kernel, which writes them to the
+//                workspace and clears the counter below. Nothing on the host has to outlive the call, nothing is
+//                pinned, and a captured graph contains the entries in its nodes. A pack of up to 126 tensors without
+//                statistics needs no counter and is a single launch: the entries are parameters of bucket_pack_kernel,
+//                and each block copies those of its elements to shared memory, where lanes can index them.
+// Blocks         Block b owns bucket elements [b, b + 1) * kBlockElements, whatever tensors they belong to. Each of its
+//                warps owns an equal region of them and works independently (bucket_move.cuh).
+// Statistics     Squares are summed in float64, where a sum of finite float32 values cannot overflow: the non-finite
+//                flag is whether the sum is infinite or NaN. Sums over lanes, warps, blocks and grid are each added in
+//                an order that depends only on positions and alignments. The last block to arrive at a counter adds
+//                those of the blocks: each arrival releases the block's sum and acquires the earlier ones, and the
+//                barrier after it makes them visible to the other threads of the block.
+// In place       If a tensor already lies in the bucket at its own elements, each element is written by the lane that
+//                has read it, and with scale = 1 not at all. Therefore data must not be read through the read-only
+//                path, nor must the partial sums, which other blocks write; the table may be.
+// Barriers       sync_threads, all threads: between storing and reading the warps' sums, and after the arrival at the
+//                counter; in bucket_pack_kernel one, after the copy of the table.
+// Shared memory  SharedStorage: one sum per warp and one flag. bucket_pack_kernel: SharedEntries, the table.
+// Registers      16 for loads in flight; limited to 64 per thread, so that 4 blocks (64 KiB in flight) fit on an SM.
 #pragma once
 
 #include "bucket/bucket_move.cuh"
@@ -45,7 +34,7 @@ struct Params {
   double* partial;    // (blocks,)
 };
 
-// Of the kernel without statistics.
+// Parameters of the kernel without statistics.
 struct PackParams {
   void* bucket;
   int64_t count;
@@ -63,7 +52,7 @@ struct SharedEntries {
   TableEntry entries[kSmallChunk];
 };
 
-// The same in all threads. Storage is free again after the next barrier.
+// Returns the sum in all threads. `shared` must not be written before the next barrier.
 DEVICE double sum_over_block(double value, SharedStorage& shared) {
 #pragma unroll
   for (int lanes = kWarpSize / 2; lanes > 0; lanes /= 2) value += arch::shuffle_xor(value, lanes);
@@ -75,7 +64,7 @@ DEVICE double sum_over_block(double value, SharedStorage& shared) {
   return sum;
 }
 
-// Writes a chunk of the table, an entry per lane: parameters are read one address at a time.
+// Writes a chunk of the table, one entry per lane.
 template <int capacity>
 GLOBAL(kWarpSize, 1)
 bucket_table_kernel(GRID_CONSTANT TableChunk<capacity> chunk) {
@@ -90,7 +79,7 @@ bucket_table_kernel(GRID_CONSTANT TableChunk<capacity> chunk) {
   arch::store_global(&target->dtype, uint32_t(entry.dtype));
 }
 
-// Moves what belongs to this warp of this block; returns this lane's share of the squares.
+// Moves the region of this warp; returns this lane's part of the sum of squares.
 template <BucketOp op, class Bucket, class Table>
 DEVICE double move_own_region(const Move<Table>& params) {
   const int warp = arch::thread_index() / kWarpSize;
@@ -104,8 +93,8 @@ bucket_pack_kernel(GRID_CONSTANT PackParams params) {
   SHARED_STORAGE(SharedEntries, shared);
   const int64_t block_begin = arch::block_x() * kBlockElements, block_end = block_begin + kBlockElements;
   for (int i = arch::thread_index(); i < params.num_entries; i += Config::kThreads) {
-    // Parameters are read one address at a time, so a search gets all the ends, but the rest only of entries that it can
-    // find in this block: those from the first that ends in it or later to the first that does so behind it.
+    // Reads of parameters at different addresses are serialised. So all entries are copied only as far as a search
+    // reads them, their ends. The rest is copied for the entries that overlap this block, and the first one after it.
     const int64_t end = params.entries[i].end;
     shared.entries[i].end = end;
     if (end > block_begin && (i == 0 || params.entries[i - 1].end < block_end)) shared.entries[i] = params.entries[i];

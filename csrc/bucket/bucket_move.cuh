@@ -1,4 +1,12 @@
-// How a warp moves its region of a bucket: long pieces of one tensor in vectors, short tensors and gaps together.
+// How a warp moves its region of a bucket. It finds the first entry by a search in which each lane tests one entry
+// (three rounds for 1,000 tensors), and continues from there. There are two cases:
+//   - A long piece of one tensor moves in vectors, with 64 bytes in flight per lane. A vector is 16 bytes of the wider
+//     dtype if source and target can both be aligned to it, else the widest for which they can. Vectors start at a
+//     32-byte sector of the target; the up to 15 elements before it, and the up to 7 after the last vector, move one
+//     per lane.
+//   - Short tensors and gaps move 256 elements at a time; each lane searches for the entries of its own elements. A
+//     region of one-element tensors then takes 8 rounds of the warp instead of one per tensor.
+// Gaps are zeroed by pack and skipped by the others; entries without data are skipped by all.
 #pragma once
 
 #include <type_traits>
@@ -12,13 +20,13 @@ enum class BucketOp { kPack, kUnpack, kStats };
 
 struct BucketConfig {
   static constexpr int kThreads = 256;
-  static constexpr int kMinBlocks = 4;  // per multiprocessor
+  static constexpr int kMinBlocks = 4;  // per SM
   static constexpr int kWarps = kThreads / arch::kWarpSize;
   static constexpr int kRegionElements = int(kBlockElements) / kWarps;
-  static constexpr int kBytesInFlight = 64;  // per lane, of 16-byte loads
-  static constexpr int kMaxLoads = 8;        // per lane, of narrower ones
+  static constexpr int kBytesInFlight = 64;  // per lane, in 16-byte loads
+  static constexpr int kMaxLoads = 8;        // per lane, in narrower loads
   static constexpr int kShortElements = 8;   // per lane, among short tensors
-  // A piece this long is worth the warp's full attention; shorter ones are moved together.
+  // The warp moves pieces of at least this length one by one, shorter ones together.
   static constexpr int kLongPiece = kShortElements * arch::kWarpSize;
   static_assert(kBlockElements % kWarps == 0);
 };
@@ -34,7 +42,7 @@ DEVICE auto with_type(Dtype dtype, F f) {
   return f(float{});
 }
 
-// `width` elements as they travel through registers.
+// `width` elements in registers, in storage type T.
 template <class T, int width>
 using Packed = std::conditional_t<width == 1, T, arch::Words<int(sizeof(T)) * width / 4>>;
 
@@ -71,9 +79,9 @@ DEVICE Packed<T, width> narrow(const float (&v)[width]) {
   }
 }
 
-// target[0..width) = cast(loaded * scale), unless `write` is false, and the sum of squares of what target then holds.
+// target[0..width) = cast(loaded * scale), unless `write` is false. Returns the sum of squares of the values in target.
 template <BucketOp op, int width, class Source, class Target>
-DEVICE double finish(const Packed<Source, width>& loaded, Target* target, float scale, bool write) {
+DEVICE double store_scaled(const Packed<Source, width>& loaded, Target* target, float scale, bool write) {
   float v[width];
   widen<Source, width>(loaded, v);
   if constexpr (op != BucketOp::kStats) {
@@ -85,11 +93,11 @@ DEVICE double finish(const Packed<Source, width>& loaded, Target* target, float 
   }
   double squares = 0.0;
 #pragma unroll
-  for (int i = 0; i < width; ++i) squares += double(v[i]) * double(v[i]);  // exact products, so fused or not is one
+  for (int i = 0; i < width; ++i) squares += double(v[i]) * double(v[i]);  // the product is exact, fused or not
   return squares;
 }
 
-// The elements before the first 32-byte sector that `pointer` begins, at most `count`.
+// The number of elements from `pointer` to the next 32-byte boundary, at most `count`.
 template <class T>
 DEVICE int head_of(const T* pointer, int count) {
   constexpr int kSector = 32;
@@ -97,7 +105,8 @@ DEVICE int head_of(const T* pointer, int count) {
   return head < count ? head : count;
 }
 
-// The element that this lane moves alone in an array of `count`, of which [head, count - tail) moves as vectors; or -1.
+// The element that this lane moves individually, in an array of `count` of which [head, count - tail) moves in vectors;
+// or -1.
 DEVICE int single_of(int head, int tail, int count) {
   constexpr int kFirstTailLane = kWarpSize / 2;
   const int lane = arch::lane_index();
@@ -106,8 +115,8 @@ DEVICE int single_of(int head, int tail, int count) {
   return -1;
 }
 
-// Moves a piece with the whole warp, in vectors of `width` elements: what brings the target to a multiple of `width`
-// elements brings the source to one. Returns this lane's share of the squares.
+// Moves a piece with the whole warp, in vectors of `width` elements. Source and target must have the same offset from a
+// multiple of `width` elements. Returns this lane's part of the sum of squares.
 template <BucketOp op, int width, class Source, class Target>
 DEVICE double move_vectors(const Source* source, Target* target, int count, float scale, bool write) {
   constexpr int kWanted = Config::kBytesInFlight / (width * int(sizeof(Source)));
@@ -118,12 +127,12 @@ DEVICE double move_vectors(const Source* source, Target* target, int count, floa
   double squares = 0.0;
   if (single >= 0) {
     const Source loaded = arch::load_global_streaming<Source>(source + single);
-    squares = finish<op, 1, Source>(loaded, target + single, scale, write);
+    squares = store_scaled<op, 1, Source>(loaded, target + single, scale, write);
   }
   source += head;
   target += head;
   for (int first = arch::lane_index(); first < vectors; first += kLoads * kWarpSize) {
-    Packed<Source, width> loaded[kLoads] = {};  // zeros behind the end add nothing, which is cheaper than a branch
+    Packed<Source, width> loaded[kLoads] = {};  // zeros past the end add nothing; a branch would cost more
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int vector = first + i * kWarpSize;
@@ -132,13 +141,13 @@ DEVICE double move_vectors(const Source* source, Target* target, int count, floa
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int vector = first + i * kWarpSize;
-      squares += finish<op, width, Source>(loaded[i], target + vector * width, scale, write && vector < vectors);
+      squares += store_scaled<op, width, Source>(loaded[i], target + vector * width, scale, write && vector < vectors);
     }
   }
   return squares;
 }
 
-// As many elements as 16 bytes of the wider dtype hold.
+// The number of elements of the wider dtype in 16 bytes.
 template <class Source, class Target>
 constexpr int kWidest = 16 / int(sizeof(Source) > sizeof(Target) ? sizeof(Source) : sizeof(Target));
 
@@ -176,7 +185,7 @@ DEVICE float float_of(uint32_t bits, Dtype dtype) {
 }
 
 // Moves bucket elements [position, position + count), at most kLongPiece, one per lane at a time. Their entries are in
-// [first_entry, last_entry]; gaps are among them.
+// [first_entry, last_entry], possibly with gaps between them.
 template <BucketOp op, class Bucket, class Table>
 DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t last_entry, int64_t position,
                          int count) {
@@ -187,8 +196,10 @@ DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t
   Bucket* const bucket = static_cast<Bucket*>(params.bucket);  // null for stats
   const int num_entries = int(last_entry - first_entry);
 
-  // Every lane searches all its elements' entries side by side: at each step, half of what is left is passed or not.
-  int passed[kElements] = {};  // then the element's entry; or kGap, or kAbsent where nothing is to be done
+  // Every lane searches the entries of all its elements at once, by bisection.
+  // The number of entries before the element's. After the search: its entry, or kGap, or kAbsent if nothing is to be
+  // moved.
+  int passed[kElements] = {};
   int step = 1;
   while (step <= num_entries / 2) step *= 2;
   for (; step > 0; step /= 2) {
@@ -238,19 +249,19 @@ DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t
     } else if constexpr (op == BucketOp::kPack) {
       const Dtype dtype = entry.dtype;
       const bool in_place = dtype == kBucketDtype && static_cast<Bucket*>(entry.data) + offset == bucket + at;
-      squares += finish<op, 1, float>(float_of(bits[i], dtype), bucket + at, scale, !in_place || scale != 1.0f);
+      squares += store_scaled<op, 1, float>(float_of(bits[i], dtype), bucket + at, scale, !in_place || scale != 1.0f);
     } else {
       squares += with_type(entry.dtype, [&](auto tag) {
-        auto* const place = static_cast<decltype(tag)*>(entry.data) + offset;
-        const bool in_place = static_cast<void*>(place) == bucket + at;
-        return finish<op, 1, float>(float_of(bits[i], kBucketDtype), place, scale, !in_place || scale != 1.0f);
+        auto* const target = static_cast<decltype(tag)*>(entry.data) + offset;
+        const bool in_place = static_cast<void*>(target) == bucket + at;
+        return store_scaled<op, 1, float>(float_of(bits[i], kBucketDtype), target, scale, !in_place || scale != 1.0f);
       });
     }
   }
   return squares;
 }
 
-// Moves [position, position + count) of the bucket, all of it in `entry`.
+// Moves [position, position + count) of the bucket, which lies entirely in `entry`.
 template <BucketOp op, class Bucket, class Table>
 DEVICE double move_long(const Move<Table>& params, const TableEntry& entry, int64_t position, int count) {
   const float scale = params.scale;
@@ -260,24 +271,24 @@ DEVICE double move_long(const Move<Table>& params, const TableEntry& entry, int6
     if constexpr (op == BucketOp::kStats) {
       return move_piece<op>(data, data, count, scale, false);
     } else {
-      Bucket* const place = static_cast<Bucket*>(params.bucket) + position;
-      const bool write = static_cast<void*>(place) != data || scale != 1.0f;
+      Bucket* const in_bucket = static_cast<Bucket*>(params.bucket) + position;
+      const bool write = static_cast<void*>(in_bucket) != data || scale != 1.0f;
       if constexpr (op == BucketOp::kPack)
-        return move_piece<op>(data, place, count, scale, write);
+        return move_piece<op>(data, in_bucket, count, scale, write);
       else
-        return move_piece<op>(place, data, count, scale, write);
+        return move_piece<op>(in_bucket, data, count, scale, write);
     }
   });
 }
 
-// Moves bucket elements [position, end) with one warp; returns this lane's share of the squares.
+// Moves bucket elements [position, end) with one warp; returns this lane's part of the sum of squares.
 template <BucketOp op, class Bucket, class Table>
 DEVICE double move_region(const Move<Table>& params, int64_t position, int64_t end) {
   double squares = 0.0;
   int64_t index = 0;
   while (position < end) {
     index = find_entry(params, index, position);
-    TableEntry entry{nullptr, end, end, Dtype::kFloat32};  // behind the last one is a gap
+    TableEntry entry{nullptr, end, end, Dtype::kFloat32};  // after the last entry there is a gap
     if (index < params.num_entries) entry = params.table.entry(index);
     const bool is_gap = entry.begin > position;
     const int64_t piece_end = smaller(is_gap ? entry.begin : entry.end, end);

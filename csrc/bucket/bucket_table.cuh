@@ -1,5 +1,5 @@
-// The table of a bucket's entries as the kernels read it: its form on the device, the parameters that carry it there, and
-// the search for an entry.
+// The table of a bucket's entries: its layout on the device, the parameters that transfer it, and the search for an
+// entry.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -8,7 +8,7 @@
 
 namespace cuda_ext::bucket {
 
-// An entry as the device reads it: a search reads the ends alone.
+// An entry in the layout that kernels read; a search reads only the ends.
 struct alignas(16) TableEntry {
   void* data;
   int64_t begin;  // elements of the bucket
@@ -16,7 +16,7 @@ struct alignas(16) TableEntry {
   Dtype dtype;
 };
 
-// Entries on their way to the device. A kernel takes 4 KiB of parameters as ever, and 32764 bytes at most.
+// Entries as kernel parameters, of which 4 KiB fit on every GPU and driver, and 32764 bytes at most.
 template <int capacity>
 struct TableChunk {
   TableEntry* target;
@@ -27,7 +27,7 @@ struct TableChunk {
 constexpr int kSmallChunk = 126, kLargeChunk = 1022;
 static_assert(sizeof(TableChunk<kSmallChunk>) <= 4096 && sizeof(TableChunk<kLargeChunk>) <= 32764);
 
-// What is moved. A table has end(i) and entry(i).
+// The parameters of a move. Table has end(i) and entry(i).
 template <class Table>
 struct Move {
   Table table;
@@ -66,8 +66,9 @@ DEVICE int count_low_bits(uint32_t bits) {
   return count + int(bits >> 31);  // five halvings count to 31
 }
 
-// The first entry at or after `entry` that ends behind `position`, or num_entries. All lanes together: each looks at
-// one of the next 32, where the answer is but for a region's first search, then at the end of a 32nd part of the rest.
+// The first entry from `entry` on that ends after `position`, or num_entries. Called by all lanes of a warp. Each lane
+// tests one of the next 32 entries, which suffices except in the first search of a region; then the end of one 32nd of
+// the rest.
 template <class Table>
 DEVICE int64_t find_entry(const Move<Table>& params, int64_t entry, int64_t position) {
   int64_t last = params.num_entries;  // the answer is in [entry, last]

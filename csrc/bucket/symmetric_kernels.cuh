@@ -1,31 +1,27 @@
-// All-reduce in symmetric memory on the GPU: the algorithms of symmetric.h, each in one launch, without a collective of NCCL.
+// All-reduce in symmetric memory on the GPU: the algorithms of symmetric.h, each in one launch, without NCCL.
 //
-// Problem. As SymmetricParams (symmetric_cuda.h) says: all buckets = round(sum of all buckets), in float32, in the order of
-// the ranks.
-//
-// Work. The 16-byte vectors of a range go round the threads of all blocks. Two-shot, the range is this rank's chunk, 4
-// vectors to a thread at a time: each is read from all ranks, then written to all of them, beginning with the one behind
-// this rank, so that not all write to the same. One-shot, the range is the bucket, one vector to a thread: it is written to
-// the staging of all other ranks, and after the arrival that of each rank is read here and their sum written here. What is
-// left of a range behind its vectors, less than 16 bytes, goes one element to a thread of block 0.
-//
-// Waiting. Block b waits for the blocks b of the other ranks, and for no other: thread p announces this block to rank p and
-// waits for that rank, then the block synchronises. Two-shot: at the first arrival the bucket is packed, by an earlier
-// kernel of the stream; at the second the part of the chunk that belongs to the block is written. A launch has ended when
-// all its blocks have seen all second arrivals, and nobody touches this rank's bucket behind them. One-shot: at the only
-// arrival the block's part of the bucket lies in all stagings, and it sums the same part; nobody touches another's bucket.
-// The grid depends on count and ranks alone, so that each block has its counterparts. They wait with a limit of time, then
-// the kernel ends with a trap.
-//
-// Epochs are counted in the pad, not by the host, so that a captured graph may be replayed. Every block reads the slot's
-// epoch; the last to finish increments it.
-//
-// Statistics. Squares of the stored values are summed in float64 by lane, warp and block. Two-shot, each block leaves its
-// sum in the pads of all ranks before its second arrival; one-shot, where all ranks sum the same values, in its own. The
-// block that finishes last adds them in the order of ranks and blocks, which is the same everywhere, and so are the bits.
-// An infinite or NaN sum is the non-finite flag.
-//
-// Shared memory. SharedStorage of the bucket kernels: one sum a warp and one flag.
+// Problem        SymmetricParams in symmetric_cuda.h: every bucket = round(sum of all buckets), added in float32, in
+//                the order of the ranks.
+// Work           The 16-byte vectors of a range are distributed cyclically over the threads of all blocks. Two-shot,
+//                the range is this rank's chunk, with 4 vectors per thread at a time: each is read from all ranks, and
+//                then written to all, starting with the next rank, so that ranks do not all write to the same one.
+//                One-shot, the range is the bucket, one vector per thread: it is written to the staging of all other
+//                ranks, and after the signal the rows of all ranks are read and their sum is written here. The rest of
+//                a range, less than 16 bytes, is done by threads of block 0, one element each.
+// Waiting        Block b waits only for blocks b of the other ranks: thread p signals rank p and waits for its signal,
+//                then the block synchronises. Two-shot, the first signal says that the bucket is packed (by an earlier
+//                kernel of the stream), the second that this block's part of the chunk is written. When all blocks of a
+//                launch have seen all second signals, no other rank accesses this rank's bucket any more. One-shot, the
+//                only signal says that this block's part of the bucket is in all stagings; the block sums the same
+//                part, and no rank accesses another's bucket. The grid depends only on count and ranks, so every block
+//                has its counterparts. Waits have a time limit, after which the kernel traps.
+// Epochs         are counted in the pad, not by the host, so that a captured graph can be replayed. Every block reads
+//                the slot's epoch; the last block to finish increments it.
+// Statistics     Squares of the stored values are summed in float64 by lane, warp and block. Two-shot, each block
+//                writes its sum to the pads of all ranks before its second signal; one-shot, where all ranks sum the
+//                same values, only to its own. The last block to finish adds them in the order of ranks and blocks, so
+//                that all ranks get the same bits. The non-finite flag is whether that sum is infinite or NaN.
+// Shared memory  SharedStorage of the bucket kernels: one sum per warp and one flag.
 #pragma once
 
 #include "bucket/bucket_kernels.cuh"
@@ -38,18 +34,18 @@ using bucket::SharedStorage;
 
 struct Config {
   static constexpr int kThreads = BucketConfig::kThreads;
-  static constexpr int kMinBlocks = 2;   // per multiprocessor
-  static constexpr int kVectors = 4;     // of 16 bytes, in flight per thread and rank, two-shot
-  static constexpr int kMaxBlocks = 32;  // enough to fill NVLink, and they leave the GPU to the kernels beside them
+  static constexpr int kMinBlocks = 2;   // per SM
+  static constexpr int kVectors = 4;     // 16-byte vectors in flight per thread and rank, two-shot
+  static constexpr int kMaxBlocks = 32;  // enough to saturate NVLink, few enough to leave SMs to concurrent kernels
 };
 
-// The pad of a rank on the device; zeros are an empty one.
+// The signal pad of a rank. Initially zero.
 struct DevicePad {
   struct Slot {
-    uint32_t epoch;                                   // of the all-reduce that has ended last
-    uint32_t finished;                                // blocks of the one under way
-    uint32_t arrived[Config::kMaxBlocks][kMaxRanks];  // written by the rank of that index
-    double squares[Config::kMaxBlocks][kMaxRanks];    // the same, two-shot before the second arrival
+    uint32_t epoch;                                   // of the last all-reduce that has ended
+    uint32_t finished;                                // blocks of the current one that have finished
+    uint32_t arrived[Config::kMaxBlocks][kMaxRanks];  // word [block][rank] is written by that rank
+    double squares[Config::kMaxBlocks][kMaxRanks];    // likewise; two-shot, before the second signal
   };
   Slot slots[kSlots];
 };
@@ -62,7 +58,7 @@ struct KernelParams {
   int slot;
   int64_t begin;  // bytes
   int64_t count;  // elements
-  int64_t chunk;  // elements a rank, two-shot
+  int64_t chunk;  // elements per rank, two-shot
   Staging staging;
   float* stats;  // (2,)
   uint64_t timeout_ns;
@@ -72,9 +68,9 @@ DEVICE DevicePad::Slot& slot_of(const KernelParams& params, int rank) {
   return reinterpret_cast<DevicePad*>(params.segments[rank])->slots[params.slot];
 }
 
-// This block announces `mark` to all ranks and waits until theirs have announced it. What the block has written before is
-// seen by them, and the other way round.
-DEVICE void meet(const KernelParams& params, int rank, int block, uint32_t mark, Site site = {}) {
+// Signals `mark` to this block's counterparts on all ranks, and waits until all have signalled it. Each then sees what
+// the others wrote before.
+DEVICE void sync_ranks(const KernelParams& params, int rank, int block, uint32_t mark, Site site = {}) {
   arch::sync_threads(site);
   const int peer = arch::thread_index();
   if (peer < params.num_ranks) {
@@ -89,20 +85,20 @@ DEVICE T* bucket_of(const KernelParams& params, int rank) {
   return reinterpret_cast<T*>(params.segments[rank] + params.begin);
 }
 
-// The rank `step` behind `rank`, 1 to num_ranks, so that not all ranks write to the same.
-DEVICE int rank_behind(int rank, int step, int num_ranks) {
+// The rank `step` after `rank`, cyclically, for step from 1 to num_ranks.
+DEVICE int rank_after(int rank, int step, int num_ranks) {
   return rank + step < num_ranks ? rank + step : rank + step - num_ranks;
 }
 
-// How many elements one call of a body takes: `vectors` times `width`.
+// The number of elements in one call of for_range's body: `vectors` times `width`.
 template <int width_, int vectors_>
 struct Span {
   static constexpr int width = width_;
   static constexpr int vectors = vectors_;
 };
 
-// Calls body(span, at, stride, end) for what belongs to this thread of elements [begin, end): span.width of them at `at`,
-// and so on, `stride` apart, but for those at or behind `end`.
+// Calls body(span, at, stride, end) for this thread's part of elements [begin, end): span.vectors groups of span.width
+// elements, the first at `at`, `stride` apart, except those from `end` on.
 template <class T, int vectors, class Body>
 DEVICE void for_range(int64_t begin, int64_t end, int block, int num_blocks, Body body) {
   constexpr int width = 16 / int(sizeof(T));
@@ -115,8 +111,8 @@ DEVICE void for_range(int64_t begin, int64_t end, int block, int num_blocks, Bod
   if (block == 0 && vectors_end + thread < end) body(Span<1, 1>(), vectors_end + thread, int64_t(0), end);
 }
 
-// Writes the sum over the ranks of source(rank), at the elements of a span, to every target(i) below num_targets. Returns
-// this thread's share of the squares.
+// Writes the sum of source(rank) over all ranks, at the elements of a span, to target(i) for all i < num_targets.
+// Returns this thread's part of the sum of squares.
 template <class T, class Source, class Target, int width, int vectors>
 DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int num_targets, Target target, int64_t at,
                        int64_t stride, int64_t end) {
@@ -124,7 +120,7 @@ DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int n
 #pragma unroll
   for (int i = 0; i < vectors; ++i)
 #pragma unroll
-    for (int k = 0; k < width; ++k) sums[i][k] = -0.0f;  // what to add leaves any number as it is
+    for (int k = 0; k < width; ++k) sums[i][k] = -0.0f;  // the neutral element: 0.0f would change -0.0f
 #pragma unroll 8 / vectors
   for (int rank = 0; rank < num_ranks; ++rank) {
     const T* const values = source(rank);
@@ -159,9 +155,9 @@ DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int n
   return squares;
 }
 
-// The block that finishes last adds the squares of `num_ranks` ranks from `first_rank` on, and ends the epoch.
-DEVICE void finish(DevicePad::Slot& own, uint32_t epoch, int first_rank, int num_ranks, int num_blocks, float* stats,
-                   SharedStorage& shared) {
+// Called by all blocks. The last one adds the squares of `num_ranks` ranks from `first_rank` on, and ends the epoch.
+DEVICE void end_epoch(DevicePad::Slot& own, uint32_t epoch, int first_rank, int num_ranks, int num_blocks, float* stats,
+                      SharedStorage& shared) {
   const int thread = arch::thread_index();
   if (thread == 0) shared.is_last = arch::atomic_add_acq_rel(&own.finished, 1) == uint32_t(num_blocks - 1);
   arch::sync_threads();
@@ -187,11 +183,11 @@ DEVICE void two_shot(const KernelParams& params, int rank, int block, int num_bl
   const int num_ranks = params.num_ranks;
   const int thread = arch::thread_index();
   const uint32_t epoch = arch::load_global_streaming<uint32_t>(&own.epoch) + 1;
-  meet(params, rank, block, 2 * epoch - 1);
+  sync_ranks(params, rank, block, 2 * epoch - 1);
   const int64_t begin = bucket::smaller(rank * params.chunk, params.count);
   const int64_t end = bucket::smaller(begin + params.chunk, params.count);
   const auto source = [&](int peer) { return bucket_of<T>(params, peer); };
-  const auto target = [&](int i) { return bucket_of<T>(params, rank_behind(rank, 1 + i, num_ranks)); };
+  const auto target = [&](int i) { return bucket_of<T>(params, rank_after(rank, 1 + i, num_ranks)); };
   double squares = 0.0;
   for_range<T, Config::kVectors>(
       begin, end, block, num_blocks, [&](auto span, int64_t at, int64_t stride, int64_t span_end) {
@@ -199,8 +195,8 @@ DEVICE void two_shot(const KernelParams& params, int rank, int block, int num_bl
       });
   squares = bucket::sum_over_block(squares, shared);
   if (thread < num_ranks) arch::store_global(&slot_of(params, thread).squares[block][rank], squares);
-  meet(params, rank, block, 2 * epoch);
-  finish(own, epoch, 0, num_ranks, num_blocks, stats, shared);
+  sync_ranks(params, rank, block, 2 * epoch);
+  end_epoch(own, epoch, 0, num_ranks, num_blocks, stats, shared);
 }
 
 // The same, one-shot.
@@ -218,9 +214,9 @@ DEVICE void one_shot(const KernelParams& params, int rank, int block, int num_bl
     using Vector = Packed<T, decltype(span)::width>;
     const Vector packed = arch::load_global_streaming<Vector>(bucket + at);
     for (int step = 1; step < num_ranks; ++step)
-      arch::store_global_streaming(row(rank_behind(rank, step, num_ranks), rank) + at, packed);
+      arch::store_global_streaming(row(rank_after(rank, step, num_ranks), rank) + at, packed);
   });
-  meet(params, rank, block, 2 * epoch);
+  sync_ranks(params, rank, block, 2 * epoch);
   const auto source = [&](int peer) -> const T* { return peer == rank ? bucket : row(rank, peer); };
   const auto target = [&](int) { return bucket; };
   double squares = 0.0;
@@ -229,7 +225,7 @@ DEVICE void one_shot(const KernelParams& params, int rank, int block, int num_bl
   });
   squares = bucket::sum_over_block(squares, shared);
   if (arch::thread_index() == 0) arch::store_global(&own.squares[block][rank], squares);
-  finish(own, epoch, rank, 1, num_blocks, stats, shared);
+  end_epoch(own, epoch, rank, 1, num_blocks, stats, shared);
 }
 
 template <class T>
@@ -250,7 +246,7 @@ inline bool is_one_shot(const SymmetricParams& params) {
   return params.staging.takes(params.count * size_of(params.dtype));
 }
 
-// Blocks of a launch: as many as have work, up to kMaxBlocks; the same on all ranks.
+// The number of blocks of a launch: as many as have work, up to kMaxBlocks; the same on all ranks.
 inline int num_blocks(const SymmetricParams& params) {
   const int64_t range =
       is_one_shot(params) ? params.count : chunk_elements(params.count, params.num_ranks, size_of(params.dtype));

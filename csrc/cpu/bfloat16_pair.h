@@ -1,6 +1,6 @@
-// Two bfloat16 that are neighbours along k, the first in the low half: what VDPBF16PS multiplies and adds to a float32
-// at once. An instruction set that has it defines CUDA_EXT_BFLOAT16_PAIRS; CUDA_EXT_BFLOAT16_PAIRS_MODEL puts
-// arithmetic that every processor has in the place of the instruction, for tests.
+// Two consecutive bfloat16 values along k, the first in the low half: the operand type of VDPBF16PS, which multiplies
+// pairs and adds both products to a float32. Instruction sets that have it define CUDA_EXT_BFLOAT16_PAIRS. For tests,
+// CUDA_EXT_BFLOAT16_PAIRS_MODEL replaces the instruction by arithmetic that every CPU has.
 #pragma once
 
 #include "cpu/simd.h"
@@ -20,13 +20,13 @@ CUDA_EXT_INLINE Words splat(BFloat16Pair pair) { return Words{} + pair.bits; }
 
 #if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
 
-// Subnormal numbers as zeros of their sign.
+// Replaces subnormal numbers by zeros of the same sign.
 CUDA_EXT_INLINE Vec<float> flush(Words bits) {
   return (Vec<float>)((bits & 0x7f800000) == 0 ? bits & 0x80000000 : bits);
 }
 
-// As specified (Intel, Software Developer's Manual): the second elements, then the first; each sum is rounded to
-// nearest even; subnormal operands are zeros, and so are subnormal sums.
+// As specified (Intel, Software Developer's Manual): adds the product of the second elements, then that of the first;
+// each sum is rounded to nearest even; subnormal operands and sums are flushed to zero.
 CUDA_EXT_INLINE Vec<float> multiply_add(Vec<float> sum, Words a, Words b) {
   sum = flush((Words)(flush((Words)sum) + flush(a & 0xffff0000) * flush(b & 0xffff0000)));
   return flush((Words)(sum + flush(a << 16) * flush(b << 16)));

@@ -1,6 +1,6 @@
-// What a CPU kernel needs from the process it lives in: threads and a BLAS. Declared here without torch, implemented
-// once by ops/host.cpp with the thread pool and the BLAS that torch carries, so that kernels compile in a second
-// and a torch-free program can supply its own.
+// What a CPU kernel needs from its host process: threads, a BLAS and scratch memory. Declared here without torch, so
+// that kernels compile in seconds and a program without torch can supply its own. ops/host.cpp implements them with
+// torch's thread pool, BLAS and allocator.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace cuda_ext::cpu {
 
-// A borrowed callable: two words, no allocation. Valid only while the callable it was made from lives.
+// A non-owning reference to a callable: two words, no allocation. The callable must outlive it.
 template <class Signature>
 class FunctionRef;
 
@@ -32,11 +32,11 @@ class FunctionRef<R(Args...)> {
 
 int num_threads();
 
-// Splits [0, count) into contiguous ranges of at least `grain` and runs body(begin, end) on the pool's threads.
-// Which range a thread gets never decides a result: kernels combine partial results in index order.
+// Splits [0, count) into contiguous ranges of at least `grain` and runs body(begin, end) on the pool's threads. Results
+// do not depend on the ranges: kernels combine partial results in index order.
 void parallel_for(int64_t count, int64_t grain, FunctionRef<void(int64_t begin, int64_t end)> body);
 
-// Tasks of unequal cost: each worker takes the next one when it is free. Order the costly ones first.
+// Tasks of unequal cost: each worker fetches the next one when it is free. Put the expensive ones first.
 class TaskQueue {
  public:
   explicit TaskQueue(int64_t count) : count_(count) {}
@@ -50,8 +50,8 @@ class TaskQueue {
   int64_t count_;
 };
 
-// Runs `worker` once on each thread that is needed for `count` tasks; a worker allocates what its tasks share, then
-// loops `while (queue.next(task))`.
+// Runs `worker` once on each thread that `count` tasks can use; a worker allocates its buffers, then loops
+// `while (queue.next(task))`.
 void run_workers(int64_t count, FunctionRef<void(TaskQueue& queue)> worker);
 
 // C (m, n) = alpha * op(A) (m, k) @ op(B) (k, n) + beta * C, all row-major with leading dimensions lda, ldb, ldc.
@@ -61,8 +61,8 @@ void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, f
 void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, double alpha, const double* a,
           int64_t lda, const double* b, int64_t ldb, double beta, double* c, int64_t ldc);
 
-// Scratch that lives as long as the object: 64-byte aligned, uninitialised, from the caching CPU allocator of the host
-// process, so that its peak shows wherever that allocator is measured.
+// Scratch memory, freed with the object: 64-byte aligned, uninitialised, from the CPU allocator of the host process, so
+// that tools that measure that allocator see it.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes);

@@ -1,6 +1,6 @@
 // One CPU kernel source, several instruction sets. A kernel lives in X_cpu.inc and is compiled once per instruction set
-// by X_cpu_{avx512,avx2,generic}.cpp, each into its own namespace; the launcher asks best_isa() which of them to call.
-// AVX512-BF16 is avx512 and one instruction more, so there only a kernel that uses that has a fourth variant.
+// by X_cpu_{avx512,avx2,generic}.cpp, each into its own namespace; the launcher calls the one that best_isa() selects.
+// AVX512-BF16 is avx512 with one more instruction; only kernels that use it have this fourth variant.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +10,8 @@ namespace cuda_ext::cpu {
 
 enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512BFloat16 };
 
-// The widest set this processor runs. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach all variants.
+// The widest set that this CPU supports. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach all
+// variants.
 inline Isa best_isa() {
 #if defined(__x86_64__)
   static const Isa isa = [] {
@@ -37,7 +38,7 @@ inline Isa best_isa() {
 
 }  // namespace cuda_ext::cpu
 
-// Declares `void name(args)` in every instruction set's namespace and a `name` that calls the widest one;
+// Declares `void name(params)` in every instruction set's namespace, and a `name` that calls the widest one.
 // WITH_BFLOAT16: for kernels with a variant for AVX512-BF16.
 #if defined(__x86_64__)
 #define CUDA_EXT_CPU_LAUNCHER_OF(name, Params, avx512_bfloat16)             \

@@ -4,9 +4,9 @@
 #include "cpu/isa_prelude.h"
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                                           \
-        __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"))), \
-            apply_to = function)
+#pragma clang attribute push(                                                                        \
+    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"))), \
+    apply_to = function)
 #else
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #endif

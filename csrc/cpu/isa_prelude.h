@@ -1,5 +1,5 @@
-// Every standard header a CPU kernel may use, included before the instruction set is raised: an inline function of the
-// standard library must not be emitted with instructions that the processor of another user lacks.
+// All standard headers that CPU kernels use. They are included before the instruction set is raised: otherwise the
+// linker could choose, for the whole library, a copy of an inline standard function that older CPUs cannot execute.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #include "base/dtype.h"
 #include "cpu/host.h"
 
-// GCC 12 takes the undefined pass-through operand of its own intrinsics for a mistake of ours.
+// GCC 12 warns about the undefined pass-through operands of its own intrinsics.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

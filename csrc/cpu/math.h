@@ -1,6 +1,6 @@
-// exp, tanh and erf, a vector at a time. float: polynomials fitted for least relative error over the reduced range
-// (the bound is stated at each, before the roundings of its evaluation); double: the standard library lane by lane,
-// because float64 exists to check gradients, not to be fast.
+// exp, tanh and erf on vectors. float: polynomials with minimal relative error over the reduced range (stated for each,
+// without rounding errors of the evaluation). double: the standard library lane by lane, because float64 is for
+// checking gradients and need not be fast.
 #pragma once
 
 #include "cpu/simd.h"
@@ -18,7 +18,7 @@ CUDA_EXT_INLINE Vec<float> polynomial(Vec<float> x, const float (&c)[N]) {
   return sum;
 }
 
-// Adding and subtracting this leaves the nearest integer; in between, that integer sits in the low mantissa bits.
+// Adding and then subtracting this rounds to the nearest integer; in between, the low mantissa bits hold that integer.
 constexpr float kRound = 0x1.8p23f;
 
 CUDA_EXT_INLINE Vec<float> scale_by_power_of_two(Vec<float> x, Vec<float> shifted_exponent) {
@@ -44,7 +44,7 @@ CUDA_EXT_INLINE Vec<float> exp(Vec<float> x) {
   return x >= -87.3f ? large : x < -87.3f ? Vec<float>{} : x;
 }
 
-// The same where x <= 88 or NaN, as in a softmax shifted by about its maximum.
+// The same for x <= 88 or NaN, as in a softmax shifted by approximately its maximum.
 CUDA_EXT_INLINE Vec<float> exp_below_88(Vec<float> x) {
   const Vec<float> value = exp_in_range(x < -87.3f ? splat(-87.3f) : x);
   return x >= -87.3f ? value : x < -87.3f ? Vec<float>{} : x;
@@ -56,7 +56,7 @@ CUDA_EXT_INLINE Vec<double> exp(Vec<double> x) {
 
 CUDA_EXT_INLINE Vec<double> exp_below_88(Vec<double> x) { return exp(x); }
 
-// tanh x = x P(x^2) / Q(x^2); relative error 1.3e-9 up to |x| = 9, where float's tanh has become 1.
+// tanh x = x P(x^2) / Q(x^2); relative error 1.3e-9 up to |x| = 9, where tanh rounds to 1 in float.
 CUDA_EXT_INLINE Vec<float> tanh(Vec<float> x) {
   const Vec<float> c = x < -9.0f ? splat(-9.0f) : x > 9.0f ? splat(9.0f) : x;
   const Vec<float> u = c * c;
@@ -70,7 +70,7 @@ CUDA_EXT_INLINE Vec<double> tanh(Vec<double> x) {
   return x;
 }
 
-// erf x = x P(x^2) / Q(x^2); relative error 2.1e-9 up to |x| = 4, where float's erf has become 1.
+// erf x = x P(x^2) / Q(x^2); relative error 2.1e-9 up to |x| = 4, where erf rounds to 1 in float.
 CUDA_EXT_INLINE Vec<float> erf(Vec<float> x) {
   const Vec<float> c = x < -4.0f ? splat(-4.0f) : x > 4.0f ? splat(4.0f) : x;
   const Vec<float> u = c * c;

@@ -1,23 +1,23 @@
-// Small matrix products for operands that are already in cache: the block products of attention, where a BLAS call
-// would spend its time packing operands that are used once. Registers hold a tile of C; per step of k, one row of B is
-// loaded and the tile's elements of A are broadcast.
+// Matrix products of small operands that are already in cache, such as the blocks of attention, where a BLAS would
+// spend its time packing operands that are used once. A tile of C is in registers; each step of k loads one row of B
+// and broadcasts the tile's elements of A.
 #pragma once
 
 #include "cpu/bfloat16_pair.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// Rows of a register tile that is `vectors` wide: as many as leave room for a row of B and one broadcast.
+// Rows of a register tile that is `vectors` wide: as many as leave registers for a row of B and one broadcast.
 constexpr int tile_rows(int vectors) {
   const int rows = (kVectorRegisters - vectors - 1) / vectors;
   return rows < 12 ? rows : 12;
 }
 
-// The widest tile: enough independent sums to hide the latency of a multiply-add at the fewest loads.
+// The widest tile: enough independent sums to hide the latency of a multiply-add, with the fewest loads.
 constexpr int kTileVectors = kVectorRegisters == 32 ? 4 : 2;
 
 // sum (Rows, Vectors) += a (Rows, k) @ b (k, Vectors * lanes), step by step in the order of k.
-// Element: T, or BFloat16Pair where T is float; k counts them.
+// Element is T, or BFloat16Pair if T is float; k counts Elements.
 template <class T, int Rows, int Vectors, class Element>
 CUDA_EXT_INLINE void add_products(int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b,
                                   int64_t ldb, Vec<T> (&sum)[Rows][Vectors]) {
@@ -51,7 +51,8 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, in
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 16
     for (int j = 0; j < Vectors; ++j) {
-      // Added at the end, not started from: rounding errors then grow with the blocks of k, not with all of k.
+      // C is added at the end instead of being the initial sum, so that rounding errors grow with the number of blocks,
+      // not with k.
       T* at = c + i * ldc + j * kLanes<T>;
       store(at, kAccumulate ? load(at) + sum[i][j] : sum[i][j]);
     }

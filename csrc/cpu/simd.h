@@ -1,6 +1,6 @@
-// Vectors of the instruction set being compiled, as GCC/Clang vector extensions: arithmetic operators work lane by lane
-// and become the widest instructions available. Loads convert from storage (float, half_t, bfloat16_t, double) to the
-// compute type, stores convert back with round-to-nearest-even.
+// Vectors of the instruction set that is being compiled, as GCC/Clang vector extensions: arithmetic operators work lane
+// by lane. Loads convert from the storage type (float, half_t, bfloat16_t, double) to the compute type; stores convert
+// back and round to nearest even.
 #pragma once
 
 #ifndef CUDA_EXT_ISA
@@ -92,7 +92,7 @@ CUDA_EXT_INLINE float to_compute(half_t value) {
   const uint32_t sign = uint32_t(value.bits & 0x8000) << 16;
   const uint32_t magnitude = value.bits & 0x7fff;
   if (magnitude >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  // Shifted into float's exponent field the number is off by the ratio of the biases, 2^112, subnormals included.
+  // Shifted into float's exponent field, the number is too small by the ratio of the biases, 2^112; also if subnormal.
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * 0x1p112f));
 #endif
 }
@@ -124,7 +124,7 @@ CUDA_EXT_INLINE half_t from_compute<half_t>(float value) {
   if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
   if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
   if (magnitude < 0x38800000) {
-    // Adding 0.5 aligns the subnormal's last place with float's, so the hardware does the rounding.
+    // Adding 0.5 aligns the last bit of the subnormal with that of the float, so that the hardware rounds.
     return {uint16_t(sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000))};
   }
   return {uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13))};
@@ -140,7 +140,7 @@ typedef uint16_t HalfWords __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint16_t UnalignedHalfWords __attribute__((vector_size(kVectorBytes / 2), aligned(2), may_alias));
 typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
 
-// Conversions go by intrinsics: GCC 12 splits a __builtin_convertvector in two and joins the halves.
+// Conversions use intrinsics, because GCC 12 compiles __builtin_convertvector to two halves that it then joins.
 template <class Storage>
 Vec<float> from_bits(HalfWords bits);
 template <>
@@ -216,15 +216,15 @@ CUDA_EXT_INLINE void store(bfloat16_t* p, Vec<float> v) {
 }
 CUDA_EXT_INLINE void store(half_t* p, Vec<float> v) { *reinterpret_cast<UnalignedHalfWords*>(p) = to_bits<half_t>(v); }
 
-// v as Storage will hold it.
+// v rounded to Storage.
 template <class Storage>
 CUDA_EXT_INLINE Vec<Compute<Storage>> round_to(Vec<Compute<Storage>> v) {
   if constexpr (sizeof(Storage) == 2) return from_bits<Storage>(to_bits<Storage>(v));
   return v;
 }
 
-// Stores past the caches, for results larger than these: nothing is read to be overwritten, nothing is evicted. p is
-// aligned to the bytes written. Ends with stream_end() on the same thread, before anybody else reads.
+// Non-temporal stores, for results larger than the caches: they neither read the lines they overwrite nor evict others.
+// p must be aligned to the bytes written. Call stream_end() on the same thread before another thread reads the result.
 template <class Storage>
 CUDA_EXT_INLINE void stream(Storage* p, Vec<Compute<Storage>> v) {
 #if defined(__x86_64__)
@@ -270,7 +270,7 @@ CUDA_EXT_INLINE std::array<Vec<double>, 2> widen(Vec<float> v) {
 #endif
 }
 
-// Partial forms touch `count` elements only (0 <= count <= lanes); the other lanes load as zero.
+// Partial loads and stores access only `count` elements (0 <= count <= lanes); other lanes are loaded as zeros.
 
 #if CUDA_EXT_VECTOR_BYTES == 64
 CUDA_EXT_INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1); }
@@ -288,7 +288,7 @@ CUDA_EXT_INLINE Vec<Compute<Storage>> load_partial(const Storage* p, int64_t cou
   constexpr int lanes = kLanes<Compute<Storage>>;
   if (count >= lanes) return load(p);
 #if CUDA_EXT_VECTOR_BYTES == 64
-  // A masked access where a copy of the elements would wait for its own stores.
+  // Masked, because a copy to a padded array would stall on store forwarding.
   const auto mask = first_lanes(count);
   if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm512_maskz_loadu_ps(mask, p);
   if constexpr (std::is_same_v<Storage, double>) return (Vec<double>)_mm512_maskz_loadu_pd(__mmask8(mask), p);
@@ -313,7 +313,7 @@ CUDA_EXT_INLINE void store_partial(Storage* p, Vec<Compute<Storage>> v, int64_t 
   if constexpr (sizeof(Storage) == 2) return _mm256_mask_storeu_epi16(p, mask, (__m256i)to_bits<Storage>(v));
 #endif
 #if CUDA_EXT_VECTOR_BYTES == 32
-  // In up to three pieces; masked stores are slow on some processors.
+  // In up to three pieces, because masked stores are slow on some CPUs.
   if constexpr (std::is_same_v<Storage, float>) {
     __m128 rest = _mm256_castps256_ps128((__m256)v);
     if (count & 4) {
@@ -335,7 +335,7 @@ CUDA_EXT_INLINE void store_partial(Storage* p, Vec<Compute<Storage>> v, int64_t 
   for (int64_t i = 0; i < count; ++i) p[i] = padded[i];
 }
 
-// Calls f(offset, count) over [0, n) in steps of one vector of T; count is short only in the last call.
+// Calls f(offset, count) over [0, n) in steps of one vector of T; count is less than a vector only in the last call.
 template <class T, class F>
 CUDA_EXT_INLINE void for_vectors(int64_t n, F&& f) {
   int64_t i = 0;
@@ -343,7 +343,7 @@ CUDA_EXT_INLINE void for_vectors(int64_t n, F&& f) {
   if (i < n) f(i, n - i);
 }
 
-// Units of `unit` lanes of a and b, woven together in turn: of every `span` lanes the low (kHigh = false) or high half.
+// Alternates units of `unit` lanes from a and b: of every `span` lanes, those of the low (kHigh = false) or high half.
 template <bool kHigh, int unit, int span, class T>
 CUDA_EXT_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
   constexpr int lanes = kLanes<T>;
@@ -354,35 +354,35 @@ CUDA_EXT_INLINE Vec<T> interleave(Vec<T> a, Vec<T> b) {
     index[i] = i / span * span + (kHigh ? span / 2 : 0) + turn / 2 * unit + i % unit + turn % 2 * lanes;
   }
 #if defined(__clang__)
-  Vec<T> woven;
-  for (int i = 0; i < lanes; ++i) woven[i] = index[i] < lanes ? a[index[i]] : b[index[i] - lanes];
-  return woven;
+  Vec<T> interleaved;
+  for (int i = 0; i < lanes; ++i) interleaved[i] = index[i] < lanes ? a[index[i]] : b[index[i] - lanes];
+  return interleaved;
 #else
   return __builtin_shuffle(a, b, index);
 #endif
 }
 
-// Transposes squares of (span / unit)^2 units in the rows first, first + step, ...: in log2(span / unit) rounds rows i
-// and i + half of them are woven.
+// Transposes squares of (span / unit)^2 units in rows first, first + step, ..., by interleaving rows i and i + count /
+// 2 in log2(span / unit) rounds.
 template <int unit, int span, class T>
 CUDA_EXT_INLINE void transpose_units(Vec<T> (&rows)[kLanes<T>], int first, int step) {
   constexpr int count = span / unit;
 #pragma GCC unroll 4
   for (int width = 1; width < count; width *= 2) {
-    Vec<T> woven[count];
+    Vec<T> interleaved[count];
 #pragma GCC unroll 16
     for (int i = 0; i < count / 2; ++i) {
       const Vec<T> low = rows[first + i * step], high = rows[first + (i + count / 2) * step];
-      woven[2 * i] = interleave<false, unit, span, T>(low, high);
-      woven[2 * i + 1] = interleave<true, unit, span, T>(low, high);
+      interleaved[2 * i] = interleave<false, unit, span, T>(low, high);
+      interleaved[2 * i + 1] = interleave<true, unit, span, T>(low, high);
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < count; ++i) rows[first + i * step] = woven[i];
+    for (int i = 0; i < count; ++i) rows[first + i * step] = interleaved[i];
   }
 }
 
-// Transposes a square of lanes x lanes held in registers: first within 16 bytes, where shuffles are cheap, then squares
-// of these.
+// Transposes a square of lanes x lanes in registers: first within units of 16 bytes, where shuffles are cheap, then the
+// units themselves.
 template <class T>
 CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int lanes = kLanes<T>, unit = 16 / int(sizeof(T));
@@ -392,7 +392,8 @@ CUDA_EXT_INLINE void transpose(Vec<T> (&rows)[kLanes<T>]) {
   for (int i = 0; i < unit; ++i) transpose_units<unit, lanes, T>(rows, i, unit);
 }
 
-// Lane l: the sum of rows[l]. Half as many shuffles as a transpose: each round adds what it has woven.
+// Lane l = the sum of the lanes of rows[l]. Needs half as many shuffles as a transpose: each round adds the two vectors
+// that it interleaves.
 template <class T>
 CUDA_EXT_INLINE Vec<T> horizontal_sums(Vec<T> (&rows)[kLanes<T>]) {
   constexpr int lanes = kLanes<T>, piece = 16 / int(sizeof(T));

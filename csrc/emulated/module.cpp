@@ -1,4 +1,5 @@
-// The Python module `_simt`: the CUDA kernels, compiled for the emulator, and the emulator's switches.
+// The Python module `_simt`: the CUDA kernels compiled for the emulator, the emulator's options and counters, and the
+// launchers' choices of kernels for the performance model.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -54,7 +55,7 @@ std::vector<Site> sync_sites() {
   return sites;
 }
 
-// What the paper model (benchmarks/model) has to know of kernels and launchers.
+// Properties of kernels and launchers for the paper model (benchmarks/model).
 using Numbers = std::map<std::string, int64_t>;
 
 template <sm80::Arithmetic arithmetic, size_t shape>
@@ -102,14 +103,14 @@ Numbers bucket_config() {
           {"table_entries", bucket::kLargeChunk}};
 }
 
-// Of one direction of attention: the tile that a launcher takes, and how it would deal out the work.
+// The tile that the launcher of forward or backward attention chooses, and how it distributes the work.
 struct AttentionChoice {
-  std::string kernel;  // the instantiation, as the ABI mangles it
+  std::string kernel;  // mangled name of the instantiation
   Numbers tile;
-  int section;             // pairs of heads and sequences, whose tiles all start before those of the next section
-  int pairs;               // of all sections
-  int splits;              // blocks that share what one would do
-  std::vector<int> steps;  // of a pair's tiles, in the order in which they start
+  int section;             // pairs of head and sequence per section; all tiles of a section start before the next one's
+  int pairs;               // in all sections
+  int splits;              // blocks that share the work of one tile
+  std::vector<int> steps;  // of each tile of a pair, in the order in which the tiles start
 };
 
 template <class Kernel>
@@ -123,7 +124,7 @@ Numbers attention_tile(int dim, int dim_v) {
           {"shared_bytes", sizeof(typename Kernel::Storage)}};
 }
 
-// The steps of a pair's tiles, in the order in which they start.
+// The number of steps of each tile of a pair, in the order in which the tiles start.
 template <class Steps>
 std::vector<int> steps_in_order(const sm80::Schedule& schedule, const Steps& steps_of) {
   std::vector<int> steps;
@@ -199,14 +200,14 @@ PYBIND11_MODULE(_simt, m) {
         static const CudaKernels kernels = linked_cuda_kernels();
         return reinterpret_cast<intptr_t>(&kernels);
       },
-      "The address of the launchers, for the op _emulate.");
+      "The address of the table of launchers, for the op _emulate.");
   m.def("configure", configure, py::arg("compute_capability"), py::arg("lazy"), py::arg("pct"), py::arg("seed"),
         py::arg("check_races"), py::arg("ordered_sums"), py::arg("threads"), py::arg("skip"), py::arg("processors"),
-        "How the launches that follow run; see csrc/simt/options.h.");
-  m.def("gemm_configs", all_gemm_configs, "By arithmetic and shape: the kernels that a product may take.");
+        "Sets the options of later launches; see csrc/simt/options.h.");
+  m.def("gemm_configs", all_gemm_configs, "The kernels for products, by arithmetic and tile shape.");
   m.def("gemm_choice", gemm_choice, py::arg("arithmetic"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("compute_capability"), py::arg("processors"),
-        "Which of gemm_configs a device would take, and among how many blocks it would divide k.");
+        "The index into gemm_configs that the launcher chooses for a device, and the number of blocks that split k.");
   m.def("bucket_config", bucket_config);
   py::class_<AttentionChoice>(m, "AttentionChoice")
       .def_readonly("kernel", &AttentionChoice::kernel)
@@ -215,13 +216,13 @@ PYBIND11_MODULE(_simt, m) {
       .def_readonly("pairs", &AttentionChoice::pairs)
       .def_readonly("splits", &AttentionChoice::splits)
       .def_readonly("steps", &AttentionChoice::steps);
-  m.def(
-      "attention_choice", attention_choice, py::arg("backward"), py::arg("dtype"), py::arg("lengths"), py::arg("heads"),
-      py::arg("dims"), py::arg("batch"), py::arg("window"), py::arg("compute_capability"), py::arg("processors"),
-      "The tile that a device would take for queries and keys of these lengths, heads and head dims (queries', keys'), "
-      "and how many steps each block would go; the window as AttentionParams has it.");
-  m.def("counters", counters, "What launches did since the last reset.");
+  m.def("attention_choice", attention_choice, py::arg("backward"), py::arg("dtype"), py::arg("lengths"),
+        py::arg("heads"), py::arg("dims"), py::arg("batch"), py::arg("window"), py::arg("compute_capability"),
+        py::arg("processors"),
+        "The tile that the launcher chooses for a device, and the steps of its blocks. lengths and heads are those of "
+        "queries and keys, dims those of queries and values; window is as in AttentionParams.");
+  m.def("counters", counters, "Counters of the launches since the last reset.");
   m.def("reset_counters", simt::reset_counters);
-  m.def("sync_sites", sync_sites, "Every synchronisation call since the last reset: file, line, instruction.");
+  m.def("sync_sites", sync_sites, "The synchronisation calls since the last reset, as (file, line, instruction).");
   m.def("reset_sync_sites", simt::reset_sync_sites);
 }

@@ -1,9 +1,9 @@
-// Pieces of matrices in registers, and the activations applied to them: what the epilogue of a product and the gradient
-// pass over an activation share.
+// Pieces of matrices in registers, and the activations applied to them, for the epilogue of a product and the gradient
+// of an activation.
 //
-// A thread holds kVector neighbouring columns of some rows: as many as its registers allow, since so many loads are
-// under way. Dtypes, activations and which terms there are is
-// decided at run time, the same way in all threads, so that one kernel serves all combinations.
+// A thread has kVector adjacent columns of a few rows: as many as its registers permit, because that is the number of
+// loads in flight. Dtypes, activations and optional terms are selected at run time, uniformly across threads, so that
+// one kernel serves all combinations.
 #pragma once
 
 #include "arch/math.cuh"
@@ -19,13 +19,13 @@ struct Piece {
   float at[rows][kVector];
 };
 
-// Where a piece lies. What is outside the matrix is not read (it counts as 0) and not written.
+// The position of a piece. Elements outside the matrix are read as 0 and not written.
 template <int rows>
 struct PiecePosition {
   int64_t row[rows];
   bool exists[rows];
   int64_t column;
-  int count;  // of its columns that exist
+  int count;  // of its columns that are inside the matrix
 };
 
 template <int rows, class F>
@@ -50,7 +50,7 @@ DEVICE bool is_vector(const T* pointer, int count) {
   return count == kVector && reinterpret_cast<uintptr_t>(pointer) % (kVector * sizeof(T)) == 0;
 }
 
-// v = `count` elements, `stride` apart. Not by the read-only path: this may be the output, which is updated in place.
+// v = `count` elements, `stride` apart. Not through the read-only path, because outputs may be updated in place.
 template <class T>
 DEVICE void read_vector(const T* from, int64_t stride, int count, float (&v)[kVector]) {
   if (stride == 1 && is_vector(from, count)) {
@@ -88,7 +88,7 @@ DEVICE void write_vector(T* to, int count, const float (&v)[kVector]) {
   }
 }
 
-// piece = what `matrix` has at `at`, `right` columns further on; a batch begins `batch_offset` elements from the first.
+// piece = `matrix` at `at`, shifted by `right` columns; the batch begins at element `batch_offset`.
 template <int rows>
 DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePosition<rows>& at, int64_t right,
                  Piece<rows>& piece) {
@@ -102,7 +102,7 @@ DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePositio
   });
 }
 
-// The inverse, into rows of `width` elements.
+// The inverse of `read`, for rows of `width` elements.
 template <int rows>
 DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, const PiecePosition<rows>& at,
                   int64_t right, const Piece<rows>& piece) {
@@ -114,7 +114,7 @@ DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, con
   });
 }
 
-// The activations as in activation_cpu.h, where the reasons and sources are.
+// The same activations as in activation_cpu.h, which gives the reasons and sources.
 struct ValueAndDerivative {
   float value;
   float derivative;
@@ -174,7 +174,7 @@ DEVICE void with_activation(Activation activation, F&& f) {
   }
 }
 
-// The way of a gradient back through h = activation(z), gated: h = activation(gate) * up, z = (gate, up).
+// The gradient through h = activation(z); gated: h = activation(gate) * up, z = (gate, up).
 struct ActivationBackward {
   Activation activation;
   bool gated;
@@ -183,7 +183,8 @@ struct ActivationBackward {
   const Output& grad_preact;  // may be absent
   const Output& hidden;       // h; may be absent
 
-  // `grad`: of h at `at`. What becomes the gradient of z is added to the sums of its columns, of gate and up.
+  // `grad` is the gradient of h at `at`. Stores the gradient of z and adds it to the column sums (gated: of gate and
+  // up).
   template <int rows>
   DEVICE void run(const PiecePosition<rows>& at, Piece<rows>& grad, float (&sums)[2][kVector]) const {
     Piece<rows> z, h;
@@ -202,7 +203,7 @@ struct ActivationBackward {
           grad.at[r][i] *= up.at[r][i] * gate.derivative;
         });
       });
-      finish(at, 1, grad_up, sums[1]);
+      store_gradient(at, 1, grad_up, sums[1]);
     } else {
       with_activation(activation, [&](auto f) {
         for_elements<rows>([&](int r, int i) {
@@ -213,12 +214,13 @@ struct ActivationBackward {
       });
     }
     if (hidden.data != nullptr) write(hidden, 0, n, at, 0, h);
-    finish(at, 0, grad, sums[0]);
+    store_gradient(at, 0, grad, sums[0]);
   }
 
  private:
   template <int rows>
-  DEVICE void finish(const PiecePosition<rows>& at, int part, const Piece<rows>& grad, float (&sums)[kVector]) const {
+  DEVICE void store_gradient(const PiecePosition<rows>& at, int part, const Piece<rows>& grad,
+                             float (&sums)[kVector]) const {
     if (grad_preact.data != nullptr) write(grad_preact, 0, (gated ? 2 : 1) * n, at, part * n, grad);
     for_elements<rows>([&](int r, int i) {
       if (at.exists[r]) sums[i] += grad.at[r][i];

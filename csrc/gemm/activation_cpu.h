@@ -1,4 +1,4 @@
-// The activations and their derivatives, a vector at a time.
+// The activations and their derivatives on vectors.
 #pragma once
 
 #include "cpu/math.h"
@@ -23,7 +23,7 @@ struct Identity {
   }
 };
 
-// Comparisons are written so that NaN passes through.
+// The comparisons are chosen to propagate NaN.
 struct Relu {
   template <class T>
   static CUDA_EXT_INLINE Vec<T> value(Vec<T> x) {
@@ -54,7 +54,8 @@ struct Gelu {
 };
 
 // The same paper's approximation, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x sigmoid(2 u). In
-// the derivative 1 - sigmoid is formed as a product, because a difference from 1 would be multiplied by x^3.
+// the derivative, 1 - sigmoid is computed as a product, because the rounding error of a difference would be multiplied
+// by x^3.
 struct GeluTanh {
   static constexpr double kScale = 2 * 0.79788456080286536;
   static constexpr double kCubic = 0.044715;

@@ -11,27 +11,27 @@ namespace {
 
 struct Plan {
   int64_t column_tiles;
-  int64_t rows_of_block;
+  int64_t block_rows;
   int64_t row_tiles;
   float* block_sums = nullptr;
 };
 
 Plan make_plan(const ActivationGradParams& params) {
   using namespace activation_grad;
-  constexpr int64_t kBlocks = 1024;  // enough for any device; not the number it has, so that sums are the same on all
+  constexpr int64_t kBlocks = 1024;  // enough for any GPU, and fixed, so that sums are the same on all of them
   const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   Plan plan;
   plan.column_tiles = ceil_div(params.n, kTileColumns);
-  plan.rows_of_block = std::max<int64_t>(1, ceil_div(ceil_div(params.rows * plan.column_tiles, kBlocks), kTileRows));
-  plan.rows_of_block *= kTileRows;
-  plan.row_tiles = std::max<int64_t>(1, ceil_div(params.rows, plan.rows_of_block));  // at least one, to write sums of 0
+  plan.block_rows = std::max<int64_t>(1, ceil_div(ceil_div(params.rows * plan.column_tiles, kBlocks), kTileRows));
+  plan.block_rows *= kTileRows;
+  plan.row_tiles = std::max<int64_t>(1, ceil_div(params.rows, plan.block_rows));  // at least one, to write zero sums
   return plan;
 }
 
-WorkspaceCursor place(const ActivationGradParams& params, void* data, Plan& plan) {
+WorkspaceCursor assign_workspace(const ActivationGradParams& params, void* data, Plan& plan) {
   WorkspaceCursor cursor(data);
   if (params.bias_grad.data != nullptr)
-    cursor.take(plan.block_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
+    cursor.allocate(plan.block_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
   return cursor;
 }
 
@@ -39,20 +39,20 @@ WorkspaceCursor place(const ActivationGradParams& params, void* data, Plan& plan
 
 size_t activation_grad_workspace(const ActivationGradParams& params) {
   Plan plan = make_plan(params);
-  return place(params, nullptr, plan).used();
+  return assign_workspace(params, nullptr, plan).used();
 }
 
 void launch_activation_grad_cuda(const ActivationGradParams& params, Workspace workspace, void* stream) {
   if (params.n == 0) return;
   Plan plan = make_plan(params);
-  place(params, workspace.data, plan).expect_room("activation_grad", workspace);
+  assign_workspace(params, workspace.data, plan).expect_fits("activation_grad", workspace);
   rt::launch<activation_grad::activation_grad<activation_grad::kThreads>>(
       "activation_grad",
       {.grid = {int(plan.column_tiles), int(plan.row_tiles)},
        .threads = activation_grad::kThreads,
        .shared_bytes = sizeof(activation_grad::Storage),
        .stream = stream},
-      params, plan.rows_of_block, plan.block_sums);
+      params, plan.block_rows, plan.block_sums);
   if (plan.block_sums != nullptr)
     epilogue::launch_add_block_sums(plan.block_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n,
                                     params.bias_grad, stream);

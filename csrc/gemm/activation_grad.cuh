@@ -1,10 +1,12 @@
 // The gradient through an activation and the bias before it, in one pass over the gradient of the output.
 //
-// Tile     A block takes kTileColumns columns and goes down rows_of_block rows, a warp one row at a time: all that it
-//          reads and writes are whole sectors, once.
-// Sums     Each thread adds up its columns, the block adds its threads through shared memory, and a small kernel the
-//          blocks, all in an order that depends on nothing but the shape.
-// Shared   (kTileRows, 2 kTileColumns) floats for that, used once at the end.
+// Problem        ActivationGradParams in gemm.h.
+// Tile           A block has kTileColumns columns and loops over block_rows rows. A warp processes whole rows of the
+//                tile, so that all accesses are full sectors, each once.
+// Sums           Each thread adds its columns, the block its threads through shared memory, and a small kernel the
+//                blocks, in an order that depends only on the shape.
+// Barriers       One sync_threads, of all threads, in the block's sum.
+// Shared memory  (kTileRows, 2 kTileColumns) floats for that sum.
 #pragma once
 
 #include "gemm/column_sums.cuh"
@@ -14,20 +16,20 @@ namespace cuda_ext::activation_grad {
 constexpr int kThreads = 256;
 constexpr int kTileColumns = arch::kWarpSize * epilogue::kVector;
 constexpr int kRowsAtOnce = 4;
-constexpr int kTileRows = kThreads / arch::kWarpSize * kRowsAtOnce;  // that a block has under way
+constexpr int kTileRows = kThreads / arch::kWarpSize * kRowsAtOnce;  // in flight per block
 
 struct Storage {
   alignas(16) float sums[kThreads * 2 * epilogue::kVector];
 };
 
-// Grid: (column tiles, row tiles). block_sums (row tiles, n), gated: (row tiles, 2n); null if nobody wants them.
+// Grid: (column tiles, row tiles). block_sums (row tiles, n), gated: (row tiles, 2n); null if not wanted.
 template <int threads>
 GLOBAL(threads, 2)
-activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t rows_of_block, float* block_sums) {
+activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t block_rows, float* block_sums) {
   SHARED_STORAGE(Storage, shared);
   using namespace epilogue;
   const int64_t first_column = int64_t(arch::block_x()) * kTileColumns;
-  const int64_t first_row = arch::block_y() * rows_of_block;
+  const int64_t first_row = arch::block_y() * block_rows;
   const ThreadColumns mine(threads, kTileColumns);
 
   PiecePosition<kRowsAtOnce> at;
@@ -39,7 +41,7 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t rows_of_block
                                    params.preact,     params.grad_preact, no_hidden};
   float sums[2][kVector] = {};
 #pragma unroll 1
-  for (int64_t row = first_row; row < first_row + rows_of_block; row += kTileRows) {
+  for (int64_t row = first_row; row < first_row + block_rows; row += kTileRows) {
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
       at.row[r] = row + mine.row + r * mine.rows;

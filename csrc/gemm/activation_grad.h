@@ -1,4 +1,4 @@
-// The gradient through an activation and a bias on a device: what the bindings call.
+// The launcher of the gradient through an activation and a bias on a GPU.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -6,10 +6,10 @@
 
 namespace cuda_ext {
 
-// Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
+// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
 size_t activation_grad_workspace(const ActivationGradParams& params);
 
-// Starts what ActivationGradParams describes on `stream`, an rt::Stream. Any dtypes but float64.
+// Launches the gradient on `stream`, an rt::Stream. Any dtypes except float64.
 void launch_activation_grad_cuda(const ActivationGradParams& params, Workspace workspace, void* stream);
 
 }  // namespace cuda_ext

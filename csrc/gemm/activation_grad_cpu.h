@@ -5,10 +5,10 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// sums (num_row_blocks, n) of the rows of each row block of `matrix` (rows, n), in the order of the rows.
+// sums (num_row_blocks, n) = the sums over the rows of each row block of `matrix` (rows, n), in order.
 template <class Storage, class T = Compute<Storage>>
 void sum_row_blocks(const Storage* matrix, int64_t row_stride, int64_t rows, int64_t n, T* sums) {
-  constexpr int64_t kSteps = 8;  // rows a pass over the sums adds
+  constexpr int64_t kSteps = 8;  // rows that one pass over the sums adds
   static_assert(kRowBlock % kSteps == 0);
   const int64_t grain = std::max<int64_t>(1, 32768 / (n * kRowBlock));
   parallel_for(num_row_blocks(rows), grain, [&](int64_t begin, int64_t end) {
@@ -30,8 +30,8 @@ void sum_row_blocks(const Storage* matrix, int64_t row_stride, int64_t rows, int
   });
 }
 
-// A bias gradient alone: bias_grad (n,) = the sum of the rows of grad_out. Of short rows without gaps between them kFold
-// are taken for one: their sums, side by side in memory, are those of as many row blocks.
+// A bias gradient alone: bias_grad (n,) = the sum of the rows of grad_out. If rows are short and contiguous, kFold rows
+// are treated as one long row; its sums have the memory layout of the sums of kFold row blocks.
 template <class T>
 void run_column_sums(const ActivationGradParams& params) {
   constexpr int64_t kFold = kLanes<T>;

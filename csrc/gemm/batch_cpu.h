@@ -1,4 +1,4 @@
-// Where the operands of each product of a batch begin.
+// Addresses of operands: batches, storage types, strides.
 #pragma once
 
 #include "cpu/simd.h"
@@ -15,7 +15,7 @@ inline void* offset(void* data, Dtype dtype, int64_t elements) {
   return static_cast<char*>(data) + elements * size_of(dtype);
 }
 
-// Calls f with a null pointer of the storage type; only types that compute in T are instantiated.
+// Calls f with a null pointer to the storage type. Only types whose compute type is T are instantiated.
 template <class T, class F>
 CUDA_EXT_INLINE void with_storage(Dtype dtype, F&& f) {
   if constexpr (std::is_same_v<T, double>) {
@@ -55,7 +55,7 @@ inline Output of_batch(Output output, int64_t batch, int64_t size) {
   return output;
 }
 
-// Rows whole pages apart: pieces of them compete for the same few lines of L1.
+// Whether rows are whole pages apart, so that they compete for the same few lines of L1.
 template <class T>
 bool has_competing_rows(const Operand& matrix) {
   return matrix.column_stride == 1 && matrix.row_stride * int64_t(sizeof(T)) % 4096 == 0;

@@ -1,21 +1,22 @@
-// Products that the BLAS of the process forms.
+// Products that are left to the BLAS of the host process (cpu/host.h).
 #pragma once
 
 #include "gemm/epilogue_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// Whether a BLAS can read a (rows, columns) matrix, and how: as it is, or as the transpose of what lies in memory.
+// Whether a BLAS can read a (rows, columns) matrix, as it is or as a transposed matrix.
 template <class T>
 bool blas_reads(const Operand& matrix, int64_t rows, int64_t columns) {
   return matrix.dtype == DtypeOf<T>::value && ((matrix.column_stride == 1 && matrix.row_stride >= columns) ||
                                                (matrix.row_stride == 1 && matrix.column_stride >= rows));
 }
 
-// A large product of float32 operands with a float32 result of its own shape: the BLAS is some 8 % faster there,
-// because it hides more of the memory behind its arithmetic, and the epilogue finds the result in L3. Skinny products
-// are faster here where there is an epilogue to fuse, 16-bit ones always; but not, from some rows of a on, where pieces of
-// a row-major b come late: from beyond L2, or because its rows compete.
+// True for large products whose operands and result have the compute type. There the BLAS is about 8 % faster, because
+// it overlaps memory accesses better with arithmetic, and the epilogue finds the result in L3. Our kernels are faster
+// for 16-bit operands, and for few rows or columns if there is an epilogue to fuse. The exception is a row-major b
+// whose pieces arrive late, because it exceeds L2 or its rows compete for cache lines: then the BLAS wins from 9 rows
+// on.
 template <class T>
 bool prefers_blas(const GemmParams& params) {
   const bool is_far = params.b.column_stride == 1 && params.k * params.n * int64_t(sizeof(T)) >= 4 << 20;

@@ -1,5 +1,5 @@
-// Sums of columns in an order that depends on nothing but the shape: threads add up their rows, a block its threads, and
-// a last small kernel the blocks.
+// Column sums in an order that depends only on the shape: each thread adds its rows, each block its threads, and a last
+// small kernel the blocks.
 #pragma once
 
 #include "gemm/activation.cuh"
@@ -7,12 +7,12 @@
 
 namespace cuda_ext::epilogue {
 
-// How the threads of a block share the columns of a tile: `columns` of them, kVector a thread, so many rows at once.
+// How the threads of a block share the columns of a tile: kVector columns per thread, `rows` rows at once.
 struct ThreadColumns {
   int columns;
-  int row;  // of this thread, among `rows`
+  int row;  // of this thread, in [0, rows)
   int rows;
-  int column;  // its first
+  int column;  // this thread's first
 
   DEVICE ThreadColumns(int threads, int tile_columns) : columns(tile_columns) {
     const int threads_of_row = columns / kVector;
@@ -22,8 +22,8 @@ struct ThreadColumns {
   }
 };
 
-// sums (parts, n) at columns [first, first + columns) = what the block's threads have summed. `shared` has room for
-// threads * parts * kVector floats and nobody uses it.
+// sums (parts, n) at columns [first, first + columns) = the total of the block's thread_sums. `shared` has space for
+// threads * parts * kVector floats, which must not be in use.
 template <int threads>
 DEVICE void store_block_sums(const float (&thread_sums)[2][kVector], int parts, const ThreadColumns& mine,
                              int64_t first, int64_t n, float* shared, float* sums) {
@@ -45,8 +45,8 @@ DEVICE void store_block_sums(const float (&thread_sums)[2][kVector], int parts, 
   }
 }
 
-// out (width,) = the sums of the columns of block_sums (blocks, width). A thread block takes 32 columns; its warp w adds
-// up rows w, w + warps, ...
+// out (width,) = the column sums of block_sums (blocks, width). A thread block has 32 columns; its warp w adds rows w,
+// w + warps, ...
 template <int warps>
 GLOBAL(warps * 32, 1)
 add_block_sums(const float* block_sums, int64_t blocks, int64_t width, GRID_CONSTANT Output out) {

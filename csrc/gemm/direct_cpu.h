@@ -1,15 +1,15 @@
-// Products of few rows, or with a small b: nothing would be read often enough to pay for packing it. Three ways, by what
-// b looks like; all end in the tiles of the packed kernel, for its epilogue.
+// Products with few rows or a small b, whose elements are not read often enough to make packing worthwhile. The method
+// depends on the layout of b; all of them end with the tiles of the packed method, for its epilogue.
 //
-// b column-major: dot products, whole vectors along k. A lane sums every kLanes-th product of a block of kDotBlock, and
-// the lanes are summed at the block's end, whatever the number of rows.
-// Up to kStreamedRows rows, b row-major: a few rows of b at a time are added to sums in L1, so that memory is read as
-// long streams.
-// Else a group of steps of k at a time: for each panel of kPanelColumns columns the group's piece of b is multiplied with
-// all rows, read where it lies or copied to L1 first. Sums wait in memory between groups.
+// b is column-major: dot products, with vectors along k. A lane sums every kLanes-th product of a block of kDotBlock;
+// the lanes are summed at the end of the block, so that the order does not depend on the number of rows.
+// b is row-major, and there are up to kStreamedRows rows: a few rows of b at a time are added to sums in L1, so that
+// memory is read sequentially.
+// Otherwise: groups of k steps. For each panel of kPanelColumns columns, the group's piece of b is multiplied by all
+// rows; it is read in place or copied to L1 first. Partial sums are kept in memory between groups.
 //
-// The last two have the packed kernel's order of sums, a block of kBlockK after the other, so that there an element has
-// the same bits whichever computes it.
+// The last two sum in the order of the packed method, one block of kBlockK after the other, so that all three give the
+// same bits.
 #pragma once
 
 #include "gemm/direct_products_cpu.h"
@@ -17,9 +17,9 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-constexpr int64_t kMaxGroup = 96;    // steps of k; a piece of b then takes a third of L1
-constexpr int64_t kFewSteps = 4;     // of k, that a row takes in one pass over its results
-constexpr int64_t kShortGroup = 16;  // with one or two register tiles of rows: fewer streams from memory
+constexpr int64_t kMaxGroup = 96;    // k steps of a group; a piece of b then occupies a third of L1
+constexpr int64_t kFewSteps = 4;     // the most k steps that a single pass over a row of results can add
+constexpr int64_t kShortGroup = 16;  // for one or two register tiles of rows: reads fewer rows of b concurrently
 
 template <class T>
 struct DirectTask {
@@ -30,7 +30,7 @@ struct DirectTask {
   int64_t column;
   int64_t rows;  // <= kRowBlock
   int64_t columns;
-  T* plain_out;  // of this batch, if there is nothing to do after the product: it is then formed there
+  T* plain_out;  // output of this batch if the product needs no epilogue, else null
 
   template <class Epilogue>
   void run(const Epilogue& epilogue) const {
@@ -57,7 +57,7 @@ struct DirectTask {
 
   bool has_columns() const { return b.row_stride == 1 && b.column_stride != 1; }
 
-  // Dot products or streamed rows: sums of all rows and columns wait in memory between blocks of `block_k` steps of k.
+  // Dot products or streamed rows. Sums of all rows and columns stay in memory between blocks of `block_k` steps.
   template <int64_t block_k, class Epilogue>
   void run_sums(const Epilogue& epilogue) const {
     const int64_t parts = num_parts(), reduced = product(params.reduced_dims, params.reduced_sizes);
@@ -116,7 +116,7 @@ struct DirectTask {
     }
   }
 
-  // So few steps of k that writing the result is what takes time: whole rows of it at once.
+  // With so few k steps writing the result dominates: whole rows of it at once.
   void run_few_steps() const {
     const T* const from_b = static_cast<const T*>(b.data) + column;
     with_count<kFewSteps>(params.k, [&](auto steps) {
@@ -133,7 +133,7 @@ struct DirectTask {
     });
   }
 
-  // All rows with a panel of columns, which stays in cache, then the next.
+  // Multiplies one panel of columns, which stays in cache, by all rows, then the next panel.
   template <class Storage>
   void add_dots_of_tiles(int64_t k, const T* from_a, int64_t a_row, const Storage* from_b, bool fresh, T* sums,
                          int64_t width) const {
@@ -145,7 +145,7 @@ struct DirectTask {
         });
   }
 
-  // to (rows, k), rows block_k apart = the rows of a from `offset` on.
+  // to (rows, k), rows block_k apart = the rows of a from element `offset` on.
   void copy_rows(int64_t offset, int64_t k, int64_t block_k, T* to) const {
     with_storage<T>(a.dtype, [&](auto* type) {
       const auto* from = static_cast<decltype(type)>(const_cast<void*>(a.data)) + offset;
@@ -154,6 +154,7 @@ struct DirectTask {
     });
   }
 
+  // Groups of k steps.
   template <class Epilogue>
   void run_pieces(const Epilogue& epilogue) const {
     const int64_t parts = num_parts();
@@ -167,7 +168,7 @@ struct DirectTask {
     const int64_t group_k = by_rows && row_tiles <= 2 ? kShortGroup : kMaxGroup;
     const bool one_group = blocks == 1 && params.k <= group_k;
 
-    // Sums of the blocks so far, and of the groups so far of this block, tile by tile.
+    // Sums of all previous blocks, and of the previous groups of this block, tile by tile.
     const int64_t sums_size = one_group ? 0 : row_tiles * column_tiles * parts * kTileSize<T>;
     const int64_t packed_a_size = a_in_place ? 0 : row_tiles * kPanelSize<T>;
     const Scratch scratch((packed_a_size + sums_size * (blocks > 1 ? 2 : 1)) * int64_t(sizeof(T)));
@@ -247,8 +248,8 @@ struct DirectTask {
   }
 };
 
-// Up to here reading b where it lies costs less than packing it: it is multiplied with few rows, or stays in cache and
-// either there is one task of rows or a row of the result takes few steps.
+// Limits up to which reading b in place costs less than packing it: few rows, or a b that stays in cache if there is
+// one task of rows or k is short.
 constexpr int64_t kFewRows = 36;
 constexpr int64_t kSmallBytes = 64 << 10;
 
@@ -259,17 +260,17 @@ bool prefers_direct(const GemmParams& params, int64_t parts) {
          (params.m <= kRowBlock || params.k <= kFewSteps);
 }
 
-constexpr double kDirectWorkPerThread = 3e5;  // below it a thread is not worth waking
+constexpr double kDirectWorkPerThread = 3e5;  // multiply-adds that are worth waking a thread for
 
 template <class T>
 void run_direct(const GemmParams& params, const Epilogues<T>& epilogues) {
   const bool backward = epilogues.is_backward();
   const int64_t batches = product(params.batch_dims, params.batch_sizes);
-  // The sums of a task stay in L1 or L2; the longer the pieces of b's rows, the better they are prefetched.
+  // The sums of a task stay in L1 or L2. Longer pieces of b's rows are prefetched better.
   const int64_t task_columns = (params.m == 1 ? 168 : 42) * kPanelColumns<T>;
   const int64_t row_tasks = ceil_div(params.m, kRowBlock), column_tasks = ceil_div(params.n, task_columns);
   const int64_t tasks = batches * row_tasks * column_tasks;
-  // Of a task, in multiply-adds; reading an element of b counts as some of them.
+  // The cost of a task in multiply-adds; reading an element of b counts as 8 of them.
   const double work = double(params.k) * double(std::min(params.n, task_columns)) *
                       double(std::min(params.m, kRowBlock) + 8) *
                       double(product(params.reduced_dims, params.reduced_sizes));

@@ -1,11 +1,11 @@
-// The inner loops of direct_cpu.h.
+// The inner loops of direct_cpu.h: products with b read in place.
 #pragma once
 
 #include "gemm/pack_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// result (rows, vectors * lanes) [+]= start (0 if null) + what add_to(sum) adds.
+// result (rows, vectors * lanes) = or, if `add`, += start (0 if null) + whatever add_to(sum) adds to the sum.
 template <class T, int rows, int vectors, class F>
 CUDA_EXT_INLINE void sum_tile(const T* start, T* result, int64_t result_stride, bool add, F&& add_to) {
   Vec<T> sum[rows][vectors];
@@ -36,7 +36,7 @@ CUDA_EXT_INLINE void sum_tile(const T* start, T* result, int64_t result_stride, 
   }
 }
 
-// a (rows, k) @ b (k, vectors * lanes), b row-major with rows ldb apart.
+// sum_tile of a (rows, k) @ b (k, vectors * lanes), b row-major with rows ldb apart.
 template <class T, int rows, int vectors>
 void multiply_rows(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, const T* start,
                    T* result, int64_t result_stride, bool add) {
@@ -44,7 +44,7 @@ void multiply_rows(int64_t k, const T* a, int64_t a_row, int64_t a_col, const T*
                              [&](auto& sum) { add_products<T, rows, vectors>(k, a, a_row, a_col, b, ldb, sum); });
 }
 
-// sum_of[i] = the sum of the lanes of vectors[i], added in pairs.
+// Lane i = the sum of the lanes of vectors[i], added in pairs.
 template <class T>
 CUDA_EXT_INLINE Vec<T> sums_of_lanes(Vec<T> (&vectors)[kLanes<T>]) {
   transpose<T>(vectors);
@@ -56,7 +56,8 @@ CUDA_EXT_INLINE Vec<T> sums_of_lanes(Vec<T> (&vectors)[kLanes<T>]) {
   return vectors[0];
 }
 
-// sums (rows, columns) = or, unless fresh, += a (rows, k) @ b (k, columns), columns of b ldb apart; both are read along k.
+// sums (rows, columns) = or, unless fresh, += a (rows, k) @ b (k, columns). Columns of b are ldb apart; both operands
+// are read along k.
 template <int rows, int columns, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storage* b, int64_t ldb, bool fresh, T* sums,
                               int64_t sums_row) {
@@ -65,7 +66,7 @@ CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storag
 #pragma GCC unroll 32
   for (int i = 0; i < count; ++i) sum[i] = Vec<T>{};
   for_vectors<T>(k, [&](int64_t p, int64_t elements) {
-    // All loads come first: a branch of one between a product and its sum would keep the compiler from fusing the two.
+    // All loads come first: a branch of a partial load between a product and its sum would prevent their fusion.
     Vec<T> column[columns], row[rows];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j) column[j] = load_partial(b + j * ldb + p, elements);
@@ -97,7 +98,8 @@ CUDA_EXT_INLINE void add_dots(int64_t k, const T* a, int64_t a_row, const Storag
 
 constexpr int kDotRows = 4;
 
-// Columns at a time: sums that hide the latency of a multiply-add, and in registers with a column each and one of a.
+// Columns that are multiplied at once: enough sums to hide the latency of a multiply-add, few enough to keep them in
+// registers together with a vector of each column and one of a.
 constexpr int dot_columns(int rows) {
   const int columns = (kVectorRegisters - 1) / (rows + 1);
   return rows == 1 || columns > 8 ? 8 : columns;
@@ -149,7 +151,7 @@ void stream_rows(int64_t columns, int64_t k, const T* a, int64_t a_row, const St
   for (; p < k; ++p) add_rows<rows, 1>(columns, a + p, a_row, b + p * ldb, ldb, p == 0, sums, sums_row);
 }
 
-// f(std::integral_constant<int, count>) for 1 <= count <= most.
+// Calls f(std::integral_constant<int, count>) for 1 <= count <= most.
 template <int most, class F>
 CUDA_EXT_INLINE void with_count(int64_t count, F&& f) {
   if constexpr (most > 1) {

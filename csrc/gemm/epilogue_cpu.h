@@ -1,5 +1,5 @@
-// What happens to a register tile of results while it is in L1: short passes over (rows, kPanelColumns) numbers, each
-// one term of the formulas in gemm.h. A gated tile has two parts, gate and up, side by side in memory.
+// The epilogues: short passes over a tile of results (rows, kPanelColumns) while it is in L1, one for each term of the
+// formulas in gemm.h. A gated tile has two parts, gate and up, one after the other in memory.
 #pragma once
 
 #include "gemm/activation_cpu.h"
@@ -11,12 +11,12 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 template <class T>
 constexpr int64_t kTileSize = int64_t(kPanelRows) * kPanelColumns<T>;
 
-// Bias gradients are sums over blocks of this many rows, added in order: the result does not depend on who summed what.
+// Bias gradients are sums over blocks of this many rows, added in order, so that they do not depend on the threads.
 constexpr int64_t kRowBlock = 72;
 static_assert(kRowBlock % kPanelRows == 0);
 inline int64_t num_row_blocks(int64_t rows) { return (rows + kRowBlock - 1) / kRowBlock; }
 
-// Where a tile lies in its matrix.
+// The position of a tile in its matrix.
 struct TilePosition {
   int64_t row;
   int64_t column;
@@ -24,7 +24,7 @@ struct TilePosition {
   int64_t columns;  // <= kPanelColumns
 };
 
-// tile = the piece of `matrix` at `at`; what lies outside the matrix is undefined.
+// tile = the part of `matrix` at `at`; elements outside the matrix are undefined.
 template <class T>
 void load_tile(const Operand& matrix, const TilePosition& at, T* tile) {
   with_storage<T>(matrix.dtype, [&](auto* type) {
@@ -51,8 +51,8 @@ void store_tile(const Output& matrix, int64_t row_stride, const TilePosition& at
   });
 }
 
-// f(offset) for every vector of a tile that holds a column of the matrix. Not for those beyond: what lies there may be
-// subnormal by chance, and arithmetic on that takes a hundred times longer.
+// Calls f(offset) for every vector of a tile that has a column of the matrix. The others are skipped: they may contain
+// subnormal numbers by chance, on which arithmetic is a hundred times slower.
 template <class T, class F>
 CUDA_EXT_INLINE void for_tile(const TilePosition& at, F&& f) {
   for (int64_t row = 0; row < at.rows; ++row)
@@ -74,8 +74,8 @@ void add_row(const Operand& row, const TilePosition& at, T* tile) {
     for (int64_t j = 0; j < at.columns; j += kLanes<T>) store(tile + j, load(tile + j) + load(term + j));
 }
 
-// Adds the tile's rows to the sums of their row block, sums (num_row_blocks, row_stride); the block's first tile starts
-// them.
+// Adds the tile's rows to the sums of their row block, sums (num_row_blocks, row_stride). The first tile of a row block
+// overwrites them.
 template <class T>
 void add_column_sums(T* sums, int64_t row_stride, const TilePosition& at, const T* tile) {
   sums += at.row / kRowBlock * row_stride + at.column;
@@ -87,7 +87,7 @@ void add_column_sums(T* sums, int64_t row_stride, const TilePosition& at, const 
   });
 }
 
-// The last step of a bias gradient (n,): the sum of the rows of sums (rows, n), in order.
+// bias_grad (n,) = the sum of the rows of sums (rows, n), in order.
 template <class T>
 void sum_rows_of(const T* sums, int64_t rows, int64_t n, const Output& bias_grad) {
   parallel_for(n, 4096, [&](int64_t begin, int64_t end) {
@@ -104,7 +104,7 @@ void sum_rows_of(const T* sums, int64_t rows, int64_t n, const Output& bias_grad
   });
 }
 
-// z = tile (part 0), with the forward terms of GemmParams: see there.
+// The forward formulas of GemmParams; the tile holds the products, alpha not yet applied.
 template <class T>
 struct ForwardEpilogue {
   T alpha;
@@ -142,7 +142,8 @@ struct ForwardEpilogue {
   }
 };
 
-// g = tile, the gradient of h = activation(z): out is the gradient of z. `hidden` and `sums` may be absent.
+// The backward formulas of GemmParams; the tile holds g, the gradient of h = activation(z). `hidden` and `sums` may be
+// absent.
 template <class T>
 struct BackwardEpilogue {
   T alpha;
@@ -172,7 +173,7 @@ struct BackwardEpilogue {
           store(tile + i, grad * load(up + i) * gate.derivative);
         });
       });
-      finish(up_at, grad_up);
+      store_gradient(up_at, grad_up);
     } else if (activation != Activation::kNone || hidden.data != nullptr || alpha != T(1)) {
       with_activation(activation, [&](auto f) {
         for_tile<T>(at, [&](int64_t i) {
@@ -183,27 +184,29 @@ struct BackwardEpilogue {
       });
     }
     if (hidden.data != nullptr) store_tile(hidden, n, at, h);
-    finish(at, tile);
+    store_gradient(at, tile);
   }
 
  private:
-  void finish(const TilePosition& at, const T* grad) const {
+  void store_gradient(const TilePosition& at, const T* grad) const {
     const int64_t width = gated ? 2 * n : n;
     if (out.data != nullptr) store_tile(out, width, at, grad);
     if (sums != nullptr) add_column_sums(sums, width, at, grad);
   }
 };
 
-inline bool accumulates(const GemmParams& params) { return params.c.data != nullptr && params.c.data == params.out.data; }
+inline bool accumulates(const GemmParams& params) {
+  return params.c.data != nullptr && params.c.data == params.out.data;
+}
 
-// Whether there is more to a product than the BLAS does, which can add to what its output holds.
+// Whether a product needs more than a BLAS call, which can scale and accumulate.
 inline bool has_epilogue(const GemmParams& params) {
   return (params.c.data != nullptr && !accumulates(params)) || params.bias.data != nullptr ||
          params.residual.data != nullptr || params.preact_out.data != nullptr || params.preact.data != nullptr ||
          params.activation != Activation::kNone;
 }
 
-// Where sums can be formed that are the results: null if there is more to do, or another dtype to round to.
+// The output, if the sums of products are the results: null if there is an epilogue or a conversion.
 template <class T>
 T* plain_result(const GemmParams& params, int64_t batch) {
   const bool plain = !has_epilogue(params) && params.c.data == nullptr && params.alpha == 1.0 && !params.gated &&
@@ -211,7 +214,7 @@ T* plain_result(const GemmParams& params, int64_t batch) {
   return plain ? static_cast<T*>(params.out.data) + batch * params.m * params.n : nullptr;
 }
 
-// The epilogue of a whole product: which one it is, and how it looks for one batch.
+// Makes the epilogue of a product, for each of its batches.
 template <class T>
 struct Epilogues {
   const GemmParams& params;

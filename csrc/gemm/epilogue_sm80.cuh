@@ -1,16 +1,15 @@
-// What becomes of an output tile after its last product: the formulas of GemmParams, on rows of the tile that lie in
-// shared memory as floats.
+// The epilogue of an output tile: the formulas of GemmParams, on rows of the tile that are in shared memory as floats.
 //
-// A thread handles kVector neighbouring columns, always the same: a warp reads and writes whole rows of the tile, so
-// every sector that it touches in global memory is full, and column sums stay in registers until the end.
+// A thread always has the same kVector adjacent columns. A warp reads and writes whole rows of the tile, so that all
+// sectors it accesses in global memory are fully used, and column sums stay in registers until the end.
 #pragma once
 
 #include "gemm/column_sums.cuh"
 
 namespace cuda_ext::epilogue {
 
-// Offset in elements of the index-th of the batches, or of the reduced products; dims are innermost first. The host has
-// seen to it that there are fewer than 2^31, as divisions of 64 bits are long.
+// Offset in elements of batch (or reduced product) `index`; dims are innermost first. The host has checked that there
+// are fewer than 2^31, because 64-bit divisions are slow.
 DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDims],
                          const int64_t (&strides)[kMaxBatchDims]) {
   int64_t elements = 0;
@@ -23,8 +22,8 @@ DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDi
   return elements;
 }
 
-// Which piece of the output a block makes: `columns` is the tile's width in the output, half of block_n if columns come
-// in pairs, since gate and up columns then lie side by side in the tile.
+// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if columns
+// are pairs, because the tile then has gate columns and, next to them, up columns.
 struct TilePosition {
   int batch;
   int64_t row;
@@ -32,12 +31,12 @@ struct TilePosition {
   int columns;
 };
 
-// `stride`: floats from row to row in shared memory. Warps hold runs of warp_rows rows of the tile, and those in shared
-// memory at one time are pass_rows of each run.
+// `stride`: floats between rows in shared memory. The tile consists of runs of warp_rows rows (one per row of warps);
+// shared memory has pass_rows of each run at a time.
 template <int threads, int stride, int staged_rows, int warp_rows, int pass_rows>
 class TileEpilogue {
  public:
-  static constexpr int kRowsAtOnce = 2;  // beside the sums of a pass that waits
+  static constexpr int kRowsAtOnce = 2;  // more do not fit in registers next to the sums of the next pass
 
   DEVICE TileEpilogue(const GemmParams& params, const TilePosition& at)
       : params_(params),
@@ -56,7 +55,7 @@ class TileEpilogue {
     }
   }
 
-  // The rows of pass `pass`.
+  // Processes the rows of pass `pass`.
   DEVICE void run(const float* staged, int pass) {
     if (count_ == 0) return;
 #pragma unroll 1  // the code is long
@@ -79,7 +78,7 @@ class TileEpilogue {
     }
   }
 
-  // The sums of the tile's columns, for its row of tiles.
+  // Stores the sums of the tile's columns, which belong to its row of tiles.
   DEVICE void store_sums(float* shared, float* bias_sums) const {
     store_block_sums<threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
   }
@@ -97,7 +96,7 @@ class TileEpilogue {
     });
   }
 
-  // z = alpha * products + beta * c + bias, saved if wanted.
+  // z = alpha * products + beta * c + bias; also stores it in preact_out if present.
   DEVICE void make_preact(const Position& position, int part, const float* const (&products)[kRowsAtOnce],
                           Rows& z) const {
     load_products(products, part * at_.columns, z);
@@ -155,14 +154,14 @@ class TileEpilogue {
   const GemmParams& params_;
   const TilePosition at_;
   const ThreadColumns mine_;
-  const int64_t column_;  // this thread's first, in the output
+  const int64_t column_;  // this thread's first column in the output
   const int64_t offset_c_;
   const int64_t offset_residual_;
   const float alpha_;
   const float beta_;
-  int count_;  // of this thread's columns that exist
+  int count_;  // this thread's columns that are inside the matrix
   float bias_[2][kVector] = {};
-  float sums_[2][kVector] = {};  // backward: of the columns of out; gated: of gate and up
+  float sums_[2][kVector] = {};  // backward: column sums of out; gated: of gate and up
 };
 
 }  // namespace cuda_ext::epilogue

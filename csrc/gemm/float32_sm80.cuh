@@ -1,4 +1,4 @@
-// float32 operands: as one or two tf32 for mma.sync, and as they are where two do not do.
+// float32 operands: conversion to one or two tf32 for mma.sync, and products in float32 arithmetic where these fail.
 #pragma once
 
 #include "gemm/epilogue_sm80.cuh"
@@ -6,32 +6,32 @@
 
 namespace cuda_ext::sm80 {
 
-// The nearest tf32 as what mma reads, which ignores the lower 13 bits: half of the last place is added, except where
-// that would make an infinity of a finite number. Infinities and NaN stay. (cvt.rna would do it, at a quarter of the
-// speed of integer arithmetic; a comparison of floats takes the sign away for nothing.)
+// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would turn
+// a finite number into an infinity. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
+// of integer arithmetic. The comparison is one of floats because those have a free absolute value.)
 DEVICE uint32_t round_to_tf32(uint32_t bits) {
   const float first_that_overflows = arch::bits_float(0x7f7ff000u);
   return fabsf(arch::bits_float(bits)) < first_that_overflows ? bits + 0x1000 : bits;
 }
 
-// x = high + low / kLowScale, up to 2^-23 x, as what mma reads. High is the nearest tf32, which halves the largest low
-// and takes away its sign: what is dropped, low times low, then has no bias. The scale keeps the digits of a low that
-// would be subnormal. Some x have no such parts, and make infinities or NaN of all sums that they enter: infinities and
-// NaN themselves, whose low is NaN; the largest numbers, whose high overflows; others beyond 2^126, whose low does.
+// x = high + low / kLowScale, up to 2^-23 x. high is the nearest tf32, not a truncated one: low is then half as large
+// and of either sign, so that the dropped products of two lows have no bias. The scale preserves the bits of a low that
+// would be subnormal. Some x cannot be split and turn the sums they enter into infinities or NaN: infinities and NaN
+// (low is NaN), the largest numbers (high overflows), and others beyond 2^126 (low overflows).
 constexpr float kLowScale = 0x1p13f;
 DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
   high = (bits + 0x1000) & 0xffffe000u;
   low = arch::float_bits((arch::bits_float(bits) - arch::bits_float(high)) * kLowScale);
 }
 
-// The column of b that column `index` of a tile is made of, -1 if there is none.
+// The column of b for column `index` of a tile; -1 if it is outside the matrix.
 DEVICE int64_t column_of_b(const GemmParams& params, const epilogue::TilePosition& at, int index) {
   const bool up = index >= at.columns;
   const int64_t column = at.column + index - (up ? at.columns : 0);
   return column >= params.n ? -1 : up ? column + params.n : column;
 }
 
-// A thread's sums of its block's k tiles, in float32's own arithmetic and straight from global memory.
+// A thread's sums over its block's k tiles, in float32 arithmetic, directly from global memory.
 template <class Gemm>
 DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
                                 typename Gemm::Accumulators& sums) {
@@ -70,8 +70,7 @@ DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, 
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
           const int64_t b_column = column_of_b(params, at, column + j * 8 + q);
-          const float b =
-              b_column >= 0 ? arch::load_global<float>(from_b + b_column * params.b.column_stride) : 0.0f;
+          const float b = b_column >= 0 ? arch::load_global<float>(from_b + b_column * params.b.column_stride) : 0.0f;
 #pragma unroll
           for (int i = 0; i < 2 * Gemm::kRows; ++i) sums[i / 2][j][i % 2 * 2 + q] += a[i] * b;
         }

@@ -1,5 +1,5 @@
-// Matrix products with fused epilogues, and the elementwise gradient pass that goes with them, as plain parameters.
-// Bindings fill these structs and call the launchers; every kernel, on any device, takes the same structs.
+// Parameters of matrix products with fused epilogues, and of the elementwise gradient of an activation. csrc/ops fills
+// these structs and calls the launchers; all kernels, on any device, use the same structs.
 #pragma once
 
 #include "base/dtype.h"
@@ -9,10 +9,10 @@ namespace cuda_ext {
 
 enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };  // in the order of kActivationNames
 
-// Batch dims come innermost first and merged where strides allow, so this many are hard to reach.
+// Batch dims are stored innermost first and merged where strides permit, so this limit is rarely reached.
 constexpr int kMaxBatchDims = 8;
 
-// A matrix read in place, whatever its strides (in elements; 0 broadcasts). Absent when data is null.
+// A matrix that is read in place, with any strides (in elements; 0 broadcasts). Absent if data is null.
 struct Operand {
   const void* data = nullptr;
   Dtype dtype = Dtype::kFloat32;
@@ -21,7 +21,7 @@ struct Operand {
   int64_t batch_strides[kMaxBatchDims] = {};
 };
 
-// A row-major matrix written without gaps, batches one after the other. Absent when data is null.
+// A contiguous row-major matrix that is written, batches one after the other. Absent if data is null.
 struct Output {
   void* data = nullptr;
   Dtype dtype = Dtype::kFloat32;
@@ -34,10 +34,10 @@ struct Output {
 //                                    out = g * activation'(z), hidden = h                 (m, n)
 //                           gated:   h = activation(z[:, :n]) * z[:, n:], out is the gradient of z    (m, 2n)
 // and bias_grad is the sum of out over its rows.
-// c may be out itself, with its dtype and strides: every element is then read before it is written, and by whom writes
-// it, so that a product is accumulated where the sum lies. Otherwise what is written overlaps nothing that is read.
-// The sum over r runs over the reduced batch dims: that is how the gradient of a broadcast operand is formed. No batch
-// or reduced size is 0; k is where nothing is summed.
+// c may be out itself, with the same dtype and strides, to accumulate a product in place: each element is read by the
+// thread that writes it, before the write. Otherwise outputs must not overlap inputs.
+// The sum over r runs over the reduced batch dims, which yields the gradient of a broadcast operand. Batch and reduced
+// sizes are at least 1; k may be 0, and then sums are 0.
 struct GemmParams {
   int64_t m = 0;
   int64_t n = 0;
@@ -62,14 +62,14 @@ struct GemmParams {
   Operand residual;   // (batch, m, n)
   Output preact_out;  // z
 
-  Operand preact;    // z, read by the backward epilogue
+  Operand preact;    // z; selects the backward epilogue
   Output hidden;     // (m, n)
   Output bias_grad;  // (n,), gated: (2n,)
 };
 
-// The gradient through an activation and the bias before it in one pass over grad_out (rows, n):
-// grad_preact = grad_out * activation'(preact), its rows summed into bias_grad. Gated as in GemmParams.
-// Without grad_preact (and then without an activation) it only sums.
+// The gradient through an activation and the bias before it, in one pass over grad_out (rows, n):
+// grad_preact = grad_out * activation'(preact), bias_grad = the sum of its rows. Gated as in GemmParams.
+// Without grad_preact (and then without an activation) only the sum is formed.
 struct ActivationGradParams {
   int64_t rows = 0;
   int64_t n = 0;

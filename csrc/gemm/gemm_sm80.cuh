@@ -1,24 +1,31 @@
-// Matrix products with fused epilogues on sm_80 and later: GemmParams as one kernel, for float16, bfloat16 and float32.
+// GEMM with fused epilogues for sm_80 and later, for float16, bfloat16 and float32.
 //
-// Tile      A block makes block_m x block_n of the output, going through k (and the reduced products) block_k at a
-//           time. If the product is gated the tile's left half are gate columns, its right half the up columns that go
-//           with them, so it covers block_n / 2 columns of the output. Sizes: the table kTiles of plan_sm80.h.
-// Warps     All do the same: warps_m x warps_n of them share the tile, and all threads share every copy.
-// Waiting   A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies, then
-//           one sync_threads per k tile says both that the next tile has arrived and that the one before has been read.
-// Shared    (stages, A tile + B tile), written over by rows of the result, (64, block_n + 8) floats at a time.
-// Registers A warp holds its part of the output, block_m / warps_m x block_n / warps_n floats, and two sets of operand
-//           fragments: one is loaded, and rounded if it is tf32, while the other is multiplied.
-// Operands  are read in place, whichever of their dims has stride 1, from any address: 16 bytes at a time where base
-//           and strides allow, else 4, else 2. What lies outside the matrix arrives as zeros.
-// Loop      k tiles that are whole, inside the matrix and readable 16 bytes at a time go through a loop without branches;
-//           the last of a product, and all tiles of other operands, through one that decides how to copy. A tile's first
-//           products are ready when its loop begins, and what else there is to do is done among them.
-// Split k   A small output has its k tiles divided among several blocks. Each leaves its sums in the workspace; the
-//           last to arrive adds them up in the order of k, whichever block it is, and runs the epilogue.
-// Float32   Three products of tf32 lose the last bits of a single product, and cannot tell an infinity from an overflow
-//           of their own. Where k is short, or a thread's sums are not all finite, the thread forms its sums in
-//           float32's own arithmetic instead, straight from global memory.
+// Problem        GemmParams in gemm.h: out = activation(alpha sum_r a_r b_r + beta c + bias) + residual, or its
+//                gradient.
+// Tile           A block computes (block_m, block_n) of the output and loops over k, and over the reduced products,
+//                block_k at a time. If the product is gated, the left half of the tile are gate columns and the right
+//                half the corresponding up columns, so that it covers block_n / 2 columns of the output. Sizes: kTiles
+//                in plan_sm80.h.
+// Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
+//                copies.
+// Pipeline       A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies
+//                (cp.async.wait_group); then one sync_threads per k tile, of all threads, means both that the next tile
+//                has arrived and that the previous one has been read.
+// Shared memory  (stages, A tile + B tile); after the loop reused for (64, block_n + 8) floats of the result at a time.
+// Registers      Per warp, (block_m / warps_m, block_n / warps_n) accumulators in float32 and two sets of operand
+//                fragments: one is loaded, and rounded if it is tf32, while the other is multiplied.
+// Operands       are read in place from any address, whichever of their dims has stride 1: 16 bytes at a time if base
+//                and strides permit, else 4, else 2. Elements outside the matrix are replaced by zeros.
+// Loops          k tiles that are complete, inside the matrix and readable 16 bytes at a time are processed by a loop
+//                without branches; the last of each product, and all tiles of other operands, by a loop that decides
+//                how to copy. The first fragments of a tile are loaded before its iteration begins; copies and loads
+//                for later tiles are interleaved with its products.
+// Split k        If the output has too few tiles, its k tiles are divided among several blocks. Each stores its sums in
+//                the workspace. The last one to arrive, whichever it is, adds them in the order of k and runs the
+//                epilogue.
+// Float32        Three tf32 products per product of float32 lose the last bits, and an infinity may be the product's or
+//                an overflow of the method. If k is short, or the sums of a thread are not all finite, the thread
+//                computes its sums in float32 arithmetic instead, directly from global memory.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +37,7 @@
 
 namespace cuda_ext::sm80 {
 
-// One instantiation of the kernel: constants, and what a warp does with its fragments.
+// One instantiation of the kernel: its constants, and the operations on fragments.
 template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, GemmConfig config>
 struct Gemm {
   using Element = T;
@@ -44,8 +51,8 @@ struct Gemm {
   static constexpr int kWarpsM = config.warps_m;
   static constexpr int kWarpM = kBlockM / kWarpsM;
   static constexpr int kWarpN = kBlockN / config.warps_n;
-  static constexpr int kRows = kWarpM / 16;    // fragments of A a warp holds
-  static constexpr int kColumns = kWarpN / 8;  // and of B
+  static constexpr int kRows = kWarpM / 16;    // fragments of A per warp
+  static constexpr int kColumns = kWarpN / 8;  // fragments of B per warp
 
   using TileA = OperandTile<T, Side::kA, a_k_major, kBlockM, kBlockK>;
   using TileB = OperandTile<T, Side::kB, b_k_major, kBlockN, kBlockK>;
@@ -54,8 +61,8 @@ struct Gemm {
   static constexpr int kSteps = kBlockK / TileA::kStep;
   static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
 
-  // The result goes through shared memory in passes of 64 rows, some of each warp's. Rows are padded by 8 floats: a
-  // warp stores float pairs of 8 rows at once.
+  // The result is staged in shared memory in passes of 64 rows, kPassRows of each row of warps. Rows are padded by 8
+  // floats to avoid bank conflicts: a warp stores float pairs of 8 rows at once.
   static constexpr int kStagedRows = 64;
   static constexpr int kPassRows = kStagedRows / kWarpsM;
   static constexpr int kPasses = kBlockM / kStagedRows;
@@ -73,7 +80,7 @@ struct Gemm {
       Stage stages[kStages];
       alignas(16) float result[kStagedRows * kResultStride];  // (kStagedRows, kResultStride), kBlockN columns in use
     };
-    uint32_t arrived;  // split k: blocks of this tile that arrived before this one
+    uint32_t arrived;  // split k: the number of blocks of this tile that arrived before this one
   };
 
   using Accumulators = float[kRows][kColumns][4];
@@ -84,7 +91,7 @@ struct Gemm {
   struct Fragments {
     uint32_t a[kRows][4];
     uint32_t b[kColumns / 2][4];
-    // Three products of tf32: what `prepare` leaves of a, and of b's first column, where these become their high parts.
+    // With three tf32 products: the low parts of a and of b's first column, whose high parts replace them in a and b.
     uint32_t low_a[kRows][4], low_b[2];
 
     DEVICE void load(arch::SharedAddress at_a, arch::SharedAddress at_b, int step) {
@@ -94,7 +101,7 @@ struct Gemm {
       for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
     }
 
-    // What was loaded, as `multiply` takes it, which then can begin at once.
+    // Converts the loaded fragments, so that `multiply` can start at once.
     DEVICE void prepare() {
       if constexpr (arithmetic == Arithmetic::kThreeTf32) {
 #pragma unroll
@@ -137,15 +144,16 @@ struct Gemm {
         }
     }
 
-    // (high + low)_a (high + low)_b less the product of the lows, which is beyond float32. Tensor cores truncate where
-    // they add to a sum (Ootomo and Yokota, Recovering single precision accuracy from Tensor Cores, arXiv 2203.03341),
-    // so theirs begin at zero, the small terms first, and what rounds the long sums is float32's own addition.
+    // (high + low)_a (high + low)_b without the product of the lows, which is below float32's precision. Tensor cores
+    // truncate when they add to an accumulator (Ootomo and Yokota, Recovering single precision accuracy from Tensor
+    // Cores, arXiv 2203.03341). So each accumulator starts at zero, the small terms come first, and the long sums are
+    // ordinary float32 additions, which round to nearest.
     DEVICE void multiply_three_tf32(Accumulators& sums) const {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         uint32_t b_high[2] = {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]};
         uint32_t b_low[2] = {low_b[0], low_b[1]};
-        if (j > 0)  // while those of the column before are multiplied
+        if (j > 0)  // overlaps the products of the previous column; column 0 was split by `prepare`
 #pragma unroll
           for (int q = 0; q < 2; ++q) split_tf32(b_high[q], b_high[q], b_low[q]);
 #pragma unroll
@@ -174,7 +182,8 @@ struct Gemm {
     return zeros[0] + zeros[1] + zeros[2] + zeros[3] == 0.0f;
   }
 
-  // What pass `pass` covers of a warp's sums, to shared memory; `pass` is known when this is compiled.
+  // Stores the part of a warp's sums that belongs to pass `pass` in shared memory. `pass` must be a compile-time
+  // constant.
   DEVICE static void stage_result(float* result, const Accumulators& sums, int pass) {
     const int row = warp_row() * kPassRows + arch::lane_index() / 4;
     const int column = warp_column() * kWarpN + arch::lane_index() % 4 * 2;
@@ -191,14 +200,14 @@ struct Gemm {
         }
   }
 
-  // A block's sums in the workspace, as threads hold them: (kRows, kColumns, kThreads) vectors of 4.
+  // A block's sums in the workspace, in the order of the registers: (kRows, kColumns, kThreads) vectors of 4.
   DEVICE static void store_partial(float* partial, const Accumulators& sums) {
-    partial += arch::opaque_thread_index() * 4;  // not known before the loop over k, where it would take registers
+    partial += arch::opaque_thread_index() * 4;  // recomputed to save a register in the loop over k
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const float (&d)[4] = sums[i][j];
+        const float(&d)[4] = sums[i][j];
         arch::store_global(partial + (i * kColumns + j) * kThreads * 4,
                            arch::Words4{{arch::float_bits(d[0]), arch::float_bits(d[1]), arch::float_bits(d[2]),
                                          arch::float_bits(d[3])}});
@@ -217,17 +226,19 @@ struct Gemm {
   }
 };
 
-// Blocks that run at the same time should share operands in L2: tiles go down columns of kGroup rows.
+// Consecutive blocks should share operands in L2: they go through the tiles column by column within groups of kGroup
+// rows.
 DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int block_m, int columns) {
   constexpr int kGroup = 8;
-  const int tiles = plan.row_tiles * plan.column_tiles, of_group = kGroup * plan.column_tiles;
-  const int t = tile % tiles, group = t / of_group, in_group = t % of_group;
+  const int tiles = plan.row_tiles * plan.column_tiles, group_tiles = kGroup * plan.column_tiles;
+  const int t = tile % tiles, group = t / group_tiles, in_group = t % group_tiles;
   const int left = plan.row_tiles - group * kGroup, rows = left < kGroup ? left : kGroup;
   return {tile / tiles, int64_t(group * kGroup + in_group % rows) * block_m, int64_t(in_group / rows) * columns,
           columns};
 }
 
-// sums = the products of this block's k tiles.
+// sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state
+// of the pipeline, and the compiler's allocation of registers depends on their order.
 template <class Gemm>
 DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
@@ -245,18 +256,18 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   using epilogue::offset_of;
   advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
                    offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
-  int product = first / plan.k_tiles;  // that is copied next
+  int product = first / plan.k_tiles;  // to copy from next
   const int k_tile = first % plan.k_tiles;
-  int of_product = plan.k_tiles - k_tile;  // k tiles of it to copy
+  int product_left = plan.k_tiles - k_tile;  // its k tiles that are still to be copied
   advance_elements(offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_a),
                    offset_of(product, params.reduced_dims, params.reduced_sizes, params.reduced_strides_b));
   copy_a.advance(k_tile * plan.a.k_tile);
   copy_b.advance(k_tile * plan.b.k_tile);
-  // From behind the last k tile to the first of the next product, whose index counts one on like the digits of a number.
+  // Advances to the first k tile of the next product; the multi-index increments like an odometer.
   const auto next_product = [&] {
     copy_a.advance(-plan.k_tiles * plan.a.k_tile);
     copy_b.advance(-plan.k_tiles * plan.b.k_tile);
-    of_product = plan.k_tiles;
+    product_left = plan.k_tiles;
     int index = ++product;
 #pragma unroll 1
     for (int d = 0; d < params.reduced_dims; ++d) {
@@ -269,17 +280,17 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
     }
   };
 
-  // A stage is known by its bytes from the first.
+  // A stage is identified by its offset in bytes.
   using arch::SharedAddress;
   using Stage = typename Gemm::Stage;
   constexpr SharedAddress kStageBytes = sizeof(Stage), kLastStage = (Gemm::kStages - 1) * kStageBytes;
   const SharedAddress stages = arch::shared_address(shared.stages);
   const auto copy_next = [&](SharedAddress stage) {
-    const bool last = of_product == 1;
+    const bool last = product_left == 1;
     const int depth = last ? plan.k_tail : Gemm::kBlockK;
     copy_a.copy(stages + stage + offsetof(Stage, a), depth);
     copy_b.copy(stages + stage + offsetof(Stage, b), depth);
-    --of_product;
+    --product_left;
     if (last && params.reduced_dims > 0) next_product();
   };
 
@@ -292,7 +303,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   };
 
   constexpr int kAhead = Gemm::kStages - 1;
-  constexpr int kCopyStep = Gemm::kSteps > 2 ? 1 : 0;  // if possible not the first, whose products can begin at once
+  constexpr int kCopyStep = Gemm::kSteps > 2 ? 1 : 0;  // if possible not step 0, so that its products start at once
 #pragma unroll 1
   for (int tile = 0; tile < kAhead; ++tile) {
     if (tile < left) copy_next(tile * kStageBytes);
@@ -302,8 +313,8 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   arch::sync_threads();
   load(0, 0, 0);
   fragments[0].prepare();
-  SharedAddress stage = 0, free_stage = kLastStage;  // that is multiplied, and that was before
-  // Multiplies a k tile; meanwhile `copy` starts filling the stage that is free.
+  SharedAddress stage = 0, free_stage = kLastStage;  // the one that is multiplied, and the one before it
+  // Multiplies a k tile, and meanwhile calls `copy` to start filling the free stage.
   const auto multiply_tile = [&](bool is_last, const auto& copy) {
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
@@ -314,11 +325,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         arch::sync_threads();
         free_stage = stage;
         if (!is_last) stage = stage == kLastStage ? 0 : stage + kStageBytes;
-        load(0, stage, 0);  // after the last tile for nothing: a branch would cost registers
+        load(0, stage, 0);  // unused after the last tile; a branch would cost registers
       }
       if (step == kCopyStep) {
         copy(free_stage);
-        arch::cp_async_commit();  // empty at the end, so that the count of groups holds
+        arch::cp_async_commit();  // possibly empty, so that wait_group counts groups correctly
       }
       fragments[step % 2].multiply(sums);
       fragments[(step + 1) % 2].prepare();
@@ -327,11 +338,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   const bool all_whole = copy_a.is_whole() && copy_b.is_whole();
 #pragma unroll 1
   for (; left > 0; --left) {
-    // The loop that takes the time has no branches, so that the compiler can put copies and loads among the products.
-    int whole = all_whole ? (left - kAhead < of_product ? left - kAhead : of_product - 1) : 0;
+    // The inner loop has no branches, so that the compiler can interleave copies and loads with products.
+    int whole = all_whole ? (left - kAhead < product_left ? left - kAhead : product_left - 1) : 0;
     if (whole > 0) {
       left -= whole;
-      of_product -= whole;
+      product_left -= whole;
     }
 #pragma unroll 1
     for (; whole > 0; --whole) {
@@ -346,7 +357,8 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   }
 }
 
-// Leaves this block's sums in the workspace. True for the last of the tile's blocks, whose sums then are those of all.
+// Stores this block's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are then
+// the total over all blocks.
 template <class Gemm>
 DEVICE bool add_splits(const GemmPlan& plan, uint32_t& arrived, typename Gemm::Accumulators& sums) {
   constexpr int64_t kSize = Gemm::kBlockM * Gemm::kBlockN;
@@ -378,20 +390,20 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   typename Gemm::Accumulators sums = {};
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
-    at = tile_at(arch::opaque_block_x());  // the products leave no registers to keep it in
+    at = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
     if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, at, shared, sums);
   }
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
-  arch::sync_threads();  // all have read the last stage
+  arch::sync_threads();  // all warps have read the last stage
   Gemm::stage_result(shared.result, sums, 0);
   arch::sync_threads();
-  typename Gemm::Epilogue finish(params, at);
-#pragma unroll 1  // its code is long
+  typename Gemm::Epilogue tile_epilogue(params, at);
+#pragma unroll 1  // the code is long
   for (int pass = 0;; ++pass) {
-    finish.run(shared.result, pass);
+    tile_epilogue.run(shared.result, pass);
     if (pass + 1 == Gemm::kPasses) break;
     arch::sync_threads();
     Gemm::stage_result(shared.result, sums, 1);
@@ -399,7 +411,8 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   }
   if (plan.bias_sums != nullptr) {
     arch::sync_threads();
-    finish.store_sums(shared.result, plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
+    tile_epilogue.store_sums(shared.result,
+                             plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products on tensor cores that read their operands from registers (sm_80 and later): what the bindings call.
+// The launcher of the GEMM on mma.sync (sm_80 and later).
 #pragma once
 
 #include "gemm/gemm.h"
@@ -6,11 +6,11 @@
 
 namespace cuda_ext {
 
-// How float32 operands are multiplied: rounded to tf32 (11 bits), or as sums of two tf32 (about 22 bits) in three
-// products, where an infinity gives NaN.
+// How float32 operands are multiplied: rounded to tf32 (11 bits), or in three products as sums of two tf32 (about 22
+// bits).
 enum class Float32Product : uint8_t { kThreeTf32, kTf32 };
 
-// Whether the kernels read `operand` (rows, columns) in place; if not the caller makes it contiguous first.
+// Whether the kernels can read `operand` (rows, columns) in place; if not, the caller must make it contiguous first.
 inline bool gemm_sm80_reads(const Operand& operand, int64_t rows, int64_t columns) {
   return operand.column_stride == 1 || operand.row_stride == 1 || rows == 1 || columns == 1;
 }
@@ -34,16 +34,16 @@ auto with_gemm_sm80(const GemmParams& params, Float32Product float32, F&& f) {
     case Dtype::kBFloat16: return f(GemmSm80<bfloat16_t>{});
     case Dtype::kFloat32:
       return float32 == Float32Product::kTf32 ? f(GemmSm80<float, Float32Product::kTf32>{}) : f(GemmSm80<float>{});
-    default: throw std::invalid_argument("gemm_sm80: expected float16, bfloat16 or float32 operands, got float64");
+    default: throw std::invalid_argument("expected float16, bfloat16 or float32 operands, got float64");
   }
 }
 
-// Bytes of workspace that a launch with these parameters needs. Pointers are not followed, but tell what is present.
+// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
 inline size_t gemm_sm80_workspace(const GemmParams& params, Float32Product float32 = Float32Product::kThreeTf32) {
   return with_gemm_sm80(params, float32, [&](auto gemm) { return gemm.workspace(params); });
 }
 
-// Starts what GemmParams describes on `stream`, an rt::Stream. a and b have one dtype; the others any but float64.
+// Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64.
 inline void launch_gemm_sm80(const GemmParams& params, Workspace workspace, void* stream,
                              Float32Product float32 = Float32Product::kThreeTf32) {
   with_gemm_sm80(params, float32, [&](auto gemm) { gemm.launch(params, workspace, stream); });

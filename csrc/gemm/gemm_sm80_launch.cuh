@@ -1,4 +1,5 @@
-// Launches the GEMM of gemm_sm80.cuh: checks, workspace, and the instantiation for dtype, layout and tile shape.
+// Launches the kernel of gemm_sm80.cuh: checks, plan, workspace, and the instantiation for dtype, layout and tile
+// shape.
 #pragma once
 
 #include <stdexcept>
@@ -11,7 +12,7 @@
 
 namespace cuda_ext::sm80 {
 
-// No block of a tile has arrived.
+// Resets the split-k arrival counters.
 template <int threads>
 GLOBAL(threads, 1)
 clear_arrivals(uint32_t* arrivals, int tiles) {
@@ -19,14 +20,15 @@ clear_arrivals(uint32_t* arrivals, int tiles) {
   if (i < tiles) arch::store_global(arrivals + i, 0u);
 }
 
-// Divides the workspace.
-inline WorkspaceCursor place(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
   WorkspaceCursor cursor(data);
   if (plan.splits > 1) {
-    cursor.take(plan.arrivals, plan.tiles);
-    cursor.take(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
+    cursor.allocate(plan.arrivals, plan.tiles);
+    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
   }
-  if (params.bias_grad.data != nullptr) cursor.take(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
+  if (params.bias_grad.data != nullptr)
+    cursor.allocate(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
   return cursor;
 }
 
@@ -58,16 +60,16 @@ inline bool is_empty(const GemmParams& params) {
 
 inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
   if (rows > 0 && columns > 0 && !gemm_sm80_reads(operand, rows, columns))
-    throw std::invalid_argument("gemm_sm80: expected a row or column stride of 1 in " + std::string(name) + ", got " +
+    throw std::invalid_argument("expected a row or column stride of 1 in " + std::string(name) + ", got " +
                                 std::to_string(operand.row_stride) + " and " + std::to_string(operand.column_stride) +
                                 "; make it contiguous");
 }
 
 template <Arithmetic arithmetic>
-size_t workspace_of(const GemmParams& params) {
+size_t workspace_bytes(const GemmParams& params) {
   if (is_empty(params)) return 0;
   GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
-  return place(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
+  return assign_workspace(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
 }
 
 template <class T, Arithmetic arithmetic>
@@ -76,7 +78,8 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   check_operand("a", params.a, params.m, params.k);
   check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
   GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
-  place(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan).expect_room("gemm_sm80", workspace);
+  assign_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan)
+      .expect_fits("gemm_sm80", workspace);
   if (plan.splits > 1) {
     constexpr int kThreads = 256;
     const int blocks = int(ceil_div(plan.tiles, kThreads));
@@ -85,7 +88,7 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   }
   const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
                                                                     : launch_layout<T, arithmetic, true, false>
-                        : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
+                      : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>
                                              : launch_layout<T, arithmetic, false, false>;
   launch(params, plan, stream);
   if (plan.bias_sums != nullptr)
@@ -104,7 +107,7 @@ constexpr sm80::Arithmetic kArithmetic = sizeof(T) == 2                     ? sm
 
 template <class T, Float32Product float32>
 size_t GemmSm80<T, float32>::workspace(const GemmParams& params) {
-  return sm80::workspace_of<kArithmetic<T, float32>>(params);
+  return sm80::workspace_bytes<kArithmetic<T, float32>>(params);
 }
 
 template <class T, Float32Product float32>

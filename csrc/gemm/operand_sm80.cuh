@@ -1,4 +1,4 @@
-// An operand's way from global into shared memory.
+// Copies of operand tiles from global to shared memory.
 #pragma once
 
 #include "arch/async_copy.cuh"
@@ -7,20 +7,22 @@
 
 namespace cuda_ext::sm80 {
 
-// What one thread copies of an operand, k tile after k tile: the same chunk of every kLinesPerPass-th line.
+// Copies an operand, one k tile after the other. A thread copies the same chunk of every kLinesPerPass-th line.
 template <class Tile, int threads>
 class TileCopy {
   static constexpr int kBytesOfElement = sizeof(typename Tile::Element);
   static constexpr int kLinesPerPass = threads / Tile::kChunks;
   static constexpr int kPasses = Tile::kLines / kLinesPerPass;
   static_assert(kLinesPerPass * kPasses == Tile::kLines);
-  static_assert(kLinesPerPass % (!Tile::kKMajor && kBytesOfElement == 4 ? 4 : 8) == 0, "all passes permute alike");
-  static_assert(!Tile::kKMajor || kPasses % 2 == 0, "a pass is of one half");
+  static_assert(kLinesPerPass % (!Tile::kKMajor && kBytesOfElement == 4 ? 4 : 8) == 0,
+                "all passes must permute chunks alike");
+  static_assert(!Tile::kKMajor || kPasses % 2 == 0, "a pass must lie in one half of the tile");
 
  public:
-  // The tile at [first, first + kExtent) of an operand of `size` along its extent; with pairs, its second half is at
-  // [first + size, ..) of 2 size.
-  DEVICE TileCopy(const void* data, const OperandWalk& walk, int64_t first, int64_t size, bool pairs) : walk_(walk) {
+  // The tile at [first, first + kExtent) of an operand of `size` along the extent. With pairs the operand has 2 size,
+  // and the second half of the tile begins at first + size.
+  DEVICE TileCopy(const void* data, const ByteStrides& strides, int64_t first, int64_t size, bool pairs)
+      : strides_(strides) {
     const int line = arch::thread_index() / Tile::kChunks, chunk = arch::thread_index() % Tile::kChunks;
     const int half = pairs ? Tile::kExtent / 2 : Tile::kExtent;
     const int inside = size - first < half ? int(size - first) : half;  // of each half
@@ -28,7 +30,7 @@ class TileCopy {
     offset_ = Tile::offset(line, chunk);
     source_ = static_cast<const char*>(data);
     if constexpr (Tile::kKMajor) {
-      source_ += (first + line) * walk.line + chunk * 16;
+      source_ += (first + line) * strides.line + chunk * 16;
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const int index = line + pass * kLinesPerPass;
@@ -37,30 +39,30 @@ class TileCopy {
     } else {
       const int index = chunk * Tile::kElements;
       const bool upper = index >= half;
-      source_ += line * walk.line + (first + index + (upper ? size - half : 0)) * kBytesOfElement;
+      source_ += line * strides.line + (first + index + (upper ? size - half : 0)) * kBytesOfElement;
       valid_ = bytes_of((upper ? inside + half : inside) - index);
     }
   }
 
   DEVICE void advance(int64_t bytes) { source_ += bytes; }
 
-  // Whether every chunk of a k tile of full depth is inside the matrix and can be read at once; the same for all threads.
-  DEVICE bool is_whole() const { return walk_.vector_bytes == 16 && inside_; }
-  // The same as `copy` for such a k tile, without a branch.
+  // Whether all chunks of a k tile of full depth are inside the matrix and 16-byte aligned; the same in all threads.
+  DEVICE bool is_whole() const { return strides_.vector_bytes == 16 && inside_; }
+  // `copy` for such a k tile, without branches.
   DEVICE void copy_whole(arch::SharedAddress tile) {
     copy_by<16, true>(tile, Tile::kDepth);
-    source_ += walk_.k_tile;
+    source_ += strides_.k_tile;
   }
 
-  // Starts copying a k tile, of which `left` are inside the matrix, and goes to the next.
+  // Starts copying a k tile, of whose depth `left` is inside the matrix, and advances to the next.
   DEVICE void copy(arch::SharedAddress tile, int left) {
-    if (walk_.vector_bytes == 16)
+    if (strides_.vector_bytes == 16)
       copy_by<16>(tile, left);
-    else if (kBytesOfElement == 4 || walk_.vector_bytes == 4)
+    else if (kBytesOfElement == 4 || strides_.vector_bytes == 4)
       copy_by<4>(tile, left);
     else
       copy_by<2>(tile, left);
-    source_ += walk_.k_tile;
+    source_ += strides_.k_tile;
   }
 
  private:
@@ -68,7 +70,7 @@ class TileCopy {
     return (elements < 0 ? 0 : elements < Tile::kElements ? elements : Tile::kElements) * kBytesOfElement;
   }
 
-  // Tile::kKMajor: the first k of the chunk, else of the first line. Not kept: it would take a register of the loop.
+  // The k index of the chunk's first element (kKMajor), or of the first line. Recomputed to save a register.
   DEVICE static int begin() {
     const int thread = arch::opaque_thread_index();
     return Tile::kKMajor ? thread % Tile::kChunks * Tile::kElements : thread / Tile::kChunks;
@@ -79,7 +81,7 @@ class TileCopy {
     const int tail = Tile::kKMajor ? bytes_of(left - begin()) : 0;
     const char* from = source_;
     tile += offset_;
-#pragma unroll(vector_bytes == 16 ? kPasses : 1)  // else few registers matter more than speed
+#pragma unroll(vector_bytes == 16 ? kPasses : 1)  // otherwise registers matter more than speed
     for (int pass = 0; pass < kPasses; ++pass) {
       int bytes;
       if constexpr (all_inside)
@@ -89,8 +91,8 @@ class TileCopy {
       else
         bytes = begin() + pass * kLinesPerPass < left ? valid_ : 0;
       copy_chunk<vector_bytes>(tile + pass * kLinesPerPass * Tile::kLineBytes, from, bytes);
-      from += walk_.pass;
-      if (Tile::kKMajor && pass + 1 == kPasses / 2) from += walk_.upper;
+      from += strides_.pass;
+      if (Tile::kKMajor && pass + 1 == kPasses / 2) from += strides_.upper;
     }
   }
 
@@ -104,7 +106,7 @@ class TileCopy {
         const int left = bytes - i;
         arch::cp_async<4>(to + i, from + i, left < 0 ? 0 : left < 4 ? left : 4);
       }
-    } else {  // less than cp.async can carry: through registers
+    } else {  // smaller than a cp.async: through registers
       arch::Words4 words;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -116,12 +118,12 @@ class TileCopy {
     }
   }
 
-  const OperandWalk& walk_;
+  const ByteStrides& strides_;
   const char* source_;  // this thread's first chunk of the next k tile
-  bool inside_;         // the whole extent is inside the matrix; the same for all threads
-  int offset_;          // and of a tile in shared memory
-  int valid_ =
-      0;  // Tile::kKMajor: a bit for each pass whose line is inside the matrix, else: bytes of the chunk that are
+  bool inside_;         // the whole extent is inside the matrix; the same in all threads
+  int offset_;          // of this thread's first chunk, in a tile in shared memory
+  // kKMajor: a bit for each pass whose line is inside the matrix. Otherwise: bytes of the chunk inside the matrix.
+  int valid_ = 0;
 };
 
 }  // namespace cuda_ext::sm80

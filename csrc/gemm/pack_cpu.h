@@ -1,8 +1,9 @@
-// Packing: pieces of a and b, whatever their dtype and strides, become small float32 (float64) panels laid out for the
-// microkernel. This is the only place where a GEMM reads its operands.
+// Packing: copies blocks of a and b, of any dtype and strides, to float32 (float64) panels in the layout that the
+// microkernel reads.
 //
-// `depth` is how many numbers along k an element of a panel holds: 1, or 2 where bfloat16 stay as they are. Such a pair
-// lies in a float32 that is only moved until the microkernel takes it as a BFloat16Pair; k goes up to even with a zero.
+// `depth` is the number of values along k in an element of a panel: 1, or 2 where bfloat16 values stay unconverted.
+// Such a pair is stored in a float32, which is only moved until the microkernel reads it as a BFloat16Pair; an odd k is
+// padded with a zero.
 #pragma once
 
 #include "cpu/microkernel.h"
@@ -10,26 +11,24 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-// Register tiles of kPanelRows x kPanelVectors: accumulators, one row of b and one broadcast element of a fill the
-// register file (27 + 3 + 1 of 32, 12 + 3 + 1 of 16), and 12 loads feed 27 multiply-adds, so two load ports
-// keep up.
+// A register tile is kPanelRows x kPanelVectors: accumulators, one row of b and one broadcast element of a fill the
+// register file (27 + 3 + 1 of 32, 12 + 3 + 1 of 16). 12 loads feed 27 multiply-adds, so two load ports keep up.
 constexpr int kPanelVectors = 3;
 constexpr int kPanelRows = tile_rows(kPanelVectors);
 template <class T>
-constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
+constexpr int kPanelColumns = kPanelVectors* kLanes<T>;
 
-// Products are formed kBlockK elements deep at a time: a packed panel of a (9 KB) then stays in L1, those of b in L2.
-// An element of a product depends on this number and on nothing else: not on the threads, not on where a tile starts.
+// k is divided into blocks of kBlockK: a packed panel of a (9 KB) then stays in L1, those of b in L2. The rounding of a
+// product depends on this number only, not on the threads or on where a tile starts.
 constexpr int64_t kBlockK = 256;
 
-// Elements of a panel, from the first of `k` numbers that lie k_stride apart.
-
+// One element of a panel, from the first of `k` values that are k_stride apart.
 template <int depth, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE T load_element(const Storage* p, int64_t k_stride, int64_t k) {
   if constexpr (depth == 1) return to_compute(*p);
   if constexpr (depth == 2) return bits_to_float(p->bits | (k > 1 ? uint32_t(p[k_stride].bits) << 16 : 0));
 }
-// Those of the next lanes at p, p + 1, ..., of which `count` exist.
+// The elements that begin at p, p + 1, ..., one per lane; only `count` exist.
 template <int depth, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE Vec<T> load_across_k(const Storage* p, int64_t k_stride, int64_t k, int64_t count) {
   const Vec<T> first = load_partial(p, count);
@@ -39,7 +38,7 @@ CUDA_EXT_INLINE Vec<T> load_across_k(const Storage* p, int64_t k_stride, int64_t
     return (Vec<T>)((Words)first >> 16 | (Words)second);
   }
 }
-// `count` elements one after the other; k_stride is 1.
+// `count` consecutive elements along k; k_stride is 1.
 template <int depth, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE Vec<T> load_along_k(const Storage* p, int64_t k, int64_t count) {
   if constexpr (depth == 1) return load_partial(p, count);
@@ -53,8 +52,8 @@ CUDA_EXT_INLINE Vec<T> load_along_k(const Storage* p, int64_t k, int64_t count) 
   }
 }
 
-// to (columns, lines) = the elements of from (lines, k numbers, `columns` elements) transposed, lines and columns <=
-// lanes. A whole vector of `to` is written for each column, zeros after the last line.
+// to (columns, lines) = the transpose of from (lines, `columns` elements), where k values are left and lines, columns
+// <= lanes. Writes a whole vector for each column, with zeros after the last line.
 template <int depth, class Storage, class T = Compute<Storage>>
 CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, int64_t lines, int64_t k,
                                      int64_t columns, T* to, int64_t to_stride) {
@@ -75,22 +74,23 @@ CUDA_EXT_INLINE void transpose_block(const Storage* from, int64_t from_stride, i
   }
 }
 
-// How a's panel of one register tile lies in memory: whichever order a itself has, so that packing only copies.
+// The layout of a panel of a: the order that a itself has, so that packing only copies.
 enum class PanelOrder { kRowMajor, kColumnMajor };
 template <PanelOrder order>
 constexpr int64_t kPanelRowStride = order == PanelOrder::kRowMajor ? kBlockK : 1;
 template <PanelOrder order>
 constexpr int64_t kPanelStepStride = order == PanelOrder::kRowMajor ? 1 : kPanelRows;
-// Whole vectors are stored, so the last one may reach past the end. A multiple of a vector, so that panels stay
-// aligned.
+// One vector longer than the panel, because whole vectors are stored and the last may reach past the end. A multiple of
+// a vector, so that panels stay aligned.
 template <class T>
-constexpr int64_t kPanelSize = kPanelRows * kBlockK + kLanes<T>;
+constexpr int64_t kPanelSize = kPanelRows* kBlockK + kLanes<T>;
 
 inline PanelOrder panel_order(int64_t row_stride, int64_t k_stride) {
   return row_stride == 1 && k_stride != 1 ? PanelOrder::kColumnMajor : PanelOrder::kRowMajor;
 }
 
-// A block of a: panels of kPanelRows rows each. `readable_rows` >= rows of the matrix follow `a`.
+// Packs a block of a into panels of kPanelRows rows each. `readable_rows` >= rows is the number of rows from `a` to the
+// end of the matrix.
 template <int depth, class Storage, class T = Compute<Storage>>
 void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t readable_rows, int64_t k,
             T* panels) {
@@ -117,8 +117,8 @@ void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows
   }
 }
 
-// A block of b for a task: panels (k, kPanelColumns) of kPanelColumns columns each, `panel_stride` apart, zeros after
-// the last column up to a whole vector.
+// Packs a block of b into panels (k, kPanelColumns), `panel_stride` apart. The last column is followed by zeros up to a
+// whole vector.
 template <int depth, class Storage, class T = Compute<Storage>>
 void pack_b(const Storage* b, int64_t k_stride, int64_t column_stride, int64_t k, int64_t columns, int64_t panel_stride,
             T* panels) {

@@ -1,11 +1,12 @@
 // Products of packed operands, after Goto and van de Geijn, Anatomy of High-Performance Matrix Multiplication, 2008.
 //
-// The output is cut into tasks of up to about 1000 x 480 elements, which threads fetch from a queue. A task goes through k
-// in blocks of kBlockK. For each block it packs the rows of b (which stay in L2) and then, kRowBlock rows at a time, the
-// rows of a, and multiplies every packed panel of a (which stays in L1) by every packed panel of b. Partial sums are kept in
-// scratch memory, tile by tile. After the last block a tile goes straight from the microkernel to the epilogue, which
-// finds it in L1, and from there to memory, once. Packing converts to float32, so 16-bit operands cost no more than
-// float32 ones. Where the CPU multiplies pairs of bfloat16, they stay pairs and cost half (`depth` 2: see pack_cpu.h).
+// The output is cut into tasks of up to about 1000 x 480 elements, which threads fetch from a queue. A task goes
+// through k in blocks of kBlockK. For each block it packs the rows of b (which stay in L2) and then, kRowBlock rows at
+// a time, the rows of a, and multiplies every packed panel of a (which stays in L1) by every packed panel of b. Partial
+// sums are kept in scratch memory, tile by tile. After the last block a tile goes straight from the microkernel to the
+// epilogue, which finds it in L1, and from there to memory, once. Packing converts to float32, so 16-bit operands cost
+// no more than float32 ones. Where the CPU multiplies pairs of bfloat16, they stay pairs and cost half (`depth` 2: see
+// pack_cpu.h).
 #pragma once
 
 #include "gemm/direct_products_cpu.h"
@@ -29,8 +30,8 @@ void multiply_panels(int64_t k, const T* a, const T* b, T* tile, bool accumulate
     tile_product<T, rows, vectors, false>(k, element_a, row, step, element_b, width, tile, width);
 }
 
-// One instantiation for each size, so that an edge does no padded work; but one for all of float64, which is not there
-// to be fast: it also multiplies what lies in memory around the edge, and nobody reads that.
+// One instantiation for each size, so that edges need no padding. Only one for float64, which need not be fast: at an
+// edge it also multiplies whatever lies next to it in memory, and those results are never read.
 template <class T, int depth, PanelOrder order, size_t... index>
 MultiplyPanels<T> find_in_table(int64_t rows, int64_t vectors, std::index_sequence<index...>) {
   static constexpr MultiplyPanels<T> table[] = {
@@ -46,7 +47,7 @@ MultiplyPanels<T> find_multiply_panels(int64_t rows, int64_t vectors) {
   }
 }
 
-// How the output of each batch is cut into tasks.
+// How the output of each batch is divided into tasks.
 struct Grid {
   int64_t task_rows;     // a multiple of kRowBlock
   int64_t task_columns;  // a multiple of kPanelColumns
@@ -54,13 +55,13 @@ struct Grid {
   int64_t column_tasks;
 };
 
-// The packed panels of b should keep to half of a 1 MB L2, the waiting sums of a task to about 2 MB.
+// The packed panels of b should fit in half of a 1 MB L2; the partial sums of a task in about 2 MB.
 template <class T>
 constexpr int64_t kMaxTaskColumns = 480 / int64_t(sizeof(T) / sizeof(float));
 constexpr int64_t kMaxTaskRows = 15 * kRowBlock;
 
-// Chooses the cut that is done first, counting for each task its multiply-adds and, at 12 of them for an element, the
-// packing of its operands.
+// Chooses the grid with the lowest predicted time. A task costs its multiply-adds, and packing an element as much as 12
+// of them.
 template <class T>
 Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t threads) {
   const int64_t max_columns = kMaxTaskColumns<T> / parts / kPanelColumns<T> * kPanelColumns<T>;
@@ -86,7 +87,7 @@ Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t t
   return best;
 }
 
-// with_storage for the operands of panels: pairs are of bfloat16.
+// with_storage for operands to be packed; pairs are always of bfloat16.
 template <class T, int depth, class F>
 CUDA_EXT_INLINE void with_operand(Dtype dtype, F&& f) {
   if constexpr (depth == 1)
@@ -104,7 +105,7 @@ struct Task {
   int64_t column;
   int64_t rows;
   int64_t columns;
-  T* plain_out;  // of this batch, if there is nothing to do after the product
+  T* plain_out;  // output of this batch if the product needs no epilogue, else null
 
   template <class Epilogue>
   void run(const Epilogue& epilogue) const {
@@ -146,7 +147,7 @@ struct Task {
           const int64_t tile_columns = std::min<int64_t>(kPanelColumns<T>, columns - j * kPanelColumns<T>);
           const int64_t vectors = ceil_div(tile_columns, kLanes<T>);
           if (blocks == 1 && plain_out != nullptr && tile_columns % kLanes<T> == 0) {
-            // Straight to the output: for short sums a pass over the tile would take as long as the product.
+            // Straight to the output: if k is short, another pass over the tile would take as long as the product.
             find_multiply_rows<T>(tile_rows, vectors, DirectSizes{})(
                 k, panel_a, row_major ? kBlockK : 1, row_major ? 1 : kPanelRows, packed_b + j * panel_size,
                 kPanelColumns<T>, nullptr,
@@ -176,7 +177,7 @@ struct Task {
     });
   }
 
-  // Panels in the order in which tiles want them: gate, up, gate, up when there are two parts.
+  // Panels in the order in which tiles use them: with two parts gate, up, gate, up.
   void pack_columns(int64_t offset_b, int64_t k, int64_t parts, int64_t panel_size, T* panels) const {
     with_operand<T, depth>(b.dtype, [&](auto* type) {
       const auto* data = static_cast<decltype(type)>(const_cast<void*>(b.data)) + offset_b;
@@ -187,7 +188,7 @@ struct Task {
   }
 };
 
-// Below this many multiply-adds a thread is not worth waking (about 10 us of work).
+// The least number of multiply-adds that is worth waking a thread for (about 10 us of work).
 constexpr double kWorkPerThread = 1e6;
 
 template <class T, int depth>

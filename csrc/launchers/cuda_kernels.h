@@ -1,5 +1,5 @@
-// The launchers of the CUDA kernels as a table. There are two of a kind: the one below, linked into the library for
-// devices, and that of the emulator, which runs the same kernels on CPU tensors (csrc/emulated).
+// The table of launchers of the CUDA kernels. The library contains one for devices; the emulator, which runs the same
+// kernels on CPU tensors, provides another (csrc/emulated).
 #pragma once
 
 #include "attention/attention_bwd_sm80.h"
@@ -11,7 +11,7 @@
 namespace cuda_ext {
 
 struct CudaKernels {
-  // Tells a table that was compiled from other sources, which would be read amiss.
+  // Identifies tables compiled from other sources, whose parameter structs differ.
   static constexpr uint64_t kLayout = sizeof(AttentionBackwardParams) << 48 | sizeof(GemmParams) << 32 |
                                       sizeof(ActivationGradParams) << 16 |
                                       (sizeof(BucketParams) + sizeof(SymmetricParams));

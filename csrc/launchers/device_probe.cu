@@ -6,7 +6,7 @@ namespace cuda_ext::cuda {
 
 namespace {
 
-// Compiled for the same architectures as every other kernel, so it stands for all of them.
+// Compiled for the same architectures as all other kernels, so it represents them.
 __global__ void __launch_bounds__(1) probe() {}
 
 }  // namespace
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(1) probe() {}
 bool has_kernel_image(int device) {
   int current = 0;
   if (cudaGetDevice(&current) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) {
-    cudaGetLastError();  // leave no error behind for the next caller to find
+    cudaGetLastError();  // clear the error, or the next caller would find it
     return false;
   }
   cudaFuncAttributes attributes;

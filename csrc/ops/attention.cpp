@@ -1,5 +1,5 @@
-// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. Two public ops share one forward and
-// one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
+// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. The public ops share one forward
+// and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/zeros.h>
@@ -16,11 +16,10 @@ namespace cuda_ext {
 namespace {
 
 // vmap rules ask that tensors be positional.
-#define ATTENTION_OPTION_SCHEMA(tensors, more)                                                               \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, " tensors "*, " more                                       \
+#define ATTENTION_OPTION_SCHEMA(more)                                                                        \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? bias=None, Tensor? mask=None, *, " more            \
   "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, " \
   "float dropout_p=0.0, bool? deterministic=None"
-#define ATTENTION_BIAS_SCHEMA "Tensor? bias=None, "
 #define ATTENTION_LENGTHS_SCHEMA "int? max_seqlen_q=None, int? max_seqlen_k=None, "
 #define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
 
@@ -59,7 +58,7 @@ void set_rng(AttentionParams& p, const char* op, const Tensor& rng_state, const 
   CUDA_EXT_CHECK(rng_state.defined(), op, "expected rng_state with dropout, as the forward returned it, got None");
   CUDA_EXT_CHECK(rng_state.numel() == 2 && rng_state.scalar_type() == at::kLong, op,
                  "expected rng_state of shape (2,) and dtype int64, as the forward returned it, got ",
-                 shape_string(rng_state), " and dtype ", rng_state.scalar_type());
+                 shape_string(rng_state), " and dtype ", dtype_name(rng_state.scalar_type()));
   check_same_device(op, "rng_state", rng_state, "query", query);
   const auto* const values = static_cast<const uint64_t*>(rng_state.const_data_ptr());
   if (on_cuda) {
@@ -86,39 +85,44 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   p.lse = lse.mutable_data_ptr();
   if (cuda != nullptr) {
     LaunchScope scope(query.device());
-    cuda->attention_forward(p, scope.workspace(cuda->attention_forward_workspace(p)), scope.stream());
+    launch_for(
+        op, [&] { cuda->attention_forward(p, scope.workspace(cuda->attention_forward_workspace(p)), scope.stream()); });
   } else {
     attention_forward(p);
   }
   return {std::move(out), std::move(lse), std::move(rng_state)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(
-    const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& cu_seqlens_q,
-    const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-    const OptionalTensor& bias, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
-  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
-                  bias,         max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const OptionalTensor& cu_seqlens_q,
+                                                           const OptionalTensor& cu_seqlens_k,
+                                                           const OptionalTensor& alibi_slopes,
+                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
+                                                           const OptionalTensor& mask, OptionalInt max_seqlen_q,
+                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
+                  max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
   // The op that the caller knows.
   return forward(o.packed() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
 }
 
 std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                            const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                           const OptionalTensor& bias, ATTENTION_SCALARS) {
+                                           const OptionalTensor& bias, const OptionalTensor& mask, ATTENTION_SCALARS) {
   auto [out, lse, rng_state] = forward("flash_attention", query, key, value,
-                                       {{}, {}, alibi_slopes, sinks, bias, {}, {}, ATTENTION_SCALAR_NAMES});
+                                       {{}, {}, alibi_slopes, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES});
   return {std::move(out), std::move(lse)};
 }
 
 std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
                                                   const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                   const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                  const OptionalTensor& bias, const OptionalTensor& mask,
                                                   OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
                                                   ATTENTION_SCALARS) {
-  auto [out, lse, rng_state] = forward(
-      "flash_attention_varlen", query, key, value,
-      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, {}, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES});
+  auto [out, lse, rng_state] = forward("flash_attention_varlen", query, key, value,
+                                       {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
+                                        max_seqlen_k, ATTENTION_SCALAR_NAMES});
   return {std::move(out), std::move(lse)};
 }
 
@@ -126,11 +130,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const OptionalTensor& bias, OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
-    ATTENTION_SCALARS) {
+    const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalInt max_seqlen_q,
+    OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   constexpr const char* op = "flash_attention_backward";
-  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
-                  bias,         max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
+                  max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
@@ -141,9 +145,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   check_same_dtype(op, "out", out, "query", query);
   check_like("grad_out", grad_out, "out", out);
   if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
-  CUDA_EXT_CHECK(!needs_grad_bias || (is_given(bias) && bias->is_floating_point()), op,
-                 "expected an additive bias with needs_grad_bias=True, got ", is_given(bias) ? "a boolean one" : "None",
-                 "; leave it False");
+  CUDA_EXT_CHECK(!needs_grad_bias || is_given(bias), op,
+                 "expected a bias with needs_grad_bias=True, got None; leave it False");
 
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
   if (cuda != nullptr) check_cuda_attention(op, shape, query);
@@ -163,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   const bool deterministic_sum = cuda != nullptr && p.deterministic;
   Tensor grad_bias = !needs_grad_bias ? empty_on(lse.device(), {0}, lse.scalar_type())
                      : deterministic_sum
-                         ? at::zeros({shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k}, lse.options())
+                         ? at::zeros({shape.batch, shape.heads, shape.longest_q, shape.longest_k}, lse.options())
                          : at::zeros(bias->sizes(), lse.options());
   p.out = view_of(dense_out);
   p.grad_out = view_of(dense_grad_out);
@@ -180,7 +183,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   }
   if (cuda != nullptr) {
     LaunchScope scope(query.device());
-    cuda->attention_backward(p, scope.workspace(cuda->attention_backward_workspace(p)), scope.stream());
+    launch_for(op, [&] {
+      cuda->attention_backward(p, scope.workspace(cuda->attention_backward_workspace(p)), scope.stream());
+    });
   } else {
     attention_backward(p);
   }
@@ -213,7 +218,8 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
   // small inputs each costs as much as a small op.
   static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
                              const Tensor& lse, const Tensor& rng_state, const Options& o) {
-    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias))
+    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
+        !is_given(o.mask))
       return {query, key, value, out, lse};
     return {query,
             key,
@@ -225,20 +231,22 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
             value_or_empty(o.cu_seqlens_k),
             value_or_empty(o.alibi_slopes),
             value_or_empty(o.sinks),
-            value_or_empty(o.bias)};
+            value_or_empty(o.bias),
+            value_or_empty(o.mask)};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const Tensor &grad_given = grads[0], &grad_lse = grads[1];
     if (!grad_given.defined() && !grad_lse.defined()) return variable_list(5);
     auto saved = ctx->get_saved_variables();
-    saved.resize(11);
+    saved.resize(12);
     const Tensor &query = saved[0], &key = saved[1], &value = saved[2], &out = saved[3], &lse = saved[4];
     const Options o{optional(saved[6]),
                     optional(saved[7]),
                     optional(saved[8]),
                     optional(saved[9]),
                     optional(saved[10]),
+                    optional(saved[11]),
                     saved_option<OptionalInt>(ctx, "max_seqlen_q"),
                     saved_option<OptionalInt>(ctx, "max_seqlen_k"),
                     saved_option<bool>(ctx, "causal"),
@@ -315,46 +323,51 @@ std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query,
 
 std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    const OptionalTensor& bias, ATTENTION_SCALARS) {
+                                                    const OptionalTensor& bias, const OptionalTensor& mask,
+                                                    ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   return with_derivatives(
-      "flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, bias, {}, {}, ATTENTION_SCALAR_NAMES},
-      [&] { return op.call(query, key, value, alibi_slopes, sinks, bias, ATTENTION_SCALAR_NAMES); });
+      "flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES},
+      [&] { return op.call(query, key, value, alibi_slopes, sinks, bias, mask, ATTENTION_SCALAR_NAMES); });
 }
 
 std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
                                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                            const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, OptionalInt max_seqlen_q,
+                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
+                                                           const OptionalTensor& mask, OptionalInt max_seqlen_q,
                                                            OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   return with_derivatives(
       "flash_attention_varlen", query, key, value,
-      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, {}, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES}, [&] {
-        return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q, max_seqlen_k,
-                       ATTENTION_SCALAR_NAMES);
+      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES},
+      [&] {
+        return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
+                       max_seqlen_k, ATTENTION_SCALAR_NAMES);
       });
 }
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> flash_attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
                                                     const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    const OptionalTensor& bias, ATTENTION_SCALARS) {
+                                                    const OptionalTensor& bias, const OptionalTensor& mask,
+                                                    ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const Autocast cast(device);
-  return op.call(cast(query), cast(key), cast(value), alibi_slopes, sinks, bias, ATTENTION_SCALAR_NAMES);
+  return op.call(cast(query), cast(key), cast(value), alibi_slopes, sinks, bias, mask, ATTENTION_SCALAR_NAMES);
 }
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> flash_attention_varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
                                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                            const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, OptionalInt max_seqlen_q,
+                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
+                                                           const OptionalTensor& mask, OptionalInt max_seqlen_q,
                                                            OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   const Autocast cast(device);
-  return op.call(cast(query), cast(key), cast(value), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, max_seqlen_q,
-                 max_seqlen_k, ATTENTION_SCALAR_NAMES);
+  return op.call(cast(query), cast(key), cast(value), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask,
+                 max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES);
 }
 
 }  // namespace
@@ -364,20 +377,20 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout,
                                        at::Tag::nondeterministic_seeded};
   m.def("flash_attention(Tensor query, Tensor key, Tensor value, " ATTENTION_OPTION_SCHEMA(
-            ATTENTION_BIAS_SCHEMA, "") ") -> (Tensor out, Tensor lse)",
+            "") ") -> (Tensor out, Tensor lse)",
         random);
   m.def(
       "flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor "
-      "cu_seqlens_k, " ATTENTION_OPTION_SCHEMA("", ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)",
+      "cu_seqlens_k, " ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)",
       random);
   m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " ATTENTION_PACKING_SCHEMA
-            ATTENTION_OPTION_SCHEMA(ATTENTION_BIAS_SCHEMA,
-                                    ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)",
+            ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)",
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(
-          ATTENTION_BIAS_SCHEMA, ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " ATTENTION_PACKING_SCHEMA
+          ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA)
+      ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
 }
 

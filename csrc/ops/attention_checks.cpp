@@ -15,7 +15,7 @@ void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens
                       const Tensor& query) {
   CUDA_EXT_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1 && cu_seqlens.scalar_type() == at::kInt, op,
                  "expected ", name, " of shape (batch + 1,) and dtype int32, got ", shape_string(cu_seqlens),
-                 " and dtype ", cu_seqlens.scalar_type());
+                 " and dtype ", dtype_name(cu_seqlens.scalar_type()));
   check_same_device(op, name, cu_seqlens, "query", query);
   // On a GPU the values stay unread: reading them would stall the stream.
   if (!cu_seqlens.is_cpu()) return;
@@ -35,19 +35,33 @@ void check_side(const char* op, const char* name, OptionalInt side) {
                  *side);
 }
 
-void check_bias(const char* op, const Tensor& bias, const Tensor& query, const AttentionShape& shape) {
-  const std::array<int64_t, 4> full{shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_k};
-  bool broadcasts = bias.dim() <= 4;
-  for (int64_t d = 1; broadcasts && d <= bias.dim(); ++d)
-    broadcasts = bias.size(-d) == 1 || bias.size(-d) == full[size_t(4 - d)];
-  CUDA_EXT_CHECK(broadcasts, op, "expected bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = ",
-                 shape_string(full), ", got ", shape_string(bias), "; give it these sizes or 1, aligned to the right");
-  const auto type = bias.scalar_type(), accumulation = accumulation_type(query.scalar_type());
-  CUDA_EXT_CHECK(type == at::kBool || type == query.scalar_type() || type == accumulation, op,
-                 "expected bias of dtype Bool",
-                 query.scalar_type() == accumulation ? "" : c10::str(", ", query.scalar_type()), " or ", accumulation,
-                 " to match query, got ", type, "; convert it with .to()");
-  check_same_device(op, "bias", bias, "query", query);
+// Whether `tensor` broadcasts to (batch, heads, longest_q, longest_k).
+void check_broadcasts(const char* op, const char* name, const Tensor& tensor, const Tensor& query,
+                      const AttentionShape& shape, bool packed) {
+  const std::array<int64_t, 4> full{shape.batch, shape.heads, shape.longest_q, shape.longest_k};
+  bool broadcasts = tensor.dim() <= 4;
+  for (int64_t d = 1; broadcasts && d <= tensor.dim(); ++d)
+    broadcasts = tensor.size(-d) == 1 || tensor.size(-d) == full[size_t(4 - d)];
+  CUDA_EXT_CHECK(broadcasts, op, "expected ", name, " of a shape that broadcasts to (batch, heads, ",
+                 packed ? "max_seqlen_q, max_seqlen_k" : "seqlen_q, seqlen_k", ") = ", shape_string(full), ", got ",
+                 shape_string(tensor), "; give it these sizes or 1, aligned to the right");
+  check_same_device(op, name, tensor, "query", query);
+}
+
+void check_bias_and_mask(const char* op, const Tensor& query, const AttentionShape& shape, const AttentionOptions& o) {
+  if (is_given(o.bias)) {
+    check_broadcasts(op, "bias", *o.bias, query, shape, o.packed());
+    const auto type = o.bias->scalar_type(), own = query.scalar_type(), accumulation = accumulation_type(own);
+    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected bias of dtype ",
+                   own == accumulation ? "" : dtype_name(own) + " or ", dtype_name(accumulation),
+                   " to match query, got ", dtype_name(type),
+                   type == at::kBool ? "; give a boolean mask as mask=" : "; convert it with .to()");
+  }
+  if (is_given(o.mask)) {
+    check_broadcasts(op, "mask", *o.mask, query, shape, o.packed());
+    CUDA_EXT_CHECK(o.mask->scalar_type() == at::kBool, op, "expected mask of dtype bool, got ",
+                   dtype_name(o.mask->scalar_type()), "; give numbers that are added to the logits as bias=");
+  }
 }
 
 // Ranks, dtypes, devices and heads: everything that does not depend on the sequences.
@@ -74,9 +88,10 @@ void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, c
   shape.dim_v = value.size(-1);
   CUDA_EXT_CHECK(key.size(-1) == shape.dim, op, "expected key of head dim ", shape.dim, " to match query ",
                  shape_string(query), ", got ", shape_string(key));
+  std::string value_shape = "(";
+  for (const int64_t size : key.sizes().slice(0, rank - 1)) value_shape += std::to_string(size) + ", ";
   CUDA_EXT_CHECK(value.sizes().slice(0, rank - 1) == key.sizes().slice(0, rank - 1), op, "expected value of shape ",
-                 shape_string(key.sizes().slice(0, rank - 1)), " + (dim_v,) to match key ", shape_string(key), ", got ",
-                 shape_string(value));
+                 value_shape, "dim_v) to match key ", shape_string(key), ", got ", shape_string(value));
   CUDA_EXT_CHECK(shape.heads_kv > 0 ? shape.heads % shape.heads_kv == 0 : shape.heads == 0, op,
                  "expected the heads of query to be a multiple of the heads of key, got ", shape.heads, " and ",
                  shape.heads_kv);
@@ -84,7 +99,7 @@ void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, c
 
 void check_packed(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key,
                   const AttentionOptions& o) {
-  CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k beside cu_seqlens_q, got None");
+  CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k with cu_seqlens_q, got None");
   check_cu_seqlens(op, "cu_seqlens_q", *o.cu_seqlens_q, "query", query.size(0), query);
   check_cu_seqlens(op, "cu_seqlens_k", *o.cu_seqlens_k, "key", key.size(0), query);
   CUDA_EXT_CHECK(o.cu_seqlens_q->size(0) == o.cu_seqlens_k->size(0), op, "expected cu_seqlens_k of shape ",
@@ -106,18 +121,16 @@ void check_packed(AttentionShape& shape, const char* op, const Tensor& query, co
                    ", all that int32 cu_seqlens can hold, got ", *given);
     return given.value_or(length);
   };
-  // No sequence has more rows than there are: launches need not go by more.
-  shape.seqlen_q = std::min(longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q), query.size(0));
-  shape.dropout_keys = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
-  shape.seqlen_k = std::min(shape.dropout_keys, key.size(0));
+  shape.longest_q = longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q);
+  shape.longest_k = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
+  // No sequence has more rows than there are: launches need not cover more.
+  shape.seqlen_q = std::min(shape.longest_q, query.size(0));
+  shape.seqlen_k = std::min(shape.longest_k, key.size(0));
 }
 
 void check_options(const AttentionShape& shape, const char* op, const Tensor& query, const AttentionOptions& o) {
   check_side(op, "window left", o.window_left);
   check_side(op, "window right", o.window_right);
-  CUDA_EXT_CHECK(!o.causal || o.window_right.value_or(0) == 0, op,
-                 "expected window right to be 0 or None with causal=True, which hides every key to the right, got ",
-                 *o.window_right);
   CUDA_EXT_CHECK(!o.scale.has_value() || std::isfinite(*o.scale), op, "expected a finite scale, got ", *o.scale);
   CUDA_EXT_CHECK(std::isfinite(o.softcap) && o.softcap >= 0, op, "expected a finite softcap >= 0 (0 for none), got ",
                  o.softcap);
@@ -136,10 +149,7 @@ void check_options(const AttentionShape& shape, const char* op, const Tensor& qu
     check_floating(op, "sinks", *o.sinks);
     check_same_device(op, "sinks", *o.sinks, "query", query);
   }
-  if (is_given(o.bias)) {
-    CUDA_EXT_CHECK(!o.packed(), op, "expected no bias beside cu_seqlens_q; call the op once for each sequence");
-    check_bias(op, *o.bias, query, shape);
-  }
+  check_bias_and_mask(op, query, shape, o);
 }
 
 }  // namespace
@@ -152,8 +162,8 @@ AttentionShape check_attention(const char* op, const Tensor& query, const Tensor
     check_packed(shape, op, query, key, o);
   } else {
     shape.batch = query.size(0);
-    shape.seqlen_q = query.size(1);
-    shape.seqlen_k = shape.dropout_keys = key.size(1);
+    shape.seqlen_q = shape.longest_q = query.size(1);
+    shape.seqlen_k = shape.longest_k = key.size(1);
     CUDA_EXT_CHECK(key.size(0) == shape.batch, op, "expected key of batch ", shape.batch, " to match query ",
                    shape_string(query), ", got ", shape_string(key));
   }
@@ -163,16 +173,16 @@ AttentionShape check_attention(const char* op, const Tensor& query, const Tensor
 
 void check_cuda_attention(const char* op, const AttentionShape& shape, const Tensor& query) {
   CUDA_EXT_CHECK(query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16, op,
-                 "expected float16 or bfloat16 on a CUDA device, got ", query.scalar_type(),
+                 "expected float16 or bfloat16 on a CUDA device, got ", dtype_name(query.scalar_type()),
                  "; cast, or run it under torch.autocast");
   const auto check_dim = [&](const char* name, int64_t dim, const char* if_odd, const char* if_large) {
     const bool large = dim > sm80::kMaxHeadDim;
     CUDA_EXT_CHECK(!large && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
                    sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
   };
-  check_dim("head dim of query and key", shape.dim, "pad both with zeros and give the scale of the dim before that",
-            "take torch.nn.functional.scaled_dot_product_attention, or the CPU");
-  check_dim("head dim of value", shape.dim_v, "pad it with zeros and cut the output",
+  check_dim("head dim of query and key", shape.dim, "pad both with zeros and pass the scale of the original dim",
+            "use torch.nn.functional.scaled_dot_product_attention, or the CPU");
+  check_dim("head dim of value", shape.dim_v, "pad it with zeros and slice the output",
             "split value along its last dimension, and concatenate the outputs of the parts");
 }
 

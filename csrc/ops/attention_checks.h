@@ -7,7 +7,9 @@ namespace cuda_ext {
 
 struct AttentionShape {
   int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
-  int64_t dropout_keys;  // keys that the random numbers of a row of weights are laid out for
+  // The sizes of a bias or mask, and the keys that the random numbers of a row of weights are laid out for. Of packed
+  // sequences the caller's max_seqlen, which may be more than seqlen_q and seqlen_k: these are at most all rows.
+  int64_t longest_q, longest_k;
 };
 
 // For every device. Packed sequences on a GPU without max_seqlen_q or max_seqlen_k wait for the stream.

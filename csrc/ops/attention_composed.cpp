@@ -2,9 +2,11 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/isneginf.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -27,6 +29,7 @@ struct Dense {
   Tensor slopes;  // (H, 1, 1) or (B, H, 1, 1), or undefined
   Tensor sinks;   // (1, H, 1, 1), or undefined
   Tensor bias;    // broadcasts to (B, H, Sq, Sk), or undefined
+  Tensor mask;    // the same
   Tensor keep;    // (B, H, Sq, Sk): 0 for dropped weights, 1 / (1 - p) for others; undefined without dropout
   double scale;
 };
@@ -73,6 +76,7 @@ Dense prepare(const Tensor& query, const Tensor& key, const Tensor& value, const
   if (is_given(alibi_slopes)) d.slopes = alibi_slopes->to(type).unsqueeze(-1).unsqueeze(-1);
   if (is_given(o.sinks)) d.sinks = o.sinks->to(type).view({1, heads, 1, 1});
   d.bias = value_or_empty(o.bias);
+  d.mask = value_or_empty(o.mask);
   d.keep = keep;
   d.scale = o.scale.value_or(1.0 / std::sqrt(double(std::max<int64_t>(1, query.size(3)))));
   return d;
@@ -91,9 +95,8 @@ Weights weights_of(const Dense& d, const AttentionOptions& o) {
   const Tensor distance =
       at::arange(rows, index_options).unsqueeze(1) + (keys - rows) - at::arange(keys, index_options);
   if (d.slopes.defined()) logits = logits - d.slopes * distance.abs().to(logits.scalar_type());
-  if (d.bias.defined())
-    logits = d.bias.scalar_type() == at::kBool ? logits.masked_fill(d.bias.logical_not(), kHidden)
-                                               : logits + d.bias.to(logits.scalar_type());
+  if (d.bias.defined()) logits = logits + d.bias.to(logits.scalar_type());
+  if (d.mask.defined()) logits = logits.masked_fill(d.mask.logical_not(), kHidden);
   if (o.window_left.has_value()) logits = logits.masked_fill(distance > *o.window_left, kHidden);
   if (o.causal)
     logits = logits.masked_fill(distance < 0, kHidden);
@@ -123,8 +126,8 @@ std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions&
   return {product(p, d.value).transpose(1, 2).to(type), w.lse};
 }
 
-// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse joined to that of the softmax. grad_lse (B, H, Sq)
-// may be undefined.
+// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse added to that of the softmax. grad_lse may be
+// undefined, else it is (B, H, Sq).
 AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse, const Dense& d, int64_t heads_kv,
                                   const AttentionOptions& o) {
   const auto type = grad_out.scalar_type();
@@ -139,8 +142,7 @@ AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse
   if (grad_lse.defined()) row = row + grad_lse.unsqueeze(-1);
   const Tensor grad_logits = w.p * (grad_p + row);
   if (d.sinks.defined()) g.sinks = (w.p_sink * row).sum({0, 2, 3}).to(o.sinks->scalar_type());
-  if (d.bias.defined() && d.bias.is_floating_point())
-    g.bias = grad_logits.sum_to_size(d.bias.sizes()).to(d.bias.scalar_type());
+  if (d.bias.defined()) g.bias = grad_logits.sum_to_size(d.bias.sizes()).to(d.bias.scalar_type());
   const Tensor grad_scores = o.softcap > 0 ? grad_logits * (1 - (w.capped / o.softcap).square()) : grad_logits;
   g.query = product(grad_scores, d.key, d.scale).transpose(1, 2).to(type);
   g.key = heads_back(product(grad_scores.mT(), d.query, d.scale), heads_kv, type);
@@ -173,14 +175,40 @@ Tensor rows_of(const Tensor& packed, int64_t first, int64_t count) {
 OptionalTensor slopes_of(const AttentionOptions& o, int64_t sequence) {
   return is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2 ? o.alibi_slopes->select(0, sequence) : o.alibi_slopes;
 }
+// The part of a bias or mask that belongs to a sequence, without the batch dimension.
+Tensor part_of(const Tensor& whole, const Segment& s) {
+  if (!whole.defined()) return whole;
+  Tensor part = whole.dim() == 4 ? whole.select(0, whole.size(0) == 1 ? 0 : s.index) : whole;
+  if (part.dim() >= 1 && part.size(-1) != 1) part = part.narrow(-1, 0, s.keys);
+  if (part.dim() >= 2 && part.size(-2) != 1) part = part.narrow(-2, 0, s.rows);
+  return part;
+}
+// The gradient of a bias from those of its parts, one for each sequence.
+Tensor bias_from_parts(const std::vector<Tensor>& parts, const Tensor& bias) {
+  if (parts.empty()) return at::zeros(bias.sizes(), bias.options());
+  std::vector<Tensor> padded;
+  for (const Tensor& part : parts) {
+    std::vector<int64_t> padding;  // from the last dimension on, before and after
+    for (int64_t d = 1; d <= std::min<int64_t>(2, bias.dim()); ++d) {
+      padding.push_back(0);
+      padding.push_back(bias.size(-d) - part.size(-d));
+    }
+    padded.push_back(at::constant_pad_nd(part, padding));
+  }
+  const Tensor stacked = at::stack(padded);
+  return bias.dim() == 4 && bias.size(0) != 1 ? stacked : stacked.sum(0).reshape(bias.sizes());
+}
 Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& keep,
               const AttentionOptions& o) {
-  return prepare(rows_of(query, s.first_q, s.rows), rows_of(key, s.first_k, s.keys), rows_of(value, s.first_k, s.keys),
-                 slopes_of(o, s.index), keep, o);
+  Dense d = prepare(rows_of(query, s.first_q, s.rows), rows_of(key, s.first_k, s.keys),
+                    rows_of(value, s.first_k, s.keys), slopes_of(o, s.index), keep, o);
+  d.bias = part_of(d.bias, s);
+  d.mask = part_of(d.mask, s);
+  return d;
 }
 
-// The numbers of dropout that the kernels draw: 0 or 1 / (1 - p) for each of `rows` rows of `batch * heads` matrices, of
-// which the first row of matrix n has the number first_row + n * row_pitch.
+// The dropout factors that the kernels draw: 0 or 1 / (1 - p) for each of `rows` rows of `batch * heads` matrices. The
+// first row of matrix n has the number first_row + n * row_pitch.
 Tensor keep_mask(const Tensor& rng_state, const AttentionOptions& o, int64_t batch, int64_t heads, int64_t rows,
                  int64_t keys, int64_t first_row, int64_t row_pitch, int64_t longest_k, const Tensor& query) {
   if (o.dropout_p == 0) return {};
@@ -236,7 +264,7 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
   const std::vector<Segment> segments = segments_of(o);
   int64_t longest_k = o.max_seqlen_k.value_or(0);
   for (const Segment& s : segments) longest_k = std::max(longest_k, s.keys);
-  std::vector<Tensor> queries, keys, values;
+  std::vector<Tensor> queries, keys, values, biases;
   AttentionGradients total;
   for (const Segment& s : segments) {
     const int64_t heads = query.size(1);
@@ -247,11 +275,13 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
     queries.push_back(g.query.squeeze(0));
     keys.push_back(g.key.squeeze(0));
     values.push_back(g.value.squeeze(0));
+    if (g.bias.defined()) biases.push_back(g.bias);
     if (g.sinks.defined()) total.sinks = total.sinks.defined() ? total.sinks + g.sinks : g.sinks;
   }
   total.query = concatenate(queries, query, 0);
   total.key = concatenate(keys, key, 0);
   total.value = concatenate(values, value, 0);
+  if (is_given(o.bias)) total.bias = bias_from_parts(biases, *o.bias);
   return total;
 }
 

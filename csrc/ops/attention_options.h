@@ -17,8 +17,7 @@ using OptionalBool = std::optional<bool>;
 
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
-  OptionalTensor alibi_slopes, sinks;
-  OptionalTensor bias;  // in the dense form
+  OptionalTensor alibi_slopes, sinks, bias, mask;
   OptionalInt max_seqlen_q, max_seqlen_k;
   bool causal;
   OptionalInt window_left, window_right;
@@ -31,7 +30,7 @@ struct AttentionOptions {
   // Calls an op whose schema ends in all of these, after the leading arguments.
   template <class Op, class... Leading>
   auto call(const Op& op, const Leading&... leading) const {
-    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, max_seqlen_q, max_seqlen_k,
+    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q, max_seqlen_k,
                    ATTENTION_SCALAR_NAMES);
   }
 };

@@ -1,6 +1,7 @@
 #include "ops/attention_params.h"
 
 #include <cmath>
+#include <limits>
 
 #include "attention/attention_fwd_sm80.h"
 
@@ -22,6 +23,31 @@ void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]) {
   for (int64_t d = 0; d < 4; ++d)
     strides[d] = d < missing || tensor.size(d - missing) == 1 ? 0 : tensor.stride(d - missing);
 }
+
+namespace {
+
+void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::ScalarType type, const AttentionOptions& o,
+                       bool on_cuda) {
+  operands.bias = value_or_empty(o.bias);
+  if (is_given(o.mask) && on_cuda) {
+    operands.bias = is_given(o.bias)
+                        ? o.bias->detach().masked_fill(o.mask->logical_not(), -std::numeric_limits<double>::infinity())
+                        : *o.mask;
+  } else if (is_given(o.mask)) {
+    p.mask = static_cast<const uint8_t*>(o.mask->const_data_ptr());
+    broadcast_strides(*o.mask, p.mask_strides);
+  }
+  if (operands.bias.defined()) {
+    const auto bias_type = operands.bias.scalar_type();
+    p.bias_kind = bias_type == at::kBool ? BiasKind::kBoolean
+                  : bias_type == type    ? BiasKind::kStorage
+                                         : BiasKind::kAccumulation;
+    p.bias = operands.bias.const_data_ptr();
+    broadcast_strides(operands.bias, p.bias_strides);
+  }
+}
+
+}  // namespace
 
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda) {
@@ -60,15 +86,9 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     operands.sinks = o.sinks->to(accumulation).contiguous();
     p.sinks = operands.sinks.const_data_ptr();
   }
-  if (is_given(o.bias)) {
-    p.bias_kind = o.bias->scalar_type() == at::kBool             ? BiasKind::kBoolean
-                  : o.bias->scalar_type() == query.scalar_type() ? BiasKind::kStorage
-                                                                 : BiasKind::kAccumulation;
-    p.bias = o.bias->const_data_ptr();
-    broadcast_strides(*o.bias, p.bias_strides);
-  }
+  set_bias_and_mask(p, operands, query.scalar_type(), o, on_cuda);
   p.dropout_p = o.dropout_p;
-  p.dropout_pitch = (shape.dropout_keys + 3) / 4 * 4;
+  p.dropout_pitch = (shape.longest_k + 3) / 4 * 4;
 }
 
 }  // namespace cuda_ext

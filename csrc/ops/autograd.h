@@ -1,12 +1,13 @@
-// What the ops share of autograd: which derivatives a call needs, and nodes that work under torch.func.
+// Autograd support shared by the ops: which derivatives a call needs, and autograd nodes that work under torch.func.
 //
-// torch::autograd::Function<T>::apply refuses the transforms of torch.func. Our ops therefore tie their results to nodes
-// themselves, the way PyTorch's own ops do, and dispatch to an op below autograd, where the next transform finds it.
+// torch::autograd::Function<T>::apply does not support the transforms of torch.func. Our ops therefore create their
+// autograd nodes themselves, as PyTorch's own ops do, and dispatch to an op below autograd, where the next transform
+// sees it.
 //
-// There are two ways to differentiate an op. The fused one runs X_forward, which saves what the fused X_backward needs.
-// The composed one saves only the inputs and forms the gradients from differentiable ops, so it can be differentiated
-// again, in either mode, and be mapped. It serves the transforms of torch.func, forward mode, and a backward pass with
-// create_graph=True.
+// An op is differentiated in one of two ways. The fused backward needs what X_forward saves, and is one or more ops
+// X_backward. The composed backward saves only the inputs and computes the gradients with differentiable ops, so it can
+// be differentiated again, in either mode, and mapped with vmap. It is used under transforms of torch.func, in forward
+// mode, and in a backward pass with create_graph=True.
 #pragma once
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -22,8 +23,8 @@ namespace cuda_ext {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What backward must know beside tensors. Only what is not the default is stored: most calls then store nothing, and a
-// call on small tensors feels every entry.
+// Saves an option for backward, unless it has its default value: on small tensors each saved entry costs measurable
+// time.
 template <class T>
 void save_option(AutogradContext* ctx, const char* name, const T& value, const T& otherwise = T()) {
   if (value != otherwise) ctx->saved_data[name] = value;
@@ -47,7 +48,7 @@ inline bool under_transform() {
 struct Derivatives {
   bool reverse;   // a node for backward
   bool forward;   // a tangent of the output
-  bool composed;  // backward has to be composed of differentiable ops
+  bool composed;  // backward must be composed of differentiable ops
 };
 template <class... Tensors>
 Derivatives derivatives_of(const Tensors&... inputs) {
@@ -55,12 +56,12 @@ Derivatives derivatives_of(const Tensors&... inputs) {
   return {reverse, forward, reverse && (forward || under_transform())};
 }
 
-// Whether this backward pass has to be composed although forward saved what the fused one needs.
+// Whether this backward pass must be composed although forward saved what the fused one needs.
 inline bool needs_composed_backward(const Tensor& grad) {
   return c10::GradMode::is_enabled() || under_transform() || tangent_of(grad).defined();
 }
 
-// A node that can let go of what forward saved while its backward pass still runs.
+// A node that can release its saved tensors while its backward function still runs.
 struct ReleasingNode {
   virtual void release_saved(const AutogradContext* ctx) = 0;
 
@@ -68,14 +69,14 @@ struct ReleasingNode {
   ~ReleasingNode() = default;
 };
 
-// The autograd node of an op. T derives from torch::autograd::Function<T> and has `kNodeName`, shown by profilers and as
-// grad_fn, and `static variable_list backward(AutogradContext*, variable_list& grads)`, which returns a gradient for each
-// input given to `make_node`, may find gradients of outputs undefined, and may take those that it finds.
+// The autograd node of an op. T derives from torch::autograd::Function<T> and has `kNodeName`, shown by profilers and
+// as grad_fn, and `static variable_list backward(AutogradContext*, variable_list& grads)`, which returns a gradient for
+// each input passed to `make_node`. Gradients of outputs may be undefined; backward may move from `grads`.
 template <class T>
 struct OpNode final : torch::autograd::CppNode<T>, ReleasingNode {
   std::string name() const override { return T::kNodeName; }
 
-  // The engine says so just before `apply`, unless the graph is kept.
+  // The engine calls this just before `apply`, unless the graph is retained.
   void will_release_variables() override { releases_ = true; }
 
   variable_list apply(variable_list&& inputs) override {
@@ -89,7 +90,7 @@ struct OpNode final : torch::autograd::CppNode<T>, ReleasingNode {
 
   void release_saved(const AutogradContext* ctx) override {
     if (!releases_ || ctx != &this->ctx_) return;
-    // Not `release_variables`: it takes the lock that `apply` holds.
+    // Not `release_variables`, which would lock the mutex that `apply` holds.
     this->ctx_.save_for_backward({});
     this->save_variables_to_ctx();
     released_ = true;
@@ -99,14 +100,14 @@ struct OpNode final : torch::autograd::CppNode<T>, ReleasingNode {
   bool releases_ = false, released_ = false;
 };
 
-// In backward: drops what forward saved, if this pass is the last to need it. What `get_saved_variables` returned stays
-// until the caller drops that, too.
+// Called in backward: releases the saved tensors if this pass is the last to need them. The caller must also release
+// what `get_saved_variables` returned to it.
 inline void release_saved(const AutogradContext* ctx) {
   const auto node = torch::autograd::get_current_node();
   if (auto* const releasing = dynamic_cast<ReleasingNode*>(node.get())) releasing->release_saved(ctx);
 }
 
-// A new node, in the pointer that this torch holds nodes by: shared_ptr until 2.14, intrusive_ptr since.
+// A new node, in the pointer type of this torch: shared_ptr before 2.14, intrusive_ptr since.
 template <class Node>
 void delete_node(Node* node) {
   deleteNode(node);
@@ -119,7 +120,7 @@ auto new_node() {
     return c10::make_intrusive<OpNode<T>>();
 }
 
-// A node whose edges lead to `inputs`, tensors and optional tensors; `finish_node` ties it to the outputs.
+// A node whose edges lead to `inputs` (tensors and optional tensors); `attach_node` makes it the grad_fn of the output.
 template <class T, class... Inputs>
 auto make_node(const Inputs&... inputs) {
   auto node = new_node<T>();
@@ -130,20 +131,20 @@ auto make_node(const Inputs&... inputs) {
   return node;
 }
 
-// Saves tensors for backward. Outputs of the node may be among them, once they are tied to it.
+// Saves tensors for backward. Outputs of the node must be attached to it before they are saved.
 template <class Node>
 void save_variables(const Node& node, const variable_list& saved) {
   node->ctx_.save_for_backward(saved);
   node->save_variables_to_ctx();
 }
-// Ties the only output to the node, then saves.
+// Makes the node the grad_fn of its only output, then saves tensors for backward.
 template <class Node>
-void finish_node(const Node& node, const variable_list& saved, const Tensor& out) {
+void attach_node(const Node& node, const variable_list& saved, const Tensor& out) {
   torch::autograd::set_history(out, node);
   save_variables(node, saved);
 }
 
-// Calls X below autograd, or X_forward where the fused backward needs what that saves: the pre-activation, else undefined.
+// Calls X below autograd, or X_forward if the fused backward needs the pre-activation, which is undefined otherwise.
 template <class Op, class ForwardOp, class... Arguments>
 std::tuple<Tensor, Tensor> call_below_autograd(const Derivatives& wanted, const Op& op, const ForwardOp& forward_op,
                                                const Arguments&... arguments) {
@@ -152,7 +153,7 @@ std::tuple<Tensor, Tensor> call_below_autograd(const Derivatives& wanted, const 
   return {op.call(arguments...), Tensor()};
 }
 
-// Makes `tangent` the derivative that forward mode finds in `out`.
+// Sets the forward-mode tangent of `out`.
 inline void set_tangent(const Tensor& out, const Tensor& tangent) {
   if (tangent.defined())
     out._set_fw_grad(tangent.to(out.scalar_type()).expand_symint(out.sym_sizes()), /*level=*/0,

@@ -1,4 +1,4 @@
-// Bucket ops: schemas, checks and dispatch. None is differentiable; they exist to move gradients, not to have them.
+// Bucket ops: schemas, checks and dispatch. They move gradients and are not differentiable.
 #include "bucket/bucket.h"
 
 #include <ATen/ops/empty.h>
@@ -24,17 +24,17 @@ constexpr const char* kNeedsNoGradient =
     " to need no gradient, because the op has none, got requires_grad=True; call it under torch.no_grad()";
 
 constexpr const char* kNeedsNoTangent =
-    " without a forward-mode tangent, because the op has no derivative, got one, of torch.func.jvp or "
+    " without a forward-mode tangent, because the op has no derivative, got one from torch.func.jvp or "
     "torch.autograd.forward_ad; call it on the primal";
 
-// Whether two elements share memory.
+// Whether two elements of the tensor share memory.
 bool overlaps_itself(const Tensor& tensor) {
   if (tensor.numel() == 0 || tensor.is_non_overlapping_and_dense()) return false;
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
   for (int64_t i = 0; i < tensor.dim(); ++i)
     if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
   std::sort(dims.begin(), dims.end());
-  bool nested = true;  // each stride leaps over all that the smaller ones reach
+  bool nested = true;  // each stride is larger than the extent of all smaller ones
   int64_t reach = 0;
   for (const auto& [stride, size] : dims) {
     if (stride == 0) return true;
@@ -43,29 +43,29 @@ bool overlaps_itself(const Tensor& tensor) {
   }
   if (nested) return false;
   if (tensor.numel() > reach + 1) return true;
-  // Strides that interleave are rare: every element is looked at.
+  // Interleaved strides are rare: check every element.
   std::vector<bool> taken(reach + 1);
   for (int64_t n = 0; n < tensor.numel(); ++n) {
-    int64_t place = 0, rest = n;
+    int64_t offset = 0, rest = n;
     for (const auto& [stride, size] : dims) {
-      place += rest % size * stride;
+      offset += rest % size * stride;
       rest /= size;
     }
-    if (taken[place]) return true;
-    taken[place] = true;
+    if (taken[offset]) return true;
+    taken[offset] = true;
   }
   return false;
 }
 
-// Runs above the choice of a backend, which a single sparse or meta tensor would divert, and once more in the kernels,
-// which inference mode calls at once.
+// Runs at the Autograd key, because a sparse or meta tensor would dispatch to another backend, and again in the
+// kernels, because inference mode skips the Autograd key.
 void check_tensors(const char* op, at::TensorList tensors, at::Device device) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
     CUDA_EXT_CHECK(tensor.layout() == at::kStrided, op, "expected tensors[", i, "] with a dense layout, got ",
                    tensor.layout(), "; convert it with .to_dense()");
     CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected tensors[", i,
-                   "] of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
+                   "] of dtype float32, float16, bfloat16 or float64, got ", dtype_name(tensor.scalar_type()),
                    "; convert it with .to()");
     CUDA_EXT_CHECK(tensor.device() == device, op, "expected tensors[", i, "] on device ", device, ", got ",
                    tensor.device(), "; move it with .to()");
@@ -95,19 +95,19 @@ void check_bucket(const char* op, at::TensorList tensors, const Tensor& bucket, 
   }
 }
 
-// A tensor may live in the bucket only where its values belong: anywhere else, reading and writing would race.
+// A tensor may overlap the bucket only exactly at its offset: otherwise reads and writes would race.
 void check_no_overlap(const char* op, size_t i, const Tensor& tensor, const Tensor& bucket, int64_t offset) {
   if (tensor.numel() == 0) return;
   const char* const data = static_cast<const char*>(tensor.const_data_ptr());
   const char* const begin = static_cast<const char*>(bucket.const_data_ptr());
-  const char* const place = begin + offset * int64_t(bucket.element_size());
-  if (data == place && tensor.scalar_type() == bucket.scalar_type()) return;
+  const char* const target = begin + offset * int64_t(bucket.element_size());
+  if (data == target && tensor.scalar_type() == bucket.scalar_type()) return;
   CUDA_EXT_CHECK(data >= begin + bucket.nbytes() || data + tensor.nbytes() <= begin, op, "expected tensors[", i,
                  "] either outside the memory of bucket or at element ", offset,
                  " of it, where its values go, got a tensor that overlaps it elsewhere; clone it");
 }
 
-// Which tensors are to be left alone: those in their place already.
+// By tensor, whether it is in `kept`: it is already at its offset in the bucket, and is not copied.
 std::vector<bool> check_kept(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offsets,
                              at::IntArrayRef kept) {
   std::vector<bool> is_kept(tensors.size());
@@ -179,7 +179,7 @@ Tensor pack(at::TensorList tensors, const Tensor& bucket, at::IntArrayRef offset
   check_bucket(kPack, tensors, bucket, offsets, scale);
   const std::vector<bool> is_kept = check_kept(tensors, bucket, offsets, kept);
   const BucketEntry target = write_entry(bucket, 0);
-  std::vector<Tensor> copies;  // keeps what .contiguous() had to copy
+  std::vector<Tensor> copies;  // keeps copies alive until the launch
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -203,7 +203,7 @@ Tensor unpack(const Tensor& bucket, at::TensorList tensors, at::IntArrayRef offs
   entries.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     CUDA_EXT_CHECK(!overlaps_itself(tensors[i]), kUnpack, "expected tensors[", i,
-                   "] whose elements have memory of their own, got shape ", shape_string(tensors[i]), " with strides ",
+                   "] whose elements do not share memory, got shape ", shape_string(tensors[i]), " with strides ",
                    shape_string(tensors[i].strides()), "; clone it");
     const bool contiguous = tensors[i].is_contiguous();
     if (!contiguous) copies.emplace_back(i, at::empty_like(tensors[i], at::MemoryFormat::Contiguous));
@@ -221,7 +221,7 @@ Tensor stats(at::TensorList tensors) {
   std::vector<Tensor> copies;
   std::vector<BucketEntry> entries;
   entries.reserve(tensors.size());
-  BucketEntry whole{nullptr, 0, 0, Dtype::kFloat32};  // a bucket that exists by its size and the dtype of the result
+  BucketEntry whole{nullptr, 0, 0, Dtype::kFloat32};  // a bucket without memory: its size, and the dtype of the result
   for (const Tensor& tensor : tensors) {
     // Statistics do not depend on the order of the elements, so any dense layout is read in place.
     const bool dense = tensor.is_non_overlapping_and_dense();
@@ -233,7 +233,7 @@ Tensor stats(at::TensorList tensors) {
   return run(kStatsKernels, entries, whole, 1.0, tensors[0].device());
 }
 
-// Autograd key: refuses what would need a gradient, and counts writes for whoever has saved the tensors.
+// Autograd key: rejects tensors that need gradients, and increments the version of the tensors that are written.
 
 void record_write(const Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();

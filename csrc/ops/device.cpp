@@ -20,23 +20,23 @@ namespace cuda_ext {
 
 namespace {
 
-// Set while the ops of CPU tensors run on the emulator.
+// Not null while ops on CPU tensors run on the emulator.
 std::atomic<const CudaKernels*> emulated_kernels = nullptr;
 
-// What a generator hands to kernels while a CUDA graph is captured, for kernels on the emulator.
+// Emulates the state of a generator during CUDA graph capture.
 struct EmulatedCapture {
-  Tensor seed_and_offset;  // int64, undefined: no capture
-  uint64_t drawn = 0;      // since its begin
+  Tensor seed_and_offset;  // int64; undefined: no capture
+  uint64_t drawn = 0;      // calls of draw_rng since it began
 };
 std::mutex capture_mutex;
 EmulatedCapture emulated_capture;
 
-// Offsets of torch's generators are multiples of it.
+// Offsets of torch's generators are multiples of this.
 constexpr uint64_t kOffsetStep = 4;
 
 #if CUDA_EXT_WITH_CUDA
 
-// Once for each device, and not at its first launch, where CUDA would say less.
+// Checked once per device, before the first launch, because CUDA's error would say less.
 void check_architecture(const char* op, at::Device device) {
   constexpr int kMaxDevices = 64;
   static std::array<std::atomic<bool>, kMaxDevices> checked{};
@@ -91,7 +91,7 @@ Tensor with_unit_stride(const Tensor& tensor) {
 RngSource draw_rng(at::Device device) {
 #if CUDA_EXT_WITH_CUDA
   if (device.is_cuda()) {
-    // Other kernels count threads where ours have the offset: they never come so far.
+    // Keeps our numbers apart from those of torch's kernels, whose counters never reach this value.
     constexpr uint64_t kApart = uint64_t(1) << 63;
     auto* const generator =
         at::check_generator<at::CUDAGeneratorImpl>(at::cuda::detail::getDefaultCUDAGenerator(device.index()));
@@ -122,7 +122,7 @@ LaunchScope::LaunchScope(at::Device device) : device_(device), guard_(device) {
 
 Workspace LaunchScope::workspace(size_t bytes) {
   if (bytes == 0) return {nullptr, 0};
-  // 256 bytes, which kernels count on, are what CUDA's allocator gives; the CPU's aligns to 64.
+  // CUDA's allocator aligns to the 256 bytes that kernels rely on; the CPU's aligns to 64.
   workspace_ = empty_on(device_, {int64_t(bytes)}, at::kByte);
   return {workspace_.data_ptr(), bytes};
 }
@@ -130,18 +130,18 @@ Workspace LaunchScope::workspace(size_t bytes) {
 }  // namespace cuda_ext
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
-  // The address of a CudaKernels for CPU tensors from now on, or 0 for the CPU's own.
+  // Sets the kernels for CPU tensors: the address of a CudaKernels, or 0 for the CPU kernels.
   m.def("_emulate(int kernels) -> ()", [](int64_t address) {
     const auto* kernels = reinterpret_cast<const cuda_ext::CudaKernels*>(address);
     CUDA_EXT_CHECK(kernels == nullptr || kernels->layout == cuda_ext::CudaKernels::kLayout, "_emulate",
-                   "expected kernels compiled from the sources of this library, got others; rebuild it");
+                   "expected kernels compiled from the same sources as this library, got others; rebuild it");
     cuda_ext::emulated_kernels.store(kernels, std::memory_order_release);
   });
-  // From now on emulated kernels find the seed and the offset of their random numbers in this int64 tensor, as in a
-  // captured CUDA graph; None ends that.
+  // Begins an emulated graph capture: kernels read seed and offset of their random numbers from this int64 tensor. None
+  // ends it.
   m.def("_emulate_capture(Tensor? seed_and_offset) -> ()", [](const cuda_ext::OptionalTensor& seed_and_offset) {
     CUDA_EXT_CHECK(!seed_and_offset || cuda_ext::emulated_kernels.load() != nullptr, "_emulate_capture",
-                   "expected an emulation, got none; the CPU's own kernels read no captured numbers");
+                   "expected an active emulation, got none; CPU kernels do not support capture");
     const std::lock_guard<std::mutex> lock(cuda_ext::capture_mutex);
     cuda_ext::emulated_capture = {cuda_ext::value_or_empty(seed_and_offset)};
   });

@@ -1,25 +1,27 @@
-// Where the kernels of an op run, beside the CPU's own: on a CUDA device, or on the emulator.
+// Selects the CUDA kernels of an op, for a CUDA device or for the emulator, and provides what their launches need.
 #pragma once
+
+#include <stdexcept>
 
 #include "launchers/cuda_kernels.h"
 #include "ops/op.h"
 
 namespace cuda_ext {
 
-// The CUDA kernels for tensors on `device`; null if those of the CPU are to run. Refuses a device that this library was
-// not built for, and float64.
+// The CUDA kernels for tensors on `device`; null if the CPU kernels should run. Throws for a device that this library
+// was not built for, and for float64.
 const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type);
 
-// A tensor as CUDA kernels read it: with a unit stride in one of the last two dims, so that 16 bytes hold neighbours.
-// Kernels of the CPU read any.
+// The tensor, copied if CUDA kernels cannot read it: they need unit stride in one of the last two dims, to load 16
+// bytes at a time. CPU kernels read any strides.
 Tensor with_unit_stride(const Tensor& tensor);
 
-// The random numbers of a call on `device`, from torch's default generator of the device, so that torch.manual_seed
-// rules. While a CUDA graph is captured they are pointers, so that each replay has numbers of its own.
+// The seed and offset for the random numbers of a call, from torch's default generator of the device, so that
+// torch.manual_seed determines them. During graph capture they are pointers, so that each replay draws new numbers.
 RngSource draw_rng(at::Device device);
 
-// Makes `device` the current one, as long as it lives, and offers its current stream and memory for a launch. Kernels ask
-// the current device how large a workspace they need, so that is to be asked once there is a scope.
+// Makes `device` the current device while it exists, and provides its current stream and a workspace for a launch. The
+// workspace size depends on the current device, so create the scope before asking for the size.
 class LaunchScope {
  public:
   explicit LaunchScope(at::Device device);
@@ -32,5 +34,15 @@ class LaunchScope {
   void* stream_ = nullptr;
   Tensor workspace_;
 };
+
+// Calls a launcher of CUDA kernels, which throws std::invalid_argument for what it cannot do; the error names the op.
+template <class Launch>
+void launch_for(const char* op, const Launch& launch) {
+  try {
+    launch();
+  } catch (const std::invalid_argument& refusal) {
+    CUDA_EXT_CHECK(false, op, refusal.what());
+  }
+}
 
 }  // namespace cuda_ext

@@ -47,8 +47,8 @@ GemmShape check_product(const char* op, const Tensor& a, const Tensor& b) {
 at::ScalarType output_type(const char* op, const OptionalType& wanted, at::ScalarType input) {
   const auto type = wanted.value_or(input);
   CUDA_EXT_CHECK(is_floating(type) && (type == at::kDouble) == (input == at::kDouble), op,
-                 "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got ", type,
-                 " for inputs of ", input);
+                 "expected out_dtype float32, float16 or bfloat16 (float64 for float64 inputs), got ", dtype_name(type),
+                 " for inputs of ", dtype_name(input));
   return type;
 }
 
@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor> gemm_forward(const Tensor& a, const Tensor& b, const 
   return gemm_on_device("gemm", a, b, c, bias, activation, alpha, beta, out_dtype, true);
 }
 
-// alpha * grad @ other, or other @ grad for `is_left` operands, in the shape of `operand`: the batch dims that it was
-// broadcast along are summed over.
+// The gradient of `operand`, summed over the batch dims that it was broadcast along: alpha * grad @ other^T for the
+// left operand, alpha * other^T @ grad for the right one.
 Tensor operand_gradient(const char* op, const Tensor& given_grad, const Tensor& operand, const Tensor& given_other,
                         double alpha, bool is_left) {
   const Tensor grad = with_unit_stride(given_grad), other = with_unit_stride(given_other);
@@ -149,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gemm_backward(const Tensor& grad, con
   check_gradient(op, grad, check_product(op, a, b).out());
   const auto type = a.scalar_type();
   Tensor grad_bias = bias_gradient(op, grad, output_mask[3], is_given(bias) ? bias->scalar_type() : type);
-  // Tensor cores take two operands of one dtype.
+  // Tensor cores need both operands in the same dtype.
   const Tensor factor = cuda_kernels(op, grad.device(), type) == nullptr ? grad : grad.to(type);
   return {output_mask[0] ? operand_gradient(op, factor, a, b, alpha, true) : absent(grad, type),
           output_mask[1] ? operand_gradient(op, factor, b, a, alpha, false) : absent(grad, type),
@@ -168,7 +168,7 @@ std::tuple<Tensor, Tensor> activation_backward(const Tensor& grad, const Tensor&
                  "expected preact of shape ", shape_string(expected), ", got ", shape_string(preact));
   auto [grad_preact, bias] = activation_gradient(op, grad, preact, parse_activation(op, activation), gated,
                                                  bias_dtype.has_value(), bias_dtype.value_or(grad.scalar_type()));
-  // Without an activation the gradient stays what it is; an op returns memory of its own.
+  // Without an activation grad_preact is grad, but an op must not return its input.
   return {grad_preact.is_alias_of(grad) ? grad_preact.clone() : grad_preact, bias};
 }
 
@@ -229,8 +229,8 @@ Tensor gemm_autograd(const Tensor& a, const Tensor& b, const OptionalTensor& c, 
     save_activation(&node->ctx_, activation);
     save_option(&node->ctx_, "alpha", alpha, 1.0);
     save_option(&node->ctx_, "beta", beta, 1.0);
-    // A second derivative needs c to form the pre-activation again.
-    finish_node(node,
+    // A second derivative needs c to recompute the pre-activation.
+    attach_node(node,
                 {a, b, activation == "relu" && preact.defined() ? out : preact, value_or_empty(bias),
                  activation.has_value() ? value_or_empty(c) : Tensor()},
                 out);
@@ -267,7 +267,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "activation_backward(Tensor grad_out, Tensor preact, *, str? activation, bool gated, "
       "ScalarType? bias_dtype) -> (Tensor grad_preact, Tensor grad_bias)",
       tags);
-  register_refusals(m, {"gemm", "gemm_forward", "gemm_backward", "activation_backward"});
+  register_layout_errors(m, {"gemm", "gemm_forward", "gemm_backward", "activation_backward"});
 }
 
 namespace {

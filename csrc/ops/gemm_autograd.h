@@ -1,4 +1,4 @@
-// What gemm.cpp and mlp.cpp share of autograd and registration.
+// Autograd and registration shared by gemm.cpp, linear.cpp and mlp.cpp.
 #pragma once
 
 #include "ops/autograd.h"
@@ -7,7 +7,7 @@
 
 namespace cuda_ext {
 
-// As a number: a saved string is an allocation more.
+// Saved as a number, because a string would need an allocation.
 inline void save_activation(AutogradContext* ctx, const ActivationName& name) {
   save_option(ctx, "activation", int64_t(parse_activation("backward", name)));
 }
@@ -15,22 +15,23 @@ inline ActivationName saved_activation(const AutogradContext* ctx) {
   return name_of(Activation(saved_option<int64_t>(ctx, "activation")));
 }
 
-// The fused backward of all these ops is two calls at least, so that what the first read is gone when the second takes
-// memory. This is the first: the gradient at the pre-activation, and that of the bias where `bias_type` is given.
+// The fused backward of these ops makes at least two calls, so that the inputs of the first are freed before the second
+// allocates. This is the first: the gradient at the pre-activation, and that of the bias if `bias_type` is given.
 std::tuple<Tensor, Tensor> call_activation_backward(const Tensor& grad, const Tensor& preact,
                                                     const ActivationName& activation, bool gated,
                                                     OptionalType bias_type);
 
-// The gradients of a projection's input and weight from that at its pre-activation. One that a slot takes is undefined.
+// The gradients of a linear layer, from the gradient at its pre-activation. A gradient that went to a slot is
+// undefined.
 struct ProjectionGradients {
   Tensor input, weight, bias;
 };
-// The weight is input 1 of the node that runs.
+// The weight must be input 1 of the current autograd node.
 ProjectionGradients call_linear_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
                                          const OptionalTensor& bias, std::array<bool, 3> wanted);
 
-// The layouts that no kernel reads: each op refuses them in words.
-inline void register_refusals(torch::Library& m, std::initializer_list<const char*> ops) {
+// Registers the error for unsupported layouts.
+inline void register_layout_errors(torch::Library& m, std::initializer_list<const char*> ops) {
   for (const char* op : ops) {
     for (const auto key : {c10::DispatchKey::SparseCPU, c10::DispatchKey::SparseCsrCPU, c10::DispatchKey::MkldnnCPU})
       m.impl(op, torch::dispatch(key, torch::CppFunction::makeFromBoxedFunction<&no_layout_kernel>()));

@@ -41,7 +41,7 @@ Tensor hidden_of(const Tensor& z, Activation activation, bool gated) {
   return activate(halves[0], activation) * halves[1];
 }
 
-// The gradient at z from that at hidden_of(z).
+// The gradient at z, from the gradient at hidden_of(z).
 Tensor hidden_backward(const Tensor& grad, const Tensor& z, Activation activation, bool gated) {
   if (!gated) return activation_backward(grad, z, activation);
   const auto halves = z.chunk(2, -1);
@@ -63,7 +63,7 @@ Tensor input_gradient(const Tensor& grad, const Tensor& weight) { return call_li
 // grad (..., N)^T @ input (..., K)
 Tensor weight_gradient(const Tensor& grad, const Tensor& input) { return product(rows_of(grad).t(), rows_of(input)); }
 
-// A sum of those of its terms that are defined.
+// Sums the defined terms.
 class Sum {
  public:
   void add(const Tensor& term) {
@@ -122,8 +122,9 @@ Tensor linear_tangent(const Tensor& input, const Tensor& weight, const OptionalT
 }
 
 Tensor mlp_tangent(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-                   const OptionalTensor& bias2, Activation activation, bool gated) {
-  return tangent_of(call_linear(hidden_of(call_linear(input, weight1, bias1), activation, gated), weight2, bias2));
+                   const OptionalTensor& bias2, const OptionalTensor& residual, Activation activation, bool gated) {
+  const Tensor hidden = hidden_of(call_linear(input, weight1, bias1), activation, gated);
+  return tangent_of(call_linear(hidden, weight2, bias2, residual));
 }
 
 std::array<Tensor, 4> gemm_composed_backward(const Tensor& grad, const Tensor& a, const Tensor& b,
@@ -134,7 +135,7 @@ std::array<Tensor, 4> gemm_composed_backward(const Tensor& grad, const Tensor& a
           ? grad
           : activation_backward(grad, call_gemm(a, b, c, bias, {}, alpha, beta, grad.scalar_type()), activation);
   const Tensor factor = at_z.to(a.scalar_type());
-  // What is broadcast is summed, for the addend and the bias by the engine.
+  // The gradients of broadcast operands are summed; for c and bias the autograd engine does that.
   return {wanted[0] ? product(factor, b.mT(), alpha).sum_to_size_symint(a.sym_sizes()) : Tensor(),
           wanted[1] ? product(a.mT(), factor, alpha).sum_to_size_symint(b.sym_sizes()) : Tensor(),
           wanted[2] ? at_z * beta : Tensor(), wanted[3] ? sum_rows(at_z) : Tensor()};

@@ -1,5 +1,5 @@
-// The derivatives of this family composed of differentiable ops: our own for products, PyTorch's for the rest. They serve
-// second derivatives, forward mode and torch.func (ops/autograd.h). The pre-activation is computed again.
+// Derivatives of the GEMM ops composed of differentiable ops: our own for products, PyTorch's for the rest. Used for
+// second derivatives, forward mode and torch.func (ops/autograd.h). They recompute the pre-activation.
 #pragma once
 
 #include "ops/autograd.h"
@@ -13,15 +13,15 @@ Tensor call_gemm(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
 Tensor call_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                    const OptionalTensor& residual = {}, const ActivationName& activation = {});
 
-// The tangent of each op's output; arguments are the op's, and tangents are read from them.
+// The tangent of an op's output, from the tangents of its arguments.
 Tensor gemm_tangent(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                     Activation activation, double alpha, double beta, at::ScalarType out_dtype);
 Tensor linear_tangent(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       const OptionalTensor& residual, Activation activation, bool gated);
 Tensor mlp_tangent(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-                   const OptionalTensor& bias2, Activation activation, bool gated);
+                   const OptionalTensor& bias2, const OptionalTensor& residual, Activation activation, bool gated);
 
-// The gradients that `wanted` asks for, in the order of the op's arguments; the others are undefined.
+// The gradients selected by `wanted`, in the order of the op's arguments; the others are undefined.
 std::array<Tensor, 4> gemm_composed_backward(const Tensor& grad, const Tensor& a, const Tensor& b,
                                              const OptionalTensor& c, const OptionalTensor& bias, Activation activation,
                                              double alpha, double beta, const std::array<bool, 4>& wanted);

@@ -19,7 +19,7 @@ namespace cuda_ext {
 using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 
-// A holder of slots, one of each of its parameters. Passes of one holder do not overlap.
+// Holds one slot for each of its parameters. Passes of one holder do not overlap.
 class GradientSlots : public torch::CustomClassHolder {
  public:
   ~GradientSlots() override;
@@ -36,7 +36,7 @@ class GradientSlots : public torch::CustomClassHolder {
  private:
   friend class SlotWrite;
   const std::shared_ptr<GradientSlot>& at(const char* method, int64_t index) const;
-  bool finish(const char* method, int64_t index, bool takes, bool locks);
+  bool update(const char* method, int64_t index, bool moves, bool locks);
   void forget_pass();
 
   std::vector<std::shared_ptr<GradientSlot>> slots_;
@@ -46,37 +46,37 @@ class GradientSlots : public torch::CustomClassHolder {
 
 struct GradientSlot {
   enum class State : uint8_t {
-    kEmpty,     // nothing was written in this pass
-    kWritten,   // view holds the scaled sum; parameter.grad, if defined, is to be added
-    kComplete,  // the same, and parameter.grad is view again
+    kEmpty,     // not written in this pass
+    kWritten,   // view holds the scaled sum; parameter.grad, if defined, must still be added
+    kComplete,  // view holds the scaled sum, and parameter.grad is view
   };
 
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 
-  const GradientSlots* holder;  // null once it has let the slot go
-  WeakTensor parameter;         // keeps the address from being used again, not the parameter alive
+  const GradientSlots* holder;  // null once it has released the slot
+  WeakTensor parameter;         // prevents reuse of the address, without keeping the parameter alive
   Tensor view;
   State state = State::kEmpty;
   bool locked = false;
-  bool busy = false;                    // somebody writes to view
-  std::optional<c10::Stream> stream{};  // on which view was written last, where devices have streams
+  bool busy = false;                    // a SlotWrite is writing to view
+  std::optional<c10::Stream> stream{};  // of the last write to view, on devices with streams
 };
 
 namespace {
 
-// Guards the registry, and what slots and holders say of their state. Held for a few instructions, and never while a
-// tensor is destroyed, which may take Python's lock. The numbers in a slot need no lock: in a pass one thread of the
-// engine runs all nodes of a parameter's device.
+// Guards the registry and the state of slots and holders. It is held for a few instructions, and never while a tensor
+// is destroyed, which may acquire Python's GIL. The data of a slot needs no lock: in a pass one thread of the engine
+// runs all nodes of a parameter's device.
 std::mutex mutex;
 
-// By parameter. Never destroyed: holders that Python owns may outlive it.
+// Slots by parameter. Never destroyed, because holders owned by Python may be destroyed after static objects.
 using Registry = std::unordered_map<const at::TensorImpl*, std::shared_ptr<GradientSlot>>;
 Registry& registry() {
   static auto* const slots = new Registry;
   return *slots;
 }
 
-// Whether `grad` is what lies in the slot.
+// Whether `grad` is the tensor in the slot.
 bool lives_in(const Tensor& grad, const Tensor& view) {
   return grad.defined() && !at::isTensorSubclassLike(grad) && grad.scalar_type() == view.scalar_type() &&
          grad.device() == view.device() && grad.sizes() == view.sizes() && grad.is_contiguous() &&
@@ -88,7 +88,7 @@ std::optional<c10::Stream> current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// The engine lets streams wait for the gradients it passes on; of those that are written to slots it does not know.
+// The engine synchronises streams for the gradients that it passes on, but not for those written to slots.
 void wait_for(const std::optional<c10::Stream>& writer, const std::optional<c10::Stream>& reader) {
   if (!writer || !reader || *writer == *reader) return;
   c10::Event written(writer->device_type());
@@ -100,8 +100,8 @@ void record_write(const Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Whether the running backward call evaluates `node` and keeps what comes out: not if it was asked for other gradients,
-// or, as torch.autograd.grad does, for the one that arrives at `node`.
+// Whether the current backward call executes `node`. Not if it was asked for other gradients only, or if it captures
+// the gradient that arrives at `node`, as torch.autograd.grad does.
 bool is_executed(Node* node) {
   const auto* const reached = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (reached == nullptr || reached->count(node) == 0) return false;
@@ -111,11 +111,11 @@ bool is_executed(Node* node) {
   return found != asked.end() && found->second.needed_ && found->second.captures_ == nullptr;
 }
 
-// Whether nobody looks at the gradients that arrive at `node`.
+// Whether no hook sees the gradients that arrive at `node`.
 bool is_unobserved(Node* node) { return node->pre_hooks().empty() && node->tensor_pre_hooks().empty(); }
 
-// The accumulator of the leaf that is input `input` of `node`, or of which that is a copy of another dtype, as autocast
-// makes them; null if a gradient that never leaves the op would be missed.
+// The AccumulateGrad of the leaf that is input `input` of `node`, also if autocast converted the leaf to another dtype.
+// Null if the gradient must be returned, because something else observes it.
 AccumulateGrad* find_accumulator(const Node& node, uint32_t input) {
   Node* next = node.next_edge(input).function.get();
   if (next != nullptr && next->name() == "ToCopyBackward0") {
@@ -131,7 +131,7 @@ AccumulateGrad* find_accumulator(const Node& node, uint32_t input) {
   return accumulator;
 }
 
-// Adds to the slot what came the usual way.
+// Adds parameter.grad to the slot.
 void merge(GradientSlot& slot, const Tensor& parameter, double scale) {
   Tensor& grad = parameter.mutable_grad();
   const auto here = current_stream(slot.view.device());
@@ -143,7 +143,7 @@ void merge(GradientSlot& slot, const Tensor& parameter, double scale) {
   grad.reset();
 }
 
-// Moves to the slot what came the usual way, where nothing was written; false if there is nothing that could be moved.
+// Moves parameter.grad to the slot, which is empty; returns false if there is nothing that can be moved.
 bool move_to(GradientSlot& slot, const Tensor& parameter, double scale) {
   Tensor& grad = parameter.mutable_grad();
   const Tensor& view = slot.view;
@@ -178,7 +178,7 @@ void GradientSlots::assign(const std::vector<Tensor>& parameters, const std::vec
   for (size_t i = 0; i < parameters.size(); ++i) {
     const Tensor &parameter = parameters[i], &view = views[i];
     CUDA_EXT_CHECK(!at::isTensorSubclassLike(parameter) && !at::isTensorSubclassLike(view), method,
-                   "expected parameters[", i, "] and its view to be dense tensors with memory of their own");
+                   "expected parameters[", i, "] and its view to be dense tensors, got a tensor subclass");
     CUDA_EXT_CHECK(parameter.is_leaf(), method, "expected parameters[", i,
                    "] to be a leaf, whose gradient autograd accumulates, got the result of an op");
     CUDA_EXT_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second, method,
@@ -189,8 +189,9 @@ void GradientSlots::assign(const std::vector<Tensor>& parameters, const std::vec
                    "] contiguous and of shape ", shape_string(parameter), ", that of its parameter, got shape ",
                    shape_string(view), " with strides ", shape_string(view.strides()));
     CUDA_EXT_CHECK(view.scalar_type() == parameter.scalar_type() && view.device() == parameter.device(), method,
-                   "expected views[", i, "] of dtype ", parameter.scalar_type(), " on device ", parameter.device(),
-                   ", as its parameter, got ", view.scalar_type(), " on ", view.device());
+                   "expected views[", i, "] of dtype ", dtype_name(parameter.scalar_type()), " on device ",
+                   parameter.device(), ", as its parameter, got ", dtype_name(view.scalar_type()), " on ",
+                   view.device());
     CUDA_EXT_CHECK(!view.requires_grad(), method, "expected views[", i,
                    "] to need no gradient, got requires_grad=True; detach it");
     slots.push_back(std::make_shared<GradientSlot>(
@@ -212,7 +213,7 @@ void GradientSlots::assign(const std::vector<Tensor>& parameters, const std::vec
 }
 
 void GradientSlots::release() {
-  std::vector<std::shared_ptr<GradientSlot>> dropped;  // after the lock
+  std::vector<std::shared_ptr<GradientSlot>> dropped;  // destroyed after the mutex is unlocked
   const std::lock_guard lock(mutex);
   for (const auto& slot : slots_) {
     registry().erase(slot->parameter._unsafe_get_target());
@@ -252,20 +253,20 @@ const std::shared_ptr<GradientSlot>& GradientSlots::at(const char* method, int64
   return slots_[index];
 }
 
-bool GradientSlots::collect(int64_t index) { return finish("GradientSlots.collect", index, false, false); }
+bool GradientSlots::collect(int64_t index) { return update("GradientSlots.collect", index, false, false); }
 
-bool GradientSlots::take(int64_t index) { return finish("GradientSlots.take", index, true, false); }
+bool GradientSlots::take(int64_t index) { return update("GradientSlots.take", index, true, false); }
 
-bool GradientSlots::lock(int64_t index) { return finish("GradientSlots.lock", index, false, true); }
+bool GradientSlots::lock(int64_t index) { return update("GradientSlots.lock", index, false, true); }
 
-bool GradientSlots::finish(const char* method, int64_t index, bool takes, bool locks) {
+bool GradientSlots::update(const char* method, int64_t index, bool moves, bool locks) {
   using State = GradientSlot::State;
   const std::shared_ptr<GradientSlot> slot = at(method, index);
   const Tensor parameter(slot->parameter.lock());
   State state;
   {
     const std::lock_guard guard(mutex);
-    takes = takes && open_ && !slot->locked;
+    moves = moves && open_ && !slot->locked;
     slot->locked |= locks;
     state = slot->state;
   }
@@ -273,7 +274,7 @@ bool GradientSlots::finish(const char* method, int64_t index, bool takes, bool l
   if (state == State::kComplete) return lives_in(parameter.grad(), slot->view);
   if (state == State::kWritten)
     merge(*slot, parameter, scale_);
-  else if (!takes || !move_to(*slot, parameter, scale_))
+  else if (!moves || !move_to(*slot, parameter, scale_))
     return false;
   const bool complete = locks || scale_ == 1.0;
   if (complete) parameter.mutable_grad() = slot->view;
@@ -351,8 +352,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       .def("lock", &GradientSlots::lock)
       .def("unlock_all", &GradientSlots::unlock_all)
       .def("release", &GradientSlots::release);
-  // Whether a backward() call runs that was asked for the gradients of all leaves: not torch.autograd.grad, nor
-  // backward(inputs=...). Asked in a hook.
+  // Called in a hook: whether the current backward pass computes the gradients of all leaves, unlike
+  // torch.autograd.grad and backward(inputs=...).
   m.def("_in_whole_backward() -> bool", [] {
     const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
     return asked != nullptr && asked->empty();

@@ -1,11 +1,11 @@
-// Gradient slots: the places, in a flat bucket say, into which backward functions write or accumulate the gradients of
-// weights from the epilogue of the product that forms them, instead of returning them.
+// Gradient slots: memory, typically part of a flat bucket, into which backward functions write or accumulate the
+// gradient of a weight in the epilogue of the product that computes it, instead of returning the gradient.
 //
-// What lies in a slot is the sum of everything that has come in the running pass, times the pass's scale. Gradients that
-// take the usual way, from ops that know nothing of slots, meanwhile add up in parameter.grad, and are added to the slot
-// when the parameter's AccumulateGrad has run (collect), or moved there if it is empty (take). AccumulateGrad must not find the slot in parameter.grad then,
-// or it would add unscaled values to scaled ones: so parameter.grad is undefined from the first write to the moment when
-// nothing more can come, or when the scale is 1 and does not matter.
+// A slot holds the sum of the gradients of the current pass, times the pass's scale. Gradients from ops that do not
+// support slots add up in parameter.grad as usual; after the parameter's AccumulateGrad has run, they are added to the
+// slot (collect), or also moved there if the slot is still empty (take). AccumulateGrad must not find the
+// slot in parameter.grad, or it would add unscaled to scaled values. Therefore parameter.grad is undefined from the
+// first write until no more gradients can arrive; with a scale of 1 it may be the slot.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@ namespace cuda_ext {
 
 struct GradientSlot;
 
-// Of all holders; 0 is all that ops ask for where nobody uses slots.
+// The number of slots in the process; while it is 0, ops need no further check.
 inline std::atomic<int64_t> gradient_slot_count{0};
 
-// The slot that takes the gradient of one weight in the backward pass that runs, if there is one: a backward function
-// asks, lets its op write alpha * gradient + beta * slot into the slot, says so, and returns no gradient.
+// The slot for the gradient of one weight in the current backward pass, if there is one. A backward function constructs
+// it, lets its op write alpha * gradient + beta * slot to view(), calls done(), and returns no gradient.
 class SlotWrite {
  public:
-  // The weight is input `input` of the autograd node that is being evaluated; `grad` is what arrived there.
+  // The weight is input `input` of the current autograd node; `grad` is the gradient that arrived at the node.
   SlotWrite(bool wanted, uint32_t input, const Tensor& grad) {
     if (wanted && gradient_slot_count.load(std::memory_order_relaxed) > 0) find(input, grad);
   }
@@ -38,18 +38,18 @@ class SlotWrite {
   OptionalTensor view() const;
   double alpha() const { return alpha_; }
   double beta() const { return beta_; }
-  // The op has written.
+  // Must be called after the op has written.
   void done();
 
  private:
   void find(uint32_t input, const Tensor& grad);
   void end();
 
-  std::shared_ptr<GradientSlot> slot_;  // null: the gradient takes the usual way
+  std::shared_ptr<GradientSlot> slot_;  // null: return the gradient as usual
   Tensor parameter_;
   double alpha_ = 1.0;
   double beta_ = 0.0;
-  bool took_grad_ = false;  // parameter.grad was the slot
+  bool took_grad_ = false;  // parameter.grad was the slot, and was reset
 };
 
 }  // namespace cuda_ext

@@ -1,4 +1,4 @@
-// The host process as CPU kernels see it: torch's thread pool, torch's BLAS, torch's allocator.
+// Implements the services that CPU kernels need (cpu/host.h) with torch's thread pool, BLAS and allocator.
 #include "cpu/host.h"
 
 #include <ATen/Parallel.h>
@@ -17,7 +17,7 @@
 #error "compile with -fopenmp: at::parallel_for would run everything on one thread"
 #endif
 
-// The BLAS inside torch or beside it. Weak: a torch that hides its BLAS still gives at::addmm.
+// The BLAS that torch contains or links. Weak symbols: if torch does not export its BLAS, at::addmm is used.
 extern "C" {
 __attribute__((weak)) void sgemm_(char*, char*, int*, int*, int*, float*, const float*, int*, const float*, int*,
                                   float*, float*, int*);
@@ -91,8 +91,8 @@ void gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, d
 
 namespace {
 
-// Each thread keeps the scratch it used last, up to this size: a few megabytes given back to the system and taken again
-// in every call would be faulted in page by page, which costs as much as a tenth of a GEMM.
+// Each thread caches its last scratch memory up to this size. Otherwise the system would fault in a few megabytes page
+// by page in each call, which costs up to a tenth of a GEMM.
 constexpr int64_t kMaxKeptBytes = 4 << 20;
 
 struct KeptScratch {

@@ -1,4 +1,4 @@
-// The one owner of the op namespace; each family of ops adds its own with TORCH_LIBRARY_FRAGMENT.
+// Creates the op namespace; each family of ops adds to it with TORCH_LIBRARY_FRAGMENT.
 #include <torch/library.h>
 
 #include "build_config.h"

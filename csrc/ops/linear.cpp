@@ -132,7 +132,7 @@ Tensor linear_autograd(const Tensor& input, const Tensor& weight, const Optional
     const auto node = make_node<LinearBackward<false>>(input, weight, bias, residual);
     save_activation(&node->ctx_, activation);
     const bool output_serves = activation == "relu" && !is_given(residual) && preact.defined();
-    finish_node(node, {input, weight, output_serves ? out : preact, value_or_empty(bias)}, out);
+    attach_node(node, {input, weight, output_serves ? out : preact, value_or_empty(bias)}, out);
   }
   if (wanted.forward)
     set_tangent(out, linear_tangent(input, weight, bias, residual, parse_activation("linear", activation), false));
@@ -148,7 +148,7 @@ Tensor gated_linear_autograd(const Tensor& input, const Tensor& weight, const Op
   if (wanted.reverse) {
     const auto node = make_node<LinearBackward<true>>(input, weight, bias);
     save_activation(&node->ctx_, activation);
-    finish_node(node, {input, weight, preact, value_or_empty(bias)}, out);
+    attach_node(node, {input, weight, preact, value_or_empty(bias)}, out);
   }
   if (wanted.forward)
     set_tangent(out, linear_tangent(input, weight, bias, {}, parse_activation("gated_linear", activation), true));
@@ -188,8 +188,8 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("linear_backward.slot(" LINEAR_SLOT_ARGUMENTS ")" LINEAR_GRADIENTS, tags);
   m.def("gated_linear" GATED_LINEAR_ARGUMENTS " -> Tensor", tags);
   m.def("gated_linear_forward" GATED_LINEAR_ARGUMENTS " -> (Tensor out, Tensor preact)", tags);
-  register_refusals(m, {"linear", "linear_forward", "linear_backward", "linear_backward.slot", "gated_linear",
-                        "gated_linear_forward"});
+  register_layout_errors(m, {"linear", "linear_forward", "linear_backward", "linear_backward.slot", "gated_linear",
+                             "gated_linear_forward"});
 }
 
 namespace {

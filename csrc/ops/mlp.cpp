@@ -1,6 +1,7 @@
-// mlp and gated_mlp: linear, activation, linear as one op. Backward needs only the pre-activation: in mlp_hidden_backward
-// the GEMM that forms the gradient of the hidden tensor turns it into that of the pre-activation, emits the hidden tensor
-// again, and sums the bias gradient, all in its epilogue. linear_backward does the rest. The other ops are as in gemm.cpp.
+// mlp and gated_mlp: linear, activation, linear and an optional residual as one op. Backward needs only the
+// pre-activation. The GEMM in mlp_hidden_backward forms the gradient of the hidden tensor; its epilogue turns that into
+// the gradient of the pre-activation, recomputes the hidden tensor, and sums the bias gradient. linear_backward does
+// the rest. The other ops are as in gemm.cpp.
 #include <ATen/ops/zeros.h>
 
 #include "ops/gemm_autograd.h"
@@ -13,7 +14,8 @@ using HiddenGradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using OutputMask = std::array<bool, 4>;
 
 void check_layers(const char* op, const Tensor& input, const Tensor& weight1, const Tensor& weight2,
-                  const OptionalTensor& bias1, const OptionalTensor& bias2, bool gated) {
+                  const OptionalTensor& bias1, const OptionalTensor& bias2, const OptionalTensor& residual,
+                  bool gated) {
   check_projection(op, "input", input, "weight1", weight1, "bias1", bias1, gated);
   check_same_dtype(op, "weight2", weight2, "input", input);
   check_same_device(op, "weight2", weight2, "input", input);
@@ -21,6 +23,9 @@ void check_layers(const char* op, const Tensor& input, const Tensor& weight1, co
   CUDA_EXT_CHECK(weight2.dim() == 2 && weight2.size(1) == hidden, op, "expected weight2 of shape (N, ", hidden,
                  ") to match weight1 ", shape_string(weight1), ", got ", shape_string(weight2));
   if (is_given(bias2)) check_bias(op, "bias2", *bias2, input, input.scalar_type(), weight2.size(0));
+  if (is_given(residual))
+    check_addend(op, "residual", *residual, input, input.scalar_type(),
+                 replace_last(input.sizes(), 1, {weight2.size(0)}));
 }
 
 template <bool gated>
@@ -29,29 +34,30 @@ constexpr const char* op_name = gated ? "gated_mlp" : "mlp";
 template <bool gated>
 std::tuple<Tensor, Tensor> run_mlp(const Tensor& input, const Tensor& weight1, const Tensor& weight2,
                                    const OptionalTensor& bias1, const OptionalTensor& bias2,
-                                   const ActivationName& activation, bool for_backward) {
+                                   const OptionalTensor& residual, const ActivationName& activation,
+                                   bool for_backward) {
   constexpr const char* op = op_name<gated>;
-  check_layers(op, input, weight1, weight2, bias1, bias2, gated);
+  check_layers(op, input, weight1, weight2, bias1, bias2, residual, gated);
   auto [hidden, preact] =
       project(op, input, weight1, bias1, std::nullopt, parse_activation(op, activation), gated, for_backward);
-  Tensor out = project(op, hidden, weight2, bias2, std::nullopt, Activation::kNone, false, false).out;
+  Tensor out = project(op, hidden, weight2, bias2, residual, Activation::kNone, false, false).out;
   return {std::move(out), std::move(preact)};
 }
 
 template <bool gated>
 Tensor mlp(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-           const OptionalTensor& bias2, ActivationName activation) {
-  return std::get<0>(run_mlp<gated>(input, weight1, weight2, bias1, bias2, activation, false));
+           const OptionalTensor& bias2, const OptionalTensor& residual, ActivationName activation) {
+  return std::get<0>(run_mlp<gated>(input, weight1, weight2, bias1, bias2, residual, activation, false));
 }
 template <bool gated>
 std::tuple<Tensor, Tensor> mlp_forward(const Tensor& input, const Tensor& weight1, const Tensor& weight2,
                                        const OptionalTensor& bias1, const OptionalTensor& bias2,
-                                       ActivationName activation) {
-  return run_mlp<gated>(input, weight1, weight2, bias1, bias2, activation, true);
+                                       const OptionalTensor& residual, ActivationName activation) {
+  return run_mlp<gated>(input, weight1, weight2, bias1, bias2, residual, activation, true);
 }
 
-// grad (..., N), weight2 (N, hidden), preact (..., width), with a width of hidden or, gated, twice that: the gradients at
-// the pre-activation and of weight2, bias1 and bias2.
+// grad (..., N), weight2 (N, hidden), preact (..., hidden), or (..., 2 * hidden) if gated. Returns the gradients of the
+// pre-activation, weight2, bias1 and bias2.
 HiddenGradients run_hidden_backward(const Tensor& grad, const Tensor& weight2, const Tensor& preact,
                                     const OptionalTensor& bias1, const OptionalTensor& bias2,
                                     const ActivationName& activation_name, bool gated, const OutputMask& output_mask,
@@ -124,8 +130,9 @@ struct MlpBackward : torch::autograd::Function<MlpBackward<gated>> {
   static constexpr const char* kNodeName = gated ? CUDA_EXT_OP("GatedMlpBackward") : CUDA_EXT_OP("MlpBackward");
 
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(5);
+    if (!grads[0].defined()) return variable_list(6);
     std::array<bool, 5> wanted{};
+    const Tensor grad_residual = ctx->needs_input_grad(5) ? grads[0] : Tensor();
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = ctx->needs_input_grad(i);
     auto saved = ctx->get_saved_variables();
     const Tensor &input = saved[0], &weight1 = saved[1], &weight2 = saved[2];
@@ -135,7 +142,7 @@ struct MlpBackward : torch::autograd::Function<MlpBackward<gated>> {
     if (!preact.defined() || needs_composed_backward(grads[0])) {
       auto gradients = mlp_composed_backward(grads[0], input, weight1, weight2, bias1,
                                              parse_activation("mlp_backward", activation), gated, wanted);
-      return {gradients.begin(), gradients.end()};
+      return {gradients[0], gradients[1], gradients[2], gradients[3], gradients[4], grad_residual};
     }
     static const auto op = find_op<decltype(mlp_hidden_backward)>(CUDA_EXT_OP("mlp_hidden_backward"));
     static const auto slot_op = find_op<decltype(mlp_hidden_backward_slot)>(CUDA_EXT_OP("mlp_hidden_backward"), "slot");
@@ -151,8 +158,12 @@ struct MlpBackward : torch::autograd::Function<MlpBackward<gated>> {
     preact.reset();
     release_saved(ctx);
     auto gradients = call_linear_backward(grad_preact, input, weight1, std::nullopt, {wanted[0], wanted[1], false});
-    return {gradients.input, gradients.weight, wanted[2] && !slot.found() ? grad_weight2 : Tensor(),
-            wanted[3] ? grad_bias1 : Tensor(), wanted[4] ? grad_bias2 : Tensor()};
+    return {gradients.input,
+            gradients.weight,
+            wanted[2] && !slot.found() ? grad_weight2 : Tensor(),
+            wanted[3] ? grad_bias1 : Tensor(),
+            wanted[4] ? grad_bias2 : Tensor(),
+            grad_residual};
   }
 };
 
@@ -166,36 +177,37 @@ const auto& public_op() {
 
 template <bool gated>
 Tensor mlp_autograd(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-                    const OptionalTensor& bias2, ActivationName activation) {
+                    const OptionalTensor& bias2, const OptionalTensor& residual, ActivationName activation) {
   static const auto forward_op =
       find_op<decltype(mlp_forward<gated>)>(gated ? CUDA_EXT_OP("gated_mlp_forward") : CUDA_EXT_OP("mlp_forward"));
-  const Derivatives wanted = derivatives_of(input, weight1, weight2, bias1, bias2);
-  auto [out, preact] =
-      call_below_autograd(wanted, public_op<gated>(), forward_op, input, weight1, weight2, bias1, bias2, activation);
+  const Derivatives wanted = derivatives_of(input, weight1, weight2, bias1, bias2, residual);
+  auto [out, preact] = call_below_autograd(wanted, public_op<gated>(), forward_op, input, weight1, weight2, bias1,
+                                           bias2, residual, activation);
   if (wanted.reverse) {
-    const auto node = make_node<MlpBackward<gated>>(input, weight1, weight2, bias1, bias2);
+    const auto node = make_node<MlpBackward<gated>>(input, weight1, weight2, bias1, bias2, residual);
     save_activation(&node->ctx_, activation);
-    finish_node(node, {input, weight1, weight2, preact, value_or_empty(bias1), value_or_empty(bias2)}, out);
+    attach_node(node, {input, weight1, weight2, preact, value_or_empty(bias1), value_or_empty(bias2)}, out);
   }
   if (wanted.forward) {
     const Activation parsed = parse_activation(op_name<gated>, activation);
-    set_tangent(out, mlp_tangent(input, weight1, weight2, bias1, bias2, parsed, gated));
+    set_tangent(out, mlp_tangent(input, weight1, weight2, bias1, bias2, residual, parsed, gated));
   }
   return out;
 }
 
 template <bool gated, c10::DeviceType device>
 Tensor mlp_autocast(const Tensor& input, const Tensor& weight1, const Tensor& weight2, const OptionalTensor& bias1,
-                    const OptionalTensor& bias2, ActivationName activation) {
+                    const OptionalTensor& bias2, const OptionalTensor& residual, ActivationName activation) {
   const Autocast cast(device);
-  return public_op<gated>().call(cast(input), cast(weight1), cast(weight2), cast(bias1), cast(bias2), activation);
+  return public_op<gated>().call(cast(input), cast(weight1), cast(weight2), cast(bias1), cast(bias2), cast(residual),
+                                 activation);
 }
 
 }  // namespace
 
-#define MLP_ARGUMENTS(activation)                                                                   \
-  "(Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1=None, Tensor? bias2=None, *, str? " \
-  "activation='" activation "')"
+#define MLP_ARGUMENTS(activation)                                                           \
+  "(Tensor input, Tensor weight1, Tensor weight2, Tensor? bias1=None, Tensor? bias2=None, " \
+  "Tensor? residual=None, *, str? activation='" activation "')"
 #define MLP_HIDDEN_ARGUMENTS                                                                                       \
   "Tensor grad_out, Tensor weight2, Tensor preact, Tensor? bias1, Tensor? bias2, *, str? activation, bool gated, " \
   "bool[4] output_mask"
@@ -210,7 +222,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def("mlp_hidden_backward.slot(" MLP_SLOT_ARGUMENTS ")" MLP_HIDDEN_GRADIENTS, tags);
   m.def("gated_mlp" MLP_ARGUMENTS("silu") " -> Tensor", tags);
   m.def("gated_mlp_forward" MLP_ARGUMENTS("silu") " -> (Tensor out, Tensor preact)", tags);
-  register_refusals(
+  register_layout_errors(
       m, {"mlp", "mlp_forward", "mlp_hidden_backward", "mlp_hidden_backward.slot", "gated_mlp", "gated_mlp_forward"});
 }
 

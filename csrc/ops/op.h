@@ -1,5 +1,5 @@
-// What every binding shares: names, checks in the documented form, dtype mapping, dispatch below autograd, autocast,
-// and the refusal of a device that has no kernel yet.
+// Shared by all ops: names, checks with the documented error format, dtype mapping, access to other ops through the
+// dispatcher, autocast, and the error for unsupported layouts.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -16,10 +16,10 @@
 
 #define CUDA_EXT_STRINGIZE_(x) #x
 #define CUDA_EXT_STRINGIZE(x) CUDA_EXT_STRINGIZE_(x)
-// "cuda_ext::gemm" from "gemm"; the namespace itself is chosen by the build, once.
+// "cuda_ext::gemm" from "gemm"; the build defines the namespace.
 #define CUDA_EXT_OP(name) CUDA_EXT_STRINGIZE(CUDA_EXT_NAMESPACE) "::" name
 
-// Every refusal reads `cuda_ext::gemm: expected b of shape (..., 64, N) to match a (8, 64), got (32, 16)`.
+// Errors read `cuda_ext::gemm: expected b of shape (..., 64, N) to match a (8, 64), got (32, 16)`.
 #define CUDA_EXT_CHECK(condition, op, ...) TORCH_CHECK(condition, CUDA_EXT_OP(""), op, ": ", __VA_ARGS__)
 
 namespace cuda_ext {
@@ -50,7 +50,10 @@ inline Dtype to_dtype(at::ScalarType type) {
   }
 }
 
-// at::empty without the dispatcher where that saves a third of a microsecond.
+// "float16", as Python names a dtype.
+inline std::string dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+
+// at::empty; on the CPU without the dispatcher, which saves a third of a microsecond.
 inline Tensor empty_on(at::Device device, at::IntArrayRef sizes, at::ScalarType type) {
   return device.is_cpu() ? Tensor(at::detail::empty_cpu(sizes, type, /*pin_memory=*/false, std::nullopt))
                          : at::empty(sizes, at::TensorOptions(device).dtype(type));
@@ -62,14 +65,14 @@ inline at::ScalarType accumulation_type(at::ScalarType type) { return type == at
 inline bool is_floating(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
 }
-// None for a tensor comes as an undefined one.
+// None passed for a tensor arrives as an undefined tensor.
 inline void check_given(const char* op, const char* argument, const Tensor& tensor) {
   CUDA_EXT_CHECK(tensor.defined(), op, "expected ", argument, " to be a tensor, got None");
 }
 inline void check_floating(const char* op, const char* argument, const Tensor& tensor) {
   check_given(op, argument, tensor);
   CUDA_EXT_CHECK(is_floating(tensor.scalar_type()), op, "expected ", argument,
-                 " of dtype float32, float16, bfloat16 or float64, got ", tensor.scalar_type(),
+                 " of dtype float32, float16, bfloat16 or float64, got ", dtype_name(tensor.scalar_type()),
                  "; convert it with .to()");
 }
 
@@ -77,8 +80,8 @@ inline void check_same_dtype(const char* op, const char* argument, const Tensor&
                              const Tensor& other) {
   check_given(op, argument, tensor);
   CUDA_EXT_CHECK(tensor.scalar_type() == other.scalar_type(), op, "expected ", argument, " of dtype ",
-                 other.scalar_type(), " to match ", other_argument, ", got ", tensor.scalar_type(),
-                 "; convert one of them with .to()");
+                 dtype_name(other.scalar_type()), " to match ", other_argument, ", got ",
+                 dtype_name(tensor.scalar_type()), "; convert one of them with .to()");
 }
 
 inline void check_same_device(const char* op, const char* argument, const Tensor& tensor, const char* other_argument,
@@ -87,11 +90,11 @@ inline void check_same_device(const char* op, const char* argument, const Tensor
                  " to match ", other_argument, ", got ", tensor.device(), "; move one of them with .to()");
 }
 
-// The kernel of all ops for layouts that no kernel reads, sparse and mkldnn, as a boxed function that serves all schemas:
-// refuses.
+// The kernel of all ops for unsupported layouts (sparse and mkldnn): raises an error. It is boxed, so that it fits all
+// schemas.
 inline void no_layout_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::string name = op.schema().name();
-  const size_t suffix = name.rfind("_forward");  // the public op's name is the one the caller knows
+  const size_t suffix = name.rfind("_forward");  // report the name of the public op
   if (suffix != std::string::npos) name.resize(suffix);
   for (const c10::IValue& argument : *stack)
     TORCH_CHECK(!argument.isTensor() || argument.toTensor().layout() == at::kStrided, name,
@@ -118,7 +121,7 @@ bool any_requires_grad(const Tensors&... tensors) {
   return c10::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-// The derivative of a tensor that forward mode carries; undefined if there is none.
+// The forward-mode tangent of a tensor; undefined if it has none.
 inline Tensor tangent_of(const Tensor& tensor) { return tensor.defined() ? tensor._fw_grad(/*level=*/0) : Tensor(); }
 inline Tensor tangent_of(const OptionalTensor& tensor) { return tangent_of(value_or_empty(tensor)); }
 
@@ -127,7 +130,7 @@ bool any_has_tangent(const Tensors&... tensors) {
   return (tangent_of(tensors).defined() || ...);
 }
 
-// Under autocast an op runs in the active low-precision dtype: wrap each floating tensor argument in this.
+// Casts the floating tensor arguments of an op to autocast's dtype, and disables autocast while it exists.
 class Autocast {
  public:
   explicit Autocast(c10::DeviceType device)

@@ -9,8 +9,8 @@ namespace cuda_ext {
 void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
                   at::ScalarType out_type, at::IntArrayRef out) {
   CUDA_EXT_CHECK(addend.scalar_type() == input.scalar_type() || addend.scalar_type() == out_type, op, "expected ",
-                 argument, " of dtype ", input.scalar_type(), " (the inputs') or ", out_type, " (the output's), got ",
-                 addend.scalar_type(), "; convert it with .to()");
+                 argument, " of dtype ", dtype_name(input.scalar_type()), " (the inputs') or ", dtype_name(out_type),
+                 " (the output's), got ", dtype_name(addend.scalar_type()), "; convert it with .to()");
   check_same_device(op, argument, addend, "the inputs", input);
   bool broadcasts = addend.dim() <= int64_t(out.size());
   for (int64_t d = 1; broadcasts && d <= addend.dim(); ++d)
@@ -48,7 +48,7 @@ void check_gradient(const char* op, const Tensor& grad_out, at::IntArrayRef out)
 
 namespace {
 
-// Whether going `size` inner steps of `inner` is one step of `outer`, so that two dims are one; always, if size is 1.
+// Whether a dim of stride `outer` continues one of stride `inner` and `size`, so that they can be merged.
 bool continues(int64_t outer, int64_t size, int64_t inner) { return size == 1 || outer == size * inner; }
 
 void check_room(const char* op, int dims) {
@@ -141,7 +141,9 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   const bool exact = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
   const auto float32 = exact ? Float32Product::kThreeTf32 : Float32Product::kTf32;
   LaunchScope scope(device);
-  kernels->gemm(params, scope.workspace(kernels->gemm_workspace(params, float32)), scope.stream(), float32);
+  launch_for(op, [&] {
+    kernels->gemm(params, scope.workspace(kernels->gemm_workspace(params, float32)), scope.stream(), float32);
+  });
 }
 
 Projection project(const char* op, const Tensor& given_input, const Tensor& given_weight, const OptionalTensor& bias,
@@ -185,7 +187,7 @@ void check_slot(const char* op, const WeightSlot& into, const Tensor& weight) {
   CUDA_EXT_CHECK(
       is_floating(slot.scalar_type()) && (slot.scalar_type() == at::kDouble) == (weight.scalar_type() == at::kDouble),
       op, "expected ", into.argument, " of dtype float32, float16 or bfloat16 (float64 for a weight of ",
-      "float64), got ", slot.scalar_type(), " for a weight of ", weight.scalar_type());
+      "float64), got ", dtype_name(slot.scalar_type()), " for a weight of ", dtype_name(weight.scalar_type()));
   CUDA_EXT_CHECK(slot.sizes() == weight.sizes() && slot.is_contiguous(), op, "expected ", into.argument,
                  " contiguous and of shape ", shape_string(weight), ", that of the weight, got shape ",
                  shape_string(slot), " with strides ", shape_string(slot.strides()));

@@ -1,4 +1,4 @@
-// What the bindings of this family share: checks in the documented form, and products of tensors as GemmParams.
+// Shared by the GEMM ops: checks, and the description of products of tensors as GemmParams.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -26,20 +26,20 @@ inline ActivationName name_of(Activation activation) {
   return activation == Activation::kNone ? std::nullopt : ActivationName(kActivationNames[size_t(activation)]);
 }
 
-// The gradient of relu can be told from its output, unless a residual was added to that.
+// Backward of relu can use the output instead of the pre-activation, unless a residual was added to the output.
 inline bool needs_preact(Activation activation, bool gated, bool has_residual) {
   return gated || !(activation == Activation::kNone || (activation == Activation::kRelu && !has_residual));
 }
 
-// A new tensor beside `other`.
+// A new tensor on the device of `other`.
 inline Tensor empty_beside(const Tensor& other, at::IntArrayRef sizes, at::ScalarType type) {
   return empty_on(other.device(), sizes, type);
 }
-// What an op returns in the place of something that was not asked for.
+// The empty tensor that an op returns for an output that was not requested.
 inline Tensor absent(const Tensor& other, at::ScalarType type) { return empty_beside(other, {0}, type); }
 
 using Sizes = c10::SmallVector<int64_t, 6>;
-// `sizes` without its last `dropped`, then `more`.
+// `sizes` with its last `dropped` entries replaced by `more`.
 inline Sizes replace_last(at::IntArrayRef sizes, size_t dropped, std::initializer_list<int64_t> more) {
   Sizes result(sizes.begin(), sizes.end() - dropped);
   result.append(more.begin(), more.end());
@@ -50,7 +50,7 @@ inline Output output(const Tensor& tensor) {
   return {tensor.numel() == 0 ? nullptr : tensor.data_ptr(), to_dtype(tensor.scalar_type())};
 }
 
-// The last two dims of a tensor, or a vector as one row. Batches are set by Product.
+// The last two dims of a tensor, or a vector as one row. set_batch adds the batch dims.
 inline Operand matrix(const Tensor& tensor) {
   Operand operand;
   operand.data = tensor.numel() == 0 ? nullptr : tensor.const_data_ptr();
@@ -71,11 +71,11 @@ inline int64_t broadcast_stride(const Tensor& tensor, int64_t d, int64_t dims) {
   return own < 0 || tensor.size(own) == 1 ? 0 : tensor.stride(own);
 }
 
-// One dim of the batch around a product, with the strides of those who take part; reduced: summed over.
+// A batch dim of a product.
 struct BatchDim {
   int64_t size;
-  bool reduced;
-  int64_t a, b, c, residual;
+  bool reduced;               // summed over
+  int64_t a, b, c, residual;  // strides
 };
 using BatchDims = c10::SmallVector<BatchDim, 6>;
 
@@ -84,14 +84,15 @@ void check_projection(const char* op, const char* input_name, const Tensor& inpu
                       const Tensor& weight, const char* bias_name, const OptionalTensor& bias, bool gated);
 void check_bias(const char* op, const char* argument, const Tensor& bias, const Tensor& input, at::ScalarType out_type,
                 int64_t n);
-// c or residual: dtype of the inputs or of the output, and a shape that broadcasts to the output.
+// Checks c or residual: dtype of the inputs or of the output, and a shape that broadcasts to the output.
 void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
                   at::ScalarType out_type, at::IntArrayRef out);
-// grad_out of shape `out`.
+// Checks that grad_out has shape `out`.
 void check_gradient(const char* op, const Tensor& grad_out, at::IntArrayRef out);
 
-// Writes batch dims, outermost first, into params: into m where b stays the same and the rows of the others go on, into
-// k where a reduced dim only lengthens the sum, otherwise merged with each other where strides allow.
+// Writes batch dims, outermost first, into params. A dim is merged into m if b does not depend on it and the other
+// strides continue those of the rows; a reduced dim is merged into k if the strides continue; other dims are merged
+// with each other where strides allow.
 void set_batch(const char* op, GemmParams& params, const BatchDims& dims);
 
 // Runs the kernel for the device of the output `out`.
@@ -108,23 +109,23 @@ Projection project(const char* op, const Tensor& input, const Tensor& weight, co
 // grad (..., N) @ weight (N, K): (..., K).
 Tensor input_gradient(const char* op, const Tensor& grad, const Tensor& weight, at::ScalarType type);
 
-// Where the gradient of a weight goes if not to a new tensor: slot = alpha * gradient + beta * slot. With beta = 0 what
-// the slot held is not read.
+// The destination of a weight's gradient instead of a new tensor: slot = alpha * gradient + beta * slot. With beta = 0
+// the slot is not read.
 struct WeightSlot {
   const char* argument;
   const OptionalTensor& slot;
   double alpha;
   double beta;
 };
-// (N, K), contiguous; float64 if and only if the inputs are.
+// Checks that the slot is (N, K), contiguous, and float64 if and only if the weight is.
 void check_slot(const char* op, const WeightSlot& slot, const Tensor& weight);
 
-// grad (..., N)^T @ input (..., K), summed over all leading dims: (N, K). Absent if it goes to a slot.
+// grad (..., N)^T @ input (..., K), summed over all leading dims: (N, K). Returns an empty tensor if it goes to a slot.
 Tensor weight_gradient(const char* op, const Tensor& grad, const Tensor& input, at::ScalarType type,
                        const WeightSlot* into = nullptr);
 
-// The gradient at the pre-activation from that at the output, and the sum of its rows if the bias wants it. Without an
-// activation that is grad itself, and only the sum is formed.
+// The gradient at the pre-activation from that at the output, and the sum of its rows if bias_wanted. Without an
+// activation grad_preact is grad itself, and only the sum is computed.
 struct ActivationGradient {
   Tensor grad_preact;  // (..., N) or, gated, (..., 2N), in the dtype of grad
   Tensor bias;
@@ -132,9 +133,9 @@ struct ActivationGradient {
 ActivationGradient activation_gradient(const char* op, const Tensor& grad, const Tensor& preact, Activation activation,
                                        bool gated, bool bias_wanted, at::ScalarType bias_type);
 
-// That sum alone.
+// Only that sum.
 Tensor bias_gradient(const char* op, const Tensor& grad, bool wanted, at::ScalarType type);
-// The dtype of a bias's gradient, if it is wanted.
+// The dtype of the gradient of bias, if it is wanted.
 inline OptionalType bias_type(bool wanted, const OptionalTensor& bias, const Tensor& input) {
   return wanted ? OptionalType((is_given(bias) ? *bias : input).scalar_type()) : std::nullopt;
 }

@@ -1,4 +1,4 @@
-// The op symmetric_all_reduce: checks, and the protocol of symmetric.h between processes of one host.
+// The op symmetric_all_reduce: checks, and the protocol of symmetric.h between processes on one host.
 #include "bucket/symmetric.h"
 
 #include <fcntl.h>
@@ -29,11 +29,11 @@ using symmetric::Staging;
 constexpr const char* kAllReduce = "symmetric_all_reduce";
 constexpr const char* kAbort = "symmetric_abort";
 
-// The pad of a rank on the CPU; zeros are an empty one. All of it but `epoch` is written by other processes.
+// The pad of a rank on the CPU; initially zeros. Other processes write all of it except `epoch`.
 struct Pad {
-  // What a rank is about to sum, which must be the same on all.
+  // The bucket that a rank is about to sum, which must be the same on all ranks.
   struct Call {
-    int64_t begin, count;  // bytes from the beginning of the segment, elements
+    int64_t begin, count;  // byte offset in the segment, number of elements
     Dtype dtype;
 
     bool operator==(const Call& other) const {
@@ -41,20 +41,20 @@ struct Pad {
     }
   };
   struct Slot {
-    uint32_t epoch;  // of the all-reduce begun last
+    uint32_t epoch;  // of the last all-reduce that began
     std::atomic<uint32_t> arrived[kMaxRanks];
-    Call calls[2][kMaxRanks];      // of even and odd epochs, before the first arrival
-    BucketStats stats[kMaxRanks];  // of each rank's chunk, before the second
+    Call calls[2][kMaxRanks];      // for even and odd epochs; written before the first arrival
+    BucketStats stats[kMaxRanks];  // of each rank's chunk; written before the second arrival
   };
 
-  // Once a rank has given up, nobody uses the memory again: in the upper half 1 + that rank, in the lower one a bit for
-  // each rank that it waited for.
+  // Not 0 once a rank has given up; then no rank uses the memory again. The upper half is 1 + that rank, the lower half
+  // has a bit for each rank that it waited for.
   std::atomic<uint64_t> broken;
   Slot slots[kSlots];
 };
 static_assert(sizeof(Pad) <= kPadBytes && std::atomic<uint64_t>::is_always_lock_free);
 
-using Ranks = uint32_t;  // a bit for each
+using Ranks = uint32_t;  // a bit per rank
 static_assert(kMaxRanks <= 32);
 
 using Clock = std::chrono::steady_clock;
@@ -71,23 +71,23 @@ std::string names_of(Ranks ranks) {
   return text;
 }
 
-// A rank that waits sleeps this long at most before it looks whether the others still live: what a killed process or a
-// broken pad costs the survivors.
-constexpr auto kGlance = std::chrono::milliseconds(50);
+// The longest sleep of a waiting rank before it checks whether the others are alive; the delay after which survivors
+// notice a killed process or a broken pad.
+constexpr auto kLivenessInterval = std::chrono::milliseconds(50);
 
-// Sleeps until the word is woken and no longer `seen`, or kGlance is over.
+// Sleeps while the word equals `seen`, until it is woken, for at most kLivenessInterval.
 void sleep_while(const std::atomic<uint32_t>& word, uint32_t seen) {
-  const timespec time{0, std::chrono::nanoseconds(kGlance).count()};
+  const timespec time{0, std::chrono::nanoseconds(kLivenessInterval).count()};
   syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0);
 }
 void wake(const std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
 
-// Counters may wrap, so that only their difference tells which is ahead.
+// Counters may wrap, so they are compared by their difference.
 bool has_reached(const std::atomic<uint32_t>& word, uint32_t mark) {
   return int32_t(word.load(std::memory_order_acquire) - mark) >= 0;
 }
 
-// What the ranks of a group have of each other.
+// The pads and locks of all ranks, as seen by one rank.
 class Peers {
  public:
   Peers(at::TensorList segments, at::IntArrayRef locks, int64_t rank) : locks_(locks), rank_(int(rank)) {
@@ -105,8 +105,8 @@ class Peers {
     }
   }
 
-  // Returns when all ranks have arrived at `mark`. `deed` says what one does before it arrives.
-  void wait(int64_t slot, uint32_t mark, double timeout, const char* deed) const {
+  // Returns when all ranks have arrived at `mark`. `step`, for errors, is what a rank does before it arrives.
+  void wait(int64_t slot, uint32_t mark, double timeout, const char* step) const {
     const Clock::time_point begin = Clock::now();
     const auto& arrived = own().slots[slot].arrived;
     for (int peer = 0; peer < count(); ++peer) {
@@ -118,20 +118,20 @@ class Peers {
         if (has_reached(arrived[peer], mark)) break;
         if (const Ranks ended = missing_at(slot, mark, /*only_ended=*/true)) {
           give_up(ended);
-          CUDA_EXT_CHECK(false, kAllReduce, "expected ", names_of(ended), " to ", deed,
+          CUDA_EXT_CHECK(false, kAllReduce, "expected ", names_of(ended), " to ", step,
                          ", got the end of the process or of its arena; end this one too, and start all ranks again");
         }
         if (std::chrono::duration<double>(Clock::now() - begin).count() < timeout) continue;
         if (const Ranks missing = missing_at(slot, mark, /*only_ended=*/false)) {
           give_up(missing);
-          CUDA_EXT_CHECK(false, kAllReduce, "expected ", names_of(missing), " to ", deed, " within ", timeout,
-                         " s, got no sign of it; look at what it does (py-spy dump), or allow more time with timeout=");
+          CUDA_EXT_CHECK(false, kAllReduce, "expected ", names_of(missing), " to ", step, " within ", timeout,
+                         " s, but it did not; look at what it does (py-spy dump), or allow more time with timeout=");
         }
       }
     }
   }
 
-  // Makes all ranks fail, now and in the future: this one waits no longer for `ranks`.
+  // Breaks the pads of all ranks, because this rank no longer waits for `ranks`: every all-reduce now fails.
   void give_up(Ranks ranks) const {
     for (Pad* pad : pads_) {
       uint64_t whole = 0;
@@ -143,7 +143,7 @@ class Peers {
     const uint64_t broken = own().broken.load(std::memory_order_acquire);
     if (broken == 0) return;
     const Ranks ranks = Ranks(broken);
-    CUDA_EXT_CHECK(false, kAllReduce, "expected memory that all ranks still use, got one that rank ",
+    CUDA_EXT_CHECK(false, kAllReduce, "expected memory that all ranks still use, got memory that rank ",
                    (broken >> 32) - 1, " gave up", ranks == 0 ? "" : " when it had waited for ",
                    ranks == 0 ? "" : names_of(ranks), "; make a new SymmetricArena on all ranks");
   }
@@ -153,13 +153,13 @@ class Peers {
     Ranks ranks = 0;
     for (int peer = 0; peer < count(); ++peer) {
       if (only_ended && !has_ended(peer)) continue;
-      // Looked at last: who has arrived may end.
+      // Checked last, because a rank may end after it has arrived.
       if (!has_reached(own().slots[slot].arrived[peer], mark)) ranks |= Ranks(1) << peer;
     }
     return ranks;
   }
 
-  // Every rank holds a lock on its own segment, which the system drops with the process, however it ends.
+  // Every rank locks its own segment; the system releases the lock when the process ends for any reason.
   bool has_ended(int peer) const {
     if (peer == rank_ || locks_.empty()) return false;
     struct flock lock{};
@@ -178,7 +178,7 @@ std::string describe(const Pad::Call& call) {
          std::to_string(call.begin - kPadBytes);
 }
 
-// The protocol of symmetric.h, from the side of one rank.
+// One rank's part of the protocol of symmetric.h.
 class AllReduce {
  public:
   AllReduce(Peers peers, at::TensorList segments, int64_t rank, int64_t slot, double timeout)
@@ -204,7 +204,7 @@ class AllReduce {
     }
     sources[rank_] = bucket;
     announce(call);
-    meet(2 * epoch_, "pack this bucket");
+    synchronize(2 * epoch_, "pack this bucket");
     check_same(call);
     BucketStats stats;
     void* const target = bucket;
@@ -214,7 +214,7 @@ class AllReduce {
 
   BucketStats two_shot(const Pad::Call& call) {
     announce(call);
-    meet(2 * epoch_ - 1, "pack this bucket");
+    synchronize(2 * epoch_ - 1, "pack this bucket");
     check_same(call);
     const int64_t element_size = size_of(call.dtype);
     const int64_t chunk = chunk_elements(call.count, peers_.count(), element_size);
@@ -226,7 +226,7 @@ class AllReduce {
     launch_bucket_sum({chunks.data(), peers_.count(), chunks.data(), peers_.count(),
                        std::min(chunk, call.count - first), call.dtype, &stats});
     for (int peer = 0; peer < peers_.count(); ++peer) slot_of(peer).stats[rank_] = stats;
-    meet(2 * epoch_, "sum its chunk of this bucket");
+    synchronize(2 * epoch_, "sum its chunk of this bucket");
 
     BucketStats total;
     for (int peer = 0; peer < peers_.count(); ++peer) {
@@ -242,9 +242,9 @@ class AllReduce {
     for (int peer = 0; peer < peers_.count(); ++peer) slot_of(peer).calls[epoch_ & 1][rank_] = call;
   }
 
-  void meet(uint32_t mark, const char* deed) const {
+  void synchronize(uint32_t mark, const char* step) const {
     peers_.arrive(slot_, mark);
-    peers_.wait(slot_, mark, timeout_, deed);
+    peers_.wait(slot_, mark, timeout_, step);
   }
 
   void check_same(const Pad::Call& call) const {
@@ -277,7 +277,7 @@ void check_segments(const char* op, at::TensorList segments, int64_t rank) {
                        segment.numel() == segments[0].numel() && segment.numel() >= kPadBytes,
                    op, "expected segments[", i,
                    "] of dtype uint8, contiguous and of the same size as the others, at least ", kPadBytes, ", got ",
-                   segment.scalar_type(), " of shape ", shape_string(segment));
+                   dtype_name(segment.scalar_type()), " of shape ", shape_string(segment));
     CUDA_EXT_CHECK(segment.device() == segments[0].device(), op, "expected segments[", i, "] on device ",
                    segments[0].device(), ", got ", segment.device());
   }
@@ -302,7 +302,7 @@ Tensor all_reduce(const Tensor& bucket, at::TensorList segments, int64_t rank, i
                  "expected segments of a multiple of ", kAlignment, " bytes with room for the staging of slot ", slot,
                  ", got ", own.numel(), " bytes");
   CUDA_EXT_CHECK(bucket.numel() == 0 || (begin >= kPadBytes && begin + int64_t(bucket.nbytes()) <= staging.begin),
-                 kAllReduce, "expected bucket to be a view of segments[", rank, "] behind its first ", kPadBytes,
+                 kAllReduce, "expected bucket to be a view of segments[", rank, "] after its first ", kPadBytes,
                  " bytes and before its staging, got other memory");
   CUDA_EXT_CHECK(bucket.numel() == 0 || begin % kAlignment == 0, kAllReduce,
                  "expected bucket to begin at a multiple of ", kAlignment, " bytes, got byte ", begin - kPadBytes);
@@ -338,7 +338,7 @@ void abort(at::TensorList segments, int64_t rank) {
   check_segments(kAbort, segments, rank);
   TORCH_CHECK_NOT_IMPLEMENTED(segments[rank].is_cpu(), CUDA_EXT_OP("symmetric_abort"),
                               ": expected segments on the CPU, got ", segments[rank].device(),
-                              "; there, ranks that wait end by their timeout");
+                              "; on other devices, waiting ranks end by their timeout");
   Peers(segments, {}, rank).give_up(0);
 }
 

@@ -1,4 +1,4 @@
-// What launchers ask of the device they launch on, to choose a kernel for it.
+// Device properties from which launchers choose a kernel.
 #pragma once
 
 #include "rt/launch.cuh"
@@ -7,8 +7,8 @@ namespace cuda_ext::rt {
 
 struct Device {
   int compute_capability;  // 86 for 8.6
-  int num_sms;             // multiprocessors
-  int shared_bytes;        // of a multiprocessor
+  int num_sms;
+  int shared_bytes;  // per SM
 };
 
 #if defined(__CUDACC__)
@@ -17,7 +17,7 @@ inline Device describe_device(const char* kernel) {
   const int device = current_device(kernel);
   int major = 0, minor = 0, num_sms = 0, shared_bytes = 0;
   const auto read = [&](int& value, cudaDeviceAttr attribute) {
-    check(cudaDeviceGetAttribute(&value, attribute, device), kernel, "ask what the device has");
+    check(cudaDeviceGetAttribute(&value, attribute, device), kernel, "query the device's attributes");
   };
   read(major, cudaDevAttrComputeCapabilityMajor);
   read(minor, cudaDevAttrComputeCapabilityMinor);

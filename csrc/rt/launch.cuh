@@ -1,9 +1,10 @@
-// One way to start a kernel, for both compilers:
+// Launches kernels, for both compilers:
 //
 //   rt::launch<gemm_sm80<Config>>("gemm_sm80", {.grid = {tiles}, .threads = 128, .shared_bytes = sizeof(Storage),
 //                                               .stream = stream}, params);
 //
-// nvcc sends it to the device; a C++ compiler has the emulator run every thread of it before the call returns.
+// Compiled by nvcc, this launches on the device; compiled by a C++ compiler, the emulator runs all threads before the
+// call returns.
 #pragma once
 
 #include <array>
@@ -21,32 +22,32 @@
 
 namespace cuda_ext::rt {
 
-// A cudaStream_t, without its header.
+// A cudaStream_t, without including its header.
 using Stream = void*;
 
 struct Extent {
   int x = 1, y = 1, z = 1;
 };
 
-// Which other blocks a block waits for, through global memory.
+// Which other blocks a block may wait for, through global memory.
 enum class Waits {
   kForNone,
-  kForEarlier,  // of lower index: devices start blocks in that order
-  kForAny,      // so all of them must fit the device at once
+  kForEarlier,  // blocks of lower index: devices start blocks in that order
+  kForAny,      // all blocks must then fit on the device at once
 };
 
 struct LaunchConfig {
   Extent grid;
-  int threads = 1;  // of a block
+  int threads = 1;  // per block
   Extent cluster;
-  bool nonportable_cluster = false;  // of 9 to 16 blocks, which not every device can run
+  bool nonportable_cluster = false;  // 9 to 16 blocks, which not every device supports
   size_t shared_bytes = 0;           // dynamic
   Waits waits = Waits::kForNone;
-  bool programmatic = false;  // may start before the kernel ahead of it in the stream has ended (sm_90)
+  bool programmatic = false;  // may start before the previous kernel of the stream has completed (sm_90)
   Stream stream = nullptr;
 };
 
-// The limits of clusters, which the error of a launch would not tell.
+// Checks the limits of clusters here, because the runtime's error would not name them.
 inline void check_cluster(const char* name, const LaunchConfig& config) {
   constexpr int kMaxCluster = 16, kMaxPortableCluster = 8;
   const Extent& c = config.cluster;
@@ -56,9 +57,9 @@ inline void check_cluster(const char* name, const LaunchConfig& config) {
   };
   const int limit = config.nonportable_cluster ? kMaxCluster : kMaxPortableCluster;
   if (c.x < 1 || c.y < 1 || c.z < 1 || c.x * c.y * c.z > limit)
-    throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks; it has 1 to " +
-                             std::to_string(limit) + " of them" +
-                             (config.nonportable_cluster ? "" : ", or 16 if asked for as nonportable_cluster"));
+    throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks; expected 1 to " +
+                             std::to_string(limit) +
+                             (config.nonportable_cluster ? "" : ", or up to 16 with nonportable_cluster"));
   if (g.x % c.x != 0 || g.y % c.y != 0 || g.z % c.z != 0)
     throw std::runtime_error(std::string(name) + ": a cluster of " + text(c) + " blocks does not divide the grid of " +
                              text(g));
@@ -66,10 +67,10 @@ inline void check_cluster(const char* name, const LaunchConfig& config) {
 
 #if defined(__CUDACC__)
 
-// Throws what the runtime said, with the name of the kernel and what was being done.
+// Throws the runtime's error, with the kernel's name and what failed.
 inline void check(cudaError_t error, const char* kernel, const char* action) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // leave no error behind for the next caller to find
+  cudaGetLastError();  // clears the error, so that later calls do not report it
   throw std::runtime_error(std::string(kernel) + ": " + action + ": " + cudaGetErrorString(error));
 }
 
@@ -77,12 +78,12 @@ constexpr int kMaxDevices = 64;
 
 inline int current_device(const char* name) {
   int device = 0;
-  check(cudaGetDevice(&device), name, "ask for the current device");
+  check(cudaGetDevice(&device), name, "query the current device");
   return device;
 }
 
-// Shared memory beyond 48 KiB has to be asked for, once per kernel and device; not while a graph is captured, so the
-// flag is set by the first launch and read by all others.
+// More than 48 KiB of shared memory must be requested once per kernel and device. This is not allowed while a graph is
+// captured, so the first launch requests it and later ones only read the flag.
 template <auto kernel>
 void allow_shared_memory(const char* name, size_t bytes) {
   constexpr size_t kFree = 48 * 1024;
@@ -91,10 +92,11 @@ void allow_shared_memory(const char* name, size_t bytes) {
   const int device = current_device(name);
   if (device < kMaxDevices && allowed[device].load(std::memory_order_acquire) >= bytes) return;
   int limit = 0;
-  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name, "ask for its limits");
+  check(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name,
+        "query the limit of shared memory");
   if (bytes > size_t(limit))
     throw std::runtime_error(std::string(name) + ": needs " + std::to_string(bytes) +
-                             " bytes of shared memory a block, and device " + std::to_string(device) + " has " +
+                             " bytes of shared memory per block, but device " + std::to_string(device) + " has " +
                              std::to_string(limit));
   check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                              int(bytes)),
@@ -102,7 +104,7 @@ void allow_shared_memory(const char* name, size_t bytes) {
   if (device < kMaxDevices) allowed[device].store(bytes, std::memory_order_release);
 }
 
-// So have clusters of more than 8 blocks.
+// Clusters of more than 8 blocks must be requested too.
 template <auto kernel>
 void allow_nonportable_cluster(const char* name) {
   static std::array<std::atomic<bool>, kMaxDevices> allowed{};
@@ -153,7 +155,7 @@ void launch(const char* name, const LaunchConfig& config, const Params&... param
   geometry.block = config.threads;
   geometry.cluster = {config.cluster.x, config.cluster.y, config.cluster.z};
   geometry.shared_bytes = config.shared_bytes;
-  constexpr int kSome = 6;  // as many as a device may run at once, whichever they are
+  constexpr int kSome = 6;  // like a device that holds only a few blocks at once
   geometry.concurrent_clusters = config.waits == Waits::kForAny ? 0 : config.waits == Waits::kForEarlier ? kSome : 1;
   simt::launch(name, geometry, [&] { kernel(params...); });
 }

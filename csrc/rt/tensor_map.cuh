@@ -1,4 +1,4 @@
-// Tensor maps, for both compilers: what a TMA kernel is told about a tensor.
+// Creates tensor maps, which describe tensors to TMA, for both compilers.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ constexpr int bytes_of(Element element) {
   return element == Element::kFloat32 ? 4 : element == Element::kUint8 ? 1 : 2;
 }
 
-// A tensor of `rank` dimensions, innermost first, the innermost contiguous; and the box that one copy moves.
+// A tensor of `rank` dimensions, innermost first and contiguous in the innermost; and the box that one copy moves.
 struct TensorLayout {
   const void* data = nullptr;
   Element element = Element::kFloat32;
@@ -30,13 +30,14 @@ struct TensorLayout {
   std::array<int64_t, 5> sizes{};    // elements
   std::array<int64_t, 4> strides{};  // bytes, of dimensions 1 and up
   std::array<int, 5> box{};          // elements
-  int swizzle_bytes = 0;             // 0, 32, 64 or 128: then also what a row of the box takes
+  int swizzle_bytes = 0;             // 0, 32, 64 or 128; if not 0, rows of the box have this size
 };
 
-// Throws for what the hardware cannot do, in the name of the kernel that wants it.
+// Throws if the hardware does not support the layout.
 inline void check_layout(const char* kernel, const TensorLayout& t) {
   const auto refuse = [&](const std::string& expected, int64_t got) {
-    throw std::runtime_error(std::string(kernel) + ": tensor map: " + expected + ", got " + std::to_string(got));
+    throw std::runtime_error(std::string(kernel) + ": tensor map: expected " + expected + ", got " +
+                             std::to_string(got));
   };
   const auto dimension = [](int d) { return " of dimension " + std::to_string(d); };
   if (t.rank < 1 || t.rank > 5) refuse("1 to 5 dimensions", t.rank);
@@ -60,12 +61,12 @@ inline void check_layout(const char* kernel, const TensorLayout& t) {
 
 #if defined(__CUDACC__)
 
-// The driver's encoder, found through the runtime: the extension is not linked with the driver's library.
+// The driver's encoder, looked up through the runtime because the extension is not linked with the driver's library.
 inline auto tensor_map_encoder(const char* kernel) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  constexpr unsigned kFirstVersion = 12000;  // that has it
+  constexpr unsigned kFirstVersion = 12000;  // CUDA 12.0 introduced it
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
   check(
@@ -73,8 +74,7 @@ inline auto tensor_map_encoder(const char* kernel) {
       kernel, "look for cuTensorMapEncodeTiled");
   if (result != cudaDriverEntryPointSuccess || function == nullptr)
     throw std::runtime_error(std::string(kernel) +
-                             ": the driver has no cuTensorMapEncodeTiled; it takes one for CUDA 12.0 "
-                             "or newer");
+                             ": the driver has no cuTensorMapEncodeTiled; install a driver for CUDA 12.0 or newer");
   return reinterpret_cast<Encode>(function);
 }
 

@@ -1,4 +1,4 @@
-// Tiles of 16-byte chunks in shared memory, and their way into the fragments of mma.sync.
+// Tiles of 16-byte chunks in shared memory, and loads of mma.sync fragments from them.
 #pragma once
 
 #include "arch/mma.cuh"
@@ -7,16 +7,18 @@ namespace cuda_ext::sm80 {
 
 enum class Side { kA, kB };
 
-// Where a lane begins to read a tile that begins `offset` bytes after another place, a multiple of 128. Tiles of the same
-// shape then share the registers of what depends on the lane, and the offset is part of instructions.
+// The address at which a lane begins to read a tile, as a part that depends on the lane and a constant offset (a
+// multiple of 128). Tiles of the same shape share the register of the former; the latter becomes part of the
+// instructions.
 struct LaneAddress {
   arch::SharedAddress lane;
   int offset;
   DEVICE arch::SharedAddress operator^(int bits) const { return (lane ^ bits) + offset; }
 };
 
-// An operand's tile in shared memory: lines of 16-byte chunks. A line goes along the dim that is contiguous, which is k
-// if `k_major`; the chunks of a line are permuted, so that neither copies nor fragment loads meet in a bank.
+// A tile of an operand in shared memory: (kLines, kChunks) chunks of 16 bytes. Lines run along the contiguous dim,
+// which is k if `k_major`. The chunks of a line are permuted, so that neither copies nor fragment loads have bank
+// conflicts.
 template <class T, Side side, bool k_major, int extent, int depth>
 struct OperandTile {
   using Element = T;
@@ -41,12 +43,13 @@ struct OperandTile {
     return line * kLineBytes + chunk * 16;
   }
 
-  // A fragment is 16 indices of the extent by 32 bytes along k, as 4 quadrants of 8 x 16 bytes. Those of A (a fragment
-  // of mma) go along the extent first, those of B (two fragments) along k, so that each is in neighbouring registers.
+  // A fragment is 16 indices of the extent by 32 bytes along k, loaded as 4 quadrants of 8 x 16 bytes. Quadrants of A
+  // (one fragment of mma) are ordered along the extent first, those of B (two fragments of mma) along k first, so that
+  // each mma fragment is in consecutive registers.
 
-  // Where this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
+  // The offset at which this lane begins to read the fragments of a warp whose part of the extent begins at `first`.
   DEVICE static int lane_offset(int first, int lane = arch::lane_index()) {
-    // Lanes 8q to 8q + 7 give the rows of quadrant q to ldmatrix.
+    // Lanes 8q to 8q + 7 provide the row addresses of quadrant q to ldmatrix.
     const int along_extent = side == Side::kA ? lane / 8 % 2 : lane / 16;
     const int along_k = side == Side::kA ? lane / 16 : lane / 8 % 2;
     if constexpr (k_major)
@@ -57,9 +60,9 @@ struct OperandTile {
       return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
   }
 
-  // Fragment `i` of the warp in step `step`, from `at` = tile + lane_offset, maybe as a LaneAddress. The permutation
-  // is an exclusive or, so going to another chunk is one too, with a number that the compiler knows, as long as it stays
-  // within 128 bytes, to which tiles are aligned.
+  // Loads fragment `i` of the warp in step `step`, from `at` = tile + lane_offset (possibly a LaneAddress). The
+  // permutation is an exclusive or. Within 128 bytes, to which tiles are aligned, so is a step to another chunk, with a
+  // constant.
   template <class Address>
   DEVICE static void load_fragment(uint32_t (&m)[4], Address at, int i, int step) {
     if constexpr (k_major) {

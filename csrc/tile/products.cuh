@@ -1,4 +1,4 @@
-// Products of tiles by mma.sync, and who holds what of the result.
+// Products of tiles by mma.sync, and the layout of the result in registers.
 #pragma once
 
 #include "arch/math.cuh"
@@ -6,8 +6,8 @@
 
 namespace cuda_ext::sm80 {
 
-// A result of `rows` x `columns`, dealt out to a grid of warps: neighbouring rows to each, but columns in turns, 16 at a
-// time, so that any number of them can be dealt out.
+// The distribution of a (rows, columns) result over a grid of warps: each warp has consecutive rows, but every
+// warps_n-th group of 16 columns, which works for any number of groups.
 template <int rows, int columns, int warps_m, int warps_n>
 struct WarpTiles {
   static constexpr int kRows = rows, kColumns = columns;
@@ -16,11 +16,11 @@ struct WarpTiles {
   static constexpr int kColumnTiles = columns / 8 / warps_n;
   static constexpr int kThreads = 32 * warps_m * warps_n;
   static_assert(rows % (16 * warps_m) == 0 && columns % (16 * warps_n) == 0);
-  static_assert(kRowTiles == 1 || kRowTiles == 2 || kRowTiles == 4, "as OperandTile::load_fragment asks");
+  static_assert(kRowTiles == 1 || kRowTiles == 2 || kRowTiles == 4, "as OperandTile::load_fragment requires");
 
   using Accumulators = float[kRowTiles][kColumnTiles][4];
 
-  // Where element q of tile (m, n) of a thread is: row(m, q / 2), and column() + column_step(n) + q % 2.
+  // Element q of a thread's tile (m, n) is at row(m, q / 2) and column() + column_step(n) + q % 2.
   DEVICE static int first_row(int thread = arch::thread_index()) {
     return thread / arch::kWarpSize % warps_m * kRowTiles * 16;
   }
@@ -32,8 +32,8 @@ struct WarpTiles {
   HOST_DEVICE static constexpr int column_step(int n) { return n / 2 * 16 * warps_n + n % 2 * 8; }
 };
 
-// result += A B. load_a(fragment, m, step) gives this warp's fragment m of A in a step; of B it has every `b_stride`-th,
-// which this lane begins to read at `b`.
+// result += A B. load_a(fragment, m, step) loads this warp's fragment m of A in a step. The warp multiplies every
+// `b_stride`-th fragment of B; this lane begins to read them at `b`.
 template <class TileB, int b_stride = 1, class Address, int row_tiles, int column_tiles, class OperandA>
 DEVICE void multiply(const OperandA& load_a, Address b, float (&result)[row_tiles][column_tiles][4]) {
   using T = typename TileB::Element;
@@ -56,16 +56,15 @@ DEVICE void multiply(const OperandA& load_a, Address b, float (&result)[row_tile
   }
 }
 
-// A fragment of A from the shared tile in which this lane begins to read at `a`.
+// Loads fragments of A from a tile in shared memory, which this lane begins to read at `a`.
 template <class TileA, class Address = LaneAddress>
 struct SharedOperand {
   Address a;
   DEVICE void operator()(uint32_t (&fragment)[4], int m, int step) const { TileA::load_fragment(fragment, a, m, step); }
 };
 
-// Where this lane begins to read what it multiplies: the rows of A, or the columns of B, that `Tiles` deals to its warp,
-// in a tile `offset` bytes after `base`. Found anew from the thread's index at every use, so that a loop that is short of
-// registers need not keep it.
+// The addresses at which this lane begins to read the rows of A, or the columns of B, that `Tiles` assigns to its warp,
+// in a tile `offset` bytes after `base`. Recomputed from the thread index at each use, to save registers in long loops.
 template <class Tiles, class Tile>
 DEVICE SharedOperand<Tile> rows_of(arch::SharedAddress base, int offset) {
   const int thread = arch::opaque_thread_index();
@@ -77,7 +76,7 @@ DEVICE LaneAddress columns_of(arch::SharedAddress base, int offset) {
   return {base + Tile::lane_offset(Tiles::first_column(thread), thread % arch::kWarpSize), offset};
 }
 
-// Of a product's result, which has the layout of mma's first operand.
+// Converts the result of a product to fragments of A; both have the same layout in registers.
 template <class T, int row_tiles, int column_tiles>
 struct ResultOperand {
   const float (&result)[row_tiles][column_tiles][4];

@@ -1,13 +1,13 @@
-// A product's result on its way out of registers, as WarpTiles deals it to threads.
+// Stores of a product's result from registers, where WarpTiles distributes it over threads.
 #pragma once
 
 #include "tile/products.cuh"
 
 namespace cuda_ext::sm80 {
 
-// A tile of float32 numbers in the workspace, which no one but these functions reads: the first four elements of all
-// threads, then their next four. Where the device adds vectors, a thread's four are neighbours; else those of a warp's
-// lanes are, since each instruction moves one element of each.
+// A tile of float32 sums in the workspace, accessed only by these functions: the first four elements of all threads,
+// then their next four, and so on. If the device has vector reductions, the four of a thread are adjacent. Otherwise
+// each instruction accesses one element per lane, so those of a warp's lanes are adjacent.
 template <class Tiles>
 class WorkspaceTile {
  public:
@@ -27,7 +27,7 @@ class WorkspaceTile {
         for_scalars([&](int q) { arch::store_global(to + q * Tiles::kThreads, y[q]); });
     });
   }
-  // tile += x, whoever else adds to it.
+  // tile += x, atomically per element.
   DEVICE void reduce_add(const Accumulators& x) const {
     for_fours([&](float* to, int m, int n) {
       if (arch::has_vector_reductions())
@@ -66,11 +66,10 @@ class WorkspaceTile {
   float* first_;  // of this thread
 };
 
-// Puts factor * x into a tile in shared memory, in storage precision.
+// Stores factor * x in a tile in shared memory, in the storage type.
 template <class Tiles, class Tile>
 DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& x, float factor) {
-  // All addresses come from one, by numbers that the compiler knows, where they are used: kept, they would take the
-  // registers that the loop has not.
+  // All addresses are derived from one, by constants, where they are used: there are no registers to keep them.
   const int thread = arch::opaque_thread_index();
   const arch::SharedAddress first =
       tile + Tile::offset(Tiles::row(0, 0, thread), Tiles::first_column(thread) / 8) + thread % 4 * 4;

@@ -1,5 +1,6 @@
-"""What PyTorch has to know about the ops beside their kernels, which C++ registers: fake kernels, FLOP formulas, vmap
-rules, and how they run on DTensors and jagged nested tensors. Importing this package registers all of it.
+"""What PyTorch needs to know about the ops in addition to their kernels, which C++ registers: fake kernels, FLOP
+formulas, vmap rules, DTensor sharding rules and kernels for jagged nested tensors. Importing this package registers all
+of it.
 """
 
 import importlib

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 
 class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Calls `then` once a module has been imported, for what is to work with it but not to import it."""
+    """Calls `then` as soon as `module` has been imported: at once if it is already."""
 
     def __init__(self, module: str, then: Callable[[], object]) -> None:
         self._module, self._then = module, then

@@ -37,8 +37,8 @@ def _check_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     *,
-    causal: bool = False,
     window_left: int | None = None,
     window_right: int | None = None,
     scale: float | None = None,
@@ -49,6 +49,45 @@ def _check_attention(
     **unchecked: Any,
 ) -> None:
     packed = cu_seqlens_q is not None
+    _check_tensors(op, query, key, value, packed)
+    if cu_seqlens_q is None:
+        batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
+        check(
+            key.shape[0] == batch,
+            op,
+            f"expected key of batch {batch} to match query {shape_of(query)}, got {shape_of(key)}",
+        )
+    else:
+        check(cu_seqlens_k is not None, op, "expected cu_seqlens_k with cu_seqlens_q, got None")
+        assert cu_seqlens_k is not None
+        _check_packing(op, query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        batch = cu_seqlens_q.shape[0] - 1
+    _check_numbers(op, window_left, window_right, scale, softcap, dropout_p)
+
+    heads = query.shape[-2]
+    if alibi_slopes is not None:
+        check(
+            has_shape(alibi_slopes, [heads]) | has_shape(alibi_slopes, [batch, heads]),
+            op,
+            f"expected alibi_slopes of shape ({heads},) or ({batch}, {heads}), got {shape_of(alibi_slopes)}",
+        )
+        check_floating(op, "alibi_slopes", alibi_slopes)
+    if sinks is not None:
+        check_shape(op, "sinks", sinks, [heads])
+        check_floating(op, "sinks", sinks)
+    check_same_device(op, "query", query, alibi_slopes=alibi_slopes, sinks=sinks)
+    full = [batch, heads, max_seqlen_q if packed else seqlen_q, max_seqlen_k if packed else seqlen_k]
+    if bias is not None:
+        _check_broadcasts(op, "bias", bias, query, full, packed)
+        _check_bias_dtype(op, bias, query)
+    if mask is not None:
+        _check_broadcasts(op, "mask", mask, query, full, packed)
+        got = dtype_name(mask.dtype)
+        expected = f"expected mask of dtype bool, got {got}; give numbers that are added to the logits as bias="
+        check(mask.dtype == torch.bool, op, expected)
+
+
+def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> None:
     rank, layout = (3, "(total, heads, dim)") if packed else (4, "(batch, seq, heads, dim)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         expected = f"expected {name} of shape {layout}, got {shape_of(tensor)}"
@@ -65,57 +104,52 @@ def _check_attention(
         op,
         f"expected key of head dim {dim} to match query {shape_of(query)}, got {shape_of(key)}",
     )
+    sizes = ", ".join(map(str, key.shape[:-1]))
+    expected = f"expected value of shape ({sizes}, dim_v) to match key {shape_of(key)}, got {shape_of(value)}"
     for size, wanted in zip(value.shape[:-1], key.shape[:-1], strict=True):
-        check(
-            size == wanted,
-            op,
-            (
-                f"expected value of shape {tuple(key.shape[:-1])} + (dim_v,) to match key {shape_of(key)}, "
-                f"got {shape_of(value)}"
-            ),
-        )
+        check(size == wanted, op, expected)
     check(
         heads % heads_kv == 0 if heads_kv != 0 else heads == 0,
         op,
         f"expected the heads of query to be a multiple of the heads of key, got {heads} and {heads_kv}",
     )
-    if cu_seqlens_q is None:
-        batch = query.shape[0]
-        check(
-            key.shape[0] == batch,
-            op,
-            f"expected key of batch {batch} to match query {shape_of(query)}, got {shape_of(key)}",
-        )
-    else:
-        check(cu_seqlens_k is not None, op, "expected cu_seqlens_k beside cu_seqlens_q, got None")
-        assert cu_seqlens_k is not None
-        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            expected = (
-                f"expected {name} of shape (batch + 1,) and dtype int32, got {shape_of(cu_seqlens)} and dtype "
-                f"{dtype_name(cu_seqlens.dtype)}"
-            )
-            fits = cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
-            check(fits, op, expected)
-            check(cu_seqlens.shape[0] >= 1, op, expected)
-            check_same_device(op, "query", query, **{name: cu_seqlens})
-        check_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, " to match cu_seqlens_q")
-        batch = cu_seqlens_q.shape[0] - 1
-        most = 2**31 - 1
-        for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            expected = f"expected {name} of at most {most}, all that int32 cu_seqlens can hold, got {longest}"
-            check(longest is None or longest <= most, op, expected)
 
+
+def _check_packing(
+    op: str,
+    query: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> None:
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        expected = (
+            f"expected {name} of shape (batch + 1,) and dtype int32, got {shape_of(cu_seqlens)} and dtype "
+            f"{dtype_name(cu_seqlens.dtype)}"
+        )
+        fits = cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32
+        check(fits, op, expected)
+        check(cu_seqlens.shape[0] >= 1, op, expected)
+        check_same_device(op, "query", query, **{name: cu_seqlens})
+    check_shape(op, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_q.shape, " to match cu_seqlens_q")
+    most = 2**31 - 1
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        expected = f"expected {name} of at most {most}, all that int32 cu_seqlens can hold, got {longest}"
+        check(longest is None or longest <= most, op, expected)
+
+
+def _check_numbers(
+    op: str,
+    window_left: int | None,
+    window_right: int | None,
+    scale: float | None,
+    softcap: float,
+    dropout_p: float,
+) -> None:
     for name, side in (("left", window_left), ("right", window_right)):
         expected = f"expected window {name} to be >= 0 or None (unbounded), got {side}"
         check(side is None or side >= 0, op, expected)
-    check(
-        not causal or window_right is None or window_right == 0,
-        op,
-        (
-            "expected window right to be 0 or None with causal=True, which hides every key to the right, got "
-            f"{window_right}"
-        ),
-    )
     check(scale is None or is_finite(scale), op, f"expected a finite scale, got {number_text(scale)}")
     check(
         is_finite(softcap) and softcap >= 0,
@@ -123,42 +157,34 @@ def _check_attention(
         f"expected a finite softcap >= 0 (0 for none), got {number_text(softcap)}",
     )
     check(0 <= dropout_p < 1, op, f"expected dropout_p in [0, 1), got {number_text(dropout_p)}")
-    if alibi_slopes is not None:
-        check(
-            has_shape(alibi_slopes, [heads]) | has_shape(alibi_slopes, [batch, heads]),
-            op,
-            f"expected alibi_slopes of shape ({heads},) or ({batch}, {heads}), got {shape_of(alibi_slopes)}",
-        )
-        check_floating(op, "alibi_slopes", alibi_slopes)
-    if sinks is not None:
-        check_shape(op, "sinks", sinks, [heads])
-        check_floating(op, "sinks", sinks)
-    check_same_device(op, "query", query, alibi_slopes=alibi_slopes, sinks=sinks)
-    if bias is not None:
-        check(not packed, op, "expected no bias beside cu_seqlens_q; call the op once for each sequence")
-        _check_bias(op, bias, query, [batch, heads, query.shape[1], key.shape[1]])
 
 
-def _check_bias(op: str, bias: Tensor, query: Tensor, full: list[Any]) -> None:
+def _check_broadcasts(op: str, name: str, tensor: Tensor, query: Tensor, full: list[Any], packed: bool) -> None:
+    """`full`: the sizes to broadcast to; None, a max_seqlen that was not given, fits every size."""
+    sizes = list(full)
+    for n in range(1, min(tensor.dim(), 4) + 1):
+        if sizes[-n] is None:
+            sizes[-n] = tensor.shape[-n]
+    layout = "max_seqlen_q, max_seqlen_k" if packed else "seqlen_q, seqlen_k"
     check(
-        broadcasts_to(bias.shape, full),
+        broadcasts_to(tensor.shape, sizes),
         op,
-        (
-            f"expected bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = {tuple(full)}, got "
-            f"{shape_of(bias)}; give it these sizes or 1, aligned to the right"
-        ),
+        f"expected {name} of a shape that broadcasts to (batch, heads, {layout}) = {tuple(full)}, got "
+        f"{shape_of(tensor)}; give it these sizes or 1, aligned to the right",
     )
+    check_same_device(op, "query", query, **{name: tensor})
+
+
+def _check_bias_dtype(op: str, bias: Tensor, query: Tensor) -> None:
     accumulation = _lse_dtype(query)
-    storage = "" if query.dtype == accumulation else f", {dtype_name(query.dtype)}"
+    own = "" if query.dtype == accumulation else f"{dtype_name(query.dtype)} or "
+    got = dtype_name(bias.dtype)
+    remedy = "give a boolean mask as mask=" if bias.dtype == torch.bool else "convert it with .to()"
     check(
-        bias.dtype in (torch.bool, query.dtype, accumulation),
+        bias.dtype in (query.dtype, accumulation),
         op,
-        (
-            f"expected bias of dtype Bool{storage} or {dtype_name(accumulation)} to match query, got "
-            f"{dtype_name(bias.dtype)}; convert it with .to()"
-        ),
+        f"expected bias of dtype {own}{dtype_name(accumulation)} to match query, got {got}; {remedy}",
     )
-    check_same_device(op, "query", query, bias=bias)
 
 
 def _out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,9 +201,10 @@ def _(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     **scalars: Any,
 ) -> tuple[Tensor, Tensor]:
-    _check_attention("flash_attention", query, key, value, None, None, alibi_slopes, sinks, bias, **scalars)
+    _check_attention("flash_attention", query, key, value, None, None, alibi_slopes, sinks, bias, mask, **scalars)
     return _out_and_lse(query, value)
 
 
@@ -218,10 +245,11 @@ def _(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     op = "flash_attention_backward"
-    _check_attention(op, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, **options)
+    _check_attention(op, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, **options)
     check_same_device(op, "query", query, out=out, lse=lse)
     check_same_dtype(op, "out", out, "query", query)
     for name, grad, other_name, other in (("grad_out", grad_out, "out", out), ("grad_lse", grad_lse, "lse", lse)):

@@ -15,22 +15,22 @@ _attention_varlen = ops.flash_attention_varlen.default
 
 
 def mapped_where_masks_differ(op: str, query: Tensor) -> Tensor:
-    """Inside of `torch.vmap` with randomness="different", mapped, so that each element has a mask of its own even where
-    no argument is mapped; with randomness="error", an error. PyTorch decides: an empty random tensor asks it, and draws
-    nothing."""
+    """`query`, mapped inside `torch.vmap` with randomness="different", so that each element gets its own dropout mask
+    even if no argument is mapped. Raises with randomness="error". An empty random tensor, which draws no number, makes
+    PyTorch apply the setting."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
         return query
     try:
-        nothing = torch.rand(0, dtype=query.dtype, device=query.device)
+        empty = torch.rand(0, dtype=query.dtype, device=query.device)
     except RuntimeError:
         raise _no_randomness(op) from None
-    return query + nothing.sum()
+    return query + empty.sum()
 
 
 def _no_randomness(op: str) -> RuntimeError:
     return RuntimeError(
-        f"{NAMESPACE}::{op}: expected torch.vmap with randomness='same' or 'different' where dropout_p > 0, "
-        "got randomness='error'; give one of them, or call the op outside of vmap"
+        f"{NAMESPACE}::{op}: expected torch.vmap with randomness='same' or 'different' for dropout_p > 0, "
+        "got randomness='error'; pass one of them, or call the op outside vmap"
     )
 
 
@@ -52,11 +52,12 @@ def _(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: Any,
 ) -> Any:
     one_mask = _needs_one_mask("flash_attention", info, options)
-    if one_mask or bias is not None or any(dim is not None for dim in in_dims[3:]):
-        tensors = query, key, value, alibi_slopes, sinks, bias
+    if one_mask or bias is not None or mask is not None or any(dim is not None for dim in in_dims[3:]):
+        tensors = query, key, value, alibi_slopes, sinks, bias, mask
         return _one_call_per_element(_attention, info, in_dims, *tensors, one_mask=one_mask, **options)
     size = info.batch_size
     mapped = [
@@ -84,7 +85,7 @@ def _one_call_per_element(
     calls = []
     for n in range(info.batch_size):
         of_n = (t if t is None or dim is None else t.select(dim, n) for t, dim in zip(tensors, in_dims, strict=False))
-        # All calls begin with one state of the generator; the last leaves it as a single call would.
+        # With one_mask all calls start from the same generator state; the last leaves it as a single call would.
         forked = one_mask and n + 1 < info.batch_size
         with torch.random.fork_rng([query.device] if query.is_cuda else [], enabled=forked):
             calls.append(op(*of_n, **options))

@@ -62,7 +62,7 @@ def _stats_fake(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _refuse_vmap(*args: object, **kwargs: object) -> None:
-    raise NotImplementedError(f"{NAMESPACE}: the bucket ops have no rule for torch.func.vmap; call them outside of it")
+    raise NotImplementedError(f"{NAMESPACE}: the bucket ops have no rule for torch.func.vmap; call them outside vmap")
 
 
 for _name, _fake in (("bucket_pack", _pack_fake), ("bucket_unpack", _unpack_fake), ("bucket_stats", _stats_fake)):

@@ -1,14 +1,14 @@
-"""How the ops run on DTensors: which placements of the arguments give which placements of the results.
+"""DTensor sharding rules of the ops: which placements of the arguments give which placements of the results.
 
-DTensor calls below autograd, so that it sees X, X_forward and X_backward. Each rule lists what holds along one
-dimension of a device mesh; DTensor combines them over several, and redistributes arguments to the cheapest. What no
-rule offers is computed from gathered arguments. Partial stands for a sum over ranks: only what is linear takes or gives
-it, so never an activation.
+DTensor dispatches below autograd, so it sees X, X_forward and X_backward. Each rule describes one dimension of a device
+mesh; DTensor combines the rules of several dimensions, and redistributes arguments to the cheapest combination. If no
+rule matches, the arguments are gathered. Partial means a sum over ranks: only linear functions can take or return it,
+never an activation.
 
-A gated weight is the rows of [gate; up], of which Shard(0) would give some ranks the gate and others the rest. So no
-rule takes one split by rows: it is gathered.
+A gated weight has the rows of [gate; up]: Shard(0) would give the gate to some ranks and the rest to others. So no rule
+takes it split by rows: it is gathered.
 
-`cuda_ext._rules` imports this once `torch.distributed.tensor` is imported.
+`cuda_ext._rules` imports this module when `torch.distributed.tensor` is imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cuda_ext._rules.gemm_fakes import needs_preact
 from cuda_ext._toolchain import NAMESPACE
 
 Placements = Sequence[Placement | None]
-Rule = tuple[Placements, Placements]  # of the results, of the arguments
+Rule = tuple[Placements, Placements]  # of results, of arguments
 
 REPLICATE, PARTIAL = Replicate(), Partial()
 
@@ -37,12 +37,11 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
-    op = getattr(ops, name).default  # slots of gradients take no tensor subclasses
+    op = getattr(ops, name).default  # the slot overloads are never called with tensor subclasses
     if "output_mask" in str(op._schema):
         op = _with_hashable_mask(op)
     register_sharding(op)(partial(_placements, op, rule))
-    # DTensor caches its choice by the arguments named here. All that are no tensors have to be among them, which
-    # register_sharding does not see to.
+    # The arguments by which DTensor caches its choice: all non-tensors, which register_sharding does not ensure.
     arguments = op._schema.arguments
     first_option = next((n for n, each in enumerate(arguments) if "Tensor" not in str(each.type)), len(arguments))
     keywords = [each.name for each in arguments if each.kwarg_only]
@@ -50,9 +49,9 @@ def _register(name: str, rule: Callable[..., Iterator[Rule]]) -> None:
 
 
 def _with_hashable_mask(op: Any) -> Any:
-    """An op that DTensor calls in the place of `op`, whose output_mask is one number: bit n for result n. DTensor's
-    cache cannot hash a list among keyword arguments, and without it would take the shapes of another mask. It is no
-    overload of `op`: a new overload changes the hash of the packet, under which FLOP formulas are registered."""
+    """An op that DTensor calls instead of `op`, with an int as output_mask: bit n for result n. DTensor's cache cannot
+    hash a list among keyword arguments; without the mask in its key it would return the shapes for another mask. It is
+    not an overload of `op`, because a new overload changes the packet's hash, the key of the FLOP formulas."""
     results = len(op._schema.returns)
     schema = str(op._schema).replace(f"bool[{results}] output_mask", "int output_mask")
     name, rest = schema.removeprefix(f"{NAMESPACE}::").split("(", 1)
@@ -83,7 +82,7 @@ def _placements(op: Any, rule: Callable[..., Iterator[Rule]], *args: Any, **opti
     tensors = [each for each in schema.arguments if not each.kwarg_only]
     args = (*args, *(each.default_value for each in tensors[len(args) :]))
     rules = [([REPLICATE] * len(schema.returns), [REPLICATE] * len(args)), *rule(*args, **options)]
-    # Where None, False or nothing was given, there is nothing to place.
+    # Only tensors have a placement.
     return [
         (list(results), [place if _is_tensor(given) else None for given, place in zip(args, places, strict=True)])
         for results, places in rules
@@ -95,8 +94,8 @@ def _is_tensor(given: Any) -> bool:
 
 
 def _split_at(tensor: Any, dim: int, rank: int) -> Placement:
-    """Of a tensor that broadcasts to one of `rank` dims, which is split at `dim`: split there too, unless it has no
-    such dim, or one of size 1."""
+    """The placement of a tensor that broadcasts to one with `rank` dims that is split at `dim`: split there too, unless
+    it lacks that dim or has size 1 in it."""
     own = dim - (rank - tensor.ndim) if tensor is not None else -1
     return Shard(own) if own >= 0 and tensor.shape[own] != 1 else REPLICATE
 
@@ -202,12 +201,14 @@ def _linear_backward(
 # mlp, gated_mlp
 
 
-def _mlp(results: int, gated: bool, input: Any, *more: Any, **options: Any) -> Iterator[Rule]:
+def _mlp(
+    results: int, gated: bool, input: Any, w1: Any, w2: Any, b1: Any, b2: Any, residual: Any, **options: Any
+) -> Iterator[Rule]:
     last = input.ndim - 1
     for dim in range(last):
-        yield [Shard(dim)] * results, [Shard(dim), *[REPLICATE] * 4]
+        yield [Shard(dim)] * results, [Shard(dim), *[REPLICATE] * 4, _split_at(residual, dim, input.ndim)]
     if not gated:
-        yield [PARTIAL, Shard(last)][:results], [REPLICATE, Shard(0), Shard(1), Shard(0), PARTIAL]
+        yield [PARTIAL, Shard(last)][:results], [REPLICATE, Shard(0), Shard(1), Shard(0), PARTIAL, PARTIAL]
 
 
 def _mlp_hidden_backward(grad: Any, *more: Any, gated: bool, output_mask: int, **options: Any) -> Iterator[Rule]:
@@ -225,7 +226,7 @@ def _mlp_hidden_backward(grad: Any, *more: Any, gated: bool, output_mask: int, *
     yield rule([PARTIAL, *[REPLICATE] * 4], [PARTIAL] * 4)
 
 
-# attention: by batch, and by heads where every rank gets whole groups of query heads with the key head they read
+# attention: by batch; by heads if every rank gets whole groups of query heads with their key head
 
 
 def _splits_heads(query: Any, key: Any) -> bool:
@@ -240,13 +241,13 @@ def _splits_heads(query: Any, key: Any) -> bool:
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p > 0:
         raise NotImplementedError(
-            f"{NAMESPACE}::flash_attention: expected dropout_p 0 for DTensors, got {dropout_p}: ranks would draw "
+            f"{NAMESPACE}::flash_attention: expected dropout_p=0 for DTensors, got {dropout_p}: ranks would draw "
             "numbers that differ between replicas, or repeat between shards; call it on local tensors (to_local)"
         )
 
 
 class _Split:
-    """Along the batch or the heads of attention: the placements of all that may be given."""
+    """The placements of all tensors of attention, split along the batch or the heads."""
 
     def __init__(self, query: Any, key: Any, by_heads: bool) -> None:
         packed = query.ndim == 3
@@ -273,26 +274,33 @@ def _attention_splits(query: Any, key: Any) -> Iterator[_Split]:
 
 
 def _attention(
-    query: Any, key: Any, value: Any, slopes: Any, sinks: Any, bias: Any, *, dropout_p: float = 0.0, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    slopes: Any,
+    sinks: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    dropout_p: float = 0.0,
+    **options: Any,
 ) -> Iterator[Rule]:
     _refuse_dropout(dropout_p)
     for split in _attention_splits(query, key):
-        places = [split.query, split.key, split.key, split.alibi_slopes(slopes), split.sinks, split.bias(bias)]
-        yield [split.query, split.lse], places
+        others = [split.alibi_slopes(slopes), split.sinks, split.bias(bias), split.bias(mask)]
+        yield [split.query, split.lse], [split.query, split.key, split.key, *others]
 
 
 def _attention_varlen(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, slopes: Any, sinks: Any, **options: Any
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *others: Any, **options: Any
 ) -> Iterator[Rule]:
-    for results, (q, k, v, *others) in _attention(query, key, value, slopes, sinks, None, **options):
-        yield results, [q, k, v, REPLICATE, REPLICATE, *others[:2]]
+    for results, (q, k, v, *places) in _attention(query, key, value, *others, **options):
+        yield results, [q, k, v, REPLICATE, REPLICATE, *places]
 
 
-def _attention_forward(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, slopes: Any, sinks: Any, bias: Any, **options: Any
-) -> Iterator[Rule]:
-    for results, (q, k, v, *others) in _attention(query, key, value, slopes, sinks, bias, **options):
-        yield [*results, REPLICATE], [q, k, v, REPLICATE, REPLICATE, *others]
+def _attention_forward(*args: Any, **options: Any) -> Iterator[Rule]:
+    for results, places in _attention_varlen(*args, **options):
+        yield [*results, REPLICATE], places
 
 
 def _attention_backward(
@@ -310,6 +318,7 @@ def _attention_backward(
     slopes: Any,
     sinks: Any,
     bias: Any,
+    mask: Any,
     *,
     dropout_p: float = 0.0,
     **options: Any,
@@ -323,7 +332,7 @@ def _attention_backward(
         places = [q, split.lse, q, k, k, q, split.lse, REPLICATE, None, REPLICATE, REPLICATE]
         yield (
             [q, sums_key, sums_key, grad_sinks, grad_bias],
-            [*places, split.alibi_slopes(slopes), split.sinks, at_bias],
+            [*places, split.alibi_slopes(slopes), split.sinks, at_bias, split.bias(mask)],
         )
 
 

@@ -1,5 +1,5 @@
-"""FLOP formulas, by the field's convention: 2 for each multiply-add of the matrix products. Epilogues and softmax count
-nothing."""
+"""FLOP formulas by the usual convention: 2 per multiply-add of the matrix products; epilogues and softmax are not
+counted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None,
         return n * (n + 1) // 2 if n > 0 else 0
 
     def pairs_before(distance: int) -> int:
-        """Those whose key is less than this far right of the diagonal: row i has i + first, but within 0 and Sk."""
+        """Pairs whose key is less than `distance` right of the diagonal: row i has i + first, clamped to [0, Sk]."""
         first = seqlen_k - seqlen_q + distance
         last = first + seqlen_q - 1
         return sum_to(last) - sum_to(first - 1) - sum_to(last - seqlen_k) + sum_to(first - 1 - seqlen_k)
@@ -86,8 +86,8 @@ def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None,
 def _attention_sizes(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, options: dict[str, Any]
 ) -> tuple[int, int, int]:
-    """(query-key pairs over all heads, D, Dv). Packed sequences count as one of the longest: lengths are data, which a
-    formula must not read."""
+    """(query-key pairs over all heads, D, Dv). Packed sequences all count as the longest one: a formula must not read
+    the lengths, which are data."""
     mask = options.get("causal", False), options.get("window_left"), options.get("window_right")
     if len(query_shape) == 3:
         total_q, heads, dim = query_shape

@@ -25,7 +25,7 @@ _ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 
 
 def _empty(like: Tensor, *size: Any, wanted: bool = True) -> Tensor:
-    """What a kernel returns: contiguous, or of size (0,) where nothing was asked for."""
+    """A result: contiguous, or of size (0,) if it is not `wanted`."""
     return like.new_empty(size if wanted else (0,))
 
 
@@ -53,7 +53,7 @@ def _gemm_size(op: str, a: Tensor, b: Tensor) -> list[Any]:
 def _linear_width(
     op: str, input: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, layer: str = ""
 ) -> tuple[Any, Any]:
-    """(rows of the weight, features that are left of them)."""
+    """(rows of the weight, output features: half of them if gated)."""
     name, rows = f"weight{layer}", "2N" if gated else "N"
     check_floating(op, "input", input)
     check_same_dtype(op, name, weight, "input", input)
@@ -117,7 +117,7 @@ def _check_gradient(op: str, grad_out: Tensor, size: Sequence[Any], input: Tenso
 
 
 def _register_fakes(op: str, fake: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """`fake` serves X_forward; X returns the first of its results."""
+    """Registers `fake` for X_forward, and its first result for X."""
     torch.library.register_fake(f"{NAMESPACE}::{op}_forward")(fake)
     torch.library.register_fake(f"{NAMESPACE}::{op}")(lambda *args, **options: fake(*args, **options)[0])
 
@@ -203,12 +203,15 @@ def _fake_mlp(op: str, gated: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         weight2: Tensor,
         bias1: Tensor | None = None,
         bias2: Tensor | None = None,
+        residual: Tensor | None = None,
         *,
         activation: str | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows, width = _mlp_widths(op, input, weight1, weight2, bias1, bias2, gated)
+        size = [*input.shape[:-1], width]
+        check_addend(op, "residual", residual, input, input.dtype, size)
         _check_activation(op, activation)
-        return _empty(input, *input.shape[:-1], width), _empty(input, *input.shape[:-1], rows)
+        return _empty(input, *size), _empty(input, *input.shape[:-1], rows)
 
     return fake
 

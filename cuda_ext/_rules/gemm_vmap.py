@@ -1,5 +1,5 @@
-"""vmap rules of the GEMM family: the mapped dimension becomes one more leading or batch dimension, at no copy where
-strides allow."""
+"""vmap rules of the GEMM family: the mapped dimension becomes another leading or batch dimension, without a copy if the
+strides allow it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ InDims = tuple[int | None, ...]
 
 
 def _in_front(tensor: Tensor | None, dim: int | None, rank: int) -> Tensor | None:
-    """A mapped tensor as (mapped, 1, ..., 1, its own dims), `rank` dims behind the first; others as they are."""
+    """A mapped tensor as (mapped, 1, ..., 1, its own dims), with `rank` dims after the first; others unchanged."""
     if tensor is None or dim is None:
         return tensor
     tensor = tensor.movedim(dim, 0)
@@ -69,7 +69,7 @@ def _(
     assert row is not None
     if c_ is None or beta == 0.0:
         return _gemm(a_, b_, row, **options), 0
-    # The sum of both as the kernel would form it, unrounded.
+    # c and bias become one addend, in the accumulation dtype so that their sum is not rounded.
     dtype, exact = options.pop("out_dtype", None) or a.dtype, _accumulation_dtype(a)
     check_addend("gemm", "c", c_, a, dtype, c_.shape)
     check_addend("gemm", "bias", row, a, dtype, row.shape)
@@ -137,14 +137,17 @@ def _mlp_vmap(fused: Callable[..., Tensor], first: Callable[..., Any], default: 
         weight2: Tensor,
         bias1: Tensor | None = None,
         bias2: Tensor | None = None,
+        residual: Tensor | None = None,
         *,
         activation: str | None = default,
     ) -> tuple[Tensor, int | None]:
-        dim_input, dim1, dim2, dim_bias1, dim_bias2 = (*in_dims, None, None)[:5]
-        if all(dim is None for dim in in_dims[1:]):
-            return fused(input.movedim(dim_input or 0, 0), weight1, weight2, bias1, bias2, activation=activation), 0
+        dim_input, dim1, dim2, dim_bias1, dim_bias2, dim_residual = (*in_dims, None, None, None)[:6]
+        if dim_input is not None and all(dim is None for dim in (dim1, dim2, dim_bias1, dim_bias2)):
+            residual = _in_front(residual, dim_residual, _own_rank(input, dim_input))
+            tensors = input.movedim(dim_input, 0), weight1, weight2, bias1, bias2, residual
+            return fused(*tensors, activation=activation), 0
         hidden, dim = first(info, (dim_input, dim1, dim_bias1), input, weight1, bias1, activation=activation)
-        return _vmap_linear(info, (dim, dim2, dim_bias2), hidden, weight2, bias2)
+        return _vmap_linear(info, (dim, dim2, dim_bias2, dim_residual), hidden, weight2, bias2, residual)
 
     return rule
 

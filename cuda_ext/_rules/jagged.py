@@ -1,6 +1,7 @@
-"""The projections on jagged nested tensors: the op runs on their packed rows, so nothing is padded.
+"""linear, gated_linear, mlp and gated_mlp on jagged nested tensors: the op runs on their packed rows, without padding.
 
-PyTorch's nested tensors look their kernels up in a table. `cuda_ext._rules` imports this once that table is imported.
+PyTorch's nested tensors look up their kernels in a table. `cuda_ext._rules` imports this module when PyTorch imports
+that table.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch.nested._internal.ops import extract_kwargs, register_jagged_func
 from cuda_ext._checks import check
 from cuda_ext._load import ops
 
-_PER_ROW = ("input", "residual", "grad_out", "preact")  # the arguments that have a row for each of the input's
-_RESULTS = ("out", "preact", "grad_input", "grad_preact", "")  # and the results: X itself names none
+_PER_ROW = ("input", "residual", "grad_out", "preact")  # arguments with one row per row of the input
+_RESULTS = ("out", "preact", "grad_input", "grad_preact", "")  # the same for results; that of X itself has no name
 
 
 def _register(op: Any, public_name: str) -> None:
@@ -48,7 +49,7 @@ def _check(op: str, name: str, tensor: Tensor, like: Any) -> None:
     check(
         isinstance(tensor, NestedTensor) and isinstance(like, NestedTensor),
         op,
-        f"expected input and residual to be jagged nested tensors both, got a dense {name}",
+        f"expected both input and residual to be jagged nested tensors, got a dense {name}",
     )
     assert isinstance(tensor, NestedTensor)
     check(
@@ -59,7 +60,7 @@ def _check(op: str, name: str, tensor: Tensor, like: Any) -> None:
     check(
         tensor._size[: tensor._ragged_idx + 1] == like._size[: like._ragged_idx + 1],
         op,
-        f"expected {name} of the same sequences as input, got offsets of its own; make it with those of input "
+        f"expected {name} with the same offsets as input, got others; create it with those of input "
         "(torch.nested.nested_tensor_from_jagged)",
     )
 
@@ -76,9 +77,9 @@ for _backward in ("activation_backward", "linear_backward", "mlp_hidden_backward
 
 
 def _refuse_dense_query(func: Any, *args: Any, **options: Any) -> Any:
-    check(False, "flash_attention", "expected query, key and value to be nested tensors all three, got a dense query")
+    check(False, "flash_attention", "expected query, key and value to be nested tensors, got a dense query")
 
 
-# `flash_attention` itself serves jagged queries, by the packed op.
+# The Python function `flash_attention` handles jagged queries with the packed op.
 for _attention in (ops.flash_attention.default, ops.flash_attention_forward.default):
     register_jagged_func(_attention, "...")(_refuse_dense_query)

@@ -1,4 +1,4 @@
-"""The interfaces of packages that people come from, on top of this package's ops: only the import line changes.
+"""The interfaces of other packages on top of this package's ops: a program changes only its import lines.
 
 from cuda_ext.compat.flash_attn import flash_attn_func               # flash-attn 2
 from cuda_ext.compat.flash_attn_interface import flash_attn_func     # its Hopper package, FlashAttention-3

@@ -1,4 +1,4 @@
-"""What both interfaces of flash-attn share: a call in its words becomes a call of this package's ops."""
+"""Shared by both flash-attn interfaces: translates a call to this package's ops."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def attend(
         softmax_scale = 1.0 / math.sqrt(dim)  # of the head dim before it is padded
     options: dict[str, Any] = {
         "causal": causal,
-        "window": _window(function, window_size, causal),
+        "window": _window(function, window_size),
         "scale": softmax_scale,
         "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "dropout_p": dropout_p,
-        # False is flash-attn's default and not a wish, so torch's own switch decides.
+        # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
         "deterministic": deterministic or None,
         "return_lse": True,
     }
-    if k.shape[-1] == dim:  # if not, the op says so
+    if k.shape[-1] == dim:  # otherwise the op raises
         q, k, v = _multiple_of_8(q), _multiple_of_8(k), _multiple_of_8(v)
     if sequences is None:
         out, lse = flash_attention(q, k, v, **options)
@@ -52,7 +52,7 @@ def attend(
     return (out[..., :dim_v] if dim_v % 8 else out), lse
 
 
-def _window(function: str, window_size: tuple[int, int], causal: bool) -> tuple[int | None, int | None] | None:
+def _window(function: str, window_size: tuple[int, int]) -> tuple[int | None, int | None] | None:
     try:
         sides = [-1 if side is None else index(side) for side in window_size]
         left, right = (side if side >= 0 else None for side in sides)
@@ -61,29 +61,27 @@ def _window(function: str, window_size: tuple[int, int], causal: bool) -> tuple[
             f"cuda_ext.compat.{function}: expected window_size to be (left, right), each a number of keys or -1 for "
             f"unbounded, got {window_size!r}"
         ) from None
-    if causal:
-        right = None  # causal hides what is right of the diagonal, whatever this side says
     return None if left is None and right is None else (left, right)
 
 
 def _multiple_of_8(tensor: Tensor) -> Tensor:
-    """The head dim with the zeros that a GPU needs; flash-attn adds them as well."""
+    """Pads the head dim with the zeros that a GPU needs, as flash-attn does."""
     missing = -tensor.shape[-1] % 8
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def unpack(function: str, name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """Views of what is stacked in the third dimension from the end, for a layout such as "(total, 3, heads, dim)"."""
+    """Unbinds the third dimension from the end, in a layout such as "(total, 3, heads, dim)"; returns views."""
     sizes = layout.strip("()").split(", ")
     if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
         raise RuntimeError(
-            f"cuda_ext.compat.{function}: expected {name} of shape {layout}, got {tuple(packed.shape)}; separate "
-            "tensors go to the function without 'packed' in its name"
+            f"cuda_ext.compat.{function}: expected {name} of shape {layout}, got {tuple(packed.shape)}; for "
+            "separate tensors, use the function without 'packed' in its name"
         )
     return packed.unbind(-3)
 
 
 def refuse(function: str, name: str, value: Any, *, expected: str, instead: str) -> NoReturn:
-    """For an argument that would change the result in a way that is not supported."""
+    """Refuses an unsupported argument that would change the result."""
     got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise NotImplementedError(f"cuda_ext.compat.{function}: expected {name} to be {expected}, got {got}; {instead}")

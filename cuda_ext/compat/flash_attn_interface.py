@@ -1,19 +1,19 @@
-"""The Python interface of flash-attn's Hopper package, FlashAttention-3, on `cuda_ext.flash_attention`.
+"""The Python interface of flash-attn's Hopper package, FlashAttention-3, on top of `cuda_ext.flash_attention`.
 
-Put `cuda_ext.compat.` before `flash_attn_interface` in an import, and the rest of a program stays. Names, order and
-defaults of the arguments are those of `hopper/flash_attn_interface.py` since 2025-08-29, when `return_attn_probs` came;
-before, these functions always returned `(out, softmax_lse)`, for which a program now sets it.
+Put `cuda_ext.compat.` before `flash_attn_interface` in imports; the rest of a program stays the same. Names, order and
+defaults of the arguments are those of `hopper/flash_attn_interface.py` since 2025-08-29, which added
+`return_attn_probs`. Before, these functions always returned `(out, softmax_lse)`; now set `return_attn_probs=True`.
 
-Where they differ from FlashAttention-3:
+Differences from FlashAttention-3:
 
-- They also run on the CPU, there in float32 and float64 too; `v` may have any head dim; a dimension may be 0.
+- They also run on the CPU, where float32 and float64 work too; `v` may have any head dim; dimensions may be 0.
 - `softmax_lse` is differentiable; FlashAttention-3 ignores its gradient.
-- `num_splits`, `pack_gqa` and `sm_margin` tune the speed of its kernels, and have no effect here.
-- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` would change the result; anything but their
-  defaults raises NotImplementedError.
-- What `seqused_q` leaves out is zeros here, and not written there.
+- `num_splits`, `pack_gqa` and `sm_margin` tune the speed of FlashAttention-3's kernels and have no effect here.
+- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` would change the result; values other than their
+  defaults raise NotImplementedError.
+- Rows of the output that `seqused_q` excludes are zeros; FlashAttention-3 does not write them.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
-- A packed tensor is read in place, but its gradient is put together from its parts, one copy more than there.
+- A packed tensor is read in place, but its gradient is stacked from its parts, a copy that FlashAttention-3 avoids.
 
 Errors are those of `cuda_ext.compat.flash_attn.flash_attn_interface`.
 """
@@ -53,18 +53,18 @@ def flash_attn_func(
 
     Args:
         q: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. A head dim that is not a multiple
-            of 8 is padded with zeros, in copies; otherwise any strides with a dense last dimension are read in place.
-        k: `(B, Sk, Hk, D)`; `H` is a multiple of `Hk`.
+            of 8 is padded with zeros, in a copy; otherwise any strides with a dense last dimension are read in place.
+        k: `(B, Sk, Hk, D)`; `H` must be a multiple of `Hk`.
         v: `(B, Sk, Hk, Dv)`; `Dv` may differ from `D`.
-        softmax_scale: None for `1 / sqrt(D)`.
-        causal: hide the keys right of the diagonal, which is aligned bottom-right.
-        qv, q_descale, k_descale, v_descale: have to be None.
-        window_size: `(left, right)`, how many keys either side of the diagonal stay visible; -1 is unbounded. With
-            `causal` nothing to the right is visible, whatever `right` is.
-        attention_chunk: has to be 0.
+        softmax_scale: default `1 / sqrt(D)`.
+        causal: hide the keys to the right of the diagonal, which is aligned bottom-right.
+        qv, q_descale, k_descale, v_descale: must be None.
+        window_size: `(left, right)`, the number of keys that stay visible on each side of the diagonal; -1 is
+            unbounded. With `causal`, right counts as 0.
+        attention_chunk: must be 0.
         softcap: in units of logits; 0 for none.
         num_splits, pack_gqa, sm_margin: no effect.
-        deterministic: True asks for gradients that repeat bit for bit.
+        deterministic: whether gradients must have the same bits in every run.
         return_attn_probs: return `(out, softmax_lse)`.
 
     Returns:
@@ -103,7 +103,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` of the query, the key and the value in `qkv`, which is read in place: `(B, S, 3, H, D)` or,
-    with `num_heads_q`, `(B, S, H + 2 Hk, D)`, in which the first `H = num_heads_q` heads are the query's."""
+    with `num_heads_q`, `(B, S, H + 2 Hk, D)`, where the first `H = num_heads_q` heads are the query's."""
     function = "flash_attn_interface.flash_attn_qkvpacked_func"
     _refuse_unsupported(function, None, q_descale, k_descale, v_descale, attention_chunk)
     if qkv.dim() == 4:
@@ -152,16 +152,16 @@ def flash_attn_varlen_func(
     """`flash_attn_func` over sequences of different lengths, packed one after the other without padding.
 
     Args:
-        q: `(total_q, H, D)`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
-        k: `(total_k, Hk, D)`, by `cu_seqlens_k`.
+        q: `(total_q, H, D)`; sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
+        k: `(total_k, Hk, D)`, divided by `cu_seqlens_k`.
         v: `(total_k, Hk, Dv)`.
-        cu_seqlens_q: `(batch + 1,)` int32 on the device of `q`: 0, then the running sums of the lengths.
+        cu_seqlens_q: `(batch + 1,)`, int32, on the device of `q`: 0, then the cumulative lengths.
         cu_seqlens_k: the same for keys.
-        max_seqlen_q: at least the longest sequence.
+        max_seqlen_q: at least the length of the longest sequence.
         max_seqlen_k: the same for keys.
-        seqused_q: `(batch,)` int32: only so many rows at the start of each sequence are used. Diagonals go by the used
-            lengths. The other rows give zeros, an lse of `-inf` and zero gradients. On the CPU the values are checked;
-            on a GPU that would stall the stream.
+        seqused_q: `(batch,)`, int32: the number of rows at the start of each sequence that are used. Diagonals are
+            aligned to the used lengths. The other rows give zeros, an lse of `-inf` and zero gradients. The values are
+            checked on the CPU only; on a GPU that would stall the stream.
         seqused_k: the same for keys.
 
     The remaining arguments are those of `flash_attn_func`.
@@ -174,7 +174,7 @@ def flash_attn_varlen_func(
     if seqused_q is not None or seqused_k is not None:
         used_q = _end_of_used(function, "q", seqused_q, cu_seqlens_q)
         used_k = _end_of_used(function, "k", seqused_k, cu_seqlens_k)
-        # Each sequence becomes three: what is used, the other queries without keys, the other keys without queries.
+        # Each sequence becomes three: the used rows, the unused queries without keys, the unused keys without queries.
         cu_seqlens_q = _boundaries(cu_seqlens_q, used_q, cu_seqlens_q[1:])
         cu_seqlens_k = _boundaries(cu_seqlens_k, used_k, used_k)
     pair = attend(
@@ -211,9 +211,9 @@ def _refuse_unsupported(
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if scale is not None:
             instead = f"scale {name[0]} itself and convert it to bfloat16 or float16"
-            refuse(function, name, scale, expected="None, as float8 is not supported", instead=instead)
+            refuse(function, name, scale, expected="None, because float8 is not supported", instead=instead)
     if attention_chunk != 0:
-        instead = "with as many queries as keys, pass each chunk as a sequence of its own to flash_attn_varlen_func"
+        instead = "if there are as many queries as keys, pass each chunk to flash_attn_varlen_func as its own sequence"
         refuse(function, "attention_chunk", attention_chunk, expected="0", instead=instead)
 
 
@@ -221,15 +221,16 @@ def _split_heads(function: str, qkv: Tensor, heads_q: int | None) -> tuple[Tenso
     heads = qkv.shape[2]
     if heads_q is None or not 0 <= heads_q <= heads or (heads - heads_q) % 2:
         raise RuntimeError(
-            f"cuda_ext.compat.{function}: expected num_heads_q to leave an even number of the {heads} heads of qkv "
-            f"{tuple(qkv.shape)} to key and value, got {heads_q}; a qkv without it is (batch, seqlen, 3, heads, dim)"
+            f"cuda_ext.compat.{function}: expected num_heads_q such that an even number of the {heads} heads of qkv "
+            f"{tuple(qkv.shape)} remain for key and value, got {heads_q}; without num_heads_q, qkv is "
+            "(batch, seqlen, 3, heads, dim)"
         )
     heads_k = (heads - heads_q) // 2
     return qkv.split([heads_q, heads_k, heads_k], dim=2)
 
 
 def _end_of_used(function: str, which: str, used: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """The packed row behind the last that is used, of each sequence."""
+    """For each sequence, the packed row after the last used one."""
     if used is None:
         return cu_seqlens[1:]
     lengths = cu_seqlens.diff()
@@ -238,7 +239,7 @@ def _end_of_used(function: str, which: str, used: Tensor | None, cu_seqlens: Ten
             f"cuda_ext.compat.{function}: expected seqused_{which} of shape {tuple(lengths.shape)}, int32, on "
             f"{cu_seqlens.device} to match cu_seqlens_{which}, got {tuple(used.shape)}, {used.dtype}, on {used.device}"
         )
-    # Where nobody looks here, the op finds cu_seqlens that decrease.
+    # Values that are not checked here make cu_seqlens decrease, which the op refuses.
     if used.is_cpu and not torch.compiler.is_compiling() and bool(((used < 0) | (used > lengths)).any()):
         raise RuntimeError(
             f"cuda_ext.compat.{function}: expected seqused_{which} between 0 and the lengths of cu_seqlens_{which}, "
@@ -248,5 +249,5 @@ def _end_of_used(function: str, which: str, used: Tensor | None, cu_seqlens: Ten
 
 
 def _boundaries(cu_seqlens: Tensor, first_end: Tensor, second_end: Tensor) -> Tensor:
-    """The cu_seqlens of sequences that are divided in three."""
+    """The cu_seqlens after dividing each sequence in three."""
     return torch.cat([cu_seqlens[:1], torch.stack([first_end, second_end, cu_seqlens[1:]], dim=1).flatten()])

@@ -1,9 +1,12 @@
-"""One bucket of gradients on its way: gathered, summed over the ranks, and handed back as views."""
+"""One bucket of gradients: packed, summed over the ranks, and returned to the parameters as views.
+
+[Note 2] and [Note 3], about flags and gradient slots, are in reducer.py.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -13,36 +16,32 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
 from cuda_ext.distributed.exchange import Exchange, Pending
 from cuda_ext.distributed.planning.units import byte_size
-from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.reporting import NAME, begin_profiler_range, profiler_range
 from cuda_ext.distributed.wire import ErrorFeedback
 
-# What a set flag adds, before it is divided by the number of ranks: in a sum of squares over the whole of ``wire`` it
-# does not show beside gradients of a norm above 1e-15.
+# The value of a set flag, before division by the number of ranks: so small that a sum of squares over the whole of
+# ``wire`` does not change if the gradients have a norm above 1e-15. float16 has no such value and uses 1.
 FLAGS = dict.fromkeys((torch.float32, torch.bfloat16, torch.float64), 2.0 ** (-60))
 
-SMALLEST_TO_TAKE = 64 << 10  # bytes: copying them takes longer than the call
+SMALLEST_TO_PACK_EARLY = 64 << 10  # bytes: below, the call takes longer than the copy
 
 
 class Outcome(Enum):
-    """What the sum over the ranks of a bucket has brought."""
+    """The result of the sum of a bucket over the ranks."""
 
     AVERAGES = "the averages"
-    GIVEN_UP = "some rank has given the pass up"
-    ANNOUNCED = "some rank has only said that its parameters were frozen or freed"
-    LEFT_OUT = "some ranks, and not all, have forward passes that backward has not reached"
+    ABANDONED = "a rank has abandoned the pass"
+    ANNOUNCED = "a rank has only announced that parameters were frozen or unfrozen"
+    LEFT_OUT = "some ranks, but not all, have forward passes that backward has not reached"
 
 
 class GradientBucket:
     """The flat buffers of some parameters of one dtype, and the state of their sum over the ranks.
 
-    ``wire`` is what travels: the head, with the gradients, and behind it one flag for each parameter, which a rank sets
-    if it has a gradient for that parameter, so that the sum tells which gradients exist at all. Four more tell about
-    the rank: that backward passes have reached all of its forward passes, or not; that it takes part with gradients, or
-    only to say that its parameters were frozen or freed. A rank that gives a backward pass up sends NaN everywhere, so
-    that no other takes the sum for a gradient.
+    ``wire`` is the buffer that is sent: the head, with the gradients, and the flags after it [Note 2].
 
-    ``gradients`` holds the averages in the dtype of the parameters: the head of ``wire`` itself if that has the same
-    dtype, else a buffer of its own.
+    ``gradients`` holds the averages in the dtype of the parameters: the head of ``wire`` if that has the same dtype,
+    else a separate buffer.
     """
 
     def __init__(
@@ -56,17 +55,17 @@ class GradientBucket:
     ) -> None:
         self._slots: bucket_ops.GradientSlots | None = None
         self._slot_of: dict[int, int] = {}  # position -> index
-        self._takes = False
+        self._packs_early = False
         self.names, self.parameters = list(named), list(named.values())
         self.wire = wire
         self.gradients = (wire if gradients is None else gradients)[: layout.head]
         self.unpacks = gradients is not None
-        self.arrived = [False] * len(named)  # whose gradients the running backward pass has made
-        self.missing = 0  # how many it has not
+        self.arrived = [False] * len(named)  # which gradients are ready in the current backward pass
+        self.missing = 0  # how many are not
         self._exchange = exchange
         self._scale = 1.0 / exchange.ranks
         self._pending: Pending | None = None
-        self._unused: list[int] = []  # parameters without a gradient: on this rank; once finished, on any
+        self._unused: list[int] = []  # parameters without a gradient: on this rank, after `finish` on all ranks
 
         self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named) + FLAGS_OF_A_RANK]
         self._offsets = layout.offsets
@@ -78,44 +77,44 @@ class GradientBucket:
         if error_feedback:
             self._feedback = ErrorFeedback(layout.head, self.gradients.dtype, device=wire.device)
         self._stats: Tensor | None = None  # of all gradients in that version
-        self._version = -1  # of ``gradients``, when they last were the same on every rank
+        self._version = -1  # of ``gradients``, when they were last the same on every rank
         self.expect()
 
     def expect(self) -> None:
-        """Gets ready for the next backward pass. Nothing is expected of parameters that are frozen by now."""
+        """Prepares for the next backward pass. Parameters that are frozen now will not get a gradient."""
         self.arrived[:] = [not parameter.requires_grad for parameter in self.parameters]
         self.missing = self.arrived.count(False)
 
     def _view(self, flat: Tensor, position: int) -> Tensor:
-        """A parameter's place in ``flat``, in its shape and memory order, so that an optimizer walks both alike."""
+        """A parameter's view of ``flat``, in its shape and memory order, so that optimizers traverse both alike."""
         parameter, begin = self.parameters[position], self._offsets[position]
         if parameter.is_contiguous() or self._orders[position] is not None:
-            # One call, where narrow, view and permute take three times as long.
+            # One call: narrow, view and permute take three times as long.
             return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + begin)
         return flat.narrow(0, begin, parameter.numel()).view(parameter.shape)
 
     def use_slots(self, slots: bucket_ops.GradientSlots, slot_of: dict[int, int]) -> None:
-        """Products of the backward pass write gradients to ``views``: that of a position to the slot of this index."""
+        """Lets the products of backward write gradients to ``views``. ``slot_of``: position -> index of its slot."""
         self._slots, self._slot_of = slots, slot_of
-        # On a GPU one launch for all is worth more than the memory of a bucket's gradients.
-        self._takes = self.wire.is_cpu and not self.unpacks
+        # On a GPU one launch for all gradients is worth more than the memory that this would save.
+        self._packs_early = self.wire.is_cpu and not self.unpacks
 
     def collect(self, position: int) -> None:
-        """AccumulateGrad of a parameter has run: what other ops have contributed joins what the slot holds.
+        """After AccumulateGrad of a parameter: adds the contributions of other ops to its slot.
 
-        A large gradient that others have made alone is packed here by itself, while it is in the cache: so that it need
-        not live until its bucket is complete.
+        A large gradient that was not written to the slot is moved there now, while it is in the cache, so that its
+        memory can be freed before the bucket is complete.
         """
         if self._slots is None or position not in self._slot_of:
             return
         slot = self._slot_of[position]
-        if self._takes and self.views[position].nbytes >= SMALLEST_TO_TAKE:
+        if self._packs_early and self.views[position].nbytes >= SMALLEST_TO_PACK_EARLY:
             self._slots.take(slot)
         else:
             self._slots.collect(slot)
 
     def _lock(self, position: int) -> bool:
-        """Whether a view holds the gradient of this pass, scaled, by a product. From now on it takes no other."""
+        """Whether a slot holds the scaled gradient of this pass. From now on nothing is written to it [Note 3]."""
         if self._slots is None or position not in self._slot_of:
             return False
         return self._slots.lock(self._slot_of[position])
@@ -130,10 +129,10 @@ class GradientBucket:
         return self._pending is not None
 
     def pack(self, *, left_out: bool = False) -> None:
-        """Gathers the gradients there are, divided by the number of ranks, and leaves views in their place.
+        """Copies the gradients to the wire, divided by the number of ranks, and replaces them by views.
 
-        What is in the wire already, divided by the product that made it, is not touched. ``left_out``: whether this
-        rank has forward passes that backward has not reached.
+        Gradients that products wrote to the wire, already divided, stay as they are. ``left_out``: whether this rank
+        has forward passes that backward has not reached [Note 2].
         """
         tensors: list[Tensor] = []
         offsets, unused, kept = [], [], []
@@ -171,9 +170,11 @@ class GradientBucket:
         bucket_ops.pack([*tensors, flags], self.wire, offsets, scale=self._scale, kept=kept, stats=False)
 
     def finish(self) -> Outcome:
-        """Waits for the sum and brings it to ``gradients``."""
+        """Waits for the sum and writes it to ``gradients``."""
         assert self._pending is not None
-        self._stats = self._receive(self._pending.wait())
+        with profiler_range("wait_for_bucket"):
+            stats = self._pending.wait()
+        self._stats = self._receive(stats)
         self._pending = None
         self._version = self.gradients._version
         if self._unused:
@@ -183,35 +184,36 @@ class GradientBucket:
                     self.parameters[position].grad = self.views[position]
             self._unused = [position for position in self._unused if used[position] == 0.0]
         self.expect()
-        # On another device the host would have to wait for this; there the NaN shows in the statistics.
+        # On another device the host would have to wait for the flags; there NaN appears in the statistics.
         return self._outcome() if self.wire.is_cpu else Outcome.AVERAGES
 
     def _outcome(self) -> Outcome:
         reached, left_out, _, announced = self._flags[-FLAGS_OF_A_RANK:].tolist()
         if math.isnan(announced):
-            return Outcome.GIVEN_UP
+            return Outcome.ABANDONED
         if announced:
             return Outcome.ANNOUNCED
         return Outcome.LEFT_OUT if reached and left_out else Outcome.AVERAGES
 
     def _receive(self, stats: Tensor | None) -> Tensor | None:
-        """Brings the sum to the gradients; returns their statistics, if they came with it or it was read for this."""
+        """Writes the sum to the gradients; returns their statistics if they were computed on the way."""
         if self.unpacks:
-            return bucket_ops.unpack(self._head, [self.gradients], [0])
-        return stats if self.wire.dtype in FLAGS else None  # elsewhere flags would show in them
+            with profiler_range("unpack_bucket"):
+                return bucket_ops.unpack(self._head, [self.gradients], [0])
+        return stats if self.wire.dtype in FLAGS else None  # in float16 the flags would change them
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
     def release_views(self) -> None:
-        """Copies the gradients that live here, before the memory gets another use."""
+        """Copies the gradients that are views of this bucket, before its memory is reused."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
 
     def reduced(self) -> list[Tensor]:
-        """The gradients as they are now: one flat buffer, or one by one where somebody has replaced or removed some."""
+        """The current gradients: one flat buffer, or separate tensors if the user has replaced or removed some."""
         grads = [parameter.grad for parameter in self.parameters]
         absent = [n for n, (grad, view) in enumerate(zip(grads, self.views, strict=True)) if grad is not view]
         if absent == self._unused and all(grads[n] is None for n in absent):
@@ -219,11 +221,11 @@ class GradientBucket:
         return [grad for grad in grads if grad is not None]
 
     def stats(self, whole: bool = False) -> tuple[Tensor, bool]:
-        """Statistics of the gradients (see `cuda_ext.bucket`), and whether they are of this rank's part alone.
+        """Statistics of the gradients (see `cuda_ext.bucket`), and whether they only cover this rank's part.
 
-        While gradients are as the sum left them, and so the same on every rank, each reads an equal part of them, or
-        nothing, if the statistics came with the sum. What somebody has changed since may differ, and is read in full,
-        as is all if the ``whole`` is asked for.
+        Gradients that are unchanged since the sum are the same on every rank: each rank reads an equal part of them, or
+        nothing if the statistics came with the sum. Gradients that were changed since may differ between ranks and are
+        read in full. ``whole``: always cover all gradients.
         """
         tensors = self.reduced()
         if not tensors:
@@ -241,11 +243,11 @@ class GradientBucket:
         return bucket_ops.stats([self.gradients[begin : begin + size]]), True
 
     def remember(self, stats: Tensor) -> None:
-        """The statistics of the whole, which hold until somebody writes to the gradients."""
+        """Caches the statistics of all gradients; they are valid until the gradients are written."""
         self._stats = stats
 
     def scale(self, factor: Tensor) -> None:
-        """Multiplies the gradients by ``factor``, 0-d; known statistics stay known."""
+        """Multiplies the gradients by ``factor``, 0-d, and cached statistics accordingly."""
         tensors = self.reduced()
         if not tensors:
             return
@@ -257,22 +259,44 @@ class GradientBucket:
             self._version = self.gradients._version
 
 
+class _ProfiledPending(Pending):
+    """Ends a profiler range when the sum is complete, before `wait` returns."""
+
+    def __init__(self, pending: Pending, end_range: Callable[[], None]) -> None:
+        self._pending, self._end_range = pending, end_range
+        pending.when_done(end_range)
+
+    def wait(self) -> Tensor | None:
+        stats = self._pending.wait()
+        self._end_range()
+        return stats
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        self._pending.when_done(callback)
+
+
 def send(launch: Sequence[GradientBucket]) -> Pending:
-    """Starts the sum over the ranks of a bucket, or of several, as one launch."""
+    """Starts the sum over the ranks of one or several buckets, as one launch."""
     exchange = launch[0]._exchange
+    end_range = begin_profiler_range("sum_bucket")
     if len(launch) == 1:
         pending = exchange.start(launch[0].wire, launch[0]._flags)
     else:
         pending = exchange.start_together([bucket.wire for bucket in launch])
+    if end_range is not None:
+        if launch[0].wire.is_cpu:
+            pending = _ProfiledPending(pending, end_range)
+        else:
+            end_range()  # the profiler attributes to the range the kernels that were launched in it
     for bucket in launch:
         bucket._pending = pending
     return pending
 
 
 def announce(launch: Sequence[GradientBucket]) -> bool:
-    """Takes part in a sum without gradients, to say that parameters of this rank were frozen or freed since the last.
+    """Takes part in a sum without gradients, to announce that parameters of this rank were frozen or unfrozen [Note 2].
 
-    Returns whether all ranks do so. Gradients that live in the buckets have to be copied before.
+    Returns whether all ranks do so. Call `release_views` first.
     """
     for bucket in launch:
         bucket.wire.fill_(0.0 if bucket.wire.is_cpu else math.nan)  # see `GradientBucket.finish`
@@ -287,7 +311,7 @@ def announce(launch: Sequence[GradientBucket]) -> bool:
 
 
 def abandon(launch: Sequence[GradientBucket]) -> None:
-    """Completes the sum that other ranks wait for, with NaN for what was not sent yet, and drops the gradients."""
+    """Completes the sum that other ranks wait for, with NaN if not sent yet, and drops the gradients [Note 2]."""
     if not launch[0].launched:
         for bucket in launch:
             bucket.wire.fill_(math.nan)
@@ -301,7 +325,7 @@ def abandon(launch: Sequence[GradientBucket]) -> None:
 
 
 def _memory_order(parameter: Tensor) -> list[int] | None:
-    """The order of dimensions in which a dense parameter (channels last, say) is contiguous; None for the usual one."""
+    """The order of dimensions in which a dense parameter, e.g. channels last, is contiguous; None for the default."""
     if parameter.is_contiguous():
         return None
     stride = parameter.stride()

@@ -1,4 +1,34 @@
-"""The backward pass as the buckets see it: which gradients have come, which bucket goes next, when all is done."""
+"""The backward pass as the buckets see it: which gradients are ready, which bucket is sent next, when all is done.
+
+Invariants that span several files; other comments refer to them by number.
+
+[Note 1: Order of launches] Ranks match collectives by their order, so every rank makes the same launches in the same
+order, and each launch once per pass. A launch waits until all of its gradients are ready and all earlier launches are
+made (`_launch_complete`); those that lack gradients are made at the end of the pass (`_finish`). A rank without
+gradients of its own makes all launches, too: with zeros (`shadow`), to announce a change (`announce_change`), or with
+NaN after an exception (`recover`). One thread or one stream executes the sums in the order of launches (`Background`),
+in a process group that nobody else uses (`own_group`). All ranks divide gradients alike, by the arrivals of one rank
+(`BucketSet.learn`).
+
+[Note 2: Flags] Behind its gradients a bucket has one flag per parameter, which says that this rank has a gradient for
+it, and four that describe the rank: its backward passes have reached all of its forward passes; they have not; it takes
+part with gradients; it only announces that parameters were frozen or unfrozen. Flags are summed with the gradients, so
+all ranks see the same flags and either all of them raise or none does. Three consequences:
+- Flags have to be final when the bucket is packed. So the last launch is made by `_finish` if there are forward passes
+  that backward has not reached yet.
+- Flags are summed on every rank, even where each rank gets only a part of the gradients (`reduce_scatter`).
+- A rank that abandons a pass sends NaN in place of flags and gradients, which no sum hides.
+
+[Note 3: Gradient slots] A product writes a gradient directly to its bucket, scaled as `open` says, between `_reset`,
+which opens the slots, and `GradientBucket.pack`, which locks them: after that the sum may read the bucket at any time.
+A later gradient of the same parameter accumulates in `parameter.grad` as usual; `gradient_hook` refuses it once the
+bucket is sent. `pack` does not scale what a slot holds again (``kept``), so the scale of `open` is 1 / ranks where the
+slot is in the buffer that is sent, and 1 where `pack` copies it to another buffer, and under `no_sync`.
+
+[Note 4: End of a pass] `_finish` is a callback of the autograd engine, so ``backward()`` returns with the averages in
+place. It is queued by the first hook of the outermost graph task, of an output if possible: a callback that is queued
+inside a nested task, as in a re-entrant checkpoint, would run when that task ends.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +45,17 @@ from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
-from cuda_ext.distributed.reporting import NAME
-from cuda_ext.distributed.status_board import GAVE_UP, name_ranks
+from cuda_ext.distributed.reporting import NAME, profiler_range
+from cuda_ext.distributed.status_board import FAILED, name_ranks
 from cuda_ext.distributed.trace import Trace
 from cuda_ext.distributed.watch import Watch
 from cuda_ext.distributed.wrapped_module import check_compiler
 
 
 class Arrivals:
-    """The gradients of a backward pass in the order in which they came: bucket and position of each.
+    """The gradients of a backward pass in order of arrival, as (bucket, position).
 
-    If they are ``timed``, also when, in seconds since the first.
+    timed: whether to record times too, in seconds since the first arrival.
     """
 
     def __init__(self, device: torch.device, timed: bool) -> None:
@@ -45,49 +75,46 @@ class Arrivals:
 
 
 class ForwardPasses:
-    """Those since the last backward pass that averaged."""
+    """The forward passes since the last backward pass that averaged."""
 
     def __init__(self) -> None:
-        self.unreached = 0  # how many of them no backward pass has reached yet
+        self.unreached = 0  # how many of them no backward pass has reached yet [Note 2]
 
 
 class Reducer:
-    """Sends every bucket once in a backward pass, strictly in order, as ranks match collectives by their order.
+    """Sends every bucket once per backward pass, in order [Note 1], and waits for the sums at the end [Note 4].
 
-    A bucket goes, or several that are launched as one, when the last gradient has come and all buckets before have
-    gone; those that lack a gradient go at the end of the pass, which is a callback of the autograd engine, so that
-    ``backward()`` returns with the averages in place. A backward call may hold several passes, as re-entrant
-    checkpoints nest them: an average is linear and leaves what is averaged already as it is, so the later passes only
-    add what the earlier ones lacked.
+    One call of ``backward()`` may contain several passes, as re-entrant checkpoints nest them. Averaging is linear and
+    leaves what is already averaged unchanged, so later passes only add what earlier ones lacked.
 
-    A rank whose backward pass reaches an output of the module, and then no parameter, takes part with zeros. One whose
-    backward pass reaches no output does not know of it, and its next pass would meet the one that the other ranks wait
-    in. So with the last sum of a pass each rank tells whether it has forward passes that backward has not reached: all
-    ranks raise if some have and others have not.
+    A rank whose backward pass reaches an output of the module, but no parameter, takes part with zeros. A rank whose
+    backward pass reaches no output does not know of the pass, and its next pass would be matched with the current one
+    of the other ranks. So each rank reports whether it has forward passes that backward has not reached [Note 2], and
+    all ranks raise if only some have.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.buckets: list[GradientBucket] = []
-        self.launches: list[range] = []  # the buckets that go together, in order
+        self.launches: list[range] = []  # the buckets of each launch, in order
         self._enabled = True
         self._slots: list[tuple[bucket_ops.GradientSlots, float]] = []
         self.passes = 0  # that have ended with averages
-        self.times_arrivals = False  # whether those of the next passes are to be timed
-        self.arrivals = Arrivals(device, False)  # of the last of them
+        self.times_arrivals = False  # whether to time arrivals in the next passes
+        self.arrivals = Arrivals(device, False)  # of the last pass
         self.trace: Trace | None = None
         self._device = device
         self.watch = Watch(group, device, self._status)
         self._failure = ""
         self._forward_passes = ForwardPasses()
-        self._lock = threading.Lock()  # the engine has a thread for each device, and each runs hooks
-        self._next = 0  # the launch to go
-        self._waits_for = ""  # the collective that has to come before anything goes on
-        self._active = False  # whether a gradient, of a parameter or output, has come since the last pass ended
-        self._callback_task: int | None = None  # the engine's graph task at whose end _finish() runs
+        self._lock = threading.Lock()  # the engine runs hooks in one thread per device
+        self._next = 0  # the index of the next launch
+        self._waits_for = ""  # the collective that this rank waits for
+        self._active = False  # whether a gradient of a parameter or output was ready since the last pass ended
+        self._callback_task: int | None = None  # the engine's graph task that ends with _finish() [Note 4]
 
     @property
     def enabled(self) -> bool:
-        """Whether backward passes average; not under no_sync()."""
+        """Whether backward passes average: False under no_sync()."""
         return self._enabled
 
     @enabled.setter
@@ -99,7 +126,7 @@ class Reducer:
         self._slots.clear()
 
     def add_slots(self, slots: bucket_ops.GradientSlots, scale: float) -> None:
-        """``scale``: what a pass that averages multiplies gradients with on their way to these slots."""
+        """``scale``: the factor that products apply to gradients in a pass that averages [Note 3]."""
         self._slots.append((slots, scale))
 
     def _open_slots(self) -> None:
@@ -108,14 +135,14 @@ class Reducer:
             slots.open(scale if self._enabled else 1.0)
 
     def use(self, buckets: Sequence[GradientBucket], launches: Sequence[int]) -> None:
-        """Goes on with other buckets, between two passes. ``launches``: how many of them go together, in order."""
+        """Replaces the buckets, between two passes. ``launches``: the number of buckets of each launch, in order."""
         self.buckets = list(buckets)
         ends = list(accumulate(launches, initial=0))
         self.launches = [range(begin, end) for begin, end in pairwise(ends)]
         self._reset()
 
     def gradient_hook(self, number: int, position: int) -> Callable[[object, object], None]:
-        """What runs when AccumulateGrad of a parameter has: for every parameter in every pass that reaches it."""
+        """A hook that runs after AccumulateGrad of a parameter, in every pass that reaches the parameter."""
         bucket = self.buckets[number]
         arrived = bucket.arrived
 
@@ -138,16 +165,16 @@ class Reducer:
                 elif bucket.launched:
                     raise RuntimeError(
                         f"{NAME}: expected one gradient of parameter {bucket.names[position]} in a backward pass, got "
-                        "a second one after the first was sent; re-entrant checkpoints that share a parameter do that: "
+                        "a second one after the first was sent, as from re-entrant checkpoints that share a parameter; "
                         "use torch.utils.checkpoint with use_reentrant=False"
                     )
 
         return on_gradient
 
     def output_hook(self, trains: bool) -> Callable[[torch.Tensor], None]:
-        """What runs when the gradient of an output is there: before any parameter's, in the outermost graph task.
+        """A hook for the gradients of the outputs: it runs before those of parameters, in the outermost graph task.
 
-        Asked for before each forward pass. ``trains``: whether a backward pass is to be expected of it.
+        One is made before each forward pass. ``trains``: whether a backward pass should follow.
         """
         forward_passes, reached = self._forward_passes, not trains
         forward_passes.unreached += trains
@@ -170,8 +197,8 @@ class Reducer:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{NAME}: expected a backward pass without create_graph, got create_graph=True, but averages over "
-                "ranks are no part of a graph; for a penalty on gradients, compute these with torch.autograd.grad(..., "
-                "create_graph=True) and call backward() on the loss that holds the penalty"
+                "ranks cannot be differentiated; for a gradient penalty, compute gradients with torch.autograd.grad("
+                "..., create_graph=True) and call backward() on the loss that includes the penalty"
             )
 
     def _begin(self) -> None:
@@ -193,7 +220,7 @@ class Reducer:
             if any(self.buckets[number].missing for number in self.launches[self._next]):
                 return
             if self._next == len(self.launches) - 1 and self._forward_passes.unreached:
-                return  # this pass may still reach them; `_finish` knows
+                return  # this pass may still reach them [Note 2]
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -202,7 +229,8 @@ class Reducer:
         with torch.no_grad():
             for number in launch:
                 bucket = self.buckets[number]
-                with nullcontext() if self.trace is None else self.trace.packing(number, bucket.label):
+                traced = nullcontext() if self.trace is None else self.trace.packing(number, bucket.label)
+                with traced, profiler_range("pack_bucket"):
                     bucket.pack(left_out=number == last and self._forward_passes.unreached > 0)
             with self._summing(launch):
                 pending = send([self.buckets[number] for number in launch])
@@ -218,9 +246,9 @@ class Reducer:
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:
-        """A failure in here is one of ``what``, a collective, and says so; who waits in here, too."""
+        """Names the collective inside: in the error if it fails, and in this rank's status while it waits."""
         self._waits_for = what
-        outside = not self._active  # of a pass
+        outside = not self._active  # outside of a pass
         if outside:
             self.watch.busy(True)
         try:
@@ -233,28 +261,28 @@ class Reducer:
                 self.watch.busy(False)
 
     def _failed(self, what: str, error: Exception) -> RuntimeError:
-        """What to raise where a collective has failed. The group is of no use from here on."""
+        """The error of a collective that failed. The process group cannot be used from now on."""
         cause = str(error).strip().splitlines()[0]
-        others = self.watch.report(f"{GAVE_UP} {what}: {cause}")
+        others = self.watch.report(f"{FAILED} {what}: {cause}")
         self._reset()
         self._drop_gradients()
         self._failure = (
             f"{NAME}: expected {self.watch.ranks} ranks to take part in {what}, got: {cause}. "
-            f"What the others do: {others}. The gradients of this step are dropped, and the process group is of "
-            "no use any more: end the process; torchrun then restarts the job, which goes on from its last checkpoint"
+            f"Status of the other ranks: {others}. The gradients of this step are dropped, and the process group can "
+            "no longer be used; exit the process, so that torchrun restarts the job from its last checkpoint"
         )
         return RuntimeError(self._failure)
 
     def _status(self) -> str:
-        """What this rank is doing, for the others. Runs in the thread of the watch."""
+        """What this rank is doing, for the errors of the others. Runs in the thread of the watch."""
         unreached = self._forward_passes.unreached
         passes = "forward pass" if unreached == 1 else f"{unreached} forward passes"
         left_out = f", and no backward pass has reached its last {passes}" if unreached else ""
         if self._waits_for:
             return f"waits for {self._waits_for}{left_out}"
         if not self._active:
-            return f"is not in a backward pass; it has done {self.passes}{left_out}"
-        launch = self.launches[min(self._next, len(self.launches) - 1)]  # the main thread goes on meanwhile
+            return f"is not in a backward pass; it has completed {self.passes}{left_out}"
+        launch = self.launches[min(self._next, len(self.launches) - 1)]  # the main thread may change it meanwhile
         number = next((number for number in launch if self.buckets[number].missing), launch[0])
         bucket = self.buckets[number]
         lacking = [name for name, arrived in zip(bucket.names, bucket.arrived) if not arrived]
@@ -268,7 +296,7 @@ class Reducer:
 
     def _finish(self) -> None:
         self._callback_task = None
-        if not self._active:  # no gradient of a parameter was asked for, as by torch.autograd.grad
+        if not self._active:  # no gradient of a parameter was requested, as by torch.autograd.grad
             return
         left_out = bool(self._forward_passes.unreached)
         if self.trace is not None:
@@ -288,30 +316,30 @@ class Reducer:
         self.passes += 1
 
     def _no_averages(self, outcomes: set[Outcome], left_out: bool) -> RuntimeError:
-        """What to raise after a pass with another outcome. ``left_out``: whether this rank has left one out."""
-        if Outcome.GIVEN_UP in outcomes:
+        """The error of a pass without averages. ``left_out``: whether backward did not reach a forward pass here."""
+        if Outcome.ABANDONED in outcomes:
             return RuntimeError(
-                f"{NAME}: expected every rank to finish the backward pass, but one gave it up, likely by an exception "
-                "of its own; the gradients of this step are dropped on all ranks, and training can go on with the next"
+                f"{NAME}: expected every rank to complete the backward pass, got one that did not, probably because of "
+                "an exception; the gradients of this step are dropped on all ranks, and training can continue"
             )
         if Outcome.ANNOUNCED in outcomes:
             return RuntimeError(
-                f"{NAME}: expected parameters to be frozen and freed on all ranks alike, got a rank on which some "
-                "were, and not on this one; the gradients of this step are dropped"
+                f"{NAME}: expected the same parameters to be frozen or unfrozen on all ranks, got a change on another "
+                "rank and none on this one; the gradients of this step are dropped"
             )
         ranks = self.watch.ranks_that(left_out)
         return RuntimeError(
-            f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks alike, got a "
+            f"{NAME}: expected backward to reach an output of every forward pass, or of none on all ranks, got a "
             f"forward pass on {name_ranks(ranks) if ranks else 'some ranks'} that backward has not reached: the loss "
-            "was a constant, or the step was skipped. So gradients of different steps have met; they are dropped on "
-            "all ranks, and training can go on with the next step, unless an optimizer has stepped on some ranks only. "
-            "Let every loss depend on the output (loss + 0.0 * output.sum()), skip a step on all ranks or on none, and "
-            "run forward passes that nothing is trained on under torch.no_grad()"
+            "was a constant, or the step was skipped. So gradients of different steps were added; they are dropped on "
+            "all ranks, and training can continue, unless an optimizer has stepped on some ranks only. Let every loss "
+            "depend on the output (loss + 0.0 * output.sum()), skip a step on all ranks or on none, and run forward "
+            "passes without a backward pass under torch.no_grad()"
         )
 
     def recover(self) -> None:
-        """Completes what a backward pass that ended in an exception has left undone; does nothing inside of one."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes the forward pass again
+        """After a backward pass that ended in an exception, completes its launches; no-op inside a backward pass."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward pass
             return
         self._callback_task = None
         if self._failure:
@@ -323,7 +351,7 @@ class Reducer:
             self._reset()
 
     def announce_change(self) -> bool:
-        """A pass without gradients, after parameters were frozen or freed; whether they were on all ranks."""
+        """A pass without gradients, after parameters were frozen or unfrozen; returns whether all ranks did so."""
         for bucket in self.buckets:
             bucket.release_views()
         everywhere = True
@@ -333,8 +361,8 @@ class Reducer:
         return everywhere
 
     def shadow(self) -> None:
-        """A backward pass without gradients, for a rank that has no inputs left while others go on."""
-        self._drop_gradients()  # of its own last step
+        """A backward pass without gradients, for a rank that has no inputs left while others have."""
+        self._drop_gradients()  # of this rank's last step
         self._begin()
         self._finish()
         self._drop_gradients()

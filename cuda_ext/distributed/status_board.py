@@ -1,7 +1,7 @@
-"""Where every rank leaves a line on what it is doing, for the others to read: in a store, and a second time elsewhere.
+"""Boards to which every rank writes its status, for the others to read: in a store, and at the last rank.
 
-The store of a process group is most often a process on the first host, rank 0 itself or its launcher, and goes with it.
-So the last rank, which launchers place on the last host, keeps the lines, too: `board_at_last_rank`.
+The store of a process group is usually a process on the first host, rank 0 itself or its launcher, and fails with it.
+So the last rank, which launchers put on the last host, keeps a second board: `board_at_last_rank`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-GAVE_UP = "gave up"  # how the last line of a rank begins
-PATIENCE = 2.5  # intervals after which a rank that writes nothing new, or a board that does not answer, counts as gone
-BOARD_ERRORS = (RuntimeError, OSError)  # where a board is gone
+FAILED = "failed in"  # begins the last status of a rank
+PATIENCE = 2.5  # intervals without a new status, or without an answer, after which a rank or a board counts as lost
+BOARD_ERRORS = (RuntimeError, OSError)  # raised if a board cannot be reached
 
-Line = tuple[int, str]  # how many a rank has written, and the last
+Line = tuple[int, str]  # the number of statuses that a rank has written, and the last one
 
 
 @dataclass
@@ -36,17 +36,17 @@ class _Heard:
 
 
 class StatusBoard(ABC):
-    """interval: seconds between two lines of a rank that waits, or computes for long."""
+    """interval: seconds between two statuses of a rank that waits, or computes for long."""
 
-    reconnects = True  # whether it may answer again after an error
+    reconnects = True  # whether the board may answer again after an error
 
     def __init__(self, rank: int, ranks: int, interval: float) -> None:
         self.interval = interval
         self._rank, self._others = rank, [other for other in range(ranks) if other != rank]
         self._written = 0
-        self._heard: dict[int, _Heard] = {}  # of the others, in the running pass
+        self._heard: dict[int, _Heard] = {}  # from the other ranks, in the current pass
         self._asked = 0.0  # when the others were last read
-        self._tries_since: float | None = None  # since when `write` has waited for an answer
+        self._tries_since: float | None = None  # when `write` began to wait for an answer
         self._lost = False
 
     @abstractmethod
@@ -59,12 +59,12 @@ class StatusBoard(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether it did, as far as that is known."""
+        """Whether the board answered the last time, or may still answer in time."""
         since = self._tries_since
         return not self._lost and (since is None or time.monotonic() < since + PATIENCE * self.interval)
 
     def forget(self) -> None:
-        """Another pass begins: who is silent in it is asked anew."""
+        """Forgets what the other ranks wrote, when a new pass begins."""
         self._heard = {}
 
     def write(self, doing: str) -> None:
@@ -79,7 +79,8 @@ class StatusBoard(ABC):
         self._tries_since = None
 
     def read(self) -> list[int]:
-        """Reads the lines of the others; returns who has written nothing new since it was last read, nor given up."""
+        """Reads the statuses of the others; returns the ranks that wrote nothing new since the last read and have not
+        failed."""
         return self._read(self._others, self._heard)
 
     def _read(self, ranks: Sequence[int], heard: dict[int, _Heard]) -> list[int]:
@@ -88,13 +89,13 @@ class StatusBoard(ABC):
             known = heard.get(rank)
             if known is None or known.number != number:
                 heard[rank] = _Heard(number, doing, time.monotonic())
-            if (known is None or known.number == number) and not doing.startswith(GAVE_UP):
+            if (known is None or known.number == number) and not doing.startswith(FAILED):
                 unheard.append(rank)
         self._asked = time.monotonic()
         return unheard
 
     def others(self) -> str:
-        """What the others do; who writes nothing new for a while is silent. Waits for that while, if need be."""
+        """The status of the other ranks. Waits until each has written a new one, or counts as lost."""
         heard = self._heard
         try:
             unheard = self._read(self._others, heard)
@@ -104,29 +105,29 @@ class StatusBoard(ABC):
         except BOARD_ERRORS:
             if not heard:
                 raise
-            unheard = [rank for rank, last in heard.items() if not last.doing.startswith(GAVE_UP)]
+            unheard = [rank for rank, last in heard.items() if not last.doing.startswith(FAILED)]
         ranks_that: dict[str, list[int]] = {}
         for rank, last in heard.items():
             doing, silent_for = last.doing, time.monotonic() - last.since
             if rank in unheard and silent_for >= PATIENCE * self.interval:
-                doing = f"gives no sign of life{'; the last one: ' + doing if doing else ''}"
-            elif rank in unheard:  # when the board was gone
-                doing = f"has said nothing new for {silent_for:.1f} s{', before that: ' + doing if doing else ''}"
+                doing = f"does not respond{'; its last status: ' + doing if doing else ''}"
+            elif rank in unheard:  # because the board could not be reached
+                doing = f"has not reported for {silent_for:.1f} s{'; its last status: ' + doing if doing else ''}"
             ranks_that.setdefault(doing, []).append(rank)
         return "; ".join(
             f"{'each of ' if len(ranks) > 1 else ''}{name_ranks(ranks)} {doing}" for doing, ranks in ranks_that.items()
         )
 
     def report(self, doing: str) -> Callable[[], str]:
-        """Writes a line, and asks for `others`, in a thread; what it returns waits for the answer as long as is due.
+        """Writes a status and reads `others` in a thread. The returned function waits for the answer, up to a deadline.
 
-        The board may be on a host that is gone: then whoever asks waits for long, but not who waits for the answer.
+        If the host of the board is lost, the thread may wait much longer than the deadline.
         """
         answer: Future[str] = Future()
 
         def ask() -> None:
             try:
-                with contextlib.suppress(*BOARD_ERRORS):  # what was heard before may still tell
+                with contextlib.suppress(*BOARD_ERRORS):  # statuses from before may still be useful
                     self.write(doing)
                 answer.set_result(self.others())
             except BOARD_ERRORS as error:
@@ -139,9 +140,9 @@ class StatusBoard(ABC):
 
 
 class BoardInStore(StatusBoard):
-    """In the store of a process group."""
+    """A board in the store of a process group."""
 
-    reconnects = False  # and each try to use a connection that is gone logs a page
+    reconnects = False  # each use of a lost connection logs a page of errors
 
     def __init__(self, store: Any, prefix: str, rank: int, ranks: int, interval: float) -> None:
         super().__init__(rank, ranks, interval)
@@ -149,7 +150,7 @@ class BoardInStore(StatusBoard):
 
     def _put(self, line: Line) -> None:
         self._store.set(f"{self._prefix}/{self._rank}", json.dumps(line))
-        self._get([self._rank])  # unlike `set` this waits for an answer
+        self._get([self._rank])  # waits for an answer, unlike `set`
 
     def _get(self, ranks: Iterable[int]) -> dict[int, Line]:
         return {rank: self._line(f"{self._prefix}/{rank}") for rank in ranks}
@@ -164,9 +165,9 @@ class BoardInStore(StatusBoard):
 def board_at_last_rank(
     store: Any, prefix: str, rank: int, ranks: int, interval: float, stopped: threading.Event
 ) -> StatusBoard | None:
-    """None where ``store`` is none of a process that may be gone, or ``stopped`` is set before the last rank is there.
+    """The second board. None if ``store`` is not a TCPStore, which can fail, or if ``stopped`` is set meanwhile.
 
-    Waits for the last rank, which tells by ``store`` where its board is.
+    Waits for the last rank, which publishes the address of its board in ``store``.
     """
     server = _tcp_store(store)
     if server is None:
@@ -184,7 +185,7 @@ def board_at_last_rank(
 
 
 class _OwnBoard(StatusBoard):
-    """In this process, for all ranks, until nobody holds it: a thread answers with the lines that are asked for."""
+    """A board in this process: a thread serves it to all ranks until this object is deleted."""
 
     def __init__(self, rank: int, ranks: int, interval: float, prefix: str) -> None:
         super().__init__(rank, ranks, interval)
@@ -224,7 +225,7 @@ class _RemoteBoard(StatusBoard):
 
 
 def _serve(listener: socket.socket, prefix: str, ranks: int, lines: dict[int, Line]) -> None:
-    """Answers one connection after the other, of those who know ``prefix``, until ``listener`` is closed."""
+    """Answers one connection at a time until ``listener`` is closed; ignores clients that do not send ``prefix``."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -255,10 +256,10 @@ def _stop_listening(listener: socket.socket) -> None:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Where other ranks reach this process, all of which reach ``host``."""
+    """An address of this process for the other ranks: that of the interface towards ``host``, which all ranks reach."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as route:
-        route.connect(address)  # of UDP: sends nothing
+        route.connect(address)  # UDP: sends nothing
         own: str = route.getsockname()[0]
     return host if own == address[0] or ipaddress.ip_address(own).is_loopback else own
 
@@ -270,7 +271,7 @@ def _tcp_store(store: Any) -> Any:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 1, 2 and 4", or of many the first and how many more."""
+    """ "rank 3", "ranks 1, 2 and 4", or the first eight and the number of the others."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = [str(rank) for rank in ranks[:8]]

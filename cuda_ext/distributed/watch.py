@@ -1,14 +1,13 @@
-"""Who is missing: what every rank is doing, for the others to read when a collective does not end.
+"""The status of every rank, for the others to read when a collective does not end.
 
-A collective that fails, or hangs, knows neither parameters nor buckets, and often not even the rank. So threads of each
-rank write a line to each of two boards whenever a backward pass takes long, and every rank that fails reads the lines
-of the others into its error. While steps follow each other nothing is written.
+The error of a failed collective names neither parameters nor buckets, and often not even the rank. So threads of each
+rank write its status to two boards whenever a backward pass takes long, and a rank that fails includes the status of
+the others in its error. While steps succeed quickly, nothing is written.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from cuda_ext.distributed.collectives import agreed_name
+from cuda_ext.distributed.reporting import logger
 from cuda_ext.distributed.status_board import (
     BOARD_ERRORS,
     BoardInStore,
@@ -26,16 +26,17 @@ from cuda_ext.distributed.status_board import (
     board_at_last_rank,
 )
 
-logger = logging.getLogger("cuda_ext.distributed")
-STOPPING = 2.0  # seconds that the end of a process waits for a board that does not answer
+STOPPING = 2.0  # seconds that the exit of a process waits for a board that does not answer
 
 
 class Watch:
-    """Of one rank; making one is a collective. ``status()`` says in a few words what it is doing, in another thread.
+    """Publishes the status of this rank. The constructor is a collective.
 
-    interval: seconds between two looks; who has begun or ended no backward pass since the last writes its line.
-    warn_after: seconds after which a pass that does not end is logged as a warning, with what the others do: before the
-    timeout of the group, as that of NCCL ends the process. Both default to parts of that timeout.
+    status: returns in a few words what this rank is doing; called in other threads.
+    interval: seconds between two checks; a rank that began or ended no backward pass since the last check writes its
+        status.
+    warn_after: seconds after which a pass that does not end is logged as a warning, with the status of the others:
+        before the timeout of the group, as NCCL's ends the process. Both default to fractions of that timeout.
     """
 
     def __init__(
@@ -49,20 +50,20 @@ class Watch:
     ) -> None:
         timeout = _timeout(group, device)
         self.rank, self.ranks = group.rank(), group.size()
-        # All write to one process; a thousand ranks do it less often.
+        # All ranks write to one process; a thousand ranks write less often.
         self.interval = interval or max(min(1.0, timeout / 10), self.ranks / 256)
         self.warn_after = warn_after or timeout / 2
         self._status = status
         self._prefix = f"cuda_ext/watch/{agreed_name(group)}"
         store: Any = group.get_group_store()
-        self._store = store.clone()  # a client of its own: that of the group may be waiting for something
-        # That of the store, and once a thread has found it the one at the last rank.
+        self._store = store.clone()  # a separate client, as the group's may be blocked
+        # The board in the store, and the one at the last rank once a thread has found it.
         self.boards: list[StatusBoard] = [BoardInStore(self._store, self._prefix, self.rank, self.ranks, self.interval)]
         self._since = time.monotonic()
         self._busy = False
         self._warned = False
-        self._times_asked = 0  # which ranks something holds for
-        self._asked: set[StatusBoard] = set()  # boards of which the others' lines were read before a warning
+        self._times_asked = 0  # calls of `ranks_that`
+        self._asked: set[StatusBoard] = set()  # boards that were read for a warning
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -84,8 +85,8 @@ class Watch:
     def stop(self) -> None:
         """Ends the threads.
 
-        They must not come back from the store while the interpreter goes down: Python would end them in the midst of
-        C++, which ends the process by an abort.
+        They must not return from the store while the interpreter shuts down: Python would end them inside C++ code,
+        which aborts the process.
         """
         self._stopped.set()
         deadline = time.monotonic() + STOPPING
@@ -95,7 +96,7 @@ class Watch:
         del self.boards[1:]
 
     def look(self, board: StatusBoard) -> None:
-        """What the thread of a board does at every interval."""
+        """One check by the thread of a board, at every interval."""
         waited = time.monotonic() - self._since
         if waited <= self.interval:
             return
@@ -110,10 +111,10 @@ class Watch:
                 self._warned = True
                 logger.warning("rank %d, for %.0f s, %s; %s", self.rank, waited, status, others)
         elif not self.boards[0].answers and board is not self.boards[0]:
-            board.read()  # now: the last rank may soon be gone, too
+            board.read()  # now, as the last rank may soon fail, too
 
     def report(self, doing: str) -> str:
-        """Tells the others what this rank was ``doing``; returns "rank 1 does that; each of ranks 2 and 3 does it"."""
+        """Tells the others what this rank was ``doing``; returns their status: "rank 1 waits for ...; rank 2 ..."."""
         answers = [board.report(doing) for board in self.boards]
         silent = ""
         for answer in answers:
@@ -121,13 +122,13 @@ class Watch:
                 return answer() + silent
             except (concurrent.futures.TimeoutError, *BOARD_ERRORS):
                 silent = f"; {_STORE} does not answer"
-        what = ", nor does the last rank, which keeps what ranks say, too" if len(answers) > 1 else ""
-        return f"{_STORE} does not answer{what}; likely rank 0 is gone, or its host is cut off"
+        what = ", and neither does the last rank, which has a copy" if len(answers) > 1 else ""
+        return f"{_STORE} does not answer{what}; probably rank 0 has ended, or its host is disconnected"
 
     def ranks_that(self, holds: bool) -> list[int]:
-        """The ranks that say True. All have to call it; empty if some do not in time, or the store does not answer.
+        """The ranks that pass True. All ranks call it; empty if some do not in time, or if the store does not answer.
 
-        By the store, as collectives of the group may be out of step where this is asked.
+        Uses the store, as collectives of the group may be out of step when this is called.
         """
         self._times_asked += 1
         prefix = f"{self._prefix}/ranks_that/{self._times_asked}"
@@ -184,7 +185,7 @@ def _watch(weak_watch: weakref.ref[Watch], board: StatusBoard, stopped: threadin
             return
         try:
             watch.look(board)
-        except BOARD_ERRORS as error:  # the group was destroyed, or the host of the board is gone
+        except BOARD_ERRORS as error:  # the group was destroyed, or the host of the board failed
             logger.debug("rank %d: a board does not answer: %s", watch.rank, error)
             if not board.reconnects:
                 return

@@ -1,8 +1,7 @@
-"""Modules around the ops: the layers of a Llama-style transformer, whose state dicts load the weights that people
-already have."""
+"""Transformer layers built on the ops. Their state dicts load weights of `torch.nn`, timm and Llama-style models."""
 
 from cuda_ext.nn.attention import RotaryEmbedding, SelfAttention
-from cuda_ext.nn.linear import GatedMLP, Linear
+from cuda_ext.nn.linear import MLP, GatedMLP, Linear
 from cuda_ext.nn.packing import unpacked
 
-__all__ = ["GatedMLP", "Linear", "RotaryEmbedding", "SelfAttention", "unpacked"]
+__all__ = ["MLP", "GatedMLP", "Linear", "RotaryEmbedding", "SelfAttention", "unpacked"]

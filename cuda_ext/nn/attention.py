@@ -18,10 +18,10 @@ class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by angles proportional to their positions.
 
     RoFormer (Su et al., arXiv 2104.09864), section 3.2.2.
-    Element d of the first half of a head and element d + D/2 form a pair (the "rotate half" order of Llama
-    checkpoints, where the paper pairs neighbours), which turns by ``position * base**(-2 d / D)`` radians. Angles are
-    float32, and products float32 or, for float64, float64. The tables are buffers that no state dict holds; they
-    start at ``max_seqlen`` positions, double when a longer sequence comes, and stay float32 when the module is cast.
+    Elements d and d + D/2 of a head form a pair (the "rotate half" order of Llama checkpoints; the paper pairs
+    neighbours), which is rotated by ``position * base**(-2 d / D)`` radians. Angles are float32; products are float32,
+    or float64 for float64. The tables are buffers outside the state dict; they start with ``max_seqlen`` positions,
+    double if a sequence is longer, and stay float32 if the module is cast.
 
     Args:
         head_dim: D, even.
@@ -57,7 +57,7 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
-        # a cast has rounded the tables, to_empty has dropped them
+        # Casts round the tables, and to_empty drops them.
         self.cos, self.sin = self._tables(self.cos.shape[0], self.cos.device)
         return self
 
@@ -83,19 +83,20 @@ class SelfAttention(nn.Module):
         head_dim: D. Default E / H.
         bias: whether the projections of q, k and v have a bias. Default False.
         out_bias: whether the output projection has one. Default ``bias``.
-        causal: whether a position sees itself and those before it only. Default True.
-        window: (left, right), how many keys to each side a position sees, None = unbounded. Default None.
+        causal: whether a position sees only itself and earlier positions. Default True.
+        window: (left, right), the number of keys that a position sees on each side, None = unbounded. Default None.
         scale: of the scores. Default ``D ** -0.5``.
-        softcap: ``softcap * tanh(scores / softcap)`` where it is above 0. Default 0.
+        softcap: ``softcap * tanh(scores / softcap)`` if above 0. Default 0.
         sinks: whether every head has a learnable logit without a value, ``sinks`` (H,), starting at 0. Default False.
         dropout_p: the probability of dropping an attention weight in training, in [0, 1). Default 0.
         rotary_base: see `RotaryEmbedding`; None = no rotary embedding. Default 10000.
         device, dtype: of the parameters.
 
-    Options that `cuda_ext.flash_attention` would refuse raise its RuntimeError when the module is made.
+    Options that `cuda_ext.flash_attention` refuses raise its RuntimeError in the constructor.
 
-    Shape: input (B, S, E) -> (B, S, E); ``residual`` (B, S, E), if given, is added in the epilogue of the output
-    projection.
+    Shape: input (B, S, E) -> (B, S, E). Optional: ``residual`` (B, S, E), added in the epilogue of the output
+    projection; ``bias`` (numbers) and ``mask`` (booleans, True = attend), which broadcast to (B, H, S, S), as
+    `cuda_ext.flash_attention` takes them.
 
     State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
     (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
@@ -153,23 +154,32 @@ class SelfAttention(nn.Module):
         aliases |= {f"out_proj.{kind}": f"o_proj.{kind}" for kind in ("weight", "bias")}
         pack_on_load(self, "qkv_proj", {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}, aliases)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         qkv = self.qkv_proj(input).unflatten(-1, (-1, self.head_dim))  # (B, S, H + 2 Hk, D)
         query_key, value = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.rotary is not None:
             query_key = self.rotary(query_key)
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
-        return self.o_proj(self._attend(query, key, value, self.sinks).flatten(2), residual)
+        out = self._attend(query, key, value, sinks=self.sinks, bias=bias, mask=mask)
+        return self.o_proj(out.flatten(2), residual)
 
     def _check_options(self) -> None:
-        """Calls the op on nothing, so that it refuses here what it would refuse later. Takes no random number."""
+        """Calls the op on empty tensors, so that the constructor raises what `forward` would raise. Draws no random
+        number."""
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         query_key_value = (torch.empty(0, 0, h, self.head_dim, device="cpu", dtype=torch.float32) for h in heads)
         with torch.random.fork_rng(devices=()):
             self._attend(*query_key_value)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        out = flash_attention(
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **tensors: Tensor | None) -> Tensor:
+        return flash_attention(
             query,
             key,
             value,
@@ -177,11 +187,11 @@ class SelfAttention(nn.Module):
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
-            sinks=sinks,
             dropout_p=self.dropout_p if self.training else 0.0,
+            sinks=tensors.get("sinks"),
+            bias=tensors.get("bias"),
+            mask=tensors.get("mask"),
         )
-        assert isinstance(out, Tensor)  # not a pair, as no lse was asked for
-        return out
 
     def extra_repr(self) -> str:
         always = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim", "causal")}

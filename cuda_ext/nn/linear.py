@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuda_ext.gemm import gated_linear, gated_mlp, linear
+from cuda_ext.gemm import gated_linear, gated_mlp, linear, mlp
 from cuda_ext.nn.packing import pack_on_load
 
 
 def _empty() -> Tensor:
-    """With it an op does nothing but check its options: a constructor then raises what `forward` would."""
+    """An empty input, on which an op only checks its options: constructors call the op on it to raise what `forward`
+    would raise."""
     return torch.empty(0, 0, device="cpu", dtype=torch.float32)
 
 
 class Linear(nn.Linear):
-    """``activation(input @ weight.T + bias) + residual`` in one op, with the parameters and the state dict of
+    """``activation(input @ weight.T + bias) + residual`` as one op, with the parameters and state dict of
     `torch.nn.Linear`.
 
     Args:
@@ -51,9 +52,50 @@ class Linear(nn.Linear):
         return super().extra_repr() + (f", activation={self.activation}" if self.activation else "")
 
 
+class MLP(nn.Module):
+    """The feed-forward layer of GPT-2 and ViT as one op: ``fc2(activation(fc1(input))) + residual``.
+
+    Args:
+        features: K, the size of the last dimension of input and output.
+        hidden_features: F, the size of the hidden layer.
+        bias: whether both layers have a bias. Default True.
+        activation: "gelu" (erf, default), "gelu_tanh", "relu", "silu" or None; another raises RuntimeError.
+        device, dtype: of the parameters.
+
+    Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.
+
+    State dict: ``fc1.weight`` (F, K) and ``fc2.weight`` (K, F), with ``.bias`` where there is one: that of two
+    `torch.nn.Linear` under the names that timm's ``Mlp`` and many models use.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        bias: bool = True,
+        activation: str | None = "gelu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.activation = activation
+        linear(_empty(), _empty(), activation=activation)
+        self.fc1 = Linear(features, hidden_features, **factory)
+        self.fc2 = Linear(hidden_features, features, **factory)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        one, two = self.fc1, self.fc2
+        return mlp(input, one.weight, two.weight, one.bias, two.bias, activation=self.activation, residual=residual)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}"
+
+
 class GatedMLP(nn.Module):
     """The feed-forward layer of Llama-style models as one op: ``down_proj(activation(gate_proj(input)) *
-    up_proj(input))``.
+    up_proj(input)) + residual``.
 
     With "silu" this is SwiGLU, with "gelu" GEGLU (Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202,
     equation 6).
@@ -65,11 +107,11 @@ class GatedMLP(nn.Module):
         activation: of the gate: "silu" (default), "relu", "gelu", "gelu_tanh" or None; another raises RuntimeError.
         device, dtype: of the parameters.
 
-    Shape: input (..., K) -> (..., K).
+    Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.
 
     State dict: ``gate_up_proj.weight`` (2F, K), the rows of the gate first, and ``down_proj.weight`` (K, F), with
-    ``.bias`` where there is one. ``gate_proj.weight`` and ``up_proj.weight``, both (F, K), load as well;
-    `cuda_ext.nn.unpacked` gives them back.
+    ``.bias`` if there is one. Separate ``gate_proj.weight`` and ``up_proj.weight``, both (F, K), load too;
+    `cuda_ext.nn.unpacked` returns them.
     """
 
     def __init__(
@@ -90,9 +132,11 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(hidden_features, features, **factory)
         pack_on_load(self, "gate_up_proj", {"gate_proj": hidden_features, "up_proj": hidden_features})
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
-        return gated_mlp(input, up.weight, down.weight, up.bias, down.bias, activation=self.activation)
+        return gated_mlp(
+            input, up.weight, down.weight, up.bias, down.bias, activation=self.activation, residual=residual
+        )
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"

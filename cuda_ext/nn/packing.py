@@ -1,8 +1,8 @@
 """One weight for several projections of the same input.
 
 q, k and v, and likewise gate and up, are stored as the rows of one weight, so that one GEMM computes them all.
-Checkpoints mostly keep them apart under names of their own. `pack_on_load` makes a module take either form;
-`unpacked` gives its tensors back under the separate names.
+Checkpoints usually have separate weights. `pack_on_load` makes a module load either form; `unpacked` returns its
+tensors under the separate names.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 def pack_on_load(
     module: nn.Module, packed: str, parts: dict[str, int], aliases: Mapping[str, str] | None = None
 ) -> None:
-    """Lets ``module.load_state_dict`` take the rows of its child linear layer ``packed`` as separate layers.
+    """Lets ``module.load_state_dict`` load the rows of its child linear layer ``packed`` from separate layers.
 
     ``parts`` maps the names of the separate layers, in the order of their rows, to their numbers of rows: with
     ``{"gate_proj": F, "up_proj": F}`` the keys ``gate_proj.weight`` (F, K) and ``up_proj.weight`` (F, K) become
-    ``gate_up_proj.weight`` (2F, K), and the biases likewise. ``aliases`` maps further key names to those of the
-    module, for formats that only name things differently.
+    ``gate_up_proj.weight`` (2F, K), and the biases likewise. ``aliases`` maps other key names to those of the
+    module, for formats that differ only in names.
 
-    Loading raises RuntimeError, as ``load_state_dict`` does, when only some of the parts are there, when one has the
-    wrong shape, or when the packed key is there too; also with ``strict=False``, which lets whole layers be absent
-    but not halves of one.
+    Loading raises RuntimeError, like ``load_state_dict``, if only some of the parts are present, if one has the wrong
+    shape, or if the packed key is present too; also with ``strict=False``, which allows missing layers but not missing
+    parts of one.
     """
     module._packed_parts = {**getattr(module, "_packed_parts", {}), packed: parts}  # type: ignore[assignment]
     module.register_load_state_dict_pre_hook(
@@ -49,7 +49,7 @@ def _rename_and_pack(
     parts: dict[str, int],
     aliases: Mapping[str, str],
 ) -> None:
-    """The hook that `pack_on_load` registers; at the top level of a file, so that the module can be pickled."""
+    """The hook that `pack_on_load` registers; a top-level function, so that the module can be pickled."""
     for alias, name in aliases.items():
         if prefix + alias in state_dict and prefix + name not in state_dict:
             state_dict[prefix + name] = state_dict.pop(prefix + alias)
@@ -62,7 +62,7 @@ def _rename_and_pack(
 
 
 def _pack(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: torch.Size) -> str | None:
-    """Replaces the keys of ``parts`` by ``key``; says what is wrong with them, or None."""
+    """Replaces the keys of ``parts`` by ``key``; returns an error message, or None."""
     found = {name: state_dict.pop(name) for name in parts if name in state_dict}
     if not found:
         return None
@@ -79,11 +79,11 @@ def _pack(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: to
 
 
 def unpacked(module: nn.Module, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a model under the names of Llama-style checkpoints: the opposite of loading such a checkpoint.
+    """The tensors of a model under the names of Llama-style checkpoints: the inverse of loading such a checkpoint.
 
-    ``named_tensors`` (default: ``module.state_dict()``) may hold anything that has the names and the shapes of the
-    parameters, such as their gradients. Packed tensors come back as views of their parts (``gate_up_proj.weight``
-    (2F, K) as ``gate_proj.weight`` and ``up_proj.weight``, both (F, K)); all others come back as they are.
+    ``named_tensors`` (default: ``module.state_dict()``) may be any tensors with the names and shapes of the parameters,
+    such as their gradients. Packed tensors are returned as views of their parts (``gate_up_proj.weight`` (2F, K) as
+    ``gate_proj.weight`` and ``up_proj.weight``, both (F, K)), all others unchanged.
     """
     tensors = dict(module.state_dict() if named_tensors is None else named_tensors)
     for prefix, owner in module.named_modules():

@@ -1,14 +1,14 @@
-"""References and the tolerance rule: what every op of the package is held against.
+"""Tools to test the ops: references, a tolerance rule, dropout's random numbers, and the emulator of the CUDA kernels.
 
-Each ``reference_*`` function repeats the signature and the meaning of one public op in a few lines of plain PyTorch.
-It works in whatever dtype it is given, and torch's autograd differentiates it, so the same function serves twice: in
-float64 it is the reference, and in the dtype of the op under test it is the plain PyTorch evaluation whose error sets
-the tolerance (`assert_close_to_reference`). Attention here holds the whole Sq x Sk matrix of scores; it is made to be
-right and easy to read, not to be fast.
+Each ``reference_*`` function has the signature and the meaning of one public op, in a few lines of plain PyTorch. It
+works in any dtype, and autograd differentiates it, so it serves two purposes: in float64 it is the reference, and in
+the dtype of the op under test it is the plain PyTorch evaluation whose error sets the tolerance
+(`assert_close_to_reference`). The attention reference holds the whole Sq x Sk matrix of scores: it is written to be
+correct and readable, not fast.
 
-`emulated` runs the CUDA kernels on a machine without a GPU.
+`emulated` runs the CUDA kernels without a GPU.
 
-Importing this module needs torch alone, not the compiled library.
+Importing this package needs only torch, not the compiled library.
 """
 
 from cuda_ext.testing.emulation import Emulation, emulated, is_emulating

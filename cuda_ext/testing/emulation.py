@@ -1,4 +1,4 @@
-"""`emulated` runs the CUDA kernels on a machine without a GPU."""
+"""`emulated` runs the CUDA kernels on CPU tensors, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Emulation", "emulated", "emulated_by", "is_emulating"]
 
 @dataclass(frozen=True)
 class Emulation:
-    """What the emulated kernels of an `emulated` block did, up to now or, after the block, up to its end."""
+    """What the kernels in an `emulated` block have done so far, or in all of it once it has ended."""
 
     _module: Any
     _before: dict[str, int]
@@ -24,13 +24,13 @@ class Emulation:
 
         ``blocks``, ``mma``, ``wgmma``, ``ldmatrix``, ``shuffle``, ``barrier``, ``atomic``; bytes moved by
         ``cp_async``, ``tma_load``, ``tma_store``, ``global_load``, ``global_store``; 32-byte sectors of global memory
-        touched; ``wavefronts`` of shared memory, and how many they were without bank conflicts (``ideal``).
+        touched; ``wavefronts`` of shared memory, and their number without bank conflicts (``ideal``).
         """
         return self._final or {name: count - self._before[name] for name, count in self._module.counters().items()}
 
     @property
     def sync_sites(self) -> list[tuple[str, int, str]]:
-        """File, line and instruction of every synchronisation call that a kernel of this process has reached."""
+        """File, line and instruction of every synchronisation call that kernels in this process have executed."""
         return list(self._module.sync_sites())
 
 
@@ -50,30 +50,31 @@ def emulated(
     skip: tuple[str, int, str] | None = None,
     processors: int = 4,
 ) -> Iterator[Emulation]:
-    """Within the block the public ops on CPU tensors run the *CUDA* kernels, on an emulator.
+    """Inside the block, the public ops on CPU tensors run the *CUDA* kernels on an emulator.
 
-    The kernels are the very sources that nvcc compiles, started by the same launchers with the same heuristics; an op
-    without a CUDA kernel raises NotImplementedError. The first use compiles them with the C++ compiler, which takes
-    one to three minutes and a source checkout. All threads of the process are affected; blocks may be nested.
+    The kernels are compiled from the same sources as by nvcc, and started by the same launchers with the same
+    heuristics; an op without a CUDA kernel raises NotImplementedError. The first use compiles them with the C++
+    compiler, which needs a source checkout and takes one to three minutes. All threads of the process are affected;
+    blocks may be nested.
 
     Args:
-        arch: the GPU that is emulated: "sm_80", "sm_89", which has less shared memory, or "sm_90a".
-        mode: "eager": asynchronous copies and products are done when they are issued. "lazy": at the last moment that
-            the kernel's waits allow, and until then there are NaNs where they write.
-        schedule: "fifo": warps run in turn. "pct": by random priorities, drawn anew now and then (Burckhardt et al.,
+        arch: the GPU to emulate: "sm_80", "sm_89", which has less shared memory, or "sm_90a".
+        mode: when asynchronous copies and products complete: "eager", as soon as they are issued; "lazy", as late as
+            the kernel's waits allow, and until then their destination holds NaNs.
+        schedule: "fifo": warps run in turn. "pct": by random priorities that change at random times (Burckhardt et al.,
             A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLOS 2010).
         seed: of the schedule.
-        check_races: hold every access to memory against those that nothing orders before it, plain loads and stores
-            included; several times slower.
-        ordered_sums: with `check_races`, atomic additions of floats are races too unless something orders them: for
-            kernels that promise the same bits in every run.
-        threads: of the host; 0 for all cores.
-        skip: a synchronisation call (file, line, instruction) that does nothing: a test of tests.
-        processors: multiprocessors of the GPU that is emulated, which decide how launchers divide the work: an A100 has
-            108, an H200 132, an RTX 4090 128. So few by default that small problems already take several waves.
+        check_races: report unordered accesses to the same memory as races, including plain loads and stores; several
+            times slower.
+        ordered_sums: with `check_races`, unordered atomic additions of floats are races too. For kernels that promise
+            the same bits in every run.
+        threads: the number of host threads; 0 for all cores.
+        skip: a synchronisation call (file, line, instruction) to ignore, to show that a test notices it.
+        processors: the number of SMs, by which launchers divide the work: an A100 has 108, an H200 132, an RTX 4090
+            128. The default is small so that small problems take several waves.
 
     Raises RuntimeError, naming kernel, thread, instruction and source line, for a race, a deadlock, an access out of
-    bounds, a bad launch.
+    bounds or an invalid launch.
 
     >>> with emulated(mode="lazy", schedule="pct", seed=3) as emulation:
     ...     out = cuda_ext.gemm(a, b)
@@ -110,7 +111,7 @@ def emulated(
 
 @contextmanager
 def emulated_by(module: Any, settings: dict[str, Any]) -> Iterator[Emulation]:
-    """`emulated`, with the kernels of `module`, which has the functions of the module `_simt` (csrc/emulated)."""
+    """`emulated` with the kernels of `module`, which has the interface of the module `_simt` (csrc/emulated)."""
     from cuda_ext._load import ops
 
     _emulation_settings.append((module, settings))
@@ -130,7 +131,7 @@ def is_emulating() -> bool:
 
 
 def _apply_emulation(ops: Any) -> None:
-    """What the innermost block says, or no emulation outside of all."""
+    """Applies the settings of the innermost block, or ends the emulation outside all blocks."""
     if not _emulation_settings:
         ops._emulate(0)
         return

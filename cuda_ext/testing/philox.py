@@ -13,12 +13,11 @@ _MASK32 = 0xFFFFFFFF
 
 
 def philox_uint32(seed: int, offset: int, elements: Tensor) -> Tensor:
-    """The 32 random bits of each element, as int64 in [0, 2**32), in the shape of ``elements`` (int64, any shape, >=
-    0).
+    """The 32 random bits of each element, as int64 in [0, 2**32), in the shape of ``elements`` (int64, >= 0).
 
     Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). The key is the two halves of
     ``seed``; the counter is the two halves of ``elements >> 2`` followed by the two halves of ``offset``; ``elements
-    & 3`` picks one of the four words that come out.
+    & 3`` selects one of the four output words.
     """
     block = elements >> 2
     words = philox4x32_10(
@@ -47,7 +46,7 @@ def philox4x32_10(
 
 
 def _multiply_32x32(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and low 32 bits of a product, in 16-bit halves because int64 cannot hold 64 unsigned bits."""
+    """The high and low 32 bits of a product, computed in 16-bit halves: int64 cannot hold 64 unsigned bits."""
     upper, lower = factor * (x >> 16), factor * (x & 0xFFFF)
     return (upper + (lower >> 16)) >> 16, (((upper & 0xFFFF) << 16) + lower) & _MASK32
 
@@ -55,12 +54,12 @@ def _multiply_32x32(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def dropout_mask(
     dropout_p: float, seed: int, offset: int, row: Tensor, num_keys: int, max_num_keys: int | None = None
 ) -> Tensor:
-    """Which attention probabilities stay: bool (*row.shape, num_keys).
+    """Which attention probabilities dropout keeps: bool (*row.shape, num_keys).
 
     ``row`` (int64, any shape) numbers the rows of scores: ``(b * H + h) * Sq + i`` in a dense batch, ``h * total_q +
-    i`` in a packed one, where i counts through the whole batch. Key j of a row is element ``row * pitch + j`` of
+    i`` in a packed one, where i counts all queries of the batch. Key j of a row is element ``row * pitch + j`` of
     `philox_uint32`, where pitch is ``max_num_keys`` (default: ``num_keys``) rounded up to a multiple of 4. The
-    element stays if its 32 bits are at least ``floor(dropout_p * 2**32)``.
+    element is kept if its 32 bits are at least ``floor(dropout_p * 2**32)``.
     """
     pitch = -(-(num_keys if max_num_keys is None else max_num_keys) // 4) * 4
     elements = row.unsqueeze(-1) * pitch + torch.arange(num_keys, device=row.device)

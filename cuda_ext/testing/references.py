@@ -86,9 +86,11 @@ def reference_mlp(
     bias2: Tensor | None = None,
     *,
     activation: str | None = "gelu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2`` for weight1 (F, K), weight2 (N, F)."""
-    return F.linear(reference_linear(input, weight1, bias1, activation=activation), weight2, bias2)
+    """``activation(input @ weight1.T + bias1) @ weight2.T + bias2 + residual`` for weight1 (F, K), weight2 (N, F)."""
+    hidden = reference_linear(input, weight1, bias1, activation=activation)
+    return reference_linear(hidden, weight2, bias2, residual=residual)
 
 
 def reference_gated_mlp(
@@ -99,9 +101,11 @@ def reference_gated_mlp(
     bias2: Tensor | None = None,
     *,
     activation: str | None = "silu",
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``(activation(gate) * up) @ weight2.T + bias2`` for weight1 (2F, K) = [gate; up], weight2 (N, F)."""
-    return F.linear(reference_gated_linear(input, weight1, bias1, activation=activation), weight2, bias2)
+    """``(activation(gate) * up) @ weight2.T + bias2 + residual`` for weight1 (2F, K) = [gate; up], weight2 (N, F)."""
+    hidden = reference_gated_linear(input, weight1, bias1, activation=activation)
+    return reference_linear(hidden, weight2, bias2, residual=residual)
 
 
 # attention
@@ -119,6 +123,7 @@ def reference_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -131,12 +136,11 @@ def reference_attention(
     (B, H, Sq).
 
     The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + bias``: the
-    soft cap comes before ALiBi and ``bias``, which broadcasts to (B, H, Sq, Sk); a boolean one hides the keys where it
-    is False. ``causal`` and ``window`` are aligned bottom-right, so query i stands at key position i + Sk - Sq.
-    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key, for
-    whatever reason, gives zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes
-    probabilities by the Philox numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is accepted for
-    the sake of the signature.
+    soft cap comes before ALiBi and ``bias``. ``mask`` hides the keys where it is False; both broadcast to (B, H, Sq,
+    Sk). ``causal`` and ``window`` are aligned bottom-right: query i is at key position i + Sk - Sq.
+    ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key gives
+    zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes probabilities by the Philox
+    numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is ignored.
     """
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
@@ -144,7 +148,8 @@ def reference_attention(
     if dropout_p > 0.0:
         row = torch.arange(batch * heads * seqlen_q, device=query.device).view(batch, heads, seqlen_q)
         keep = dropout_mask(dropout_p, seed, offset, row, seqlen_k)
-    out, lse = _attention(query, key, value, causal, window, scale, softcap, alibi_slopes, sinks, bias, dropout_p, keep)
+    tensors = query, key, value, alibi_slopes, sinks, bias, mask
+    out, lse = _attention(*tensors, causal, window, scale, softcap, dropout_p, keep)
     return (out, lse) if return_lse else out
 
 
@@ -163,6 +168,8 @@ def reference_attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -172,8 +179,8 @@ def reference_attention_varlen(
     """`reference_attention` of every sequence of a packed batch, one after the other.
 
     query (total_q, H, D), key (total_k, Hk, D), value (total_k, Hk, Dv), cu_seqlens int32 (batch + 1,) -> (total_q,
-    H, Dv), and with ``return_lse`` also lse (H, total_q). ``max_seqlen_k`` (default: the longest sequence of keys)
-    sets the pitch of the dropout numbers.
+    H, Dv), and with ``return_lse`` also lse (H, total_q). ``bias`` and ``mask`` broadcast to (B, H, max_seqlen_q,
+    max_seqlen_k). ``max_seqlen_k`` (default: the longest sequence of keys) sets the pitch of the dropout numbers.
     """
     total_q, heads, _ = query.shape
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -191,36 +198,36 @@ def reference_attention_varlen(
             )
             keep = dropout_mask(dropout_p, seed, offset, row, k1 - k0, max_seqlen_k)[None]
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        out, lse = _attention(
-            query[None, q0:q1],
-            key[None, k0:k1],
-            value[None, k0:k1],
-            causal,
-            window,
-            scale,
-            softcap,
-            slopes,
-            sinks,
-            None,
-            dropout_p,
-            keep,
-        )
+        tensors = query[None, q0:q1], key[None, k0:k1], value[None, k0:k1], slopes, sinks
+        own_bias, own_mask = (_part_of_sequence(whole, n, q1 - q0, k1 - k0) for whole in (bias, mask))
+        out, lse = _attention(*tensors, own_bias, own_mask, causal, window, scale, softcap, dropout_p, keep)
         outs.append(out[0])
         lses.append(lse[0])
     return (torch.cat(outs), torch.cat(lses, dim=1)) if return_lse else torch.cat(outs)
+
+
+def _part_of_sequence(whole: Tensor | None, n: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
+    """The part (1, H, Sq, Sk) of a bias or mask, which broadcasts to (B, H, max Sq, max Sk), for sequence n."""
+    if whole is None:
+        return None
+    whole = whole[(None,) * (4 - whole.dim())]
+    part = whole if whole.shape[0] == 1 else whole[n : n + 1]
+    part = part if part.shape[2] == 1 else part[:, :, :seqlen_q]
+    return part if part.shape[3] == 1 else part[..., :seqlen_k]
 
 
 def _attention(
     query: Tensor,  # (B, Sq, H, D)
     key: Tensor,  # (B, Sk, Hk, D)
     value: Tensor,  # (B, Sk, Hk, Dv)
+    alibi_slopes: Tensor | None,  # (H,) or (B, H)
+    sinks: Tensor | None,  # (H,)
+    bias: Tensor | None,  # broadcasts to (B, H, Sq, Sk)
+    mask: Tensor | None,  # the same, boolean
     causal: bool,
     window: tuple[int | None, int | None] | None,
     scale: float | None,
     softcap: float,
-    alibi_slopes: Tensor | None,  # (H,) or (B, H)
-    sinks: Tensor | None,  # (H,)
-    bias: Tensor | None,  # broadcasts to (B, H, Sq, Sk)
     dropout_p: float,
     keep: Tensor | None,  # (B, H, Sq, Sk)
 ) -> tuple[Tensor, Tensor]:
@@ -237,14 +244,14 @@ def _attention(
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(scores.dtype).reshape(-1, heads, 1, 1)
         scores = scores - slopes * (i - j).abs().to(scores.dtype)
-    if bias is not None and bias.dtype == torch.bool:
-        scores = scores.masked_fill(~bias, -math.inf)
-    elif bias is not None:
+    if bias is not None:
         scores = scores + bias.to(scores.dtype)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
     left, right = window or (None, None)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if causal:
-        visible &= j <= i
+        right = 0
     if left is not None:
         visible &= j >= i - left
     if right is not None:
@@ -256,7 +263,7 @@ def _attention(
         logits = torch.cat(
             [logits[..., :-1], sinks.to(scores.dtype).view(1, heads, 1, 1).expand_as(logits[..., -1:])], dim=-1
         )
-    # Empty rows are made finite, so that the softmax and its gradient hold no NaN; their result is masked below.
+    # Empty rows are made finite, so that the softmax and its gradient contain no NaN; their result is masked below.
     empty = (logits == -math.inf).all(dim=-1, keepdim=True)  # (B, H, Sq, 1)
     logits = logits.masked_fill(empty, 0.0)
     lse = torch.logsumexp(logits, dim=-1).masked_fill(empty.squeeze(-1), -math.inf)  # (B, H, Sq)

@@ -1,4 +1,4 @@
-"""The tolerance rule: how close an op has to be to its reference."""
+"""The tolerance rule: how close an op must be to its reference."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def assert_close_to_reference(
 
     ``low_precision`` is the plain PyTorch evaluation in the dtype of ``actual``, ``reference`` the same in float64
     (or float32). The default ``atol`` is ``eps(actual.dtype) * max|reference|``, two roundings of the largest element;
-    it matters where ``low_precision`` happens to be exact, or nearly. For a float64 ``actual``, above which there is
-    no reference, it is ``1e-12 * max(1, max|reference|)``: some thousand roundings, and still far below any error of
-    a formula. Where ``reference``, rounded to ``actual.dtype``, is NaN or infinite, ``actual`` has to hold the same,
-    and nowhere else may it be NaN or infinite; such elements of ``reference`` and of ``low_precision`` count in no
-    maximum.
+    it matters if ``low_precision`` happens to be exact, or nearly so. For a float64 ``actual``, which has no reference
+    of higher precision, it is ``1e-12 * max(1, max|reference|)``: thousands of roundings, but far below the error of a
+    wrong formula. ``actual`` must be NaN or infinite exactly where ``reference``, rounded to ``actual.dtype``, has the
+    same value; such elements of ``reference`` and of ``low_precision`` are left out of the maxima.
 
     Raises AssertionError with the largest error, its position, and both values there.
     """
@@ -88,13 +87,13 @@ def assert_op_matches_reference(
     atol: float | None = None,
     gradient_atol: Mapping[str, float] | None = None,
 ) -> None:
-    """Holds an op and its gradients against a reference, by the rule of `assert_close_to_reference`.
+    """Compares an op and its gradients with a reference, by the rule of `assert_close_to_reference`.
 
-    ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` go to the reference
-    only (``seed`` and ``offset`` of a dropout). ``gradient_atol`` takes the place of ``atol`` for the gradients of the
-    tensors it names. Runs ``op`` as it is, then ``reference`` in the same dtypes, then ``reference`` with the
-    floating-point tensors in float64. Outputs may be a tensor or a tuple. Gradients are taken, for random gradients of
-    the outputs (drawn from torch's global generator), of every tensor that has ``requires_grad``.
+    ``tensors`` and ``options`` become keyword arguments of both functions; ``reference_options`` only of the reference
+    (``seed`` and ``offset`` of dropout). ``gradient_atol`` overrides ``atol`` for the gradients of the tensors in it.
+    Runs ``op``, then ``reference`` in the same dtypes, then ``reference`` with the floating-point tensors in float64.
+    Outputs may be a tensor or a tuple. Compares the gradients of all tensors with ``requires_grad``, for random
+    gradients of the outputs (drawn from torch's global generator).
     """
     options = dict(options or {})
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -134,7 +133,7 @@ def assert_op_matches_reference(
 
 
 def _fresh_leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A leaf of its own with the values and, unless the dtype changes, the strides of ``tensor``."""
+    """A new leaf with the values and, unless the dtype changes, the strides of ``tensor``."""
     leaf = tensor.detach()
     if dtype is not None and tensor.is_floating_point():
         leaf = leaf.to(dtype, copy=True)

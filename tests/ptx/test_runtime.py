@@ -32,8 +32,8 @@ REFUSED = {
     "threads_33": "33 threads a block; the kernel's launch bound is 32",
     "block_of_two_dimensions": r"a block of \(4, 4, 1\) threads",
     "cooperative_too_large": r"a grid of \(16, 1, 1\) blocks; at most 8 are on the device at once",
-    "cluster_of_9": r"a cluster of \(9, 1, 1\) blocks; it has 1 to 8 of them, or 16 if asked for",
-    "cluster_of_17": r"a cluster of \(17, 1, 1\) blocks; it has 1 to 16 of them",
+    "cluster_of_9": r"a cluster of \(9, 1, 1\) blocks; expected 1 to 8, or up to 16",
+    "cluster_of_17": r"a cluster of \(17, 1, 1\) blocks; expected 1 to 16",
     "cluster_that_does_not_divide": r"a cluster of \(2, 1, 1\) blocks does not divide the grid of \(7, 1, 1\)",
 }
 SM90_ONLY = {

@@ -1,14 +1,14 @@
-"""The Python interface of the flash-attn package, version 2, on `cuda_ext.flash_attention`.
+"""The Python interface of the flash-attn package, version 2, on top of `cuda_ext.flash_attention`.
 
-Put `cuda_ext.compat.` before `flash_attn` in an import, and the rest of a program stays::
+Put `cuda_ext.compat.` before `flash_attn` in imports; the rest of a program stays the same::
 
     from cuda_ext.compat.flash_attn import flash_attn_func, flash_attn_varlen_func
     from cuda_ext.compat.flash_attn.bert_padding import pad_input, unpad_input
 
-Names, order and defaults of the arguments are flash-attn 2.8's; `flash_attn_interface` tells where the two differ. For
-its Hopper package, FlashAttention-3, see `cuda_ext.compat.flash_attn_interface`.
+Names, order and defaults of the arguments are those of flash-attn 2.8; `flash_attn_interface` lists the differences.
+For its Hopper package, FlashAttention-3, see `cuda_ext.compat.flash_attn_interface`.
 
-What is for inference only (`flash_attn_with_kvcache`) and the package's modules and layers are not here.
+`flash_attn_with_kvcache`, which is for inference only, and the package's modules and layers are not included.
 """
 
 from cuda_ext.compat.flash_attn import bert_padding

@@ -1,6 +1,6 @@
-"""From a padded batch to packed sequences and back, as flash-attn's `bert_padding`, here in plain PyTorch.
+"""Converts padded batches to packed sequences and back, like flash-attn's `bert_padding`, in plain PyTorch.
 
-All functions are differentiable in their tensors of values.
+All functions are differentiable with respect to their floating-point tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = [
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """The rows `input[indices]`: `(N, ...)` and int64 `(n,)` -> `(n, ...)`.
 
-    An index may come twice; its gradients are added (flash-attn keeps one of them).
+    The gradients of a repeated index are added (flash-attn keeps one of them).
     """
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Rows of zeros, but `values` at `indices`: `(n, ...)` and int64 `(n,)`, each at most once -> `(first_axis_dim,
+    """Zeros with `values` at the rows `indices`: `(n, ...)` and int64 `(n,)`, without repeats -> `(first_axis_dim,
     ...)`."""
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy_(0, indices, values)
 
@@ -40,16 +40,15 @@ def unpad_input(
     Args:
         hidden_states: `(B, S, ...)`.
         attention_mask: `(B, S)`, bool or integer: nonzero where there is a token.
-        unused_mask: `(B, S)`, the same for tokens that keep a place without being used: they are packed, but do not
-            count in `seqused`.
+        unused_mask: `(B, S)`, the same for allocated but unused tokens: they are packed, but not counted in `seqused`.
 
     Returns:
-        five values: the packed tokens `(total, ...)`; `indices`, int64 `(total,)`, where in the flattened `(B * S)`
-        they were; `cu_seqlens`, int32 `(B + 1,)`; `max_seqlen`, an int, for which a GPU has to wait; `seqused`,
-        int32 `(B,)`, how many tokens `attention_mask` has. (flash-attn before 2.7 returned the first four.)
+        five values: the packed tokens `(total, ...)`; `indices`, int64 `(total,)`, their positions in the flattened
+        `(B * S)`; `cu_seqlens`, int32 `(B + 1,)`; `max_seqlen`, an int, which waits for the stream on a GPU; `seqused`,
+        int32 `(B,)`, the number of tokens in `attention_mask`. (flash-attn before 2.7 returned the first four.)
 
     Raises:
-        RuntimeError: a mask that is not of shape `(B, S)`.
+        RuntimeError: a mask is not of shape `(B, S)`.
     """
     _check_mask("unpad_input", "attention_mask", attention_mask, hidden_states)
     used = attention_mask != 0
@@ -64,19 +63,18 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """`unpad_input` where a row of the batch may hold several sequences, one after the other.
+    """`unpad_input` for rows that contain several sequences, one after the other.
 
     Args:
         hidden_states: `(B, S, ...)`.
-        attention_mask_in_length: `(B, S)`, integers: the lengths of a row's sequences, in order, and otherwise 0. So
-            `[2, 3, 0, 0, 0, 0]` is a sequence of two tokens, one of three, and a place of padding.
+        attention_mask_in_length: `(B, S)`, integers: the lengths of the row's sequences, in order, then zeros.
+            `[2, 3, 0, 0, 0, 0]` is a sequence of two tokens, one of three, and one token of padding.
 
     Returns:
-        the packed tokens, `indices`, `cu_seqlens` with an entry more than there are sequences, and `max_seqlen`, as
-        `unpad_input` does.
+        the packed tokens, `indices`, `cu_seqlens` (number of sequences + 1) and `max_seqlen`, as `unpad_input` does.
 
     Raises:
-        RuntimeError: a mask that is not of shape `(B, S)`.
+        RuntimeError: the mask is not of shape `(B, S)`.
     """
     _check_mask(
         "unpad_input_for_concatenated_sequences", "attention_mask_in_length", attention_mask_in_length, hidden_states
@@ -88,8 +86,8 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: packed tokens `(total, ...)` and their `indices` -> `(batch, seqlen, ...)`, zeros
-    where there is no token."""
+    """The inverse of `unpad_input`: packed tokens `(total, ...)` and their `indices` -> `(batch, seqlen, ...)`, padded
+    with zeros."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 

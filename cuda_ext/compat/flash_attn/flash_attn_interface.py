@@ -1,21 +1,21 @@
-"""flash-attn 2's six attention functions.
+"""The six attention functions of flash-attn 2.
 
-Where they differ from flash-attn 2.8:
+Differences from flash-attn 2.8:
 
-- They also run on the CPU, there in float32 and float64 too; `v` may have another head dim than `q` and `k`; softcap
-  and dropout go together; a dimension may be 0.
-- `softmax_lse` is differentiable; flash-attn ignores its gradient. For a row with no visible key it is `-inf`, where
-  flash-attn has `+inf`. With ALiBi, `causal` and no window, flash-attn leaves out what is the same for a whole row, so
-  that its lse is ours plus `slope * (i + Sk - Sq)`.
+- They also run on the CPU, where float32 and float64 work too; `v` may have a different head dim than `q` and `k`;
+  softcap and dropout can be combined; dimensions may be 0.
+- `softmax_lse` is differentiable; flash-attn ignores its gradient. It is `-inf` for a row with no visible key,
+  flash-attn's is `+inf`. With ALiBi, `causal` and no window, flash-attn omits the part that is constant in a row, so
+  its lse is ours plus `slope * (i + Sk - Sq)`.
 - `S_dmask`, which flash-attn returns for its own tests, is None.
-- The right side of a window is taken at its word. flash-attn drops one of at least `Sk`, and if there are more queries
-  than keys, its first rows then see keys that the window hides.
-- Dropout numbers are those of `cuda_ext.flash_attention`.
+- A window's right side of `Sk` or more still hides keys. flash-attn ignores it, and if there are more queries than
+  keys, its first rows then see keys outside the window.
+- The dropout mask is that of `cuda_ext.flash_attention`.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
-- A packed tensor is read in place, but its gradient is stacked from its parts, one copy that flash-attn saves.
+- A packed tensor is read in place, but its gradient is stacked from its parts, a copy that flash-attn avoids.
 
-All raise RuntimeError for wrong arguments and NotImplementedError for what is not supported. Where the op speaks,
-`query`, `key`, `value`, `window` and `scale` are `q`, `k`, `v`, `window_size` and `softmax_scale`.
+All raise RuntimeError for wrong arguments and NotImplementedError for unsupported ones. Errors of the op call `q`, `k`,
+`v`, `window_size` and `softmax_scale` by its own names: `query`, `key`, `value`, `window` and `scale`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def flash_attn_func(
 
     Args:
         q: `(B, Sq, H, D)`, float16 or bfloat16; on the CPU also float32 and float64. A head dim that is not a multiple
-            of 8 is padded with zeros, in copies; otherwise any strides with a dense last dimension are read in place.
-        k: `(B, Sk, Hk, D)`; `H` is a multiple of `Hk`.
+            of 8 is padded with zeros, in a copy; otherwise any strides with a dense last dimension are read in place.
+        k: `(B, Sk, Hk, D)`; `H` must be a multiple of `Hk`.
         v: `(B, Sk, Hk, Dv)`.
         dropout_p: in [0, 1); 0 for evaluation.
-        softmax_scale: None for `1 / sqrt(D)`.
-        causal: hide the keys right of the diagonal, which is aligned bottom-right.
-        window_size: `(left, right)`, how many keys either side of the diagonal stay visible; -1 is unbounded. With
-            `causal` nothing to the right is visible, whatever `right` is.
+        softmax_scale: default `1 / sqrt(D)`.
+        causal: hide the keys to the right of the diagonal, which is aligned bottom-right.
+        window_size: `(left, right)`, the number of keys that stay visible on each side of the diagonal; -1 is
+            unbounded. With `causal`, right counts as 0.
         softcap: in units of logits; 0 for none.
         alibi_slopes: `(H,)` or `(B, H)`, float32; the bias is `-slope * |i + Sk - Sq - j|`.
-        deterministic: True asks for gradients that repeat bit for bit.
+        deterministic: whether gradients must have the same bits in every run.
         return_attn_probs: return `(out, softmax_lse, None)`.
 
     Returns:
@@ -144,19 +144,19 @@ def flash_attn_varlen_func(
     """`flash_attn_func` over sequences of different lengths, packed one after the other without padding.
 
     Args:
-        q: `(total_q, H, D)`: sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
-        k: `(total_k, Hk, D)`, by `cu_seqlens_k`.
+        q: `(total_q, H, D)`; sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
+        k: `(total_k, Hk, D)`, divided by `cu_seqlens_k`.
         v: `(total_k, Hk, Dv)`.
-        cu_seqlens_q: `(batch + 1,)` int32 on the device of `q`: 0, then the running sums of the lengths.
+        cu_seqlens_q: `(batch + 1,)`, int32, on the device of `q`: 0, then the cumulative lengths.
         cu_seqlens_k: the same for keys.
-        max_seqlen_q: at least the longest sequence.
+        max_seqlen_q: at least the length of the longest sequence.
         max_seqlen_k: the same for keys.
-        block_table: has to be None: paged keys and values are not supported.
+        block_table: must be None; paged keys and values are not supported.
 
     The remaining arguments are those of `flash_attn_func`.
 
     Returns:
-        `out`, `(total_q, H, Dv)`; `softmax_lse`, `(H, total_q)`, as flash-attn's since 2.6.
+        `out`, `(total_q, H, Dv)`; `softmax_lse`, `(H, total_q)`, as in flash-attn since 2.6.
     """
     function = "flash_attn.flash_attn_varlen_func"
     if block_table is not None:
@@ -164,7 +164,7 @@ def flash_attn_varlen_func(
             function,
             "block_table",
             block_table,
-            expected="None, as paged keys and values are not supported",
+            expected="None, because paged keys and values are not supported",
             instead="gather the pages into packed k and v of shape (total, heads, dim)",
         )
     pair = attend(
@@ -240,7 +240,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` of the query, the key and the value in `qkv`, `(total, 3, H, D)`, which is read in
-    place; all three have the sequences of `cu_seqlens`."""
+    place; `cu_seqlens` divides all three."""
     q, k, v = unpack("flash_attn.flash_attn_varlen_qkvpacked_func", "qkv", qkv, "(total, 3, heads, dim)")
     return flash_attn_varlen_func(
         q,
