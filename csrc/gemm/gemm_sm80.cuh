@@ -209,7 +209,7 @@ struct Gemm {
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const float(&d)[4] = sums[i][j];
+        const float (&d)[4] = sums[i][j];
         arch::store_global(partial + (i * kColumns + j) * kThreads * 4,
                            arch::Words4{{arch::float_bits(d[0]), arch::float_bits(d[1]), arch::float_bits(d[2]),
                                          arch::float_bits(d[3])}});
