@@ -58,7 +58,7 @@ lint: $(VENV)/.test ## ruff, clang-format and mypy
 format: $(VENV)/.test ## rewrite Python and C++ as the linters want them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	find csrc tests $(CXX_FILES) -exec $(BIN)/clang-format -i {} +
+	find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 clean: ## remove what was built, but keep .venv
 	rm -rf build cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py
