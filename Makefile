@@ -44,8 +44,8 @@ build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})
 
 docs: $(VENV)/.torch ## build the documentation site, build/site/index.html
-	@$(call compile,$(DEMO_CUDA))
-	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.docs
+	@$(call compile,$${CUDA_EXT_CUDA:-auto})
+	@$(MAKE) --silent --no-print-directory $(VENV)/.docs
 	$(BIN)/python tools/build_docs.py $(ARGS)
 
 # Without .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
