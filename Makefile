@@ -1,5 +1,5 @@
-# Each target sets up what it needs in .venv, from nothing but Python, make and a C++ compiler. The first run downloads
-# PyTorch.
+# Each target sets up .venv with what it needs; required are only Python, make and a C++ compiler. The first run
+# downloads PyTorch.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
 WHOLE_RUN := --cov --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
-# The demo is quick to start: without a GPU it needs neither the CUDA compiler nor its kernels.
+# Without a GPU the demo does not build the CUDA kernels, so that it starts quickly.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 
 help: ## print this list
