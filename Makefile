@@ -1,5 +1,5 @@
-# Each target sets up what it needs in .venv, from nothing but Python, make and a C++ compiler. The first run downloads
-# PyTorch.
+# Each target sets up .venv with what it needs; required are only Python, make and a C++ compiler. The first run
+# downloads PyTorch.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
 WHOLE_RUN := --cov --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
-# The demo is quick to start: without a GPU it needs neither the CUDA compiler nor its kernels.
+# Without a GPU the demo does not build the CUDA kernels, so that it starts quickly.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 
 help: ## print this list
@@ -48,8 +48,8 @@ docs: $(VENV)/.torch ## build the documentation site, build/site/index.html
 	@$(MAKE) --silent --no-print-directory $(VENV)/.docs
 	$(BIN)/python tools/build_docs.py $(ARGS)
 
-# Without .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
-gpu-check: ## learn all there is from a CUDA GPU, in 9 minutes; again: the rest (ARGS=--help tells more)
+# Does not use .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
+gpu-check: ## check and measure everything on a CUDA GPU, in 9 minutes; call it again to continue (ARGS=--help)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(VENV)/.test ## ruff, clang-format and mypy
@@ -72,7 +72,7 @@ find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
 $(BIN)/mypy
 endef
 
-# ninja prints whole compiler commands; of these the file is what one wants to see.
+# ninja prints whole compiler commands; sed reduces them to the file.
 compile = CUDA_EXT_CUDA=$(1) $(BIN)/python setup.py --quiet build_ext --inplace \
 	| sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c $(CURDIR)/([^ ]+) -o .*|\1 \2|'
 

@@ -27,7 +27,7 @@ import test_conformance as conformance
 from harness import HERE as SIMT
 from harness import Library
 
-# These without --all-ptx: one of each kind.
+# Planted in every run, one of each kind; --all-ptx plants all faults.
 QUICK = ("mma with rows of A swapped", "a read-only load of what the kernel writes", "a proxy fence compiled away",
          "a cluster not asked for")  # fmt: skip
 TIMEOUT = 300  # seconds; a case takes a few seconds, more on a loaded machine
