@@ -39,8 +39,15 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config.features, config.hidden_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.attention(self.attention_norm(x), residual=x)
-        return self.mlp(self.mlp_norm(x), residual=x)
+        x = add(x, self.attention, self.attention_norm(x))
+        return add(x, self.mlp, self.mlp_norm(x))
+
+
+def add(residual: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
+    """``residual + layer(input)``; as one op, except under autocast, which would round the residual to bfloat16."""
+    if torch.is_autocast_enabled(input.device.type):
+        return residual + layer(input)
+    return layer(input, residual=residual)
 
 
 class GPT(nn.Module):
@@ -95,7 +102,7 @@ class PlainAttention(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | float = 0.0) -> Tensor:
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -111,7 +118,7 @@ class PlainMLP(nn.Module):
         self.up_proj = nn.Linear(config.features, config.hidden_features, bias=False)
         self.down_proj = nn.Linear(config.hidden_features, config.features, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | float = 0.0) -> Tensor:
         return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -437,9 +437,9 @@ def test_refusals(backend: str) -> None:
     with pytest.raises(NotImplementedError, match="expected a dtype of at most 32 bits for the CUDA kernels"):
         cuda_ext.flash_attention(x.double(), x.double(), x.double())
     for dims, name, advice in (
-        ((12, 8), "query and key", "pad both with zeros and give the scale"),
-        ((264, 8), "query and key", "take torch.nn.functional.scaled_dot_product_attention"),
-        ((8, 12), "value", "pad it with zeros and cut the output"),
+        ((12, 8), "query and key", "pad both with zeros and pass the scale"),
+        ((264, 8), "query and key", "use torch.nn.functional.scaled_dot_product_attention"),
+        ((8, 12), "value", "pad it with zeros and slice the output"),
         ((8, 264), "value", "split value along its last dimension, and concatenate the outputs"),
     ):
         q, v = torch.zeros(1, 4, 1, dims[0]).half(), torch.zeros(1, 4, 1, dims[1]).half()
