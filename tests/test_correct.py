@@ -94,9 +94,7 @@ def test_a_lost_gpu_is_attributed_to_the_case_that_lost_it(
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("capability", "processors"), [(90, 132), (80, 108)])
-def test_large_cases_cover_split_and_unsplit_kernels(
-    capability: int, processors: int, backward: bool
-) -> None:
+def test_large_cases_cover_split_and_unsplit_kernels(capability: int, processors: int, backward: bool) -> None:
     """On an H100 and an A100: split kernels store their results through other code."""
     choose = _emulator.load().attention_choice
     splits: dict[int, set[bool]] = {}

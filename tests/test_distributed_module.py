@@ -470,7 +470,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
                 nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))
             ),
             ValueError,
-            f"{NAME}: expected parameters and buffers that have memory, got 1.running_mean on meta; give",
+            f"{NAME}: expected parameters and buffers that have memory, got 1.running_mean on meta; allocate",
         ),
         "in inference mode": (
             torch.inference_mode()(lambda: BucketedDataParallel(linear)),

@@ -636,9 +636,7 @@ def test_builds_on_every_core_by_default(monkeypatch: pytest.MonkeyPatch) -> Non
     assert machine.build_variables("9.0a")["MAX_JOBS"] == "3"
 
 
-def test_a_build_that_takes_too_long_has_fewer_head_dims(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_that_takes_too_long_has_fewer_head_dims(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
 import os, pathlib, sys, time
 dims, built = os.environ["CUDA_EXT_HEAD_DIMS"], pathlib.Path(sys.argv[1])

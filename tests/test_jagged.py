@@ -131,9 +131,7 @@ def test_refusals_of_attention() -> None:
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key .*, got key with 4 .*not nested"):
         flash_attention(x, torch.randn(2, 5, 2, 8), x)
     for dense in (torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8, requires_grad=True)):
-        with pytest.raises(
-            RuntimeError, match=r"flash_attention: expected .* nested tensors, got a dense query"
-        ):
+        with pytest.raises(RuntimeError, match=r"flash_attention: expected .* nested tensors, got a dense query"):
             flash_attention(dense, x, x)
     with pytest.raises(RuntimeError, match=r"flash_attention: expected query, key and value .*, got query"):
         flash_attention(x.transpose(1, 2), x, x)

@@ -114,9 +114,7 @@ BY_DESIGN_GROUPS = {
     "sets a size for each bucket": ("ddp_bucket_cap_mb_list",),
     "calls backward with create_graph=True, but averages are not part of the graph: refused": ("ddp_create_graph",),
     "divides by the number of ranks that still have inputs: refused": ("ddp_grad_div_uneven_inputs",),
-    "expects search_unused_parameters in the profile, but no search is needed": (
-        "ddp_profiling_torch_profiler",
-    ),
+    "expects search_unused_parameters in the profile, but no search is needed": ("ddp_profiling_torch_profiler",),
     "expects a RuntimeError for a module without trainable parameters; ours raises ValueError": (
         "DistributedDataParallel_requires_grad",
     ),
