@@ -1,5 +1,10 @@
 """Settings of Sphinx for the documentation site, which tools/build_docs.py builds."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import cuda_ext
 
 project = "cuda_ext"

@@ -15,7 +15,7 @@
 namespace cuda_ext {
 namespace {
 
-// vmap rules ask that tensors be positional.
+// vmap rules need positional tensors.
 #define ATTENTION_OPTION_SCHEMA(more)                                                                        \
   "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? bias=None, Tensor? mask=None, *, " more            \
   "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, " \
@@ -31,11 +31,11 @@ Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool packed) 
                 : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
 }
 
-// Draws the random numbers of a call, and returns what its backward needs to have them again: (seed, offset), on
-// `device`; empty without dropout.
+// Reserves the random numbers of a call. Returns (seed, offset) on `device`, from which backward recomputes them; empty
+// without dropout.
 Tensor draw_rng_state(AttentionParams& p, at::Device device, bool on_cuda) {
   if (p.dropout_p == 0) {
-    // One for all calls: it has no elements that they could share.
+    // All calls share one tensor, which has no elements.
     static const Tensor none = [] {
       const c10::InferenceMode ordinary(false);
       return empty_on(at::kCPU, {0}, at::kLong);
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, 
                                                            OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
   const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
                   max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
-  // The op that the caller knows.
+  // The op that the user called; errors name it.
   return forward(o.packed() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
 }
 
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
   Tensor grad_sinks = empty_on(lse.device(), {is_given(sinks) ? shape.heads : 0}, lse.scalar_type());
-  // Atomics add what a broadcast bias has in common in no fixed order; with an element for each they have no choice.
+  // Atomics add to a broadcast element in no fixed order. With one element per addend the result is deterministic.
   const bool deterministic_sum = cuda != nullptr && p.deterministic;
   Tensor grad_bias = !needs_grad_bias ? empty_on(lse.device(), {0}, lse.scalar_type())
                      : deterministic_sum
@@ -197,8 +197,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
 
 }  // namespace
 
-// The autograd node, outside of the anonymous namespace because its name shows in profiles and as grad_fn. Its edges
-// lead to query, key, value, sinks and bias.
+// The autograd node; not in the anonymous namespace because profiles and grad_fn show its name. Its inputs are query,
+// key, value, sinks and bias.
 struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward> {
   static constexpr const char* kNodeName = CUDA_EXT_OP("FlashAttentionBackward");
 
@@ -214,8 +214,8 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     save_option(ctx, "deterministic", o.deterministic);
   }
 
-  // out, lse and rng_state are undefined where backward has to be composed. Without optional tensors none are saved: on
-  // small inputs each costs as much as a small op.
+  // out, lse and rng_state are undefined if backward must be composed. Absent optional tensors are not saved, because
+  // on small inputs saving one costs as much as a small op.
   static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
                              const Tensor& lse, const Tensor& rng_state, const Options& o) {
     if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
@@ -279,7 +279,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
 
 namespace {
 
-// What the two public ops do at the Autograd key; `call_public` calls the op itself.
+// The Autograd kernel of both public ops; `call_public` calls the op itself.
 template <class CallPublic>
 std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                             const Options& o, const CallPublic& call_public) {
@@ -290,7 +290,7 @@ std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query,
   }
   CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes) && !any_has_tangent(o.alibi_slopes), op,
                  "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
-  // Numbers that lie below the transform cannot be drawn again by a composed derivative.
+  // A composed derivative cannot recompute random numbers that were drawn below the transform.
   if ((wanted.composed || wanted.forward) && o.dropout_p > 0) return composed_attention(query, key, value, o);
 
   Tensor out, lse, rng_state;

@@ -123,7 +123,7 @@ void check_packed(AttentionShape& shape, const char* op, const Tensor& query, co
   };
   shape.longest_q = longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q);
   shape.longest_k = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);
-  // No sequence has more rows than there are: launches need not cover more.
+  // No sequence is longer than all rows, so launches need not cover more.
   shape.seqlen_q = std::min(shape.longest_q, query.size(0));
   shape.seqlen_k = std::min(shape.longest_k, key.size(0));
 }

@@ -7,8 +7,8 @@ namespace cuda_ext {
 
 struct AttentionShape {
   int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v;
-  // The sizes of a bias or mask, and the keys that the random numbers of a row of weights are laid out for. Of packed
-  // sequences the caller's max_seqlen, which may be more than seqlen_q and seqlen_k: these are at most all rows.
+  // The sizes of a bias or mask, and the row length for which dropout numbers its elements. For packed sequences: the
+  // caller's max_seqlen, which may exceed seqlen_q and seqlen_k, because those are at most the number of rows.
   int64_t longest_q, longest_k;
 };
 

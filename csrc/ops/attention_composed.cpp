@@ -91,7 +91,7 @@ Weights weights_of(const Dense& d, const AttentionOptions& o) {
 
   Tensor logits = w.capped;
   const auto index_options = options.dtype(at::kLong);
-  // How far key j lies left of the diagonal of row i.
+  // Row i - column j, counted from the diagonal.
   const Tensor distance =
       at::arange(rows, index_options).unsqueeze(1) + (keys - rows) - at::arange(keys, index_options);
   if (d.slopes.defined()) logits = logits - d.slopes * distance.abs().to(logits.scalar_type());
@@ -106,7 +106,7 @@ Weights weights_of(const Dense& d, const AttentionOptions& o) {
   // The last column is the sink.
   const Tensor sink = d.sinks.defined() ? d.sinks : at::full({1, 1, 1, 1}, kHidden, options);
   logits = at::cat({logits, sink.expand({batch, heads, rows, 1})}, -1);
-  // Rows without any logit are kept finite, so that no NaN arises in them or in their derivatives.
+  // Keeps rows without visible keys finite, so that neither they nor their derivatives become NaN.
   const Tensor maximum = logits.detach().amax(-1, /*keepdim=*/true);
   const Tensor shift = maximum.masked_fill(at::isneginf(maximum), 0);
   const Tensor exponentials = (logits - shift).exp();
@@ -154,7 +154,7 @@ struct Segment {
   int64_t index, first_q, rows, first_k, keys;
 };
 std::vector<int64_t> numbers_of(const Tensor& cu_seqlens) {
-  // What is made inside of a transform has no memory of its own; and item() refuses in words what vmap maps.
+  // Tensors created inside a transform have no memory to read; item() raises a clear error for what vmap maps.
   const bool has_memory = cu_seqlens.has_storage();
   const Tensor source = has_memory ? cu_seqlens.cpu() : cu_seqlens;
   std::vector<int64_t> numbers(size_t(source.size(0)));
@@ -183,7 +183,7 @@ Tensor part_of(const Tensor& whole, const Segment& s) {
   if (part.dim() >= 2 && part.size(-2) != 1) part = part.narrow(-2, 0, s.rows);
   return part;
 }
-// The gradient of a bias from those of its parts, one for each sequence.
+// Adds up the gradients of a bias, one part per sequence.
 Tensor bias_from_parts(const std::vector<Tensor>& parts, const Tensor& bias) {
   if (parts.empty()) return at::zeros(bias.sizes(), bias.options());
   std::vector<Tensor> padded;

@@ -1,5 +1,5 @@
 // Attention and its gradients composed of differentiable ops, through the full matrix of scores. They serve second
-// derivatives, forward mode and torch.func (ops/autograd.h), and take memory that grows with Sq * Sk.
+// derivatives, forward mode and torch.func (ops/autograd.h), and use memory proportional to Sq * Sk.
 #pragma once
 
 #include <tuple>
@@ -8,12 +8,12 @@
 
 namespace cuda_ext {
 
-// Without rng_state, dropout is drawn by torch.nn.functional.dropout, whose rules for vmap then hold.
+// Without rng_state, torch.nn.functional.dropout draws the dropout, with its rules for vmap.
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const AttentionOptions& options);
 
-// The gradients of query, key, value, sinks and bias; the last two are undefined where the op was given none. rng_state
-// is what forward drew for its dropout.
+// The gradients of query, key, value, sinks and bias; the last two are undefined if the op was called without them.
+// rng_state: as returned by forward.
 struct AttentionGradients {
   Tensor query, key, value, sinks, bias;
 };

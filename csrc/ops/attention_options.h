@@ -1,4 +1,4 @@
-// What a call of an attention op is given beside query, key and value.
+// The arguments of an attention op other than query, key and value.
 #pragma once
 
 #include "ops/op.h"

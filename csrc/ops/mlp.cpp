@@ -124,7 +124,7 @@ HiddenGradients mlp_hidden_backward_slot(const Tensor& grad, const Tensor& weigh
 
 }  // namespace
 
-// The autograd node, outside of the anonymous namespace because its name shows in profiles and as grad_fn.
+// The autograd node; not in the anonymous namespace because profiles and grad_fn show its name.
 template <bool gated>
 struct MlpBackward : torch::autograd::Function<MlpBackward<gated>> {
   static constexpr const char* kNodeName = gated ? CUDA_EXT_OP("GatedMlpBackward") : CUDA_EXT_OP("MlpBackward");
