@@ -1,5 +1,5 @@
-# Each target sets up what it needs in .venv, from nothing but Python, make and a C++ compiler. The first run downloads
-# PyTorch.
+# Each target sets up .venv with what it needs; required are only Python, make and a C++ compiler. The first run
+# downloads PyTorch.
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -16,7 +16,8 @@ THREADS := $(shell echo $$(( $(CORES) > $(PROCS) ? $(CORES) / $(PROCS) : 1 )))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
-# The demo is quick to start: without a GPU it needs neither the CUDA compiler nor its kernels.
+WHOLE_RUN := --cov --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
+# Without a GPU the demo does not build the CUDA kernels, so that it starts quickly.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 
 help: ## print this list
@@ -28,11 +29,11 @@ demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARG
 	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/.toolkit ## compile every kernel, lint, run all tests (ARGS for pytest, then without coverage)
+test: $(VENV)/.toolkit ## compile every kernel, lint, run the tests (ARGS=--full: all of them; other ARGS for pytest)
 	@$(call compile,1)
 	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
 	@$(check)
-	$(BIN)/python -m pytest $(or $(ARGS),--cov --numprocesses 2 --dist loadfile --durations 20)
+	$(BIN)/python -m pytest $(ARGS) $(if $(filter-out --full,$(ARGS)),,$(WHOLE_RUN))
 
 bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## compare with every installed baseline (ARGS for python -m benchmarks)
 	@$(call compile,$(DEMO_CUDA))
@@ -43,12 +44,12 @@ build: $(VENV)/.torch ## compile the library into cuda_ext/ (CUDA_EXT_CUDA=auto|
 	@$(call compile,$${CUDA_EXT_CUDA:-auto})
 
 docs: $(VENV)/.torch ## build the documentation site, build/site/index.html
-	@$(call compile,$(DEMO_CUDA))
-	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.docs
+	@$(call compile,$${CUDA_EXT_CUDA:-auto})
+	@$(MAKE) --silent --no-print-directory $(VENV)/.docs
 	$(BIN)/python tools/build_docs.py $(ARGS)
 
-# Without .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
-gpu-check: ## learn all there is from a CUDA GPU, in 9 minutes; again: the rest (ARGS=--help tells more)
+# Does not use .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
+gpu-check: ## check and measure everything on a CUDA GPU, in 9 minutes; call it again to continue (ARGS=--help)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 lint: $(VENV)/.test ## ruff, clang-format and mypy
@@ -57,7 +58,7 @@ lint: $(VENV)/.test ## ruff, clang-format and mypy
 format: $(VENV)/.test ## rewrite Python and C++ as the linters want them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	find csrc tests $(CXX_FILES) -exec $(BIN)/clang-format -i {} +
+	find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 clean: ## remove what was built, but keep .venv
 	rm -rf build cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py
@@ -71,7 +72,7 @@ find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format --dry-run --Werror
 $(BIN)/mypy
 endef
 
-# ninja prints whole compiler commands; of these the file is what one wants to see.
+# ninja prints whole compiler commands; sed reduces them to the file.
 compile = CUDA_EXT_CUDA=$(1) $(BIN)/python setup.py --quiet build_ext --inplace \
 	| sed -uE 's|^(\[[0-9]+/[0-9]+\]) .* -c $(CURDIR)/([^ ]+) -o .*|\1 \2|'
 

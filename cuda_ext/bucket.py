@@ -59,16 +59,17 @@ def pack(
 ) -> Tensor:
     """Writes ``cast(scale * tensor)`` of every tensor to its offset in ``bucket``, and zeros everywhere else.
 
-    tensors: any number, of any shape; float32, float16, bfloat16 or float64, also mixed. Non-contiguous tensors are
-        copied first. A tensor may be a view of the bucket, with its dtype, at its own offset: it is then scaled in
-        place, and only read if ``scale`` is 1.
-    bucket: (N,), contiguous, of one of these dtypes.
-    offsets: one for each tensor, in elements of the bucket, ascending, such that tensors do not overlap.
-    scale: finite, default 1. Applied in float32 (float64 if either dtype is), before the cast to nearest even.
-    kept: indices of tensors that are contiguous views of the bucket, with its dtype, at their own offsets, and already
-        have their final values (see `GradientSlots`): they are neither read nor written nor scaled, and cost nothing.
-        Not supported in code that `torch.compile` traces, which copies views to new memory.
-    stats: whether to compute the statistics, default True. Without them a GPU packs up to 126 tensors in one launch.
+    Args:
+        tensors: any number, of any shape; float32, float16, bfloat16 or float64, also mixed. Non-contiguous tensors are
+            copied first. A tensor may be a view of the bucket, with its dtype, at its own offset: it is then scaled in
+            place, and only read if ``scale`` is 1.
+        bucket: (N,), contiguous, of one of these dtypes.
+        offsets: one for each tensor, in elements of the bucket, ascending, such that tensors do not overlap.
+        scale: finite, default 1. Applied in float32 (float64 if either dtype is), before the cast to nearest even.
+        kept: indices of tensors that are contiguous views of the bucket, with its dtype, at their own offsets, and
+            already have their final values (see `GradientSlots`): they are neither read nor written nor scaled, and
+            cost nothing. Not supported in code that `torch.compile` traces, which copies views to new memory.
+        stats: whether to compute the statistics, default True. Without them a GPU packs up to 126 tensors per launch.
 
     Returns the statistics of the bucket without the tensors in ``kept``, float64 for a float64 bucket; with
     ``stats=False`` a tensor of shape (0,). Raises RuntimeError for other dtypes, layouts or devices, for offsets out of
@@ -102,8 +103,9 @@ def unpack(bucket: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], *,
 def stats(tensors: Sequence[Tensor]) -> Tensor:
     """The statistics of ``tensors``, for example for the norm of many tensors in one pass.
 
-    tensors: at least one, of any shape; float32, float16, bfloat16 or float64, also mixed. Tensors whose memory has
-        gaps are copied first. The statistics are float64 if one of the tensors is.
+    Args:
+        tensors: at least one, of any shape; float32, float16, bfloat16 or float64, also mixed. Tensors whose memory has
+            gaps are copied first. The statistics are float64 if one of the tensors is.
 
     Raises RuntimeError for an empty list, for other dtypes, layouts or devices, and for a tensor that requires grad
     while gradients are enabled.

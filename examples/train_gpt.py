@@ -60,12 +60,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
     running = parser.add_argument_group("running")
     running.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto (the default) takes a GPU if it can"
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto (the default) uses a GPU if possible"
     )
     running.add_argument(
         "--dtype",
         choices=["float32", "bfloat16"],
-        help="of the matrix products (default: bfloat16 on cuda; float32 on cpu, where few have bfloat16 units)",
+        help="of matrix products (default: bfloat16 on cuda; float32 on cpu, where few have bfloat16 units)",
     )
     running.add_argument(
         "--eval-every",
@@ -75,12 +75,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     number(running, "--save-every", 200, "steps between checkpoints")
     running.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in --out, with the same settings"
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out, with the same settings"
     )
     running.add_argument(
         "--auto-resume",
         action="store_true",
-        help="as --resume if there is a sound checkpoint, else start: for jobs that something else starts again",
+        help="like --resume if there is an intact checkpoint, else start: for jobs that are restarted automatically",
     )
     number(running, "--timeout", 120.0, "seconds that a process waits for another before it gives up with an error")
     running.add_argument(

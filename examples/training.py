@@ -200,7 +200,7 @@ class Training:
                     with progress.paused():
                         path = self.save()
                 if stopped and self.step < a.steps:
-                    self.console.print(f"stopped after step {self.step}; saved {path}; go on with --resume")
+                    self.console.print(f"stopped after step {self.step}; saved {path}; continue with --resume")
                     return False
         return True
 

@@ -1,4 +1,4 @@
-"""Synthetic measurements for tests of their readers: all suites, several baselines, failures, and known noise."""
+"""Measurements made up for tests of what reads them: all suites, several baselines, failures, and known noise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Slower = Callable[[Measurement], float]
 
 
 def _problems(device: str) -> Iterator[tuple[Measurement, dict[str, float]]]:
-    """Cases without times, with the ratio of each baseline's time to ours."""
+    """Cases without times, and how many times as long as ours their baselines take."""
     scale = 1 if device == "cpu" else 8
 
     def case(suite: str, op: str, phase: str, group: str, name: str, **values: object) -> Measurement:
@@ -73,7 +73,7 @@ def _problems(device: str) -> Iterator[tuple[Measurement, dict[str, float]]]:
 
 
 def _seconds(m: Measurement) -> float:
-    """A roofline model with a latency."""
+    """The roofline with a latency."""
     if not (m.flops or m.bytes):
         return {"train": 0.31, "overhead": 4e-6, "build": 140.0}[m.suite]
     peaks, bandwidth = PEAKS[m.device]
@@ -92,7 +92,7 @@ def sample(
     slower: Slower = lambda ours: 1.0,
     torch: str = "2.11.0",
 ) -> list[Measurement]:
-    """One run. `noise`: standard deviation of the logarithm of a round; `machine` scales all times, `slower` ours."""
+    """One run. `noise` is the deviation of a round's logarithm, `machine` multiplies all times, `slower` ours."""
     generator = random.Random(seed)
     name = CPU if device == "cpu" else GPU
     environment = {
@@ -116,7 +116,7 @@ def sample(
             "date": date, "timer": "clock" if device == "cpu" else "events", "rotation": 3,
         }  # fmt: skip
         times = {OURS: draw(truth * slower(ours))}
-        for side, factor in others.items():  # random per case, but equal in all runs
+        for side, factor in others.items():  # in truth not the same in all cases, but in all runs
             varied = factor * random.Random(f"{ours.problem} {side}").lognormvariate(0, 0.1)
             times[side] = draw(truth * varied)
         for side, seconds in times.items():

@@ -99,9 +99,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", marked, indirect=True)
 
 
+# The files that take longest. They run first, so that no process is left with one of them at the end.
+LONGEST = (
+    *("test_attention_cuda", "test_distributed_training", "test_build", "test_conformance", "test_gpu_check"),
+    *("test_static_gates", "test_distributed_faults", "test_four_hosts", "test_attention_autograd", "test_train_gpt"),
+)
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that the samples are of what they select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects float64, which has no CUDA kernel, dtypes that PTX_SUITES excludes, and what is not in a sample."""
+    """Deselects float64, which has no CUDA kernel, dtypes that PTX_SUITES excludes, and what is not in a sample; puts
+    the longest files first."""
     all_ptx = config.getoption("--all-ptx")
 
     def applies(item: pytest.Item) -> bool:
@@ -123,7 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in chosen if item not in left_out]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = chosen
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items[:] = sorted(chosen, key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:

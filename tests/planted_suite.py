@@ -1,4 +1,4 @@
-"""A worker of `python -m benchmarks` whose suite "gemm" has sides with every kind of failure."""
+"""A worker of `python -m benchmarks` whose suite "gemm" has sides that fail in every way there is."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def prints(x: torch.Tensor) -> Call:
 
 
 class DiesLater:
-    """Correct when checked; ends its process when timed."""
+    """Good when it is checked, and the end of its process when it is timed."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x, self.calls = x, 0

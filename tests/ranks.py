@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import functools
 import importlib
 import inspect
-import os
-import pickle
-import select
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,10 @@ import torch
 
 COLLECTIVE_TIMEOUT = 60.0  # seconds after which a collective fails
 BODY_TIMEOUT = 300.0  # seconds after which all workers are killed
+
+# Workers are forked from a server that has imported PyTorch, which takes two seconds.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "pytest"])
 
 
 def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -47,43 +50,46 @@ def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., N
 
 class Workers:
     def __init__(self) -> None:
-        self._processes: list[subprocess.Popen[str]] = []
+        self._workers: list[tuple[ForkServerProcess, Connection]] = []
 
     def run(self, world_size: int, module: str, name: str, parameters: dict[str, Any]) -> None:
-        while len(self._processes) < world_size:
+        while len(self._workers) < world_size:
             self._start()
+        workers = self._workers[:world_size]
         with tempfile.TemporaryDirectory() as folder:
             seed = int(torch.randint(2**31, ()))
-            for rank, process in enumerate(self._processes[:world_size]):
-                job = (rank, world_size, str(Path(folder) / "store"), seed, module, name, parameters)
-                print(base64.b64encode(pickle.dumps(job)).decode(), file=process.stdin, flush=True)
-            failures = [self._result(rank, process) for rank, process in enumerate(self._processes[:world_size])]
+            for rank, (_, connection) in enumerate(workers):
+                with contextlib.suppress(BrokenPipeError):  # the worker died; _result says so
+                    connection.send((rank, world_size, str(Path(folder) / "store"), seed, module, name, parameters))
+            failures = [self._result(connection) for _, connection in workers]
         if any(failures):
             self.stop(kill=True)
             pytest.fail("\n".join(f"rank {rank}: {failure}" for rank, failure in enumerate(failures)), pytrace=False)
 
     def _start(self) -> None:
         folder = str(Path(__file__).resolve().parent)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(folder).parent), folder])}
-        process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._processes.append(process)
+        ours, theirs = FORK_SERVER.Pipe()
+        process = FORK_SERVER.Process(target=_serve, args=(theirs, [str(Path(folder).parent), folder]), daemon=True)
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
 
     @staticmethod
-    def _result(rank: int, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        ready, _, _ = select.select([process.stdout], [], [], BODY_TIMEOUT)
-        line = process.stdout.readline() if ready else ""
-        return pickle.loads(base64.b64decode(line)) if line else f"no answer in {BODY_TIMEOUT} s, or the process died"
+    def _result(connection: Connection) -> str:
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if connection.poll(BODY_TIMEOUT):
+                failure: str = connection.recv()
+                return failure
+        return f"no answer in {BODY_TIMEOUT} s, or the process died"
 
     def stop(self, kill: bool = False) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.kill() if kill else process.stdin.close()
-        for process in self._processes:
-            process.wait()
-        self._processes.clear()
+        for process, connection in self._workers:
+            if kill:
+                process.kill()
+            connection.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
 
 
 @pytest.fixture(scope="session")
@@ -93,13 +99,16 @@ def workers() -> Iterator[Workers]:
     workers.stop()
 
 
-def _serve() -> None:
+def _serve(connection: Connection, path: list[str]) -> None:
     import torch.distributed as dist
 
+    sys.path[:0] = path
     torch.set_num_threads(1)
-    answers, sys.stdout = sys.stdout, sys.stderr  # a body may print
-    for line in sys.stdin:
-        rank, world_size, store, seed, module, name, parameters = pickle.loads(base64.b64decode(line))
+    while True:
+        try:
+            rank, world_size, store, seed, module, name, parameters = connection.recv()
+        except EOFError:
+            break
         failure = ""
         try:
             dist.init_process_group(
@@ -116,8 +125,15 @@ def _serve() -> None:
             dist.destroy_process_group()
         except BaseException:
             failure = traceback.format_exc()
-        print(base64.b64encode(pickle.dumps(failure)).decode(), file=answers, flush=True)
+        connection.send(failure)
+    _save_coverage()
 
 
-if __name__ == "__main__":
-    _serve()
+def _save_coverage() -> None:
+    """Forked processes end without the exit handlers that would save the measured coverage."""
+    if "coverage" in sys.modules:
+        import coverage
+
+        if (current := coverage.Coverage.current()) is not None:
+            current.stop()
+            current.save()

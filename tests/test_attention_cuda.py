@@ -108,13 +108,13 @@ def test_each_feature_at_each_head_dim(dim: int, feature: str) -> None:
     check_with(qkv(1, 70, 75, 2, 1, dim, dim, dtype), {} if feature == "plain" else options_of(feature))
 
 
-@pytest.mark.sampled  # all combinations take minutes
 @pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_pairs_of_features(pair: tuple[str, str], dim: int, lengths: tuple[int, int]) -> None:
-    heads_kv = random.choice((1, 2))
-    check_with(qkv(1, *lengths, 2, heads_kv, dim, dim, random.choice(DTYPES)), options_of(*pair))
+def test_pairs_of_features(pair: tuple[str, str], pytestconfig: pytest.Config) -> None:
+    """All head dims and lengths take minutes, so that without --full a run draws one of each for every pair."""
+    every = list(itertools.product(DIMS, LENGTHS))
+    for dim, lengths in every if pytestconfig.getoption("--full") else [random.choice(every)]:
+        heads_kv = random.choice((1, 2))
+        check_with(qkv(1, *lengths, 2, heads_kv, dim, dim, random.choice(DTYPES)), options_of(*pair))
 
 
 # Around tiles of 128 queries, and of 128 or 64 keys.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: how it measures, what it does with sides that fail, and its cases."""
+"""`python -m benchmarks`: measuring, failing sides, cases, the command, results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def measured(case: Case, seconds: float = 0.05, method: Method | None = None, **
 
 
 class Clock:
-    """Time that passes only where a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ class Clock:
         return self.now
 
     def case(self, **milliseconds: float) -> Case:
-        """Sides whose calls take as long as given."""
+        """A case with sides whose calls take the given times."""
 
         def side(duration: float) -> Any:
             def call() -> None:
@@ -116,13 +116,13 @@ class TestMeasure:
         assert measured(clock.case(cuda_ext=4000, slow=8000), seconds=1.0)[OURS].rounds == 1
         assert clock.now == pytest.approx(3 * 12), "to check it, to see how long it takes, and one round"
 
-    def test_a_side_that_is_too_slow_leaves_the_time_to_the_others(self, clock: Clock) -> None:
+    def test_a_side_that_is_too_slow_is_not_timed(self, clock: Clock) -> None:
         rows = measured(clock.case(cuda_ext=4, slow=18000, fast=2), seconds=0.5, patience=1.0)
         assert rows["slow"].failure == "too slow: a call takes 18.0 s; raise --minutes to time it"
         assert rows["slow"].seconds is None and rows["fast"].ratio == pytest.approx(0.5)
         assert clock.now < 2 * 18 + 1
 
-    def test_sides_take_turns_and_each_begins_equally_often(self, clock: Clock) -> None:
+    def test_sides_alternate_and_each_starts_equally_often(self, clock: Clock) -> None:
         order: list[str] = []
 
         def side(name: str) -> Any:
@@ -159,7 +159,7 @@ class TestMeasure:
         assert row.seconds == pytest.approx(1e-5)
         assert clock.now > 100 * row.rounds * row.seconds
 
-    def test_ours_against_ours_differs_by_nothing(self, clock: Clock) -> None:
+    def test_ours_against_itself_has_ratio_one(self, clock: Clock) -> None:
         method = Method("cpu", against_itself=True)
         rows = measured(clock.case(cuda_ext=4, theirs=9), seconds=1.0, method=method)
         assert set(rows) == {OURS, AGAIN}
@@ -237,7 +237,7 @@ class TestWorker:
         assert len(found) == len(begun) and (slow, pytest.approx(1e9)) in found
         assert clock.now < 10
 
-    def test_the_first_case_is_measured_and_no_time_is_said_of_the_others(
+    def test_the_first_case_is_measured_and_the_others_are_out_of_time(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cases = [dataclasses.replace(clock.case(cuda_ext=4, slow=8), name=str(i)) for i in range(3)]
@@ -246,7 +246,7 @@ class TestWorker:
         expected = [("0", OURS, "timed"), ("0", "slow", "timed"), *((i, OURS, "out of time") for i in "12")]
         assert self.rows(messages) == expected
 
-    def test_a_side_is_not_begun_that_would_be_too_slow(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_side_that_would_be_too_slow_is_not_started(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         small, large = (
             dataclasses.replace(clock.case(cuda_ext=n, slow=100 * n), name=str(n), flops=1e6 * n) for n in (4, 4000)
         )
@@ -255,8 +255,8 @@ class TestWorker:
         assert found[3] == ("4000", "slow", "too slow: a call takes 400.0 s; raise --minutes to time it")
         assert clock.now < 100
 
-    def test_ends_when_nobody_waits_for_it(self) -> None:
-        """As when the process that started it was killed. A call hangs meanwhile."""
+    def test_exits_when_its_input_closes(self) -> None:
+        """As if the process that started it was killed, while a call hangs."""
         order = self.ORDER | {"suite": "gemm", "only": "hang", "deadline": 9e99, "seed": 0, "threads": 0}
         process = subprocess.Popen(PLANTED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None and process.stdout is not None
@@ -268,7 +268,7 @@ class TestWorker:
 
 
 class Recorder:
-    """Progress of a test; `begins` is called with each case's text and each side's name."""
+    """Progress for tests; `begins` is called with the text of each case and the name of each side."""
 
     def __init__(self, begins: Any = lambda text: None) -> None:
         self.begins, self.total, self.cases = begins, 0, 0
@@ -291,11 +291,11 @@ PLANTED = [sys.executable, str(ROOT / "tests" / "planted_suite.py")]
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, dict[str, Measurement]]:
-    """What a run makes of the planted suite, by case and side."""
+    """Results of the planted suite: case -> side -> measurement."""
     plan = runner.Plan(["gemm"], "cpu", minutes=60, silence=600.0, command=PLANTED)
 
     def begins(text: str) -> None:
-        # What hangs by its nature need not be waited for.
+        # Do not wait long for sides that hang on purpose.
         plan.silence = 0.2 if text == "hangs" else 600.0
 
     progress = Recorder(begins)
@@ -321,7 +321,7 @@ class TestSidesThatFail:
             ("hang", "hangs", "hung"),
         ],
     )
-    def test_has_a_row_that_says_so_and_the_others_go_on(
+    def test_has_a_row_with_the_reason_and_the_others_continue(
         self, planted: dict[str, dict[str, Measurement]], case: str, side: str, reason: str
     ) -> None:
         rows = planted[case]
@@ -331,13 +331,13 @@ class TestSidesThatFail:
     def test_a_side_after_one_that_crashes_is_measured(self, planted: dict[str, dict[str, Measurement]]) -> None:
         assert planted["crash"]["after it"].seconds
 
-    def test_what_an_baseline_prints_does_no_harm(self, planted: dict[str, dict[str, Measurement]]) -> None:
+    def test_output_of_a_baseline_does_no_harm(self, planted: dict[str, dict[str, Measurement]]) -> None:
         assert planted["chatty"]["prints"].seconds
 
-    def test_a_crash_while_timing_is_nobodys(self, planted: dict[str, dict[str, Measurement]]) -> None:
+    def test_a_crash_while_timing_is_attributed_to_no_side(self, planted: dict[str, dict[str, Measurement]]) -> None:
         assert planted["late"][OURS].failure == "while timing: crashed: exit status 7"
 
-    def test_the_run_comes_to_its_end(self, planted: dict[str, dict[str, Measurement]]) -> None:
+    def test_the_run_finishes(self, planted: dict[str, dict[str, Measurement]]) -> None:
         assert planted["last"]["good"].seconds
         assert planted["last"][OURS].of_ceiling and planted["last"][OURS].environment["cpu"]
 
@@ -401,7 +401,7 @@ SMALL_CASES = [
 class TestCases:
     @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda c: f"{c.op} {c.phase} {c.name} {c.dtype}")
     def test_all_sides_compute_the_same(self, case: Case) -> None:
-        case = dataclasses.replace(case, input_bytes=0.0)  # one set of inputs will do
+        case = dataclasses.replace(case, input_bytes=0.0)  # one set of inputs suffices
         rows = measured(case, seconds=0.0)
         assert OURS in rows
         for side, row in rows.items():
@@ -422,7 +422,7 @@ class TestCases:
         assert rows[OURS].seconds == once("import cuda_ext; cuda_ext.linear") > 0.0
         assert rows["torch alone"].seconds == once("import torch") > 0.0 and rows[OURS].rounds == 3
 
-    def test_a_build_that_fails_says_how(self) -> None:
+    def test_a_failed_build_gives_its_reason(self) -> None:
         with pytest.raises(Failure, match="failed: ValueError: 5"):
             bench_build._seconds([sys.executable, "-c", "raise ValueError(5)"], ROOT, {})
         with pytest.raises(Failure, match="took longer than 1 s"):
@@ -430,14 +430,14 @@ class TestCases:
 
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
     @pytest.mark.parametrize("suite", ["gemm", "attention", "bucket", "train", "build"])
-    def test_names_tell_cases_apart(self, suite: str, device: str) -> None:
+    def test_names_of_cases_are_unique(self, suite: str, device: str) -> None:
         cases = list(SUITES[suite].cases(device))
         names = [(c.op, c.phase, c.name, c.dtype, c.group) for c in cases]
         keys = [(c.op, c.phase, c.name, c.dtype) for c in cases]
         assert len(set(keys)) == len(keys), [n for n in names if keys.count((n[0], n[1], n[2], n[3])) > 1]
         assert all(OURS in c.sides or c.samples for c in cases)
 
-    def test_flops_are_counted_as_the_field_does(self) -> None:
+    def test_flops_are_counted_by_the_usual_convention(self) -> None:
         """FLOPs of an H100's 4096³ product, and of FlashAttention-2's published attention at S = 2048."""
         (gemm,) = [c for c in bench_gemm.cases("cuda") if c.name == "4096 × 4096 × 4096" and c.dtype == "bfloat16"]
         assert gemm.flops == 137438953472.0 and gemm.bytes == 3 * 2 * 4096**2
@@ -457,16 +457,16 @@ class TestCases:
         assert count(bench_bucket.llama_8b()) == 8_030_261_248
         assert count(bench_bucket.resnet50()) == 25_557_032
 
-    def test_documents_have_the_lengths_of_real_ones(self) -> None:
+    def test_documents_have_lengths_of_real_texts(self) -> None:
         lengths = bench_attention.lengths_of_documents(4096)
         assert sum(lengths) == 4096 and len(lengths) > 3 and max(lengths) > 2 * sorted(lengths)[len(lengths) // 2]
         assert lengths == bench_attention.lengths_of_documents(4096)
 
 
 class TestBaselines:
-    """Stand-ins with the interfaces of packages that need a GPU, so that what is handed to them is checked."""
+    """Fake packages with the interfaces of those that need a GPU, to check the arguments they get."""
 
-    def test_deep_gemm_gets_operands_as_they_lie_in_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_deep_gemm_gets_row_major_operands(self, monkeypatch: pytest.MonkeyPatch) -> None:
         module: Any = types.ModuleType("deep_gemm")
         for layout in ("nn", "nt", "tn", "tt"):
 
@@ -584,7 +584,7 @@ class TestCommand:
         assert status == 0 and len(output.splitlines()) == 4 and "torch.matmul" in output
 
     def test_measures(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-        # However short its time: it measures at least a case. And it adds to what is there.
+        # Even in a short time it measures at least one case. It appends to existing results.
         earlier = dataclasses.replace(BASE, seconds=1.0)
         (tmp_path / "results.jsonl").write_text(earlier.to_json() + "\n")
         arguments = ["overhead", "--device", "cpu", "--minutes", "0.01", "--only", "linear forward small"]
@@ -595,7 +595,7 @@ class TestCommand:
         assert first == earlier and {row.side for row in rows} == {OURS, "PyTorch", "torch.mul"}
         assert all(row.seconds and row.environment["torch"] == torch.__version__ for row in rows)
 
-    def test_resume_measures_what_is_left(
+    def test_resume_measures_the_remaining_cases(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         def row(case: str, failure: str = "") -> Measurement:
@@ -624,14 +624,14 @@ class TestCommand:
         status, output = self.run(capsys, *options)
         assert status == 2 and "benchmarks: --resume: " in output and "choose another folder by --out" in output
 
-    def test_what_is_done_is_not_measured_again(self, planted: dict[str, dict[str, Measurement]]) -> None:
+    def test_finished_cases_are_not_measured_again(self, planted: dict[str, dict[str, Measurement]]) -> None:
         done = {next(iter(sides.values())).problem for case, sides in planted.items() if case not in ("wrong", "last")}
         plan = runner.Plan(["gemm"], "cpu", minutes=60, silence=600.0, command=PLANTED, done=done)
         progress = Recorder()
         found = {row.case for rows in runner.run(plan, progress) for row in rows}
         assert found == {"wrong", "last"} and progress.total == progress.cases == 2
 
-    def test_judges_ours_against_ours_by_the_median(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_judges_ours_against_itself_by_the_median(self, capsys: pytest.CaptureFixture[str]) -> None:
         def rows(*ratios: float) -> list[Measurement]:
             return [dataclasses.replace(BASE, side=AGAIN, seconds=1.0, ratio=ratio) for ratio in ratios]
 
@@ -640,7 +640,7 @@ class TestCommand:
         assert command.judge(rows(0.96)) == command.judge(rows(1.04)) == command.judge([BASE]) == 1
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    def test_a_signal_keeps_what_was_measured_and_leaves_no_process(
+    def test_a_signal_keeps_results_and_leaves_no_process(
         self,
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
@@ -686,7 +686,7 @@ if json.loads(sys.stdin.readline())["suite"] == "gemm":
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def test_an_interrupt_before_the_first_case_is_told(
+    def test_an_interrupt_before_the_first_case_is_reported(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         monkeypatch.setattr(command, "run", lambda plan, target: [])
@@ -706,7 +706,7 @@ if json.loads(sys.stdin.readline())["suite"] == "gemm":
 
 
 class TestResults:
-    def test_lines_come_back_as_they_were(self, tmp_path: Path) -> None:
+    def test_lines_are_read_as_written(self, tmp_path: Path) -> None:
         row = dataclasses.replace(BASE, seconds=1.5, extra={"wire MiB": 25}, environment={"torch": "2"})
         (tmp_path / "a.jsonl").write_text(row.to_json() + "\n\n" + row.to_json() + "\n")
         assert results.read(tmp_path) == [row, row]
@@ -739,7 +739,7 @@ class TestResults:
         assert sides == {OURS: new, "a rival": theirs} and list(sides) == [OURS, "a rival"]
 
     def test_a_run_in_parts_is_one(self) -> None:
-        """A short run comes to the end of no suite; those after it measure a suite each."""
+        """A short run completes no suite; later runs complete one suite each."""
 
         def part(hour: int, **failures: str) -> list[Measurement]:
             return [
@@ -759,7 +759,7 @@ class TestResults:
         (run,) = grouping.split_into_runs(itertools.chain(*parts))
         found = {m.case: m.seconds for m in run.measurements}
         assert found == {"a1": 2.0, "a2": 2.0, "b1": 3.0, "b2": 3.0, "b3": None}
-        # A suite that had come to its end and is measured again is another run, a failure in it too.
+        # A complete suite that is measured again is another run, even if it fails.
         again = grouping.split_into_runs([*itertools.chain(*parts), *part(4, a1="crashed: SIGSEGV", a2="")])
         assert [len(run.measurements) for run in again] == [5, 2]
 

@@ -1,4 +1,4 @@
-"""What reads measurements: plots, page, comparison, the README's section and the terminal table."""
+"""Presentation of measurements: plots, page, comparison, the README's section and the terminal table."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_gaps_anywhere_break_nothing(cpu: list[Measurement]) -> None:
             assert drawing.render(figure, "svg")
         assert report.page(holey, plots=False)
         assert table.lines(holey, 80)
-        with contextlib.suppress(ResultsError):  # nothing in common
+        with contextlib.suppress(ResultsError):  # no case in both
             compare.compare(cpu, holey)
 
 
@@ -177,7 +177,7 @@ def test_gaps_anywhere_break_nothing(cpu: list[Measurement]) -> None:
 
 
 class Elements(html.parser.HTMLParser):
-    """Of a page; fails if they are not nested properly."""
+    """The elements of a page; fails if they are not nested properly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Elements(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def page_path(tmp_path_factory: pytest.TempPathFactory, cpu: list[Measurement]) -> Path:
-    """Two devices, one of them twice, and text that would like to be code."""
+    """A page with two devices, one of them with two runs, and text that tries to inject code."""
     folder = tmp_path_factory.mktemp("page")
     few = [m for m in cpu if m.suite in ("bucket", "train")]
     evil = changed(
@@ -214,7 +214,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory, cpu: list[Measurement]) 
     return folder / "report.html"
 
 
-def test_page_is_complete_in_itself(page_path: Path) -> None:
+def test_page_is_self_contained(page_path: Path) -> None:
     text = page_path.read_text()
     elements = Elements(text)
     for name, attributes in elements.found:
@@ -258,7 +258,7 @@ def test_injected_text_is_escaped(page_path: Path) -> None:
     assert "&lt;script&gt;document.title=" in text
 
 
-def test_runs_are_told_apart(cpu: list[Measurement]) -> None:
+def test_runs_have_distinct_names(cpu: list[Measurement]) -> None:
     later = [changed(m, date="2026-11-21T10:00:00") for m in cpu]
     other = [changed(m, environment=m.environment | {"torch": "2.12.0"}) for m in cpu]
     assert [len(run.measurements) for run in grouping.split_into_runs([*later, *cpu])] == [len(cpu)] * 2
@@ -291,7 +291,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture
 def browse(tmp_path: Path) -> Callable[..., tuple[str, list[str]]]:
-    """Opens a file with what is chosen after its #; gives the document as it then is, and what the console says."""
+    """Opens a file with choices after its #; returns the resulting document and the console output."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         reason = f"there is no browser: none of {', '.join(BROWSERS)} is on PATH"
@@ -389,13 +389,13 @@ def test_bad_results_are_refused(
 
 
 def with_baselines(measurements: list[Measurement]) -> list[Measurement]:
-    """Without the build, which has none that would show that the machine is another."""
+    """Without the build suite, which has no baseline to reveal a different machine."""
     return [m for m in measurements if m.suite != "build"]
 
 
 @pytest.mark.parametrize(("rounds", "noise", "rate"), [(3, 0.05, 0.004), (5, 0.05, 0.0005), (11, 0.01, 0.0005)])
 def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
-    """Of the same code, on a machine that is up to half as fast again or slower. `rate` is of all cases compared."""
+    """The same code on a machine whose speed differs by up to a half. `rate` is a fraction of the cases compared."""
     alarms = compared = 0
     seed = random.randrange(2**30)
     for i in range(40):
@@ -405,12 +405,12 @@ def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
         result = compare.compare(old, new)
         alarms += len(result.slower)
         compared += result.compared
-    # What is counted varies; six deviations of it are allowed on top, so that this test itself is no false alarm.
+    # The count varies; six standard deviations are allowed, so that this test itself raises no false alarm.
     assert compared > 3500 and alarms <= compared * rate + 6 * math.sqrt(compared * rate)
 
 
 def test_drift_that_a_run_cannot_see_stays_below_one_percent() -> None:
-    """At worst, all rounds of a run are off by the same, which deviates as much as one round from the next does."""
+    """The worst case: all rounds of a run are off by the same error, as large as that between two rounds."""
     noise, alarms, compared = 0.02, 0, 0
     generator = random.Random(random.randrange(2**30))
     for _ in range(40):
@@ -430,7 +430,7 @@ def slow_squares(m: Measurement) -> float:
 
 
 @pytest.mark.parametrize("machine", [1.0, 1.4, 0.7])
-def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
+def test_slower_code_is_found_on_any_machine(machine: float) -> None:
     old, new = sample(seed=1), sample(seed=2, machine=machine, slower=slow_squares)
     old, new = with_baselines(old), with_baselines(new)
     result = compare.compare(old, new)
@@ -442,7 +442,7 @@ def test_slower_code_is_found_on_whatever_machine(machine: float) -> None:
     assert len(back.faster) == len(wanted) and back.passed
 
 
-def test_an_baseline_that_became_faster_makes_ours_no_slower() -> None:
+def test_a_faster_baseline_does_not_make_ours_slower() -> None:
     old, new = sample(seed=1), sample(seed=2, torch="2.12.0")
     new = [changed(m, seconds=m.seconds / 2, ratio=m.ratio / 2) if m.ratio else m for m in new]
     assert compare.compare(old, new).passed
@@ -450,7 +450,7 @@ def test_an_baseline_that_became_faster_makes_ours_no_slower() -> None:
     assert not compare.compare(old, same_software).passed, "the baseline cannot have changed, so the machine has"
 
 
-def test_what_fails_and_what_is_gone() -> None:
+def test_failing_and_vanished_cases() -> None:
     old, new = sample(seed=1), sample(seed=2)
     broken = [
         changed(m, seconds=None, failure="wrong: 0.3") if m.suite == "train" and m.side == OURS else m for m in new
@@ -475,7 +475,7 @@ def test_comparison_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
     gpu = write(tmp_path / "gpu.jsonl", [changed(m, device="cpu") for m in sample("cuda")])
     assert compare.main([str(old), str(same)]) == 0
     assert re.fullmatch(
-        r"98 cases compared: 0 slower, 0 faster, 98 within the noise; .*\nin half of .* seen from 1\.\d\d× on\n",
+        r"98 cases compared: 0 slower, 0 faster, 98 within the noise; .*\na slowdown from 1\.\d\d× on would be .*\n",
         capsys.readouterr().out,
     )
     assert compare.main([str(old), str(slow)]) == 1
@@ -492,13 +492,13 @@ def test_comparison_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def late(measurements: list[Measurement], suite: str) -> list[Measurement]:
-    """As a run leaves a suite that it had no time for."""
+    """The measurements of a suite for which a run had no time."""
     ours = [m for m in measurements if m.side == OURS or m.suite != suite]
     gone = {"seconds": None, "spread": None, "ratio": None, "ratio_spread": None, "failure": "out of time"}
     return [changed(m, **gone) if m.suite == suite else m for m in ours]
 
 
-def test_what_there_was_no_time_for_has_not_failed(tmp_path: Path) -> None:
+def test_cases_out_of_time_have_not_failed(tmp_path: Path) -> None:
     measurements = late(sample(), "bucket")
     result = compare.compare(sample(seed=1), measurements)
     assert result.passed and not result.failing and len(result.vanished) == 6
@@ -519,7 +519,7 @@ def test_readme_is_current() -> None:
 
 @pytest.fixture
 def results_folder(tmp_path: Path, cpu: list[Measurement], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Results of two devices, with a README beside them."""
+    """Results of two devices, and a README."""
     root = tmp_path / "results"
     monkeypatch.setattr(readme, "README", tmp_path / "README.md")
     monkeypatch.setattr(readme, "ROOT", root)
@@ -556,7 +556,7 @@ def test_readme_says_what_was_measured(results_folder: Path, cpu: list[Measureme
     assert "](results/cpu/summary.svg)" in text
 
 
-def test_readme_takes_the_newest_of_each_suite(results_folder: Path) -> None:
+def test_readme_uses_the_newest_results_of_each_suite(results_folder: Path) -> None:
     newer = [m for m in sample(seed=5, date="2026-11-22T08:00:00", commit="fedcba") if m.suite == "gemm"]
     write(results_folder / "cpu" / "2026-11-22.jsonl", newer)
     text = readme.section()

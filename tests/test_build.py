@@ -627,6 +627,7 @@ class TestPackage:
         with pytest.raises(AttributeError, match="module 'cuda_ext' has no attribute 'gem'"):
             _ = cuda_ext.gem  # type: ignore[attr-defined]
 
+    @pytest.mark.sampled(count=2)
     @pytest.mark.parametrize(
         "first",
         ["from cuda_ext import gemm", "from cuda_ext.gemm import linear", "import cuda_ext.gemm", "import cuda_ext.nn"],

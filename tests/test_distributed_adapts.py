@@ -1,4 +1,4 @@
-"""What the wrapper learns and follows: the order of gradients, freezing, uneven inputs; and what it records."""
+"""What the wrapper adapts to (the order of gradients, freezing, uneven inputs), and what it records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cuda_ext.distributed import BucketedDataParallel
 
 
 class Backwards(nn.Module):
-    """Uses its layers in the reverse order of their registration, so that gradients come in that of registration."""
+    """Uses its layers in reverse order of registration, so that gradients arrive in order of registration."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Backwards(nn.Module):
 
 
 def compare_steps(model: BucketedDataParallel, plain: nn.Module, steps: int, set_to_none: bool = True) -> None:
-    """Both train on the same batches, ``model`` on this rank's part; gradients have to stay alike."""
+    """Both train on the same batches, ``model`` on this rank's part; gradients must stay equal."""
     rank, ranks = model.process_group.rank(), model.process_group.size()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (plain, model)]
     for _ in range(steps):
@@ -128,16 +128,16 @@ def test_sizes_by_measurement(algorithm: str) -> None:
         record = said.get()
         assert record.levelno == logging.INFO
         assert re.match(r".*bucket.*; an all-reduce takes .*; backward takes ", record.getMessage())
-    plans = [None] * 4
-    dist.all_gather_object(plans, [bucket.names for bucket in model._reducer.buckets])
-    assert plans[1:] == plans[:-1]
+    divisions = [None] * 4
+    dist.all_gather_object(divisions, [bucket.names for bucket in model._reducer.buckets])
+    assert divisions[1:] == divisions[:-1]
     assert "an all-reduce takes" in model.describe()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ["auto", "float32"])
-def test_measuring_spares_gradients(algorithm: str) -> None:
-    """It sums in the memory of buckets, before the fourth pass; gradients that nobody has zeroed live there."""
+def test_measuring_keeps_gradients(algorithm: str) -> None:
+    """It sums in the memory of buckets, before the fourth pass; gradients that were not zeroed are in that memory."""
     model = BucketedDataParallel(nn.Linear(9, 20000, dtype=torch.float64), algorithm=algorithm)
     plain = copy.deepcopy(model.module)
     for step in range(5):
@@ -156,7 +156,7 @@ def proportional_set_size() -> int:
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
 def test_wrapping_takes_no_pages(algorithm: str) -> None:
-    """The memory of buckets is taken when gradients come."""
+    """The memory of buckets is only allocated when gradients arrive."""
     module = nn.Linear(4096, 4096)
     BucketedDataParallel(nn.Linear(9, 9), algorithm=algorithm)
     dist.barrier()
@@ -171,7 +171,7 @@ def test_wrapping_takes_no_pages(algorithm: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("algorithm", ["auto", "float32", "all_reduce"])
 def test_wrapping_calls_few_ops_for_each_parameter(algorithm: str) -> None:
-    """They are most of its time. 3 on the rank that sends its parameters, 8 on those that receive them."""
+    """They take most of the time: 3 on the rank that sends its parameters, 8 on those that receive them."""
 
     def ops(parameters: int) -> int:
         module = nn.ParameterList(nn.Parameter(torch.randn(16, 16)) for _ in range(parameters))
@@ -207,7 +207,7 @@ def test_freezing_and_unfreezing() -> None:
     change(4, True)
     compare_steps(model, plain, 2)
     assert sum(bucket.wire.numel() for bucket in model._reducer.buckets) > size
-    # Frozen between forward and backward, or where nothing is averaged: nothing is expected of it.
+    # Frozen between forward and backward, or where nothing is averaged: no gradient is expected.
     output = model(torch.randn(3, 9, dtype=torch.float64))
     model.module.layers[1].requires_grad_(False)
     output.sum().backward()
@@ -272,7 +272,7 @@ def test_uneven_inputs(broadcast_buffers: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("size", [9, 600])  # the larger one is measured before it is divided
 def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
-    """Buckets follow the order in which gradients come on a rank that has some."""
+    """Buckets follow the order of arrival on a rank that has gradients."""
     module = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False)).double()
     model = BucketedDataParallel(module, bucket_mb=SMALL if size == 9 else "auto")
     plain = copy.deepcopy(module)
@@ -289,8 +289,8 @@ def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["auto", "all_reduce", "float32", "sharded"])
 @pytest.mark.parametrize("trained", [True, False])
-def test_frozen_or_freed_on_some_ranks_alone(algorithm: str, trained: bool) -> None:
-    """An error on every rank at once, and training can go on when the ranks agree again."""
+def test_frozen_or_unfrozen_on_some_ranks_only(algorithm: str, trained: bool) -> None:
+    """All ranks raise at once, and training can continue when the ranks agree again."""
     module = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
     module[0][2].weight.requires_grad_(not trained)
     sharded = algorithm == "sharded"
@@ -326,10 +326,10 @@ def test_uneven_inputs_can_end_all() -> None:
 
 @on_ranks(2)
 def test_a_sharded_optimizer_needs_all_ranks() -> None:
-    """A rank that has no inputs left would not update its part."""
+    """A rank without inputs would not update its part."""
     model = BucketedDataParallel(make_model(), shard_optimizer=True)
     batch = torch.randn(2, 7, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside of Join, got True"), Join([model]):
+    with pytest.raises(RuntimeError, match="expected shard_optimizer=False inside Join, got True"), Join([model]):
         model(batch)
     with Join([model], enable=False):
         model(batch).sum().backward()
@@ -337,7 +337,7 @@ def test_a_sharded_optimizer_needs_all_ranks() -> None:
 
 @on_ranks(2)
 def test_a_norm_without_the_rank_that_has_run_out() -> None:
-    """Over sockets the norm is a sum over the ranks; but not where one of them may no longer take part."""
+    """Over sockets the norm is a sum over the ranks, but not if a rank may no longer take part."""
     model = BucketedDataParallel(make_model(), algorithm="all_reduce")
     norms = []
     with Join([model]):
@@ -348,7 +348,7 @@ def test_a_norm_without_the_rank_that_has_run_out() -> None:
             own = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
             torch.testing.assert_close(norms[-1], own.norm())
             assert not model.found_nonfinite()
-    with count_ops() as count:  # with all ranks each reads its part again
+    with count_ops() as count:  # without Join each rank reads its part again
         model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
         model.clip_grad_norm_(1e9)
     assert count["elements"] < 0.6 * own.numel()

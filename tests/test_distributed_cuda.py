@@ -65,7 +65,7 @@ def test_a_whole_step_is_captured(nccl: None) -> None:
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # the first steps settle the buckets and the memory
+    with torch.cuda.stream(side):  # the first steps determine buckets and memory
         for batch in batches[:STEPS]:
             step(model, optimizer, given.copy_(batch))
     torch.cuda.current_stream().wait_stream(side)
@@ -84,7 +84,7 @@ def test_buckets_of_two_dtypes_in_one_launch(nccl: None) -> None:
     wires = [torch.empty(100_003, device=device), torch.empty(513, dtype=torch.bfloat16, device=device)]
 
     def sums(values: list[Tensor]) -> None:
-        """A mean over one rank is what it was; that it waits for what was written, and is waited for, is seen."""
+        """The mean over one rank is unchanged; the test checks its order with earlier writes and later reads."""
         torch._foreach_copy_(wires, values)
         exchange.start_together(wires).wait()
         torch._foreach_mul_(wires, 2.0)
@@ -129,7 +129,7 @@ def test_two_processes_sum_in_symmetric_memory(dtype: torch.dtype, one_shot_byte
     count = 100_003
     arena = SymmetricArena(count * dtype.itemsize, dist.group.WORLD, device, one_shot_bytes=one_shot_bytes)
     bucket = arena.bytes.view(dtype)
-    values = [torch.randn(count).to(dtype) for _ in range(2)]  # alike on both ranks
+    values = [torch.randn(count).to(dtype) for _ in range(2)]  # the same on both ranks
     expected = (values[0].float() + values[1].float()).to(dtype)
     for _ in range(20):
         bucket.copy_(values[dist.get_rank()])

@@ -1,4 +1,4 @@
-"""When a rank dies, hangs or stops: every other one gets an error in time that says which, and applies nothing."""
+"""When a rank dies, hangs or stops, every other rank gets an error in time that names it, and applies nothing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ NO_STORE = "the store of the process group, on the host of rank 0 of the job, do
 
 
 def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> dict[int, str]:
-    """What each rank but the ``faulty`` gets, checked for what all have in common."""
+    """The error of each rank except the ``faulty`` ones, after common checks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    # In shared memory the norm comes with the sum.
+    # In shared memory the norm needs no separate collective.
     algorithm = "all_reduce" if fault == "dies before the norm" else "auto"
     command = [sys.executable, str(ROOT / "tests" / "faulty_training.py")]
     arguments = [str(folder), str(RANKS), fault, algorithm, *map(str, faulty)]
@@ -49,7 +49,7 @@ def errors_of_survivors(folder: Path, fault: str, faulty: tuple[int, ...]) -> di
         match = re.search(r"^ERROR ([\d.]+) (.*)$", output, re.MULTILINE)
         assert match, output
         seconds, message = float(match[1]), match[2]
-        # The timeout of the group, and a few intervals of the watch to ask the others; not the timeout twice.
+        # The timeout of the group, and a few intervals of the watch to read statuses; not twice the timeout.
         assert seconds < TIMEOUT + 4, message
         what = rf"the sum of bucket \d, \d\.\w+ to \d\.\w+, of backward pass {STEPS + 1}"
         if "norm" in fault:
@@ -82,7 +82,7 @@ def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("fault", ["dies", "stops"])
-def test_where_it_is_the_rank_that_holds_the_store(fault: str, tmp_path: Path) -> None:
+def test_the_rank_of_the_store_fails(fault: str, tmp_path: Path) -> None:
     for rank, message in errors_of_survivors(tmp_path, fault, (0,)).items():
         others = what_others_do(message)
         assert others.keys() == {0, 3 - rank}, message
@@ -90,6 +90,6 @@ def test_where_it_is_the_rank_that_holds_the_store(fault: str, tmp_path: Path) -
         assert f"; {NO_STORE}. The gradients" in message
 
 
-def test_where_both_ranks_that_hold_what_others_say_die(tmp_path: Path) -> None:
+def test_both_ranks_with_a_board_die(tmp_path: Path) -> None:
     (message,) = errors_of_survivors(tmp_path, "dies", (0, 2)).values()
     assert f"{NO_STORE}, and neither does the last rank, which has a copy; probably rank 0 has ended" in message

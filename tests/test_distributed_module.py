@@ -1,4 +1,4 @@
-"""BucketedDataParallel as a module: its state, what autograd does to it, and what goes wrong."""
+"""BucketedDataParallel as a module: its state, its use of autograd, and errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_buffers(broadcast_buffers: bool) -> None:
     model(torch.randn(8, 3)).sum().backward()
     assert not torch.equal(mean, mean_over_ranks(mean))
 
-    # None of these broadcasts, or this would wait for a forward that only one rank runs.
+    # None of these broadcasts; otherwise this would wait for a forward pass that only one rank runs.
     if dist.get_rank() == 1:
         with torch.no_grad():
             model(torch.randn(8, 3))
@@ -146,7 +146,7 @@ def test_compiled(group: None, where: str) -> None:
         assert_gradients(module, plain)
 
 
-def test_it_lets_go_of_the_module(group: None) -> None:
+def test_deleting_the_wrapper_releases_the_module(group: None) -> None:
     module = make_model()
     model = BucketedDataParallel(module, bucket_mb=SMALL)
     message = f"{NAME}: expected a module that is not wrapped yet, got parameter 0.weight, whose gradient another"
@@ -210,7 +210,7 @@ def test_a_second_gradient_after_the_first_was_sent(group: None) -> None:
         RuntimeError, match=r"expected one gradient of parameter layer\.\w+ in a backward pass, got a second"
     ):
         model(torch.randn(2, 3, requires_grad=True)).sum().backward()
-    # In one bucket with a parameter that comes last, the second gradient is in time.
+    # In one bucket with the last parameter, the second gradient is in time.
     shared = Shared()
     shared.last = nn.Parameter(torch.ones(3))
     shared.register_forward_pre_hook(lambda module, args: (args[0] * module.last,))
@@ -219,7 +219,7 @@ def test_a_second_gradient_after_the_first_was_sent(group: None) -> None:
     batch = torch.randn(2, 3, requires_grad=True)
     for m in (model, plain):
         m(batch).sum().backward()
-    assert_gradients(model, plain, tolerance=1e-6)  # float32 in the order of additions of autograd
+    assert_gradients(model, plain, tolerance=1e-6)  # float32, in autograd's order of additions
 
 
 @on_ranks(2)
@@ -244,7 +244,7 @@ def test_gradients_of_gradients() -> None:
 
 
 class Fails(torch.autograd.Function):
-    """Identity whose backward raises where it is told to."""
+    """Identity with a backward that raises on request."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
@@ -273,16 +273,16 @@ class Failing(nn.Module):
 @on_ranks(4)
 @pytest.mark.parametrize("failing", [[1], [0, 3], [0, 1, 2, 3]])
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])
-def test_training_goes_on_after_an_exception_in_backward(failing: list[int], wire_dtype: torch.dtype | None) -> None:
+def test_training_continues_after_an_exception_in_backward(failing: list[int], wire_dtype: torch.dtype | None) -> None:
     model = BucketedDataParallel(Failing(), bucket_mb=SMALL, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
-    # With buckets sent before it, with none, with all but one, and between the output and the first parameter.
+    # After some buckets were sent, none, all but one, and between the output and the first parameter.
     for fails_at in (4, 6, 1, 7):
         batches = torch.randn(4, 2, 7, dtype=torch.float64)
         model.fails_at = model.module.fails_at = fails_at if rank in failing else None
         message = (
-            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to complete the backward"
+            "this rank fails" if rank in failing else f"^{re.escape(NAME)}: expected every rank to complete the back"
         )
         with pytest.raises((RuntimeError, ValueError), match=message):
             model(batches[rank]).square().mean().backward()
@@ -340,7 +340,7 @@ def test_subgroups() -> None:
         m(batch).sum().backward()
     assert_gradients(model, plain, tolerance=0)
     with pytest.raises(
-        RuntimeError, match=f"^{re.escape(NAME)}: expected a process group that holds this process, got"
+        RuntimeError, match=f"^{re.escape(NAME)}: expected a process group that contains this process, got"
     ):
         BucketedDataParallel(make_model(), process_group=other)
     tensor = torch.ones(2)
@@ -437,12 +437,12 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "nothing to train": (
             lambda: BucketedDataParallel(nn.Linear(2, 2).requires_grad_(False)),
             ValueError,
-            f"{NAME}: expected a module with parameters that require grad, got 2 and none that does",
+            f"{NAME}: expected a module with parameters that require grad, got 2, none of which does",
         ),
         "optimizer in backward": (
             lambda: BucketedDataParallel(_with_optimizer_in_backward(nn.Linear(2, 2))),
             ValueError,
-            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of backward",
+            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside backward",
         ),
         "hook on accumulated gradients": (
             lambda: BucketedDataParallel(_with_hook_in_backward(nn.Linear(2, 2))),
@@ -452,7 +452,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "no parameters": (
             lambda: BucketedDataParallel(nn.ReLU()),
             ValueError,
-            f"{NAME}: expected a module with parameters that require grad, got 0 and none that does",
+            f"{NAME}: expected a module with parameters that require grad, got 0, none of which does",
         ),
         "complex": (
             lambda: BucketedDataParallel(nn.Linear(2, 2, dtype=torch.complex64)),
@@ -463,24 +463,24 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "on meta": (
             lambda: BucketedDataParallel(nn.Linear(2, 2, device="meta")),
             ValueError,
-            f"{NAME}: expected parameters and buffers that have memory, got weight on meta; give the module memory",
+            f"{NAME}: expected parameters and buffers that have memory, got weight on meta; allocate memory",
         ),
         "buffer on meta": (
             lambda: BucketedDataParallel(
                 nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))
             ),
             ValueError,
-            f"{NAME}: expected parameters and buffers that have memory, got 1.running_mean on meta; give",
+            f"{NAME}: expected parameters and buffers that have memory, got 1.running_mean on meta; allocate",
         ),
         "in inference mode": (
             torch.inference_mode()(lambda: BucketedDataParallel(linear)),
             RuntimeError,
-            f"{NAME}: expected to be made outside of torch.inference_mode(), got made inside",
+            f"{NAME}: expected to be constructed outside torch.inference_mode(), got a call inside it",
         ),
         "made in inference mode": (
             lambda: BucketedDataParallel(torch.inference_mode()(lambda: nn.Linear(2, 2))()),
             ValueError,
-            f"{NAME}: expected parameters and buffers made outside of torch.inference_mode(), got weight made inside",
+            f"{NAME}: expected parameters and buffers made outside torch.inference_mode(), got weight made inside it",
         ),
         "max_norm negative": (
             lambda: BucketedDataParallel(make_model()).clip_grad_norm_(-1.0),
@@ -505,7 +505,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "arena without a group": (
             lambda: SymmetricArena(8, None, torch.device("cpu")),  # type: ignore[arg-type]
             TypeError,
-            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that holds this process, got No",
+            "cuda_ext.distributed.SymmetricArena: expected group to be a process group that contains this process, got",
         ),
         "lazy": (
             lambda: BucketedDataParallel(nn.LazyLinear(2)),
@@ -555,7 +555,7 @@ def _reshape(module: nn.Module) -> None:
 
 
 def _move(module: nn.Module) -> None:
-    module.to("meta")  # torch puts new parameters in the place of the old
+    module.to("meta")  # torch replaces the parameters
 
 
 def _append(module: nn.Module) -> None:
@@ -594,8 +594,8 @@ CHANGES: dict[Callable[[nn.Module], object], str] = {
     _move: _tail("0.weight, 0.bias new"),
     _append: _tail("8 new"),
     _swap: _tail("2 new"),
-    _delete_buffer: "expected buffer 7.running_mean, which was there when the module was wrapped and goes from",
-    _set_buffer_to_none: "expected buffer 7.running_var, which was there when the module was wrapped and goes from",
+    _delete_buffer: "expected buffer 7.running_mean, which existed when the module was wrapped and is broadcast",
+    _set_buffer_to_none: "expected buffer 7.running_var, which existed when the module was wrapped and is broadcast",
     _remove: _tail("members of the module removed"),
     _remove_bias: _tail("0.bias new"),
 }
@@ -613,7 +613,7 @@ def test_changes_after_wrapping_are_noticed(group: None, change: Callable[[nn.Mo
 
 
 @pytest.mark.parametrize("change", [_with_optimizer_in_backward, _with_hook_in_backward])
-def test_what_takes_gradients_first_is_noticed(group: None, change: Callable[[nn.Module], nn.Module]) -> None:
+def test_early_use_of_gradients_is_refused(group: None, change: Callable[[nn.Module], nn.Module]) -> None:
     module = nn.Linear(2, 2)
     model = BucketedDataParallel(module)
     model(torch.randn(3, 2)).sum().backward()
@@ -636,7 +636,7 @@ ASSIGNMENTS: dict[str, Callable[[BucketedDataParallel], object]] = {
 
 
 def test_members_of_the_wrapper_are_refused(group: None) -> None:
-    """They would not be trained, nor saved."""
+    """They would be neither trained nor saved."""
     model = BucketedDataParallel(nn.Linear(7, 3))
     model.threshold = 3.0
     for name, assign in ASSIGNMENTS.items():
@@ -669,7 +669,7 @@ def test_a_rank_outside_of_the_mesh() -> None:
         BucketedDataParallel(nn.Linear(2, 2), process_group=mesh)
     else:
         with pytest.raises(
-            ValueError, match=f"^{re.escape(NAME)}: expected a device mesh that holds this rank, got rank 1"
+            ValueError, match=f"^{re.escape(NAME)}: expected a device mesh that contains this rank, got rank 1"
         ):
             BucketedDataParallel(nn.Linear(2, 2), process_group=mesh)
 
@@ -677,7 +677,7 @@ def test_a_rank_outside_of_the_mesh() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("inner", ["sequence", "layer"])
 def test_state_dicts_of_torch_distributed_checkpoint(inner: str) -> None:
-    """As for DistributedDataParallel: names are those of the module, and one's state fits the other."""
+    """As for DistributedDataParallel, names are those of the module, and each can load the other's state."""
 
     def make(wrap: type[nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
         layer = nn.Linear(7, 3, dtype=torch.float64)

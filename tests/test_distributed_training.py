@@ -1,4 +1,4 @@
-"""Fifty steps on 2, 4 and 8 ranks end with the parameters of one process that has the whole batch."""
+"""Fifty steps on 2, 4 and 8 ranks give the same parameters as one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 class Net(nn.Module):
-    """Our layers and PyTorch's, a weight that two layers share, a branch that is used now and then, and odd sizes."""
+    """Our layers and PyTorch's, a shared weight, a branch that is only used sometimes, and odd sizes."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
 
     def step_of_whole(step: int) -> Tensor:
         tokens = torch.randint(11, (micros, ranks, 2, 8))
-        given = tokens if step < lasts else tokens[:, :-1]  # the average still divides by all ranks
+        given = tokens if step < lasts else tokens[:, :-1]  # averages still divide by the number of all ranks
         (loss_of(whole, given.flatten(0, 2), step) * (given.shape[1] / ranks)).backward()
         nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         plain.step()
@@ -118,8 +118,8 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
     assert_same_on_all_ranks(list(module.parameters()))
 
 
-# Sharded, pieces of parameters have been dealt out: freezing and uneven inputs are refused, see test_sharded.py and
-# test_distributed_adapts.py. Hierarchical, two ranks are two nodes of one; four and eight ranks fill nodes below.
+# Sharded wrappers refuse freezing and uneven inputs, as pieces of parameters are distributed: see test_sharded.py and
+# test_distributed_adapts.py. Hierarchical: two ranks are two nodes; four and eight ranks fill nodes below.
 EVERY_PAIR = [(o, s) for o in OPTIONS for s in STYLES if o != "sharded" or s not in ("freeze", "uneven")]
 
 

@@ -80,6 +80,7 @@ def every_split(shapes: dict[str, tuple[int, ...]], names: Sequence[str]) -> Ite
         yield {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
 
 
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_products(size: int, workers: Any) -> None:
     workers.run(size, __name__, "products", {})

@@ -63,7 +63,7 @@ def train(module: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 @on_ranks(2)
 def test_training_on_two_ranks_is_that_of_fsdp2() -> None:
-    """Halving is exact and the sum of two has one order, so float32 leaves no room for a difference."""
+    """Halving is exact and a sum of two has only one order, so float32 results must be equal."""
     module, batches = make_model(), [torch.randn(6, 7) for _ in range(4)]
     for actual, expected in zip(
         train(sharded(module, Float32ReduceScatter()), batches), train(sharded(module, None), batches), strict=True
@@ -77,7 +77,7 @@ def test_training_on_four_ranks_is_that_of_fsdp2(mesh_shape: tuple[int, ...]) ->
     module, batches = make_model(), [torch.randn(8, 7) for _ in range(4)]
     models = [sharded(module, comm, mesh_shape=mesh_shape) for comm in (Float32ReduceScatter(), None)]
     for actual, expected in zip(*(train(model, batches) for model in models), strict=True):
-        # float32 against float32: sums in another order.
+        # Both sides are float32, with sums in different orders.
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -122,7 +122,7 @@ def test_sixteen_bits_are_closer_to_the_truth() -> None:
 
 @on_ranks(2)
 def test_factor_of_the_user() -> None:
-    """FSDP2 asks for a sum with a factor, which gloo does not have, and this has."""
+    """FSDP2 requests a sum with a factor, which gloo does not support and this does."""
     module, batch = make_model(), torch.randn(6, 7)
     mean, third = (sharded(module, Float32ReduceScatter()) for _ in range(2))
     for part in third.modules():

@@ -1,4 +1,4 @@
-"""The GPU check keeps its limits whatever a stage does, and its dry run passes here."""
+"""The GPU check keeps its limits whatever a stage does, and its dry run passes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from benchmarks.gpu_check.state import State
 from benchmarks.results import OURS, Measurement, read
 from cuda_ext import _toolchain
 
-# Ignores SIGTERM, and so does its child in a session of its own; both say who they are.
+# Ignores SIGTERM, as does its child in a separate session; both print their ids.
 HANG = """
 import os, signal, subprocess, sys, time
 def hang():
@@ -64,14 +64,14 @@ def drive(stages: list[Stage], options: list[str], terminal: Path, probe: Callab
 
 
 def stand_in(patience: float) -> dict[str, Any]:
-    """The machine is asked about elsewhere."""
+    """A fake machine; the real probe is tested separately."""
     return {"device": "a stand-in"}
 
 
 def start(
     out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5, probe: Callable[[float], Any] = stand_in
 ) -> ForkProcess:
-    """In a process of its own, because it adopts and ends processes; PyTorch is loaded once for all."""
+    """Starts a check in a forked process, because it adopts and kills processes; PyTorch is already loaded."""
     options = ["--dry-run", "--out", str(out), "--minutes", str(minutes), *arguments]
     if "--state" not in arguments:
         options += ["--state", str(out.with_name(f"{out.name}.state"))]
@@ -81,7 +81,7 @@ def start(
 
 
 def check(out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5) -> tuple[int, str, dict[str, str]]:
-    """The exit status, what is on the terminal, and the verdicts in the report."""
+    """Returns the exit status, the terminal output, and the verdicts in the report."""
     process = start(out, stages, *arguments, minutes=minutes)
     process.join(60 * minutes + 60)
     assert process.exitcode is not None, "it has not ended"
@@ -133,7 +133,7 @@ def test_a_hang_ends_with_all_its_processes(tmp_path: Path) -> None:
     assert "not finished within 4 s" in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_what_a_stage_leaves_running_is_ended(tmp_path: Path) -> None:
+def test_processes_left_by_a_stage_are_killed(tmp_path: Path) -> None:
     code = f"""
 import pathlib, subprocess, sys, time
 subprocess.Popen([sys.executable, '-c', {HANG!r}, sys.argv[1]])
@@ -148,27 +148,27 @@ while not pids.exists() or pids.read_text().count("\\n") < 2:
     assert not [pid for pid in pids if is_alive(int(pid))]
 
 
-def test_total_time_is_kept_though_all_stages_hang(tmp_path: Path) -> None:
+def test_total_time_is_kept_even_if_all_stages_hang(tmp_path: Path) -> None:
     stages = [python(f"hangs{i}", HANG, str(tmp_path / "pids"), least=1) for i in range(9)]
     status, terminal, found = check(tmp_path / "out", stages, minutes=0.1)
     assert "no time left" in terminal
     passed = re.search(r"^\[0:(\d\d) of 0:06\] .*report.md$", terminal, re.MULTILINE)
-    assert passed and int(passed[1]) < 20, terminal  # a busy machine is given some more
+    assert passed and int(passed[1]) < 20, terminal  # a busy machine may take longer
     assert status == 1
     assert set(found.values()) == {"STOPPED", "not run"}, terminal
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_alive(int(pid))]
 
 
-def test_what_a_stage_leaves_goes_to_those_after_it(tmp_path: Path) -> None:
+def test_unused_time_goes_to_later_stages(tmp_path: Path) -> None:
     stages = [python("long", "", estimate=3), python("next", ""), python("small", "", most=7.5)]
     _, terminal, _ = check(tmp_path / "out", stages)
     limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
-    # Of 27 s, with 3 to end in: 3/5, then 1/2 of nearly all, where it is 1/5 of what there was in the beginning.
+    # Of 27 s, after a reserve of 3: 3/5, then 1/2 of nearly all of it, instead of 1/5.
     seconds = {name: int(limit.removeprefix("0:")) for name, limit in limits.items()}
     assert 14 <= seconds["long"] <= 16 and 8 <= seconds["next"] <= 13 and seconds["small"] == 7
 
 
-def test_a_crash_is_named_with_what_it_did_last(tmp_path: Path) -> None:
+def test_a_crash_is_reported_with_its_last_output(tmp_path: Path) -> None:
     code = "import os, signal; print('forward D=64:', end=' ', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"
     stages = [python("crashes", code, key=":$"), python("last", "print('fine')")]
     status, terminal, found = check(tmp_path / "out", stages)
@@ -208,7 +208,7 @@ def test_a_stage_that_fills_the_disk_is_stopped(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(stages_module.shutil, "disk_usage", disk_usage)
     floods = f"import pathlib, time; pathlib.Path({str(flood)!r}).touch(); time.sleep(99)"
-    # What it has left in its scratch is removed at once.
+    # Its files in the scratch folder are removed at once.
     fills = "import pathlib, sys; pathlib.Path(sys.argv[1], 'much').write_bytes(bytes(1 << 20))"
     looks = f"import os, sys; os.remove({str(flood)!r}); sys.exit(len(os.listdir(sys.argv[1])))"
     stages = [python("fills", fills, "{scratch}"), python("floods", floods), python("looks", looks, "{scratch}")]
@@ -217,7 +217,7 @@ def test_a_stage_that_fills_the_disk_is_stopped(tmp_path: Path, monkeypatch: pyt
     assert "only 1 MiB are free on the disk of " in (tmp_path / "out" / "report.md").read_text()
 
 
-def test_a_disk_that_is_full_costs_the_log_and_not_the_check(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_stop_the_check(tmp_path: Path) -> None:
     with Log(Path("/dev/full")) as log:
         log.say("lost")
         log.say("last words")
@@ -284,7 +284,7 @@ def test_partial_results_are_there_when_it_is_killed(tmp_path: Path) -> None:
     process.kill()
     process.join()
     end = time.monotonic() + 60
-    while is_alive(int(pid)):  # what nobody waits for
+    while is_alive(int(pid)):  # an orphan, reaped by init
         assert time.monotonic() < end
         time.sleep(0.01)
     assert verdicts(out) == {"gemm": "passed", "more": "running"}
@@ -292,7 +292,7 @@ def test_partial_results_are_there_when_it_is_killed(tmp_path: Path) -> None:
     lines = (out / "results.jsonl").read_text().splitlines()
     assert [json.loads(line)["side"] for line in lines[:2]] == ["torch", "other"]
     assert "measured" in (out / "logs.txt").read_text()
-    # Another call has the finished stage and what the other had measured, in a folder of its own.
+    # A second call has the finished stage and the measurements of the other, in a new folder.
     stages[1] = python("more", MEASURE, "{out}", measurement("third", 4.0))
     status, terminal, found = check(tmp_path / "new", stages, "--state", str(tmp_path / "out.state"))
     assert (status, found) == (0, {"gemm": "passed", "more": "passed"})
@@ -355,7 +355,7 @@ if not part.exists():
 )
 
 
-def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+def test_a_second_call_continues_where_the_first_stopped(tmp_path: Path) -> None:
     runs, state = tmp_path / "runs", ("--state", str(tmp_path / "state"))
     golden = "pathlib.Path(sys.argv[3], 'answer').touch(); print('golden')"
     stages = [
@@ -394,7 +394,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     assert status == 2 and "--again: expected some of fails, records, " in terminal
 
 
-def test_parts_that_were_left_out_are_run(tmp_path: Path) -> None:
+def test_parts_that_were_not_selected_run_later(tmp_path: Path) -> None:
     runs, state = tmp_path / "runs", ("--state", str(tmp_path / "state"))
     stages = [python("benchmarks", COUNTS, str(runs), "{parts}", parts=("gemm", "train"))]
     for i, (only, ran) in enumerate([("gemm", 1), ("gemm", 1), ("gemm,train", 2), ("train", 2)]):
@@ -402,7 +402,7 @@ def test_parts_that_were_left_out_are_run(tmp_path: Path) -> None:
         assert len(runs.read_text().split()) == ran
 
 
-def test_a_library_with_other_head_dims_is_tested_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_other_head_dims_is_tested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, dims, state = tmp_path / "runs", tmp_path / "dims", ("--state", str(tmp_path / "state"))
     dims.write_text("64, 128")
     monkeypatch.setattr(gpu_check, "head_dims", dims.read_text)
@@ -414,7 +414,7 @@ def test_a_library_with_other_head_dims_is_tested_anew(tmp_path: Path, monkeypat
     for name in ("first", "second"):
         check(tmp_path / name, stages, *state)
         report = (tmp_path / name / "report.md").read_text()
-        assert "- The library has attention's CUDA kernels of head dims 64, 128 only: tests of others fail" in report
+        assert "- The library has attention's CUDA kernels for head dims 64, 128 only: tests of others fail" in report
     assert runs.read_text() == "tests conformance "
     stages[0] = python("build", f"open({str(dims)!r}, 'w')", repeats=True)
     check(tmp_path / "third", stages, *state)
@@ -422,7 +422,7 @@ def test_a_library_with_other_head_dims_is_tested_anew(tmp_path: Path, monkeypat
     assert "head dims" not in (tmp_path / "third" / "report.md").read_text()
 
 
-def test_sources_that_have_changed_start_a_stage_afresh(tmp_path: Path) -> None:
+def test_changed_sources_restart_a_stage(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for name in ("csrc/a.cu", "cuda_ext/b.py", "tests/c.py", "tests/d.png", "setup.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -451,7 +451,7 @@ def test_sources_that_have_changed_start_a_stage_afresh(tmp_path: Path) -> None:
     assert finished("GPU") == ["tests"]
 
 
-def test_a_checkout_that_cannot_be_written_costs_the_second_call_only(tmp_path: Path) -> None:
+def test_a_read_only_checkout_affects_only_the_second_call(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     state = ("--state", str(tmp_path / "file" / "state"))
     stages = [python("gemm", MEASURE, "{out}", measurement("torch", 2.0))]
@@ -459,10 +459,10 @@ def test_a_checkout_that_cannot_be_written_costs_the_second_call_only(tmp_path: 
         assert check(tmp_path / name, stages, *state)[::2] == (0, {"gemm": "passed"})
 
 
-def test_estimates_are_told_before_and_beside_the_times(tmp_path: Path) -> None:
+def test_estimates_are_printed_first_and_next_to_the_times(tmp_path: Path) -> None:
     stages = [python("short", "", estimate=3), python("long", "", estimate=40)]
     _, terminal, _ = check(tmp_path / "out", stages)
-    assert "Seconds that stages should take: short 3, long 40; 43 of 30\n" in terminal
+    assert "Estimated seconds: short 3, long 40; 43 of 30\n" in terminal
     report = (tmp_path / "out" / "report.md").read_text()
     assert re.search(r"^\| long \| passed \| 40 \| 2\d \| \d\.\d \|  \|$", report, re.MULTILINE)
     assert re.search(r"^\| all \| \| 43 \| \| \d\.\d \| \|$", report, re.MULTILINE)
@@ -476,7 +476,7 @@ def test_early_stages_get_what_they_need_and_later_ones_wait(tmp_path: Path) -> 
     ]
     _, terminal, found = check(tmp_path / "out", stages)
     limits = dict(re.findall(r"\] (\w+), at most (\S+) \.\.\.", terminal))
-    # Twice the estimate, beside a hundred seconds to come; but no more than that for one that takes what it is given.
+    # Twice its estimate, even with a hundred seconds to come; but not if the stage fills its time.
     assert limits["builds"] in ("0:11", "0:12") and limits["measures"] in ("0:04", "0:05", "0:06")
     assert found["tests"] == "not run"
 
@@ -545,12 +545,12 @@ def test_at_most_8_files_of_at_most_16_mib(tmp_path: Path) -> None:
     report = (out / "report.md").read_text()
     assert "- `plots/gemm-huge.png`: 17 MiB, more than 16" in report
     assert "- `plots/attention.svg`: there are 8 more important files" in report
-    assert "- `plots/a name.png`: a link, too deep, or of an unusual name" in report
+    assert "- `plots/a name.png`: a link, too deep, or with an unusual name" in report
     with tarfile.open(out / "golden.tar.gz") as tar:
         assert tar.getnames() == ["answer"]
 
 
-def test_logs_of_commands_are_moved_into_the_one(tmp_path: Path) -> None:
+def test_logs_of_commands_are_merged(tmp_path: Path) -> None:
     code = """
 import pathlib, sys
 pathlib.Path(sys.argv[1], "log.txt").write_text("what a worker said\\n" + "x" * 20_000_000)
@@ -604,7 +604,7 @@ def test_only_some_stages(tmp_path: Path) -> None:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.gpu_check", *arguments]
-    # Twenty processes that measure which lines of the package they reach, which other tests do, take twice as long.
+    # Twenty processes that record coverage take twice as long; other tests cover these lines.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
     return subprocess.run(
         command, cwd=ROOT, env={**inherited, **environment}, capture_output=True, text=True, timeout=1800
@@ -621,13 +621,13 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "soon"])
-def test_minutes_that_make_no_sense(minutes: str) -> None:
+def test_invalid_minutes(minutes: str) -> None:
     done = run("--minutes", minutes)
     assert done.returncode == 2
     assert f"argument --minutes: invalid positive value: '{minutes}'" in done.stderr
 
 
-def test_builds_on_every_core_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_on_every_core_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_toolchain, "available_cores", lambda: 16)
     monkeypatch.setattr(_toolchain, "available_memory_gib", lambda: 1.0)
     monkeypatch.delenv("MAX_JOBS", raising=False)
@@ -636,9 +636,7 @@ def test_builds_on_every_core_unless_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert machine.build_variables("9.0a")["MAX_JOBS"] == "3"
 
 
-def test_a_build_that_takes_too_long_is_one_of_fewer_head_dims(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_that_takes_too_long_has_fewer_head_dims(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
 import os, pathlib, sys, time
 dims, built = os.environ["CUDA_EXT_HEAD_DIMS"], pathlib.Path(sys.argv[1])
@@ -649,14 +647,14 @@ if not dims or len(sys.argv) > 2:
     command = [sys.executable, "-c", code, str(tmp_path / "built")]
     assert build_in_time.main(["--minutes", "0.1"], command) == 0
     assert (tmp_path / "built").read_text() == "[][64,128]"
-    assert "cuda_ext: all head dims take longer than 4 s; going on with 64,128 only, and with" in capfd.readouterr().out
+    assert "cuda_ext: all head dims take longer than 4 s; building 64,128, the next call" in capfd.readouterr().out
     assert build_in_time.main(["--minutes", "0.05"], [*command, "hangs"]) == 1
     assert "the next call continues with the files left to compile" in capfd.readouterr().out
     (tmp_path / "built").unlink()
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", "import sys; sys.exit(3)"]) == 3
 
 
-def test_sources_that_were_copied_anew_keep_their_times(tmp_path: Path) -> None:
+def test_copied_sources_keep_their_times(tmp_path: Path) -> None:
     folder, record = tmp_path / "csrc", tmp_path / "build" / "times.json"
     (folder / "gemm").mkdir(parents=True)
     same, changed = folder / "gemm" / "same.cu", folder / "changed.h"
@@ -698,17 +696,17 @@ def test_the_document_has_the_stages_and_their_estimates() -> None:
     assert {name: abs(told[name] - expected[name]) <= 5 for name in told} == dict.fromkeys(told, True), expected
 
 
-def test_leaves_its_folder_where_the_environment_says(tmp_path: Path) -> None:
+def test_output_folder_from_the_environment(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = run("--dry-run", OUT=str(tmp_path / "file" / "out"))
     assert done.returncode == 2
     assert f"gpu_check: --out {tmp_path / 'file' / 'out'}: expected a folder that can be written" in done.stderr
     for out in ({}, {"OUT": ""}):
         help_text = run("--help", **out).stdout
-        assert "what the variable OUT names, else gpu-check" in " ".join(help_text.split())
+        assert "default: $OUT, else gpu-check" in " ".join(help_text.split())
 
 
-def test_builds_for_the_gpu_that_is_there() -> None:
+def test_builds_for_the_present_gpu() -> None:
     assert machine.arch_of({"device": "NVIDIA H100", "capability": "9.0"}) == "9.0a"
     assert machine.arch_of({"device": "NVIDIA A100", "capability": "8.0"}) == "8.0"
     with pytest.raises(machine.Refusal, match=r"8\.0 or newer, got Tesla T4 \(7\.5\)"):
@@ -737,7 +735,7 @@ def test_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("table", [stage_table.stages_on_gpu, stage_table.stages_of_dry_run])
-def test_the_stages_refer_to_what_there_is(table) -> None:
+def test_stages_refer_to_existing_files(table) -> None:
     stages = table() if table is stage_table.stages_of_dry_run else table(16)
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
@@ -760,7 +758,7 @@ def test_the_stages_refer_to_what_there_is(table) -> None:
 
 def test_dry_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    # It ends when all is done; the minutes are for a slow machine.
+    # It ends as soon as all stages are done; the limit is for slow machines.
     done = run("--dry-run", "--minutes", "28", "--out", str(out), "--state", str(tmp_path / "state"))
     names = [stage.name for stage in stage_table.stages_of_dry_run()]
     assert done.returncode == 0, done.stdout + (out / "report.md").read_text()
@@ -772,4 +770,4 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len([path for path in out.rglob("*") if path.is_file()]) <= 8
     report = (out / "report.md").read_text()
     assert f"- Of {len(names)} stages: {len(names)} passed\n- 20" in report
-    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal with made-up times" in report
+    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal: the measurements are predicted times" in report

@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 @pytest.mark.parametrize("optimizers", OPTIMIZERS)
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
 def test_steps_are_those_of_torch(optimizers: str, clip: bool, wire_dtype: torch.dtype | None) -> None:
-    """Growth and backoff over nine steps, with infinities on one rank in three of them, to the last bit.
+    """Growth and backoff over nine steps, with infinities on one rank in three of them, bitwise equal to torch's.
 
     The gradients that torch's scaler sees are averaged as well, so it serves as the reference.
     """
@@ -111,7 +111,7 @@ def test_with_the_clipping_of_the_wrapper() -> None:
 
 @on_ranks(2)
 def test_one_optimizer_of_two_skips() -> None:
-    """As with torch: only the optimizer whose gradients are infinite, and the scale falls."""
+    """As with torch, only the optimizer with infinite gradients skips its step, and the scale is reduced."""
     module = nn.ModuleDict({"good": nn.Linear(3, 2), "bad": nn.Linear(3, 2)})
     model = BucketedDataParallel(module)
     scaler = GradScaler(model)
@@ -129,7 +129,7 @@ def test_one_optimizer_of_two_skips() -> None:
 
 
 def test_frozen_unused_and_mixed_parameters(group: None) -> None:
-    """An optimizer may hold parameters that never get a gradient; float64 ones are unscaled as torch does it."""
+    """An optimizer may have parameters that never get a gradient; float64 ones are unscaled as by torch."""
     module = nn.ModuleDict({n: nn.Linear(3, 2) for n in ("used", "unused", "frozen")})
     module["wide"] = nn.Linear(3, 2, dtype=torch.float64)
     module["frozen"].requires_grad_(False)
@@ -188,7 +188,7 @@ def test_state_and_errors(group: None) -> None:
 
 
 def test_no_gradient_at_all(group: None) -> None:
-    """As torch's: an optimizer that has nothing to check is an error when it steps."""
+    """As with torch, the step of an optimizer without gradients raises."""
     model = BucketedDataParallel(make_model())
     scaler, optimizer = GradScaler(model), torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(torch.ones(1))

@@ -1,4 +1,4 @@
-"""Holders of gradient slots: what they refuse, how they end, and who else uses the parameters meanwhile."""
+"""Gradient slots: what they refuse, their lifetime, and other uses of the parameters meanwhile."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_refusals(case: str) -> None:
     call, message = _refusals()[case]
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}($|\n)"):
         call(reducer.slots, w)
-    reducer.accumulate(cuda_ext.linear(x, w).sum())  # slots are as they were
+    reducer.accumulate(cuda_ext.linear(x, w).sum())  # slots are unchanged
     reducer.assert_in_place(gradient)
 
 
@@ -97,11 +97,11 @@ def test_slots_vanish_with_their_holder(how: str) -> None:
     cuda_ext.linear(x, w).sum().backward()
     assert_same(w.grad, gradient)
     assert view.isnan().all()
-    Reducer(w)  # which may have a slot elsewhere now
+    Reducer(w)  # which may have another slot now
 
 
 def test_parameters_that_die() -> None:
-    """Nobody keeps them; and a new one at the same address has no slot."""
+    """They are not kept alive, and a new parameter at the same address has no slot."""
     slots = bucket.GradientSlots()
     parameters = [whole(5, 7) for _ in range(20)]
     addresses = {parameter.data_ptr() for parameter in parameters}
@@ -166,7 +166,7 @@ def test_models_in_two_threads() -> None:
 
 
 def test_a_parameter_of_another_dtype_than_its_slot() -> None:
-    """As after ``module.to(dtype)``: what autograd makes of that, it makes of it with slots too."""
+    """As after ``module.to(dtype)``: slots do not change what autograd does then."""
     x, w, gradient = linear_case()
     reducer = Reducer(w)
     w.data = w.data.bfloat16()

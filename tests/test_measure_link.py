@@ -19,7 +19,7 @@ from cuda_ext.distributed.planning.measuring import Measurement, measure_link
 
 @dataclass
 class Sleeps:
-    """A handle of a transfer that ends at ``end``, whatever the processor does meanwhile."""
+    """A handle of a transfer that ends at ``end``, independent of the CPU's work."""
 
     end: float
 
@@ -28,7 +28,7 @@ class Sleeps:
 
 
 class PretendedLink:
-    """An all-reduce that moves nothing and takes the time of ``link``."""
+    """An all-reduce that transfers nothing and takes the time of ``link``."""
 
     def __init__(self, link: Link, blocks: bool = False) -> None:
         self.link, self.blocks = link, blocks
@@ -44,7 +44,7 @@ class PretendedLink:
 
 
 def idle_computing(device: torch.device) -> Callable[[], object]:
-    """Computes nothing for a while, so that ranks which share cores do not disturb each other."""
+    """Sleeps instead of computing, so that ranks on the same cores do not disturb each other."""
     return lambda: time.sleep(0.01)
 
 
@@ -129,7 +129,7 @@ def test_times_of_the_slowest_rank_count() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("another", [-1e-3, 4e-3])
 def test_what_a_second_bucket_adds_to_a_launch(another: float) -> None:
-    """On the slowest rank; never less than nothing."""
+    """The time on the slowest rank; at least 0."""
     link = PretendedLink(Link(5e-3, 2e9))
     asked = []
 
@@ -159,7 +159,7 @@ def test_the_first_rank_decides_when_time_is_up() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("bandwidth", [2e7, 5e8])
 def test_slow_link_stays_within_the_budget(bandwidth: float) -> None:
-    """All sizes once would take 1.7 s, or 0.07 s."""
+    """One repeat of all sizes would take 1.7 s, or 0.07 s."""
     link = PretendedLink(Link(1e-3, bandwidth))
     measurement = measured(link, budget_seconds=0.5)
     assert link.asked < 0.5

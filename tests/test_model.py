@@ -1,4 +1,4 @@
-"""The paper model: every cost moves it, it takes what the launchers take, and what it says of known points."""
+"""The paper model: every cost affects it, its choices are the launchers', and it agrees with known measurements."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def evidence() -> Evidence:
 
 @pytest.fixture(autouse=True)
 def measured_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where measurements are read from: none, whatever the repository has."""
+    """An empty folder for measurements, instead of the repository's."""
     monkeypatch.setattr(results, "ROOT", tmp_path / "results")
     return tmp_path / "results"
 
 
-# What a kernel may come to cost more of. Each returns evidence of kernels that are worse in one way alone.
+# Ways in which a kernel may become more expensive. Each returns evidence of kernels that are worse in one way only.
 
 
 def more(counter: str, factor: float) -> Callable[[Evidence], Evidence]:
@@ -96,7 +96,7 @@ def other_configs(**changes: Callable[[int], int]) -> Callable[[Evidence], Evide
         return dataclasses.replace(config, **{f: change(getattr(config, f)) for f, change in changes.items()})
 
     def plant(evidence: Evidence) -> Evidence:
-        # The compiled kernels bear the configuration in their names.
+        # The names of compiled kernels contain the configuration.
         kernels = {arch: dict(of_arch) for arch, of_arch in evidence.kernels.items()}
         for configs, arithmetic in zip(evidence.configs, ("bfloat16", "tf32", "float32")):
             for config in configs:
@@ -111,7 +111,7 @@ def other_configs(**changes: Callable[[int], int]) -> Callable[[Evidence], Evide
 
 
 LARGE, SHALLOW = (8192, 8192, 8192), (8192, 8192, 64)
-# The change, a product that shows it, the tile (of configs) and by how much it must be slower.
+# name -> change, a product that shows it, its tile (index in configs), and the least slowdown.
 WORSE = {
     "bytes from L2": (more("global_load_sectors", 1.25), LARGE, 0, 1.03),
     "bank conflicts": (more("matrix_wavefronts", 2), LARGE, 0, 1.3),
@@ -141,9 +141,9 @@ def test_a_kernel_that_costs_more_is_predicted_to_be_slower(evidence: Evidence, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
-def test_leads_leave_the_large_tile_its_products(evidence: Evidence, gpu: str, layout: str) -> None:
+def test_leads_are_short_with_the_large_tile(evidence: Evidence, gpu: str, layout: str) -> None:
     """Products take at least 0.99 of an iteration of 128 x 256, whose block has its SM to itself;
-    and 0.95 for 16-bit types if all warps came to the longest pause at once."""
+    at least 0.95 for 16-bit types if all warps reach the longest pause at once."""
     for dtype, least in (("bfloat16", 0.99), ("float16", 0.99), ("tf32", 0.99)):
         config = evidence.configs[DTYPES[dtype].index][0]
         assert (config.block_m, config.block_n) == (128, 256)
@@ -156,7 +156,7 @@ def test_leads_leave_the_large_tile_its_products(evidence: Evidence, gpu: str, l
             assert products / (products + pause) >= 0.95
 
 
-def test_a_lead_counts_where_no_other_block_fills_it(evidence: Evidence) -> None:
+def test_a_lead_counts_if_no_other_block_fills_it(evidence: Evidence) -> None:
     for tile, slower in ((0, True), (1, False)):
         config = evidence.configs[0][tile]
         before, after = (
@@ -178,7 +178,7 @@ def test_a_bucket_kernel_that_moves_more_is_predicted_to_be_slower(evidence: Evi
 
 
 SHORT = 512
-# The change, whether it is the backward that shows it, at what length, and by how much it must be slower.
+# name -> change, whether backward shows it, the length, and the least slowdown.
 WORSE_ATTENTION = {
     "bytes from L2": (more("global_load_sectors", 2), False, 4096, 1.02),
     "bank conflicts": (more("matrix_wavefronts", 2), False, 4096, 1.3),
@@ -203,7 +203,7 @@ def test_attention_that_costs_more_is_predicted_to_be_slower(evidence: Evidence,
     assert (after.blocks_at_once < before.blocks_at_once) == (cost == "registers"), "fewer blocks fit"
 
 
-def test_an_improvement_moves_it_too(evidence: Evidence) -> None:
+def test_an_improvement_lowers_the_prediction(evidence: Evidence) -> None:
     better = other_loops(instructions=lambda n: n // 2)(evidence)
     (before,), (after,) = (
         predict_gemm(GPUS["h100"], 4096, 4096, 4096, "float32", evidence=e) for e in (evidence, better)
@@ -213,7 +213,7 @@ def test_an_improvement_moves_it_too(evidence: Evidence) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str) -> None:
+def test_costs_of_a_k_tile_follow_from_the_tile(evidence: Evidence, dtype: str) -> None:
     arithmetic = DTYPES[dtype]
     for config in evidence.configs[arithmetic.index]:
         for layout in LAYOUTS:
@@ -225,7 +225,7 @@ def test_costs_of_a_k_tile_are_those_of_the_tile(evidence: Evidence, dtype: str)
             assert (rest["mma"], rest["global_load_sectors"]) == (0, 0)
             assert rest["global_store_sectors"] == config.block_m * config.block_n * config.element_bytes / 32
             for of_arch in ("sm_80", "sm_90a"):
-                # At least one instruction for each mma of a warp.
+                # At least one instruction per mma of a warp.
                 kernel = evidence.kernels[of_arch][config.kernel_name(arithmetic, layout)]
                 assert kernel.loop.instructions > k_tile["mma"] / (config.warps_m * config.warps_n)
                 assert kernel.threads == 32 * config.warps_m * config.warps_n
@@ -236,7 +236,7 @@ TILE_DIMS = [64, 128, 256]
 
 @pytest.mark.parametrize("dtype", attention_work.ATTENTION_DTYPES)
 @pytest.mark.parametrize("dim", TILE_DIMS)
-def test_costs_of_a_step_are_those_of_the_tile(evidence: Evidence, dim: int, dtype: str) -> None:
+def test_costs_of_a_step_follow_from_the_tile(evidence: Evidence, dim: int, dtype: str) -> None:
     problem = Problem(4, 1024, 8, dim)
     for backward in (False, True):
         choice = attention_work.attention_choice(evidence, GPUS["a100"], problem, dtype, backward)
@@ -245,7 +245,7 @@ def test_costs_of_a_step_are_those_of_the_tile(evidence: Evidence, dim: int, dty
         step, of_queries, of_keys = attention_work.attention_costs(evidence, tile, backward)
         products = (5 if backward else 2) * tile.block_m * tile.block_n * dim
         assert step["mma"] * DTYPES[dtype].multiply_adds == products
-        # Keys and values pass by; or queries, gradients of the output, and two floats of each row.
+        # Per step: keys and values; in backward queries, gradients of the output, and two floats per row.
         read = tile.block_m * (2 * dim * 2 + 2 * 4) if backward else tile.block_n * 2 * dim * 2
         assert step["global_load_sectors"] == read / 32
         assert step.get("atomic", 0) == (tile.block_m * dim if backward else 0)
@@ -266,10 +266,10 @@ def test_costs_of_a_step_are_those_of_the_tile(evidence: Evidence, dim: int, dty
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-def test_blocks_take_the_steps_that_the_kernel_takes(
+def test_blocks_have_as_many_steps_as_in_the_kernel(
     evidence: Evidence, backward: bool, causal: bool, window: int | None
 ) -> None:
-    """On the emulator's device of 4 multiprocessors, which tells by its products."""
+    """Compared with the number of products on the emulator's device, which has 4 SMs."""
     gpu = dataclasses.replace(GPUS["a100"], sms=4)
     heads, kv_heads = random.choice([(8, 8), (16, 8)])
     problem = Problem(
@@ -299,14 +299,14 @@ def test_blocks_take_the_steps_that_the_kernel_takes(
 
 
 def test_steps_of_a_causal_mask_come_longest_first(evidence: Evidence) -> None:
-    """Of the heads whose operands fit L2 together: that is how the tail is short."""
+    """Longest first among the heads whose operands fit in L2 together: this keeps the tail short."""
     for backward in (False, True):
         problem = Problem(1, 2048, 16, 128, causal=True)
         choice = attention_work.attention_choice(evidence, GPUS["h100"], problem, "bfloat16", backward)
         assert list(choice.steps) == sorted(choice.steps, reverse=True)
         assert len(set(choice.steps)) == 2048 // (choice.tile.block_n if backward else choice.tile.block_m)
     full, causal = (predict_attention(GPUS["h100"], Problem(1, 32768, 16, 128, causal=c), False) for c in (False, True))
-    # Without a mask the busiest multiprocessors have 32 equal blocks, where the average is 31.
+    # Without a mask the busiest SMs have 32 equal blocks; the average is 31.
     assert 0.97 < causal.seconds / (full.seconds / 2) < 1.02
 
 
@@ -322,8 +322,8 @@ def test_padding_multiplies_as_much_and_reads_less(backward: bool) -> None:
         assert padded.resources["memory"] < whole.resources["memory"]
 
 
-def test_a_block_of_attention_needs_neighbours() -> None:
-    """Of the products' time and that of the softmax the latency has both; two blocks share it."""
+def test_a_lone_block_of_attention_overlaps_nothing() -> None:
+    """The latency of one block is the sum of products and softmax; two blocks halve it."""
     for gpu, length in itertools.product(GPUS.values(), (4096, 16384)):
         p = predict_attention(gpu, Problem(16384 // length, length, 8, 256), False)
         assert p.blocks_at_once == 1
@@ -338,7 +338,7 @@ def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     batch, length, heads, dim = 4, 4096, 16, 128
     logits = batch * heads * length**2
     forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
-    # The busiest multiprocessor has a few more than its part.
+    # The busiest SM has slightly more than its share.
     part = gpu.special * gpu.clock * gpu.sms * 1.0001
     for phase in (forward, backward):
         assert logits / part < phase.resources["special"] < 1.1 * logits / part
@@ -350,12 +350,12 @@ def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
 def test_sums_of_a_split_cross_l2_once_each_way(evidence: Evidence) -> None:
     stored, summed = gemm_work.split_bytes(evidence)
     assert summed == 4
-    assert 4 <= stored < 4.01  # and the arrivals are cleared
+    assert 4 <= stored < 4.01  # including the reset of the arrival counters
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_takes_what_the_launcher_takes(evidence: Evidence, dtype: str) -> None:
-    """On the emulator's device of 4 multiprocessors, which tells by its blocks."""
+def test_choices_are_those_of_the_launcher(evidence: Evidence, dtype: str) -> None:
+    """Compared with the number of blocks on the emulator's device, which has 4 SMs."""
     arithmetic = DTYPES[dtype]
     seen = set()
     for m, n, k in ((256, 512, 64), (256, 256, 64), (64, 64, 64), (64, 64, 2048), (130, 70, 900), (20, 20, 2400)):
@@ -378,40 +378,40 @@ def test_the_order_of_tiles_is_that_of_the_kernel() -> None:
 
 
 @ON_EVERY_GPU
-def test_as_many_blocks_fit_as_the_launcher_counts_with(evidence: Evidence, gpu: Gpu) -> None:
+def test_as_many_gemm_blocks_fit_as_the_launcher_assumes(evidence: Evidence, gpu: Gpu) -> None:
     for dtype, arithmetic in DTYPES.items():
         for config in evidence.configs[arithmetic.index]:
             kernel = evidence.kernel(gpu, config.kernel_name(arithmetic, "nn"))
             blocks_per_sm = fit(kernel, gpu, config.shared_bytes)
-            # 99 KiB of shared memory hold two blocks of 48 KiB, as the ladder of the GEMM says.
+            # 99 KiB of shared memory fit two blocks of 48 KiB.
             least = min(config.min_blocks, 2) if gpu is GPUS["4090"] else config.min_blocks
             assert blocks_per_sm >= least, f"{dtype} {config}"
 
 
 @ON_EVERY_GPU
-def test_as_many_blocks_of_attention_fit_as_its_tiles_say(evidence: Evidence, gpu: Gpu) -> None:
+def test_as_many_attention_blocks_fit_as_its_tiles_declare(evidence: Evidence, gpu: Gpu) -> None:
     for dim, backward in itertools.product(TILE_DIMS, (False, True)):
         problem = Problem(16, 1024, 8, dim)
         tile = attention_work.attention_choice(evidence, gpu, problem, "bfloat16", backward).tile
         predicted = predict_attention(gpu, problem, backward, evidence=evidence)
-        # Backward the 4090 has room for one block where D is 128 or more.
+        # In backward one block fits on a 4090 if D is 128 or more.
         least = 1 if gpu is GPUS["4090"] and backward and dim > 64 else tile.min_blocks
         assert predicted.blocks_at_once >= least, f"{dim} {backward}"
 
 
-# TFLOP/s of kernels with the same instructions and about the same tiles, by their authors: gau-nernst/learn-cuda,
-# matmul_v6 and v6b, and spatters/mma-matmul. Theirs, not ours, on machines of theirs: within 8 %.
+# TFLOP/s of other kernels with the same instructions and similar tiles, measured by their authors (matmul_v6 and v6b of
+# gau-nernst/learn-cuda, spatters/mma-matmul), so within 8 %.
 KNOWN = [("a100", 4096, 221), ("a100", 8192, 240), ("4090", 4096, 153.6)]
 
 
 @pytest.mark.parametrize(("gpu", "size", "tflops"), KNOWN)
-def test_agrees_with_others_kernels_of_the_same_kind(gpu: str, size: int, tflops: float) -> None:
+def test_agrees_with_published_kernels_of_the_same_kind(gpu: str, size: int, tflops: float) -> None:
     (p,) = predict_gemm(GPUS[gpu], size, size, size)
     assert p.flops / p.seconds / 1e12 == pytest.approx(tflops, rel=0.08)
 
 
-def test_attention_is_about_as_fast_as_others_of_the_same_kind() -> None:
-    """FlashAttention-2 has other tiles and order, so within a quarter."""
+def test_attention_is_about_as_fast_as_flash_attention_2() -> None:
+    """FlashAttention-2 has different tiles and order, so within a quarter."""
     for (dim, causal), theirs in FLASH_ATTENTION_2.items():
         for length, tflops in zip(LENGTHS, theirs, strict=True):
             (problem,) = (p for p in PROBLEMS if (p.dim, p.causal, p.length) == (dim, causal, length))
@@ -420,25 +420,25 @@ def test_attention_is_about_as_fast_as_others_of_the_same_kind() -> None:
 
 
 def test_hopper_stays_below_what_mma_sync_can_do() -> None:
-    """642 TFLOP/s is 64.9 % of wgmma's 989; flash-attention 2, by the same instruction, has 370 with its softmax."""
+    """642 TFLOP/s is 64.9 % of wgmma's 989; FlashAttention-2 reaches 370 with mma.sync, including softmax."""
     (p,) = predict_gemm(GPUS["h100"], 8192, 8192, 8192)
     assert 370 < p.flops / p.seconds / 1e12 < 642
 
 
 @ON_EVERY_GPU
-def test_predictions_hang_together(gpu: Gpu) -> None:
+def test_predictions_are_consistent(gpu: Gpu) -> None:
     found = list(command.predictions(gpu, None, "bfloat16", "nn", False))
     assert len(found) == len(SHAPES) + 2 * len(PROBLEMS) + len(PACKS)
     for p in found:
         assert p.seconds > max(seconds for name, seconds in p.resources.items() if name != "latency")
         assert p.seconds < sum(p.resources.values()) * 1.5
-        assert 0 < p.of_library < 1.05, p  # a prediction above the library's best would be a wonder
+        assert 0 < p.of_library < 1.05, p  # a prediction above the best library would be implausible
         assert p.binding in p.resources and p.chosen and p.measured is None
     deep = [predict_gemm(gpu, 2048, 2048, k)[0].seconds for k in (512, 1024, 4096, 16384)]
     assert deep == sorted(deep)
 
 
-def test_other_kernels_are_shown_with_the_splits_that_suit_them(evidence: Evidence) -> None:
+def test_other_configurations_have_their_best_splits(evidence: Evidence) -> None:
     assert len(predict_gemm(GPUS["a100"], 8, 8, 8, all_configs=True)) == 3, "nothing but the choice with that tile"
     chosen, *others = predict_gemm(GPUS["a100"], 64, 4096, 4096, all_configs=True)
     assert chosen.chosen and not any(p.chosen for p in others)
@@ -460,7 +460,7 @@ def test_more_bandwidth_is_not_slower() -> None:
         assert h200.seconds <= h100.seconds
 
 
-def test_a_block_alone_hides_nothing() -> None:
+def test_a_lone_block_overlaps_nothing() -> None:
     gpu = GPUS["a100"]
     work = Work(
         blocks=4 * gpu.sms,
@@ -479,7 +479,7 @@ def test_a_block_alone_hides_nothing() -> None:
     assert together.seconds < alone.seconds - 1.9 * 500 / gpu.clock
 
 
-def test_the_busiest_multiprocessor_decides() -> None:
+def test_the_busiest_sm_determines_the_time() -> None:
     gpu = GPUS["a100"]
     iteration = Amounts(tensor=gpu.multiply_adds * 1000)
     even = Work(2 * gpu.sms, 2, 10, iteration, Amounts(), 3, 0)
@@ -495,7 +495,7 @@ def test_the_busiest_multiprocessor_decides() -> None:
     assert (first, last) == (pytest.approx(40 * 1000), pytest.approx(50 * 1000))
 
 
-def test_a_block_alone_does_one_thing_after_the_other() -> None:
+def test_a_lone_block_waits_for_each_iteration() -> None:
     gpu = GPUS["a100"]
     work = Work(4 * gpu.sms, 1, 10, Amounts(tensor=gpu.multiply_adds * 1000), Amounts(), 1, 0, lone_cycles=1500)
     one, two = (time_of(dataclasses.replace(work, blocks_per_sm=n), gpu) for n in (1, 2))
@@ -513,7 +513,7 @@ def test_every_figure_has_a_source(field: dataclasses.Field[object]) -> None:
         assert field.name in {name for name, _, _ in gpus.figures(gpu)}
 
 
-def test_missing_evidence_says_how_to_get_it(evidence: Evidence) -> None:
+def test_errors_for_missing_evidence_say_how_to_get_it(evidence: Evidence) -> None:
     fewer = {case: cost for case, cost in evidence.gemm.items() if not case.endswith("x128")}
     with pytest.raises(ModelError, match=r"golden_counters/gemm.json, got 1; record them with"):
         predict_gemm(GPUS["h100"], *LARGE, evidence=dataclasses.replace(evidence, gemm=fewer))
@@ -523,21 +523,21 @@ def test_missing_evidence_says_how_to_get_it(evidence: Evidence) -> None:
         predict_gemm(GPUS["h100"], *LARGE, evidence=other_configs(shared_bytes=lambda n: 300_000)(evidence))
 
 
-def test_attention_that_the_model_does_not_know(evidence: Evidence) -> None:
+def test_attention_that_is_not_modelled(evidence: Evidence) -> None:
     few = {case: cost for case, cost in evidence.attention.items() if not case.endswith("8x256x128")}
     gpu, problem = GPUS["h100"], Problem(4, 4096, 16, 128)
     with pytest.raises(ModelError, match=r"attention.json, got 2; record them with"):
         predict_attention(gpu, problem, True, evidence=dataclasses.replace(evidence, attention=few))
     for unknown in (Problem(1, 1, 8, 128, keys=4096), dataclasses.replace(problem, deterministic=True)):
-        with pytest.raises(NotModelledError, match=r"S=.*: expected tiles enough to fill H100 SXM, in any order"):
+        with pytest.raises(NotModelledError, match=r"S=.*: expected enough tiles to fill H100 SXM, in any order"):
             predict_attention(gpu, unknown, False)
 
 
-def test_record_of_predictions_is_current() -> None:
+def test_document_is_current() -> None:
     assert document.read_document()[1] == document.document_tables(), "run: python -m benchmarks model --write"
 
 
-def test_record_is_written_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_tables_are_written_between_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     file = tmp_path / "model.md"
     monkeypatch.setattr(document, "DOCUMENT", file)
     monkeypatch.setattr(document, "document_tables", lambda: "| new |\n")
@@ -564,7 +564,7 @@ def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
     assert out == "" and err.startswith(f"benchmarks model: {message}")
 
 
-def test_json_has_a_prediction_a_line(capsys: Capture) -> None:
+def test_json_has_a_prediction_per_line(capsys: Capture) -> None:
     assert (
         command.main(["--gpu", "H100", "4090", "--shapes", "512x512x512", "1x4096x4096", "--json", "--all-configs"])
         == 0
@@ -595,13 +595,13 @@ def test_table(capsys: Capture, monkeypatch: pytest.MonkeyPatch, with_rich: bool
     assert "measured" not in out
     assert command.main(["--gpu", "a100", "--shapes", "999x999x999", "8x8x8"]) == 0
     out = capsys.readouterr().out
-    assert "999 x 999 x 999 *" in out and "8 x 8 x 8 *" not in out and "* copied" in out
+    assert "999 x 999 x 999 *" in out and "8 x 8 x 8 *" not in out and "* rows are no multiples" in out
     assert command.main(["--gpu", "a100", "--figures"]) == 0
     assert "thonking.ai" in capsys.readouterr().out
 
 
 def measured(case: measure.Case, seconds: float | None, **changes: object) -> results.Measurement:
-    """As a suite of the benchmarks would report it."""
+    """The measurement that a suite would report."""
     suite = "gemm" if "layout" in case.extra else "attention" if "attention" in case.op else "bucket"
     m = results.Measurement(
         suite=suite,
@@ -619,7 +619,7 @@ def measured(case: measure.Case, seconds: float | None, **changes: object) -> re
     return dataclasses.replace(m, **changes)  # type: ignore[arg-type]
 
 
-def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capture) -> None:
+def test_measurements_are_shown_next_to_predictions(measured_root: Path, capsys: Capture) -> None:
     gpu = GPUS["h200"]
     (p,), (odd,) = predict_gemm(gpu, *LARGE), predict_gemm(gpu, 777, 888, 999)
     pack = predict_bucket(gpu, PACKS[0])
@@ -629,7 +629,7 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     gpt2 = bench_bucket.make_case("pack", "cuda", "GPT-2", bench_bucket.gpt2(), "bfloat16", "bfloat16")
     of_grid, odd_problem = PROBLEMS[7], Problem(3, 2000, 16, 128, kv_heads=8, causal=True, window=1023)
     decode = Problem(16, 1, 32, 128, kv_heads=8, keys=4096)
-    alone = Problem(1, 512, 2, 64, causal=True)  # whose keys are divided
+    alone = Problem(1, 512, 2, 64, causal=True)  # its keys are split
     attention = {
         (p, backward): bench_attention.attention(p, "cuda", "bfloat16", backward, group="")
         for p in (of_grid, odd_problem, decode, alone)
@@ -653,7 +653,7 @@ def test_measurements_stand_beside_predictions(measured_root: Path, capsys: Capt
     (folder / "one.jsonl").write_text("\n".join(m.to_json() for m in lines))
     found = {(p.op, p.dtype, p.case): p for p in command.predictions(gpu, None, "bfloat16", "nn", False)}
     always = len(SHAPES) + len(PACKS) + 2 * len(PROBLEMS)
-    assert len(found) == always + 1 + 2, "what was measured comes beside what is always shown"
+    assert len(found) == always + 1 + 2, "measured cases are added to the representative ones"
     for of_case, ratio in ((p, 0.5), (odd, 2), (pack, 1)):
         assert found[of_case.op, of_case.dtype, of_case.case].ratio == pytest.approx(ratio)
     for problem, phase in itertools.product((of_grid, odd_problem), ("forward", "backward")):

@@ -1,4 +1,4 @@
-"""Sums of a wrapper beside other collectives on the same ranks: of another wrapper, of a layer, of the loss."""
+"""Sums of a wrapper together with other collectives of the same ranks: of another wrapper, a layer or the loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def wrap(module: nn.Module, way: str) -> BucketedDataParallel:
     nodes = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(2, -1)) if way == "nodes" else None
-    other = way == "not gloo"  # as for another backend on CPUs, where a wrapper has no group of its own
+    other = way == "not gloo"  # like another backend on CPUs, with which a wrapper has no separate group
     with (
         mock.patch("cuda_ext.distributed.exchange.is_on_gloo", return_value=False) if other else nullcontext(),
         mock.patch("cuda_ext.distributed.own_group.is_on_gloo", return_value=False) if other else nullcontext(),
@@ -42,7 +42,7 @@ def wrap(module: nn.Module, way: str) -> BucketedDataParallel:
 
 
 class MeanGradient(torch.autograd.Function):
-    """Identity, whose backward takes the mean over the ranks: by a collective, or over ``ranks`` in one process."""
+    """Identity with the mean over the ranks in backward: by a collective, or over ``ranks`` in one process."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
@@ -59,7 +59,7 @@ class MeanGradient(torch.autograd.Function):
 
 
 class Tower(nn.Module):
-    """Layers of a bucket each, before which backward takes the mean over the ranks."""
+    """Layers with a bucket each; before each of them, backward computes the mean over the ranks."""
 
     def __init__(self, collective: bool) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def product(x: Tensor, y: Tensor, ranks: int) -> Tensor:
 
 
 def contrast(x: Tensor, y: Tensor, ranks: int) -> Tensor:
-    """Tells which y belongs to which x, among those of all ranks."""
+    """A loss that matches each x with its y, among those of all ranks."""
     own = torch.arange(len(x)) if ranks else torch.arange(len(x)) + dist.get_rank() * len(x)
     everyone = (x, y) if ranks else (torch.cat(torch.distributed.nn.all_gather(z, dist.group.WORLD)) for z in (x, y))
     all_x, all_y = everyone
@@ -87,7 +87,7 @@ def contrast(x: Tensor, y: Tensor, ranks: int) -> Tensor:
 
 
 def train(way: str, collective: bool, loss_of: Callable[[Tensor, Tensor, int], Tensor]) -> None:
-    """Two wrapped towers train, in one backward pass, as they do in one process that has the whole batch."""
+    """Two wrapped towers train in one backward pass as in one process with the whole batch."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     towers = [Tower(collective) for _ in range(2)]
     plain = [Tower(collective) for _ in range(2)]
@@ -119,19 +119,19 @@ def train_all(way: str) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "nodes"])
-def test_beside_other_collectives_on_two_ranks(way: str) -> None:
+def test_together_with_other_collectives_on_two_ranks(way: str) -> None:
     train_all(way)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_beside_other_collectives(way: str) -> None:
+def test_together_with_other_collectives(way: str) -> None:
     train_all(way)
 
 
 @on_ranks(2)
 def test_a_rank_without_a_gradient_sends_its_bucket_later() -> None:
-    """Beside a collective of a layer: on one rank before it, on the other after it."""
+    """Together with a collective of a layer: on one rank before it, on the other after it."""
     tower = Tower(True)
     tower.head = nn.Linear(9, 9, dtype=torch.float64)
     model = BucketedDataParallel(tower, bucket_mb=SMALL, algorithm="all_reduce")
@@ -143,7 +143,7 @@ def test_a_rank_without_a_gradient_sends_its_bucket_later() -> None:
 
 
 @on_ranks(2)
-def test_it_goes_with_the_wrapper() -> None:
+def test_it_is_freed_with_the_wrapper() -> None:
     def held() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
@@ -159,7 +159,7 @@ def test_it_goes_with_the_wrapper() -> None:
 
 @on_ranks(4)
 def test_wrappers_of_some_ranks_alone_do_not_confuse_the_others() -> None:
-    """What the ranks write for each other is found by all of them."""
+    """All ranks find what the others write to the store."""
     some = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         BucketedDataParallel(nn.Linear(3, 2), process_group=some)

@@ -124,8 +124,8 @@ class Tied(nn.Module):
         self.output.weight = self.words.weight
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
-    """What `save` writes tells what is looked up, by the modules."""
+def test_a_users_own_model(tmp_path: Path) -> None:
+    """`save` marks embeddings, by the types of modules."""
     path = tmp_path / "shapes.json"
     model_shapes.save(Tied(), path)
     assert model_shapes.read(path) == [
@@ -158,7 +158,7 @@ def test_the_example_of_the_help_works(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_what_is_looked_up(tmp_path: Path, lines: str, expected: list[tuple[float, bool]]) -> None:
-    """By the file's word, or by names."""
+    """By marks in the file, or by names."""
     path = tmp_path / "shapes.txt"
     path.write_text(lines)
     assert [(p.uses, p.looked_up) for p in model_shapes.read(path)] == expected
@@ -168,7 +168,7 @@ def test_gradients_come_after_their_products() -> None:
     looked_up = Parameter("words", (10, 4), uses=0.0, looked_up=True)
     found = model_shapes.arrivals([looked_up, Parameter("a", (4, 4)), Parameter("b", (8, 4), "bfloat16", uses=0.5)])
     assert [(p.name, part) for p, part in found] == [("b", 0.5), ("a", 1.0), ("words", 1.0)]
-    # The output's product, with a tied weight, comes first, and its lookup last.
+    # With a tied weight, the work of the output comes first, and that of the lookup last.
     tied = model_shapes.arrivals(
         [Parameter("words", (8, 4), looked_up=True), Parameter("a", (4, 4)), Parameter("b", (4, 4))]
     )
@@ -176,7 +176,7 @@ def test_gradients_come_after_their_products() -> None:
     assert model_shapes.arrivals([looked_up]) == [(looked_up, 1.0)]
 
 
-# As the papers, the model cards and the parameters of the published weights have them.
+# From the papers, the model cards and the published weights.
 COUNTS = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -209,7 +209,7 @@ COUNTS = {
     "resnet-101": 44_549_160,
     "resnet-152": 60_192_808,
 }
-MILLIONS = {"gpt3-6.7b": 6_660, "gpt3-175b": 174_600}  # of the paper's table, in units of 10 million
+MILLIONS = {"gpt3-6.7b": 6_660, "gpt3-175b": 174_600}  # from the paper's table, in units of 10 million
 
 
 def test_presets_have_the_published_numbers_of_parameters() -> None:
@@ -223,7 +223,7 @@ def test_presets_have_the_published_numbers_of_parameters() -> None:
     [
         ("llama-8b", 8_030_261_248 - 128256 * 4096),
         ("gpt2", 124_439_808 - 1024 * 768),
-        # Two experts of eight: the active parameters of the paper are 12.9 thousand million, embedding included.
+        # Two experts of eight: the paper has 12.9 billion active parameters, embedding included.
         ("mixtral-8x7b", 12_879_925_248 - 32000 * 4096),
     ],
 )
@@ -233,7 +233,7 @@ def test_lookups_multiply_nothing(name: str, work: int) -> None:
 
 def test_convolutions_are_used_at_every_place() -> None:
     weights = [p for p in PRESETS["resnet-50"].parameters() if len(p.shape) > 1]
-    assert model_shapes.work_per_token(weights) == 4_089_184_256  # of an image, as is published
+    assert model_shapes.work_per_token(weights) == 4_089_184_256  # per image, as published
 
 
 # predictions
@@ -272,7 +272,7 @@ def test_predictions_are_those_of_the_model(capsys: Capture) -> None:
 
 
 def test_dtypes_in_one_launch(capsys: Capture, tmp_path: Path) -> None:
-    """What ends together is there a latency sooner, less what another bucket adds."""
+    """A common launch saves a latency, and costs what another bucket adds."""
     shapes = tmp_path / "shapes.txt"
     shapes.write_text("norm 4096 float32\nweight 2048x4096 bfloat16\n")
     command = [str(shapes), "--ranks", "2", "--buckets", "auto", "--backward", "1ms", *NETWORK]
@@ -281,13 +281,13 @@ def test_dtypes_in_one_launch(capsys: Capture, tmp_path: Path) -> None:
     assert apart["bucket_bytes"] == grouped["bucket_bytes"] == [16 << 20, 16 << 10]
     assert (apart["launches"], grouped["launches"]) == (2, 1)
     saved = apart["exposed_seconds"] - grouped["exposed_seconds"]
-    # Apart, the weight, which comes first, may leave before the norm.
+    # In separate launches the weight, which is ready first, may be sent before the norm.
     assert 0 < saved <= apart["latency_seconds"] - 1e-6 + 1e-12
     (dear,) = rows(capsys, *command, "--grouped", "1ms")
     assert dear == apart
 
 
-def test_options_move_the_prediction_as_they_should(capsys: Capture) -> None:
+def test_effects_of_options_on_the_prediction(capsys: Capture) -> None:
     base = ["llama-8b", "--layers", "4", "--ranks", "256", "--buckets", "25MiB", *COMPUTING]
 
     def exposed(*arguments: str) -> float:
@@ -321,7 +321,7 @@ def test_a_lookup_alone_takes_no_flops(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_ranks_that_do_not_fill_their_nodes(capsys: Capture) -> None:
-    """The last node has fewer networks, for which all wait; a network more gains."""
+    """The last node has fewer links, and all wait for it; another link helps."""
     ranks = [str(n) for n in (57, 60, 63, 64)]
     found = rows(
         capsys, "llama-8b", "--ranks", *ranks, "--buckets", "25MiB", "--algorithm", "ring", *NETWORK, *COMPUTING
@@ -409,7 +409,7 @@ def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: p
     ],
 )
 def test_bad_arguments(capsys: Capture, arguments: list[str], complaint: str) -> None:
-    # The last of equal options counts.
+    # If an option is repeated, the last one counts.
     assert complaint in refused(capsys, "--ranks", "8", *NETWORK, *COMPUTING, *arguments)
 
 
@@ -445,7 +445,7 @@ def test_units_in_any_case() -> None:
     assert units.percent("2%") == 0.02 and units.percent("0%") == 0.0
 
 
-def test_a_latency_of_nothing(capsys: Capture) -> None:
+def test_zero_latency(capsys: Capture) -> None:
     command = ["LLAMA-8b", *SMALL, "--ranks", "64", "--bandwidth", "100gbit", "--latency", "0us", "--node-latency", "0"]
     for row in rows(capsys, *command, *COMPUTING):
         assert row["latency_seconds"] == 0

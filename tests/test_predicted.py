@@ -1,4 +1,4 @@
-"""What the paper model predicted beside measurements: the table, and what it makes of what it finds."""
+"""The comparison of measurements with predictions, and the conclusions it prints."""
 
 from __future__ import annotations
 

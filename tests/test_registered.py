@@ -1,4 +1,4 @@
-"""Registered memory: all ranks or none, with a stand-in for NCCL, which needs a GPU."""
+"""Registered memory: all ranks or none, with a fake NCCL, as the real one needs a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuda_ext.distributed.registered import RegisteredMemory
 
 
 class Backend:
-    """What NCCL's does with pools, noted."""
+    """Records what would be done with NCCL's memory pools."""
 
     def __init__(self, fails: str = "", knows_symmetric: bool = True) -> None:
         self.calls: list[str] = []

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: an optimizer of which each rank holds a part trains as one that each holds in full."""
+"""ZeRO stage 1: a sharded optimizer gives the same results as an unsharded one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_trains_as_one_process(bucket_mb: float | str, wire_dtype: torch.dtype |
         for actual, expected in zip(model.parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
         assert_same_on_all_ranks(list(model.parameters()))
-    # Each holds about a quarter of the state.
+    # Each rank has about a quarter of the state.
     count = sum(p.numel() for p in whole.parameters())
     held = sum(shard.numel() for _, shard in model.named_shards())
     total = torch.tensor(held)
@@ -89,7 +89,7 @@ def test_parameters_that_no_rank_uses_stay_as_they_are() -> None:
 
 @on_ranks(2)
 def test_state_goes_from_torch_s_wrapper_and_back() -> None:
-    """By way of torch.distributed.checkpoint: whole states are the same to the bit, and all train on alike."""
+    """Through torch.distributed.checkpoint: whole states are bitwise equal, and training continues equally."""
 
     def make() -> nn.Module:
         module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5, 7), nn.Linear(7, 1, bias=False)).double()
@@ -148,9 +148,9 @@ def test_state_goes_from_torch_s_wrapper_and_back() -> None:
             call()
     fresh = sharded.sharded_optimizer(torch.optim.AdamW)
     assert sharded.optimizer_state_dict(fresh)["state"] == {}
-    with pytest.raises(ValueError, match="expected state_dict to have 1 param_groups, as the optimizer, got 2"):
+    with pytest.raises(ValueError, match="expected state_dict to have 1 param_groups, like the optimizer, got 2"):
         sharded.load_optimizer_state_dict(fresh, saved["optimizer"])
-    with pytest.raises(ValueError, match="expected param_groups that name parameters as the optimizer has them"):
+    with pytest.raises(ValueError, match="expected param_groups with the same parameters as the optimizer"):
         sharded.load_optimizer_state_dict(fresh, plain_optimizer.state_dict() | {"param_groups": [{"params": [0]}]})
     with pytest.raises(ValueError, match="expected an optimizer from sharded_optimizer of this model, got AdamW"):
         sharded.optimizer_state_dict(back_optimizer)
@@ -172,7 +172,7 @@ def test_refusals(group: None) -> None:
         message = f"{NAME}.sharded_optimizer: expected parameters of the wrapped module, got {what} that is not one; "
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             model.sharded_optimizer(torch.optim.SGD, foreign, lr=0.1)
-    torch.optim.SGD(make_model().parameters()).step()  # of other parameters, no matter
+    torch.optim.SGD(make_model().parameters()).step()  # other parameters are not affected
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch).sum().backward()
     message = f"{NAME}: expected an optimizer from model.sharded_optimizer, as with shard_optimizer=True only a rank's "
@@ -182,7 +182,7 @@ def test_refusals(group: None) -> None:
     with pytest.raises(RuntimeError, match=f"^{re.escape(NAME)}: expected the same parameters to require grad as"):
         model(batch)
     del model
-    plain.step()  # nobody is left to mind
+    plain.step()  # the wrapper no longer exists
     model = BucketedDataParallel(make_model())
     with pytest.raises(RuntimeError, match=f"^{re.escape(NAME)}.named_shards: expected shard_optimizer=True, got"):
         list(model.named_shards())

@@ -1,4 +1,4 @@
-"""The static gates (tools/static_gates.py) on the built library, and on kernels that must not pass."""
+"""The static gates (tools/static_gates.py) on the built library, and on kernels that must fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(128) kernel(const int* at, float* p) {
 """
 HAS_NO_BOUNDS = "__global__ void kernel(float* p) { p[threadIdx.x] = 1; }"
 IS_FINE = "__global__ void __launch_bounds__(128) kernel(float* p) { p[threadIdx.x] = 1; }"
-# The sum of two products, whose accumulator is touched between them if TOUCHED.
+# The sum of two products, whose accumulator is modified between them if TOUCHED.
 PRODUCTS = """
 __device__ void product(float (&d)[4], unsigned long long a, unsigned long long b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
@@ -84,7 +84,7 @@ def kernels() -> list[Kernel]:
 
 
 def compiled(folder: Path, source: str, *flags: str) -> tuple[list[Kernel], str]:
-    """The kernels of an object of `source`, and what nvcc said."""
+    """The kernels of the compiled `source`, and nvcc's messages."""
     toolkit = next((t for t in _toolchain.find_toolkits(str(torch.version.cuda)) if t.usable), None)
     if toolkit is None:
         pytest.skip("no CUDA toolkit")
@@ -154,14 +154,14 @@ def test_serialised_products_are_a_fault(tmp_path: Path) -> None:
 
 
 def test_missing_log_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError, match="no messages of the compiler; build with"):
+    with pytest.raises(FileNotFoundError, match="no compiler messages; build with"):
         static_gates.build_log({**_stamp.read(), "compiler": "g++ 0"})
 
 
 def test_blocks_that_fit() -> None:
     def fit(registers: int, threads: int, shared: int, arch: str = "sm_90a") -> int | None:
         kernel = Kernel(arch, "k", registers=registers, threads=threads)
-        return static_gates.blocks_per_multiprocessor(kernel, shared)
+        return static_gates.blocks_per_sm(kernel, shared)
 
     assert fit(64, 256, 0) == 4  # registers: 64 * 256 * 4 = 65536
     assert fit(65, 256, 0) == 3  # 72 of them are allocated
@@ -176,7 +176,7 @@ def code(*texts: str) -> list[tuple[int, str]]:
     return [(16 * i, text) for i, text in enumerate(texts)]
 
 
-# A loop that copies in one of three ways, or not at all, then multiplies; a loop over narrow copies within.
+# A loop that copies in one of three ways, or not at all, and then multiplies; an inner loop has narrow copies.
 LOOP = code(
     "S2R R0, SR_TID.X",  # 0x00
     "LDSM.16.M88.4 R4, [R0]",  # 0x10, where the loop begins
@@ -194,12 +194,12 @@ LOOP = code(
 )
 
 
-def test_instructions_of_a_turn_are_those_of_whole_vectors() -> None:
+def test_the_path_with_whole_vectors_counts() -> None:
     assert static_gates.find_loop(LOOP) == Loop(3 + 3 + 2, lead=3 + 3, pause=1 + 3 + 3)
-    # Another branch closes no loop, another loop does not multiply.
+    # Another branch closes no loop, and another loop does not multiply.
     for end in range(1, 13):
         assert static_gates.find_loop(LOOP[:end]) == Loop()
-    # The way out may be a call, with a branch back that is always taken.
+    # The exit may be a call, and the branch back unconditional.
     called = [*LOOP[:-1], (0xC0, "@P0 CALL.REL.NOINC 0xe0"), (0xD0, "BRA 0x10")]
     assert static_gates.find_loop(called) == Loop(9, lead=6, pause=8)
     without_copies = [(a, t.replace("LDGSTS", "LDG")) for a, t in LOOP]
@@ -210,10 +210,10 @@ def test_instructions_of_a_turn_are_those_of_whole_vectors() -> None:
     assert static_gates.find_loop(between).pause > static_gates.find_loop(between).lead == 0
 
 
-def test_main_loops_have_been_found(kernels: list[Kernel]) -> None:
+def test_main_loops_are_found(kernels: list[Kernel]) -> None:
     for kernel in kernels:
         loop = kernel.loop.instructions
-        # The GEMMs multiply in two loops: one for what is whole, without branches, one for the rest.
+        # GEMMs have two loops with products: one without branches for whole tiles, one for the rest.
         assert (loop > kernel.count("HMMA") / 2) if kernel.count("HMMA") else loop == 0
 
 
@@ -225,7 +225,7 @@ STATIC_SHARED_BYTES = {
 }
 
 
-def test_tables_can_be_read_again(kernels: list[Kernel]) -> None:
+def test_tables_are_read_as_written(kernels: list[Kernel]) -> None:
     documented = static_gates.documented_kernels()
     for kernel in kernels:
         read = documented[kernel.arch][kernel.name]

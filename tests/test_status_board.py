@@ -1,4 +1,4 @@
-"""The lines of all ranks on what they are doing, beside the store: kept by the last rank."""
+"""The second status board, which the last rank keeps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_every_rank_reads_what_the_others_write(store: dist.Store) -> None:
         assert sorted(board.others().split("; ")) == sorted(["rank 0 does not respond"][:rank] + said)
 
 
-def test_who_writes_again_is_alive_and_who_does_not_is_silent(store: dist.Store) -> None:
+def test_a_rank_that_stops_writing_counts_as_lost(store: dist.Store) -> None:
     boards = boards_of(store, 3)
     for board in boards:
         board.write("waits")
@@ -70,7 +70,7 @@ def test_who_writes_again_is_alive_and_who_does_not_is_silent(store: dist.Store)
     assert boards[0].others() == "rank 1 still waits; rank 2 does not respond; its last status: waits"
 
 
-def test_what_was_heard_before_the_last_rank_went(store: dist.Store) -> None:
+def test_statuses_read_before_the_board_failed(store: dist.Store) -> None:
     boards = boards_of(store, 3)
     boards[1].write(f"{FAILED} it")
     boards[2].write("waits")
@@ -83,7 +83,7 @@ def test_what_was_heard_before_the_last_rank_went(store: dist.Store) -> None:
         boards[1].others()
 
 
-def test_strangers_get_nothing_and_stop_nothing(store: dist.Store) -> None:
+def test_unknown_clients_are_ignored(store: dist.Store) -> None:
     boards = boards_of(store, 2)
     boards[1].write("waits")
     port = json.loads(store.get("secret/board"))[1]
@@ -107,7 +107,7 @@ def test_strangers_get_nothing_and_stop_nothing(store: dist.Store) -> None:
     assert boards[0].others() == "rank 1 does not respond; its last status: waits on"
 
 
-def test_there_is_none_beside_a_file(tmp_path: object) -> None:
+def test_no_second_board_with_a_file_store(tmp_path: object) -> None:
     assert (
         board_at_last_rank(dist.FileStore(f"{tmp_path}/store", 2), "secret", 0, 2, INTERVAL, threading.Event()) is None
     )
@@ -120,7 +120,7 @@ def test_nobody_waits_for_the_last_rank_at_the_end(store: dist.Store) -> None:
 
 
 @on_ranks(3)
-def test_it_goes_with_the_wrapper() -> None:
+def test_it_is_freed_with_the_wrapper() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore("localhost", 0, ranks, True, wait_for_workers=False) if rank == 0 else None
     port = [store.port if store is not None else 0]
@@ -137,6 +137,6 @@ def test_it_goes_with_the_wrapper() -> None:
     wait_until(lambda: len(watch.boards) == 2)
     dist.barrier()
     del model
-    # Threads end by themselves once nothing is left for them to do; and the store of the first rank may have held
-    # connections of the wrapper before.
+    # Threads end by themselves when they have nothing to do; and the store of the first rank may have had
+    # connections of the previous wrapper.
     wait_until(lambda: all(now <= then for now, then in zip(held(), before)))

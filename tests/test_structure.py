@@ -16,10 +16,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import draw_figures
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 450, 80
-LONG_FUNCTIONS = {  # kernels only, each with the reason in its file
-    "attention_fwd_sm80",
-    "attention_bwd_sm80",
-}
+# Kernels and their main loops, whose steps share many arrays in registers: a function for each step would have all of
+# them as parameters.
+LONG_FUNCTIONS = {"attention_fwd_sm80", "attention_bwd_sm80", "multiply_tiles"}
 CXX = {".h", ".cuh", ".cu", ".cpp", ".inc"}
 PARTS = {part.key: set(part.uses.split(", ")) - {""} for layer in draw_figures.LAYERS for part in layer.parts}
 

@@ -1,4 +1,4 @@
-"""SymmetricArena between processes of this host: sums, statistics, order, and what happens if a rank does not come."""
+"""SymmetricArena between processes of this host: sums, statistics, order, and errors if a rank is missing."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def make_arena(nbytes: int, timeout: float | None = None, **options: int) -> Sym
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
-    """The tensor of every rank, by sockets, in the order of ranks."""
+    """The tensors of all ranks, sent over sockets, in the order of ranks."""
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor.contiguous())
     return everyone
 
 
 def sum_in_order(tensors: list[Tensor]) -> Tensor:
-    """As the op does: in the order of ranks, in float32 or float64, rounded once."""
+    """Sums like the op: in the order of ranks, in float32 or float64, rounded once."""
     compute = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     total = tensors[0].to(compute)
     for tensor in tensors[1:]:
@@ -62,7 +62,7 @@ def assert_stats(stats: Tensor, stored: Tensor) -> None:
 
 
 def check_sum(world_size: int, dtype: torch.dtype) -> None:
-    """Of the counts all but the last are summed one-shot."""
+    """All counts but the last are summed one-shot."""
     rank = dist.get_rank()
     offset = 3 * ALIGNMENT
     arena = make_arena(offset + max(COUNTS) * dtype.itemsize + 100)
@@ -73,7 +73,7 @@ def check_sum(world_size: int, dtype: torch.dtype) -> None:
         bucket = arena.bytes[offset:end].view(dtype)
         values = [
             torch.randn(count) * 10 ** (2 * torch.rand(count) - 1) for _ in range(world_size)
-        ]  # alike on all ranks
+        ]  # the same on all ranks
         bucket.copy_(values[rank])
         expected = sum_in_order([value.to(dtype) for value in values])
         stats = arena.all_reduce(bucket)
@@ -117,7 +117,7 @@ def test_whole_numbers_are_summed_exactly(dtype: torch.dtype, one_shot_bytes: in
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks(4)
 def test_16_bits_are_summed_in_float32(dtype: torch.dtype) -> None:
-    """The sum is off by half an ulp at most, but for what float32 had rounded before, which may decide a near tie."""
+    """The error is at most half an ulp, plus earlier rounding in float32, which may decide a near tie."""
     values = torch.randn(4, 100000).to(dtype)
     arena = make_arena(values[0].nbytes)
     bucket = arena.bytes.view(dtype)
@@ -142,7 +142,7 @@ def test_statistics_of_values_that_are_not_finite() -> None:
         (torch.bfloat16, (1.0, math.nan)),
         (torch.float16, (60000.0, 60000.0)),  # the sum is infinite
         (torch.float16, (60000.0, -60000.0)),
-        (torch.float64, (1e200, 1e200)),  # the sum is not, though its square is
+        (torch.float64, (1e200, 1e200)),  # the sum is finite, its square is not
     ):
         arena = make_arena(1000 * dtype.itemsize)
         bucket = arena.bytes.view(dtype)
@@ -160,7 +160,7 @@ def test_statistics_of_values_that_are_not_finite() -> None:
 
 @on_ranks(3)
 def test_buckets_in_flight_on_a_thread() -> None:
-    """Slices of one arena: this thread packs the next ones while another waits for the ranks, late at random."""
+    """Slices of one arena: this thread packs the next ones while another waits for ranks that are late at random."""
     rng = random.Random(dist.get_rank())
     sizes = (100, 5000, 1, 70000, 16)
     begins = [n * 300000 // ALIGNMENT * ALIGNMENT for n in range(len(sizes))]
@@ -204,7 +204,7 @@ def test_slots_are_independent() -> None:
 @BOTH
 @on_ranks(2)
 def test_a_rank_may_go_ahead(one_shot_bytes: int) -> None:
-    """Rank 0 does nothing between all-reduces; rank 1 is always late, and what it reads must not have been replaced."""
+    """Rank 0 does nothing between all-reduces; rank 1 is always late, and must not read the next values."""
     arena = make_arena(256, one_shot_bytes=one_shot_bytes)
     bucket = arena.bytes.view(torch.float32)
     for step in range(50):
@@ -218,7 +218,7 @@ def test_a_rank_may_go_ahead(one_shot_bytes: int) -> None:
 
 @on_ranks(2)
 def test_other_threads_run_meanwhile() -> None:
-    """Rank 1 comes after a barrier that rank 0 reaches only if its waiting thread lets go of the interpreter."""
+    """Rank 1 arrives after a barrier that rank 0 only reaches if its waiting thread releases the GIL."""
     arena = make_arena(64, timeout=10)
     bucket = arena.bytes.view(torch.float32)
     bucket.fill_(1)
@@ -273,14 +273,14 @@ def test_ranks_that_do_not_come_are_named(one_shot_bytes: int) -> None:
     timed_out = [text for text in everyone if "ranks 1, 3 to pack this bucket within 0.5 s" in text]
     assert timed_out, everyone
     assert all(text.startswith("cuda_ext::symmetric_all_reduce: expected ") for text in everyone)
-    for rank in (1, 3):  # or who comes second of the first two
+    for rank in (1, 3):  # or the second of the first two ranks
         assert re.search(r"rank [02] gave up when it had waited for ranks 1, 3", everyone[rank]), everyone
         assert not late or took < 0.3
-    assert "gave up" in failure_of(lambda: arena.all_reduce(bucket))  # ever after
+    assert "gave up" in failure_of(lambda: arena.all_reduce(bucket))  # from now on
 
 
 @on_ranks(3)
-def test_abort_wakes_those_who_wait() -> None:
+def test_abort_wakes_waiting_ranks() -> None:
     arena = make_arena(64)
     if dist.get_rank() == 1:
         time.sleep(0.1)
@@ -306,7 +306,7 @@ def test_ranks_that_reduce_different_buckets_are_named(one_shot_bytes: int) -> N
         and "300 elements of float32 at byte 640" in text
         and "rank 2" in text
     ]
-    # Who goes the other way waits for an arrival that never comes, and is told by those who see why.
+    # The ranks on the other path wait for an arrival that never happens; those that see the reason tell them.
     assert named and all(text in named or "memory that all ranks still use" in text for text in everyone), everyone
     assert bool((bucket == 7).all())
 
@@ -322,7 +322,7 @@ def test_refusals() -> None:
         (torch.zeros(16), 0, "expected bucket to be a view of segments[0] after its first 131072 bytes"),
     ):
         assert message in failure_of(lambda bucket=bucket, slot=slot: arena.all_reduce(bucket, slot=slot))
-    with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; ask for slots="):
+    with pytest.raises(ValueError, match="expected slot from 0 to 0, got 1; pass a larger slots to SymmetricArena"):
         arena.all_reduce(floats, slot=1)
     for nbytes, options, message in (
         (-1, {}, "expected nbytes >= 0, got -1"),
@@ -332,11 +332,11 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make_arena(nbytes, **options)
-    assert_stats(arena.all_reduce(floats), floats)  # none of it has broken anything
+    assert_stats(arena.all_reduce(floats), floats)  # the arena still works
 
 
 @on_ranks(2)
-def test_memory_that_there_is_not() -> None:
+def test_too_little_memory() -> None:
     layouts = "(nbytes, slots, one_shot_bytes): (100, 1, 65536), (101, 1, 65536)"
     for nbytes, message in (
         (1 << 50, "bytes of shared memory ([Errno 12] Cannot allocate memory)"),
@@ -351,7 +351,7 @@ def test_memory_that_there_is_not() -> None:
 
 
 def count_open_segments() -> int:
-    gc.collect()  # what an exception still holds
+    gc.collect()  # objects that an exception keeps alive
     folder = "/proc/self/fd"
     return sum("memfd:cuda_ext" in os.path.realpath(f"{folder}/{file}") for file in os.listdir(folder))
 
@@ -368,7 +368,7 @@ def test_probe_of_one_host() -> None:
 
 @on_ranks(3)
 def test_probe_where_one_rank_does_not_reach_the_others() -> None:
-    """As if rank 2 were in a container of its own, whose processes do not see those of the others."""
+    """As if rank 2 were in a separate container, whose processes do not see those of the others."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
         if dist.get_rank() == 2:
             patch.setattr(symmetric, "_PROCESSES", Path(empty))
@@ -384,7 +384,7 @@ def test_probe_where_one_rank_does_not_reach_the_others() -> None:
     assert count_open_segments() == 0
 
 
-# Processes of their own, which may be killed or put into namespaces.
+# Separate processes, which may be killed or run in namespaces.
 
 
 def start_ranks(folder: Path, task: str, prefixes: Sequence[Sequence[str]]) -> list[subprocess.Popen[str]]:
@@ -442,7 +442,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def namespace() -> Sequence[str]:
-    """The command that gives a process namespaces of its own, as a container does; empty where that is not allowed."""
+    """The command that runs a process in separate namespaces, like a container; empty if that is not allowed."""
     command = ("unshare", "--mount", "--pid", "--fork", "--mount-proc")
     allowed = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True).returncode == 0
     return command if allowed else ()
@@ -461,4 +461,4 @@ if __name__ == "__main__":
     _, _task, _rank, _size, _store = sys.argv
     dist.init_process_group("gloo", init_method=f"file://{_store}", rank=int(_rank), world_size=int(_size))
     globals()[_task]()
-    dist.destroy_process_group()  # else its threads may still run when the process ends, which then aborts
+    dist.destroy_process_group()  # otherwise its threads may still run when the process exits, which aborts it

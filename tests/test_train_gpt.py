@@ -149,7 +149,7 @@ def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: P
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     printed = process.communicate(timeout=120)[0]
-    stopped = re.search(r"stopped after step (\d+); saved (\S+); go on with --resume", printed)
+    stopped = re.search(r"stopped after step (\d+); saved (\S+); continue with --resume", printed)
     assert stopped, printed
     assert 20 <= int(stopped[1]) < 120
     assert Path(stopped[2]) == checkpoint.checkpoints(tmp_path)[-1]

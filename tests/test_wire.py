@@ -37,14 +37,14 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def own_values(chunk: int) -> Tensor:
-    """float32 (ranks * chunk,), other numbers on each rank, of magnitudes from about 1e-2 to 1e2."""
+    """float32 (ranks * chunk,), different on each rank, of magnitudes from about 1e-2 to 1e2."""
     ranks = dist.get_world_size()
     shape = (ranks, ranks * chunk)
     return (torch.randn(shape) * torch.randn(shape).exp())[dist.get_rank()].clone()
 
 
 def check_sum(dtype: torch.dtype, chunk: int) -> None:
-    """Half an ulp for each value that is sent and half an ulp of the result, and what float32 adds."""
+    """Half an ulp for each value that is sent, half an ulp of the result, and the error of the float32 sum."""
     ranks = dist.get_world_size()
     values = own_values(chunk)
     wire = all_reduced(values.to(dtype))
@@ -54,10 +54,10 @@ def check_sum(dtype: torch.dtype, chunk: int) -> None:
     sent, all_values = everywhere(values.to(dtype)).double(), everywhere(values).double()
     exact, magnitude = all_values.sum(dim=0), all_values.abs().sum(dim=0)
     float32 = ranks * unit(torch.float32) * sent.abs().sum(dim=0)
-    tiny = (ranks + 1) * torch.finfo(dtype).smallest_normal * unit(dtype)  # float16 has numbers without all its bits
+    tiny = (ranks + 1) * torch.finfo(dtype).smallest_normal * unit(dtype)  # float16 has subnormal numbers
     bound = unit(dtype) * (magnitude + sent.sum(dim=0).abs() + float32) + float32 + tiny
     assert ((wire.double() - exact).abs() <= bound).all()
-    # Of what was sent, the sum is rounded once.
+    # The sum of the values sent is rounded once.
     bound = unit(dtype) * (sent.sum(dim=0).abs() + float32) + float32 + tiny
     assert ((wire.double() - sent.sum(dim=0)).abs() <= bound).all()
 
@@ -84,7 +84,7 @@ def test_sum_on_four_ranks(dtype: torch.dtype) -> None:
 
 
 def errors(seed: int) -> tuple[float, float]:
-    """Root mean square error, against the exact sum of what was sent: of this sum, and of that of torch."""
+    """Root mean square errors of our sum and of torch's, relative to the exact sum of the values sent."""
     ranks = dist.get_world_size()
     torch.manual_seed(seed)
     wire = torch.randn(ranks, ranks * 10_000)[dist.get_rank()].bfloat16()
@@ -97,7 +97,7 @@ def errors(seed: int) -> tuple[float, float]:
 
 @on_ranks(2)
 def test_error_on_two_ranks_is_that_of_torch() -> None:
-    """A sum of two is rounded once by either."""
+    """Both round a sum of two once."""
     ours, plain = errors(seed=0)
     assert ours == plain > 0
 
@@ -134,7 +134,7 @@ def test_reduce_scatter(wire_dtype: torch.dtype, dtype: torch.dtype) -> None:
 
 @on_ranks(3)
 def test_sums_in_groups_and_side_by_side() -> None:
-    """Two sums under way at once, the later one read first, and a group without the first rank."""
+    """Two sums at the same time, the later one read first, and a group without the first rank."""
     rank = dist.get_rank()
     pair = dist.new_group([1, 2])
     wires = [torch.full((6,), float(10 * n + rank), dtype=torch.bfloat16) for n in range(2)]
@@ -153,7 +153,7 @@ def test_sums_in_groups_and_side_by_side() -> None:
 
 def test_chunks_are_added_in_order_in_float32() -> None:
     for received, expected in (
-        ([2.0**24, 1.0, 1.0], 2.0**24),  # float32 loses each 1; their sum would have survived
+        ([2.0**24, 1.0, 1.0], 2.0**24),  # float32 loses each 1, but would keep their sum
         ([1.0, 1.0, 2.0**24], 2.0**24 + 2),
         ([2.0**24, 1.0, -(2.0**24)], 0.0),
     ):
@@ -161,7 +161,7 @@ def test_chunks_are_added_in_order_in_float32() -> None:
             out = torch.empty(1)
             sum_chunks(list(torch.tensor(received, dtype=dtype).view(-1, 1)), out)
             assert out.item() == expected
-        for own in range(3):  # the sum takes the place of one of the chunks
+        for own in range(3):  # the sum replaces one of the chunks
             chunks = list(torch.tensor(received).view(-1, 1))
             sum_chunks(chunks, chunks[own])
             assert chunks[own].item() == expected
@@ -170,7 +170,7 @@ def test_chunks_are_added_in_order_in_float32() -> None:
     assert exact.item() == 2.0**24 + 2
     halves = torch.empty(1, dtype=torch.float16)
     sum_chunks(list(torch.full((3, 1), 61440.0, dtype=torch.float16)), halves, scale=0.25)
-    assert halves.item() == 46080.0  # the sum is beyond float16
+    assert halves.item() == 46080.0  # the sum is too large for float16
 
 
 # error feedback
@@ -179,7 +179,7 @@ def test_chunks_are_added_in_order_in_float32() -> None:
 @on_ranks(3)
 @pytest.mark.parametrize("dtype", SMALL)
 def test_feedback_makes_the_mean_over_steps_exact(dtype: torch.dtype) -> None:
-    """A constant gradient: what came in T steps misses T times the sum by the residuals, and the mean by their T-th."""
+    """A constant gradient: after T steps the total is wrong by the residuals, and the mean by 1/T of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     values = own_values(chunk := 101)
     everyone = everywhere(values).double()
@@ -194,7 +194,7 @@ def test_feedback_makes_the_mean_over_steps_exact(dtype: torch.dtype) -> None:
                 own.round(values.clone(), wire)
             run(float32_all_reduce(wire, dist.group.WORLD, feedback=summed if feedback else None))
             total += wire.double()
-        if feedback:  # no error is lost: all that is missing is here
+        if feedback:  # no error is lost: the residuals have the difference
             missing = everywhere(own.residual).double().sum(dim=0)
             missing.view(ranks, chunk)[rank] += summed.residual
             held = (exact * steps - total - missing).view(ranks, chunk)[rank].abs()
@@ -205,7 +205,7 @@ def test_feedback_makes_the_mean_over_steps_exact(dtype: torch.dtype) -> None:
     magnitude = everyone.abs().sum(dim=0) * (1 + 2 * unit(dtype))
     float32 = 2 * ranks * unit(torch.float32) * magnitude
     tiny = (ranks + 1) * torch.finfo(dtype).smallest_normal * unit(dtype)
-    # A residual is at most half an ulp of what was sent, which holds a residual itself; the sum likewise.
+    # A residual is at most half an ulp of the value sent, which includes a residual itself; likewise for the sum.
     residuals = (2 * magnitude) * unit(dtype) * (1 + 2 * unit(dtype)) + tiny
     for steps in (1, 10, 100):
         assert (mean_error(steps, feedback=True) <= residuals / steps + float32).all()
@@ -221,7 +221,7 @@ def test_feedback_keeps_what_rounding_loses() -> None:
     feedback.round(values.clone(), wire)
     assert wire.tolist() == [1.0, -3.0, 2**-20]
     assert feedback.residual.tolist() == [2**-10, 0.0, 0.0]
-    for _ in range(3):  # four times 2**-10 is half an ulp of 1: a tie, which goes to even; the fifth tips it
+    for _ in range(3):  # four times 2**-10 is half an ulp of 1: a tie, rounded to even; the fifth decides it
         feedback.round(values.clone(), wire)
         assert wire[0] == 1.0
     feedback.round(values.clone(), wire)
@@ -235,7 +235,7 @@ def test_feedback_survives_infinities() -> None:
         wire = torch.empty(4, dtype=dtype)
         largest = torch.finfo(dtype).max
         feedback.round(torch.tensor([torch.inf, -torch.inf, torch.nan, largest * 1.003]), wire)
-        # Half an ulp above the largest number, or more, is infinity to nearest.
+        # From half an ulp above the largest number on, values are rounded to infinity.
         assert not wire.isfinite().any()
         assert feedback.residual.tolist() == [0.0] * 4
         feedback.round(torch.ones(4), wire)

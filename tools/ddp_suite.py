@@ -1,18 +1,18 @@
-"""Runs the tests that PyTorch has for DistributedDataParallel on BucketedDataParallel, over gloo, without a GPU.
+"""Runs PyTorch's tests of DistributedDataParallel on BucketedDataParallel, over gloo, without a GPU.
 
     python tools/ddp_suite.py                      # all, in a few minutes
     python tools/ddp_suite.py -k uneven -k no_sync --reduction float32
-    python tools/ddp_suite.py --list               # those that fail by design or need a GPU, and why
+    python tools/ddp_suite.py --list               # tests that fail by design or need a GPU, with reasons
     python tools/ddp_suite.py --control            # the same tests on torch's own wrapper
 
-The tests are those of torch/testing/_internal/distributed/distributed_test.py, which comes with torch, that make a
-DistributedDataParallel. Each runs on ranks of its own, forked from this process. An adapter stands in for torch's
-class: it takes the same arguments, drops those that BucketedDataParallel has no need of (gradients are views anyway,
-unused parameters and graphs that change need no flag) and refuses what BucketedDataParallel has no counterpart for.
+The tests are those of torch/testing/_internal/distributed/distributed_test.py, which is installed with torch, that
+construct a DistributedDataParallel. Each runs on new ranks, forked from this process. An adapter replaces torch's
+class: it accepts the same arguments, ignores those that BucketedDataParallel does not need (gradients are always views;
+unused parameters and changing graphs need no flag) and refuses those without a counterpart.
 
-Most of the tests ask for one GPU per rank, though few depend on it. Where they name a GPU this script puts the CPU;
---as-written leaves them alone, and torch skips them. --control shows which of them then fail with torch's own wrapper:
-they are skipped as needing a GPU.
+Most of the tests require one GPU per rank, though few depend on it. This script replaces their GPUs by the CPU;
+--as-written does not, and torch skips them. --control shows which of them then fail even with torch's own wrapper: they
+are skipped as needing a GPU.
 
 On stdout there is one line per test and a summary. "by design" is a failure for the reason that --list gives; such a
 test has FAILED if it passes, since the table is then wrong. The exit status is 1 if a test has FAILED, else 0.
@@ -51,16 +51,16 @@ from cuda_ext.distributed import BucketedDataParallel
 
 try:
     import torch.testing._internal.common_distributed as common
-except ModuleNotFoundError as error:  # what torch's tests need, and torch does not
+except ModuleNotFoundError as error:  # torch's tests need more packages than torch
     sys.exit(f"ddp_suite.py: expected {error.name}, which torch's tests import; pip install {error.name}")
 
 RANKS = 2
 TESTS = "torch.testing._internal.distributed.distributed_test"
 TORCH_WRAPPER = nn.parallel.DistributedDataParallel
 
-# Reasons, and the tests without "test_".
+# reason -> tests, without "test_"
 BY_DESIGN_GROUPS = {
-    "registers a communication hook: wire_dtype, algorithm and error_feedback take their place": (
+    "registers a communication hook: wire_dtype, algorithm and error_feedback replace hooks": (
         "accumulate_gradients_no_sync_allreduce_hook",
         "accumulate_gradients_no_sync_allreduce_with_then_hook",
         "ddp_broadcast_buffer_via_hook",
@@ -86,7 +86,7 @@ BY_DESIGN_GROUPS = {
         "different_graph_across_ranks",
         "skip_all_reduce_unused_parameters",
     ),
-    "excludes parameters by a private function of torch's wrapper: parameters that do not require grad are left out": (
+    "excludes parameters by a private function of torch's wrapper; ours ignores those that do not require grad": (
         "ddp_apply_optim_in_backward_ignored_params",
         "ddp_ignore_params_arg",
         "ddp_multiple_nested_unused_params_err_ignore_params",
@@ -111,13 +111,11 @@ BY_DESIGN_GROUPS = {
     "expects an error for a mesh of two dimensions, which is for two levels of network": (
         "ddp_device_mesh_initialization",
     ),
-    "gives each bucket a size of its own": ("ddp_bucket_cap_mb_list",),
-    "calls backward with create_graph=True, but averages are no part of a graph: refused": ("ddp_create_graph",),
+    "sets a size for each bucket": ("ddp_bucket_cap_mb_list",),
+    "calls backward with create_graph=True, but averages are not part of the graph: refused": ("ddp_create_graph",),
     "divides by the number of ranks that still have inputs: refused": ("ddp_grad_div_uneven_inputs",),
-    "expects to find search_unused_parameters in the profile, a search that is not needed": (
-        "ddp_profiling_torch_profiler",
-    ),
-    "expects a RuntimeError for a module with nothing to train, which is a ValueError": (
+    "expects search_unused_parameters in the profile, but no search is needed": ("ddp_profiling_torch_profiler",),
+    "expects a RuntimeError for a module without trainable parameters; ours raises ValueError": (
         "DistributedDataParallel_requires_grad",
     ),
     "assigns a module to the wrapper, which would neither average nor save it: refused": ("ddp_sync_module_states",),
@@ -126,7 +124,7 @@ BY_DESIGN_GROUPS = {
     ),
 }
 NEEDS_GPU_GROUPS = {
-    "has a SyncBatchNorm, which torch's wrapper takes on GPUs alone": (
+    "has a SyncBatchNorm, which torch's wrapper supports on GPUs only": (
         *(
             f"DistributedDataParallel_SyncBatchNorm{case}"
             for case in (
@@ -162,9 +160,9 @@ NEEDS_GPU = {name: reason for reason, names in NEEDS_GPU_GROUPS.items() for name
 
 
 class Adapter(BucketedDataParallel):
-    """BucketedDataParallel, made and used as DistributedDataParallel is."""
+    """BucketedDataParallel with the interface of DistributedDataParallel."""
 
-    options: ClassVar[dict[str, Any]] = {}  # of BucketedDataParallel, for all wrappers
+    options: ClassVar[dict[str, Any]] = {}  # arguments of all BucketedDataParallels
     wrapped: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
     def __init__(
@@ -191,7 +189,7 @@ class Adapter(BucketedDataParallel):
         if process_group is not None and device_mesh is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         module = module.module if isinstance(module, Adapter) else module
-        module = copy.deepcopy(module) if module in self.wrapped else module  # a module is wrapped once
+        module = copy.deepcopy(module) if module in self.wrapped else module  # a module may be wrapped only once
         self.wrapped.add(module)
         super().__init__(
             module,
@@ -207,25 +205,25 @@ class Adapter(BucketedDataParallel):
         return Join([self], enable, early_exit, divide_by_initial_world_size=divide_by_initial_world_size)
 
     def _set_static_graph(self) -> None:
-        """Graphs may change at any time."""
+        """Does nothing: graphs may change at any time."""
 
     def _set_ddp_sink_clone(self, value: bool) -> None:
-        """Outputs are never cloned."""
+        """Does nothing: outputs are never cloned."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """The tests save the wrapper itself; its users save the module and wrap it again."""
+        """The tests pickle the wrapper; users save the module and wrap it again."""
         return Adapter, (self.module,)
 
 
 class TorchOnCPU(TORCH_WRAPPER):
-    """torch's wrapper without the numbers of GPUs that it would refuse."""
+    """torch's wrapper without device ids, which it refuses on a CPU."""
 
     def __init__(self, module: nn.Module, device_ids: object = None, output_device: object = None, **rest: Any) -> None:
         super().__init__(module, **rest)
 
 
 class GPUsAreTheCPU(TorchFunctionMode):
-    """What is put on a GPU inside stays on the CPU."""
+    """Inside, tensors and modules moved to a GPU stay on the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -241,13 +239,13 @@ class GPUsAreTheCPU(TorchFunctionMode):
 
 
 def on_cpu(place: Any) -> Any:
-    """A GPU's name, number or device gives "cpu", anything else itself."""
+    """Replaces the name, number or device of a GPU by "cpu"; returns anything else unchanged."""
     is_gpu = isinstance(place, int) or (isinstance(place, str | torch.device) and str(place).startswith("cuda"))
     return "cpu" if is_gpu and not isinstance(place, bool) else place
 
 
 def lend_cpu_as_gpus() -> None:
-    """Has this process tell tests of as many GPUs as there are ranks; to be called before the tests are imported."""
+    """Pretends that there is a GPU per rank; must be called before the tests are imported."""
     module_to, skip_if_fewer = nn.Module.to, common.skip_if_lt_x_gpu
 
     @functools.wraps(module_to)
@@ -268,7 +266,7 @@ def lend_cpu_as_gpus() -> None:
 
 
 def import_tests() -> ModuleType:
-    """The module asks the environment for all that it needs."""
+    """Sets the environment variables that torch's test module reads."""
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(RANKS), OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TEMP_DIR"] = folder
@@ -281,7 +279,7 @@ def substitute(module: ModuleType, wrapper: type) -> None:
 
 
 def names_of_tests(module: ModuleType) -> list[str]:
-    """Tests that make a DistributedDataParallel, themselves or in a method that they call."""
+    """Tests that construct a DistributedDataParallel, directly or in a method that they call."""
     methods = inspect.getmembers(module.DistributedTest._DistTestBase, inspect.isfunction)
     sources = {name: inspect.getsource(inspect.unwrap(method)) for name, method in methods}
     makes_one = {name for name, source in sources.items() if re.search(r"\b(DistributedDataParallel|DDP)\(", source)}
@@ -295,7 +293,7 @@ def names_of_tests(module: ModuleType) -> list[str]:
 
 
 def make_case(module: ModuleType, log: int, as_written: bool) -> type[unittest.TestCase]:
-    """The tests, each on forked ranks that write what they say to `log`."""
+    """Runs each test on forked ranks, whose output goes to `log`."""
 
     class Case(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
         def setUp(self) -> None:
@@ -313,7 +311,7 @@ def make_case(module: ModuleType, log: int, as_written: bool) -> type[unittest.T
 
 
 def last_error(text: str) -> str:
-    """The line of the last exception in a report, without the trace of C++ that follows it."""
+    """The last exception in a report, without its C++ trace."""
     errors = re.findall(
         r"^(?:[\w.]*(?:Error|Exception|Interrupt)\b.*|Process \d+ terminated or timed out.*)", text, re.M
     )
@@ -331,7 +329,7 @@ def run_test(case: type[unittest.TestCase], name: str) -> tuple[str, str]:
 
 
 def judge(name: str, outcome: str, why: str, control: bool) -> tuple[str, str]:
-    """Compares what came with what the tables expect."""
+    """Compares the outcome with the tables."""
     table = NEEDS_GPU if control else BY_DESIGN
     short = name.removeprefix("test_")
     if short in table and outcome != "skipped":
@@ -345,17 +343,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", dest="parts", action="append", metavar="PART", help="only tests with PART in the name")
     parser.add_argument("--list", action="store_true", help="print the tests that fail by design or need a GPU")
-    parser.add_argument("--control", action="store_true", help="run torch's own wrapper in the place of ours")
-    parser.add_argument("--as-written", action="store_true", help="leave it to torch to skip what asks for a GPU")
-    parser.add_argument("--reduction", default="auto", help="of BucketedDataParallel; default: %(default)s")
+    parser.add_argument("--control", action="store_true", help="run torch's own wrapper instead of ours")
+    parser.add_argument("--as-written", action="store_true", help="let torch skip the tests that require a GPU")
+    parser.add_argument("--reduction", default="auto", help="reduction of BucketedDataParallel; default: %(default)s")
     parser.add_argument(
         "--time-limit",
         type=int,
         default=60,
         metavar="S",
-        help="of a test, where torch gives no longer one; default: %(default)s s",
+        help="time limit of a test, unless torch sets a longer one; default: %(default)s s",
     )
-    parser.add_argument("--log", type=Path, help="where the ranks write; default: a file that is removed")
+    parser.add_argument("--log", type=Path, help="file for the output of the ranks; default: a temporary file")
     return parser.parse_args()
 
 

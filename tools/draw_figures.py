@@ -21,7 +21,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 INK, GREY, BLUE, ORANGE = "#1f2328", "#57606a", "#0b5cad", "#c2410c"
 PYTHON, TORCH, KERNEL, HARDWARE, BASE, PLAIN = "#dbe9f9", "#fde4cf", "#d8f0da", "#ece1f7", "#e6e9ec", "#ffffff"
 SANS, MONO = "Helvetica, Arial, sans-serif", "ui-monospace, Consolas, monospace"
-# Of a character, in parts of the font size: an estimate on the wide side, as the fonts of the viewer are not known.
+# Width of a character relative to the font size: a high estimate, because the viewer's fonts are unknown.
 SANS_WIDTH, MONO_WIDTH = 0.54, 0.605
 
 Point = tuple[float, float]
@@ -115,10 +115,10 @@ class Drawing:
         """`y` is the baseline. Raises ValueError if the text may be wider than `limit`."""
         width = len(text) * size * (MONO_WIDTH if mono else SANS_WIDTH)
         if limit is not None and width > limit:
-            raise ValueError(f"{self.title}: {text!r} takes about {width:.0f} of {limit:.0f} pixels; shorten it")
+            raise ValueError(f"{self.title}: {text!r} is about {width:.0f} pixels wide, of {limit:.0f}; shorten it")
         left = {"start": x, "middle": x - width / 2, "end": x - width}[anchor]
         if left < 0 or left + width > self.width:
-            raise ValueError(f"{self.title}: {text!r} leaves the figure")
+            raise ValueError(f"{self.title}: {text!r} exceeds the figure")
         weight = ' font-weight="600"' if bold else ""
         family = MONO if mono else SANS
         self._elements.append(
@@ -140,7 +140,7 @@ class Drawing:
     def box(
         self, place: tuple[float, float, float, float], fill: str, title: str, notes: str = "", *, mono: bool = True
     ) -> None:
-        """A title with lines of notes below it, in the middle of a rectangle: x, y, width, height."""
+        """A title with lines of notes below it, centred in a rectangle (x, y, width, height)."""
         x, y, width, height = place
         self.rectangle(x, y, width, height, fill)
         lines, pitch = notes.splitlines(), 15
@@ -186,7 +186,7 @@ class Drawing:
 
 def layers() -> Drawing:
     margin, label, gap, height, pitch = 12, 104, 10, 80, 94
-    d = Drawing(1080, 2 * margin + len(LAYERS) * pitch - 14, "Who may include or import whom")
+    d = Drawing(1080, 2 * margin + len(LAYERS) * pitch - 14, "Which part may include or import which")
     for row, layer in enumerate(LAYERS):
         y = margin + row * pitch
         for number, line in enumerate(layer.name.split("\n")):
@@ -292,8 +292,8 @@ def linear() -> Drawing:
 
 
 def attention() -> Drawing:
-    d = Drawing(1080, 400, "The forward attention kernel: the walk of a block, and one step of it")
-    d.text(20, 26, "The walk: a block owns block_m rows of queries", size=14, bold=True)
+    d = Drawing(1080, 400, "The forward attention kernel: the loop of a block over keys, and one step of it")
+    d.text(20, 26, "The loop: a block owns block_m rows of queries", size=14, bold=True)
     cell, left, top = 46, 112, 76
     for tile in range(6):
         d.text(left + (tile + 0.5) * cell, top - 8, f"K{tile}", size=11, anchor="middle", mono=True)
@@ -349,8 +349,8 @@ def backward() -> Drawing:
     )
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
     d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(planning: choice.py, measuring.py)")
-    decides = "reducer.py: which gradients have come,\nwhich bucket goes next, when a pass ends\n"
-    d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py tells what other ranks do)")
+    decides = "reducer.py: which gradients have arrived,\nwhich bucket is next, when a pass ends\n"
+    d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py: what other ranks are doing)")
     d.line((middle, 75), (160, 75), (160, 152))
     d.line((middle + width, 75), (920, 75), (920, 152))
 
@@ -360,7 +360,7 @@ def backward() -> Drawing:
     maps = "bucket.py, csrc/ops/gradient_slots.cpp:\nwhich view of a bucket belongs\nto which parameter"
     d.box((middle, 300, width, 78), TORCH, "GradientSlots", maps)
     holds = "gradient_bucket.py: wire (what travels),\nviews (parameter.grad), arrived, missing,\n"
-    d.box((right, 300, width, 78), PYTHON, "GradientBucket, one or more", holds + "Pending (the sum under way)")
+    d.box((right, 300, width, 78), PYTHON, "GradientBucket, one or more", holds + "Pending (the sum in flight)")
     d.line((90, 230), (90, 300))
     d.line((left + width, 176), (540, 176), (540, 300))
     d.line((left + width, 206), (720, 206), (720, 320), (right, 320))
@@ -372,7 +372,7 @@ def backward() -> Drawing:
         "then its post hook: Reducer.gradient_hook; at the end of the pass the callback Reducer._finish"
     )
     d.box((20, 530, 660, 78), PLAIN, "autograd engine", runs, mono=False)
-    sums = "exchange.py: shared memory, NCCL, float32\nsums, gloo; on a thread or stream of its\nown, next to backward"
+    sums = "exchange.py: shared memory, NCCL, float32\nsums, gloo; on a separate thread\nor stream, next to backward"
     d.box((right, 530, width, 78), PYTHON, "Exchange", sums)
     d.line((230, 230), (230, 270), (340, 270), (340, 470), (730, 470), (730, 550), (780, 550))
     d.note(492, 486, "BucketSet owns the Exchange")

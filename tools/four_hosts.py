@@ -1,10 +1,10 @@
-"""Trains on hosts made of network namespaces, breaks them at random moments, and measures their network.
+"""Trains on hosts simulated with network namespaces, with faults at random moments, and measures their network.
 
-    sudo python tools/four_hosts.py train                  # without faults: what the losses are
-    sudo python tools/four_hosts.py train --faults 50      # the same losses, with 50 faults on the way
+    sudo python tools/four_hosts.py train                  # without faults, for the expected losses
+    sudo python tools/four_hosts.py train --faults 50      # the same losses despite 50 faults
     sudo python tools/four_hosts.py measure                # all-reduce and exposed communication, for the simulator
 
-It needs Linux, root, iproute2 and util-linux, and leaves nothing behind: see `hosts.py`. docs/faults.md tells more.
+It needs Linux, root, iproute2 and util-linux, and leaves nothing behind (see `hosts.py`). docs/faults.md explains it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from hosts import CARD, Hosts, HostsError, obstacle  # noqa: E402
 
 PORT = 29400
-KINDS = {  # what the host of a fault is said to have
+KINDS = {  # descriptions of faults
     "kill": "worker of host {} killed",
     "cut": "link of host {} cut",
     "hang": "worker of host {} stopped",
@@ -42,14 +42,14 @@ SMALL_MODEL = ("--layers", "2", "--features", "32", "--hidden-features", "48", "
 STEPS_AROUND = 20  # before the first fault and after the last one
 STEPS_PER_FAULT = 10
 SAVE_EVERY = 5
-CUT_BEYOND = 2.0  # seconds that a cut lasts longer than the timeout, unless told: a short one nobody has to notice
-SLACK = 2.0  # seconds for the step that ran when the fault came, and for processors that eight processes share
-RESTART_LIMIT = 300.0  # seconds after which a job that has not gone on is given up
+CUT_BEYOND = 2.0  # default of --cut-seconds minus --timeout: shorter cuts need not be noticed
+SLACK = 2.0  # seconds for the step that ran during the fault, and for CPUs shared by eight processes
+RESTART_LIMIT = 300.0  # seconds without a step after which a job has failed
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong on a host, ``delay`` seconds after the job has done ``step`` steps."""
+    """A fault of a host, ``delay`` seconds after step ``step``."""
 
     step: int
     delay: float
@@ -58,7 +58,7 @@ class Fault:
 
 
 def schedule(count: int, kinds: Sequence[str], hosts: int, seed: int) -> list[Fault]:
-    """Faults at random moments, on random hosts; the same for the same arguments, on every machine."""
+    """Faults at random moments, on random hosts; reproducible on every machine."""
     draw = random.Random(seed)
     faults = []
     for number in range(count):
@@ -69,7 +69,7 @@ def schedule(count: int, kinds: Sequence[str], hosts: int, seed: int) -> list[Fa
 
 @dataclass
 class Report:
-    """How a worker that outlived a fault took notice of it."""
+    """How a worker that survived a fault noticed it."""
 
     host: int
     seconds: float  # since the fault
@@ -81,11 +81,11 @@ class Outcome:
     fault: Fault
     reports: list[Report] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)  # hosts that did not report in time
-    resumed_at: int | None = None  # the step of the checkpoint, if the job went on
+    resumed_at: int | None = None  # the step of the checkpoint, if the job continued
     seconds: float | None = None  # from the fault to the next step
-    starts: int = 0  # of all workers; as many as hosts unless a restart failed and was tried again
+    starts: int = 0  # of workers; the number of hosts, unless a restart had to be repeated
     agents_restarted: int = 0
-    first_loss: int = 0  # which of `Job.losses` is the first since the restart
+    first_loss: int = 0  # index in `Job.losses` of the first loss after the restart
     losses_equal: bool | None = None
 
     @property
@@ -95,12 +95,12 @@ class Outcome:
 
 @dataclass
 class Worker:
-    """A process that trains; ``handle`` becomes readable when it ends."""
+    """A training process; ``handle`` becomes readable when it ends."""
 
     pid: int
     handle: int
     ready: bool = False
-    error: tuple[float, str] | None = None  # when it raised what
+    error: tuple[float, str] | None = None  # time and text of the exception it raised
 
     def ended(self) -> bool:
         return self.handle < 0 or bool(select.select([self.handle], [], [], 0)[0])
@@ -112,25 +112,25 @@ class Worker:
 
 
 class JobError(RuntimeError):
-    """The job does not do what it has to; the message says what, and where its log is."""
+    """The job does not behave as expected; the message says how, and where its log is."""
 
 
 class Job:
-    """A training run of one agent of torchrun per host, and what is known of it from the events its workers note."""
+    """A training run with one torchrun agent per host, and its state according to the events that workers log."""
 
     def __init__(self, hosts: Hosts, out: Path, steps: int, timeout: float, cut_seconds: float) -> None:
         self.hosts, self.out, self.steps, self.timeout, self.cut_seconds = hosts, out, steps, timeout, cut_seconds
-        self.workers: dict[int, Worker] = {}  # the newest of each host
-        self.losses: list[tuple[int, int, str]] = []  # host, step, loss in hexadecimal, in the order they came
+        self.workers: dict[int, Worker] = {}  # the newest worker of each host
+        self.losses: list[tuple[int, int, str]] = []  # host, step, loss in hexadecimal, in order of arrival
         self.digests: dict[int, str] = {}
-        self.resumed: dict[int, int] = {}  # where the newest worker of each host began
+        self.resumed: dict[int, int] = {}  # first step of the newest worker of each host
         self.done_steps = 0  # by the newest worker of host 0
         self.starts = self.agents_restarted = 0
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         self._events = out / "events.jsonl"
         self._events.touch()
-        self._taken = 0  # bytes of it
+        self._read = 0  # bytes of it
         self._agents = [self._start_agent(host) for host in range(len(hosts.addresses))]
 
     def _start_agent(self, host: int) -> subprocess.Popen[Any]:
@@ -144,7 +144,7 @@ class Job:
         command += ["--save-every", str(SAVE_EVERY), "--eval-every", str(self.steps)]
         command += ["--out", str(self.out), "--auto-resume", "--timeout", str(self.timeout)]
         noted = {"HOST_NUMBER": str(host), "HOST_EVENTS": str(self._events)}
-        # A store of the workers' own for each start: one that the agents keep would hold addresses of dead workers.
+        # A new store for each start: the store of the agents would contain addresses of dead workers.
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self.log(host), "a") as log:
             environment = {**environment_of_host(), **own_store, **noted}
@@ -158,13 +158,13 @@ class Job:
         return all(agent.poll() == 0 for agent in self._agents)
 
     def poll(self) -> None:
-        """Takes note of new events, and starts agents again that have failed, as a service manager would."""
+        """Reads new events, and restarts agents that have failed, as a service manager would."""
         with open(self._events, "rb") as file:
-            file.seek(self._taken)
+            file.seek(self._read)
             for line in file:
-                if not line.endswith(b"\n"):  # it is being written
+                if not line.endswith(b"\n"):  # incomplete
                     break
-                self._taken += len(line)
+                self._read += len(line)
                 self._take(json.loads(line))
         for host, agent in enumerate(self._agents):
             if agent.poll():
@@ -195,12 +195,12 @@ class Job:
             worker.error = (event["time"], event["text"])
 
     def wait(self, what: str, condition: Callable[[], bool], limit: float) -> None:
-        """Until ``condition`` holds; JobError after ``limit`` seconds."""
+        """Waits until ``condition`` holds; raises JobError after ``limit`` seconds."""
         if not self.holds(condition, limit):
-            raise JobError(f"expected {what} within {limit:.0f} s; see {self.log(0)} and its neighbours")
+            raise JobError(f"expected {what} within {limit:.0f} s; see {self.log(0)} and the other logs there")
 
     def holds(self, condition: Callable[[], bool], limit: float) -> bool:
-        """Whether ``condition`` comes to hold in ``limit`` seconds."""
+        """Whether ``condition`` holds within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         while True:
             self.poll()
@@ -215,7 +215,7 @@ class Job:
         return len(healthy) == len(self.hosts.addresses)
 
     def strike(self, fault: Fault) -> Outcome:
-        """Makes a fault happen, and follows the job until it goes on."""
+        """Causes a fault, and follows the job until it continues."""
         self.wait(f"step {fault.step}", lambda: self.all_ready() and self.done_steps >= fault.step, RESTART_LIMIT)
         time.sleep(fault.delay)
         self.poll()
@@ -262,7 +262,7 @@ class Job:
 
 
 def environment_of_host() -> dict[str, str]:
-    """For processes that talk over the card of their host, and share two processors with those of all others."""
+    """Variables for processes that use the network card of their host and share two CPUs with all others."""
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -282,7 +282,7 @@ def run_to_the_end(job: Job) -> None:
     done = -1
     while not job.holds(lambda: job.finished, 10.0):
         if job.done_steps == done and time.monotonic() - shown > RESTART_LIMIT:
-            raise JobError(f"no step since {RESTART_LIMIT:.0f} s; see {job.log(0)} and its neighbours")
+            raise JobError(f"no step since {RESTART_LIMIT:.0f} s; see {job.log(0)} and the other logs there")
         if job.done_steps != done:
             done, shown = job.done_steps, time.monotonic()
             say(f"  step {done} of {job.steps}")
@@ -317,15 +317,15 @@ def train(arguments: argparse.Namespace, hosts: Hosts) -> int:
     seconds = time.monotonic() - start
     write_report(arguments, outcomes, same_end, seconds)
     say(
-        f"{sum(outcome.ok for outcome in outcomes)} of {len(outcomes)} faults as they have to be; parameters and "
-        f"optimiser at the end {'equal, bit for bit' if same_end else 'DIFFER'}; {seconds:.0f} s; "
+        f"{sum(outcome.ok for outcome in outcomes)} of {len(outcomes)} faults handled as expected; parameters and "
+        f"optimiser state at the end {'equal, bit for bit' if same_end else 'DIFFER'}; {seconds:.0f} s; "
         f"see {arguments.out / 'faults.md'}"
     )
     return 0 if ok else 1
 
 
 def compare(outcomes: Sequence[Outcome], losses: Sequence[tuple[int, int, str]], expected: dict[int, str]) -> None:
-    """Notes which restarts led to other losses; one that lost something may show in any loss until the next restart."""
+    """Marks restarts that changed a loss; state lost in a restart may show in any loss until the next restart."""
     ends = [*(outcome.first_loss for outcome in outcomes[1:]), len(losses)]
     for outcome, end in zip(outcomes, ends, strict=True):
         since = losses[outcome.first_loss : end]
@@ -338,7 +338,7 @@ def sentence(outcome: Outcome) -> str:
     slowest = max((report.seconds for report in outcome.reports), default=0.0)
     heard = f"{len(outcome.reports)} reported within {slowest:.2f} s"
     if outcome.agents_restarted:
-        heard += f"; torchrun started again {outcome.agents_restarted} times"
+        heard += f"; torchrun restarted {outcome.agents_restarted} times"
     if outcome.silent:
         heard += f", NOT IN TIME: hosts {outcome.silent}"
     return (
@@ -348,7 +348,7 @@ def sentence(outcome: Outcome) -> str:
 
 
 def write_report(arguments: argparse.Namespace, outcomes: Sequence[Outcome], same_end: bool, seconds: float) -> None:
-    """faults.json, with all there is, and faults.md, with a row for each fault."""
+    """Writes faults.json, with everything, and faults.md, with a row per fault."""
     settings = {name: getattr(arguments, name) for name in ("hosts", "rate", "timeout", "cut_seconds", "seed")}
     values = {
         **settings,
@@ -398,21 +398,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     def command(name: str, help: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help, description=help)
         added.add_argument("--hosts", type=int, default=4, metavar="N", help="how many (default: 4)")
-        added.add_argument("--rate", default="1gbit", help="of each link, in each direction (default: 1gbit)")
+        added.add_argument("--rate", default="1gbit", help="rate of each link in each direction (default: 1gbit)")
         added.add_argument(
-            "--delay", metavar="TIME", help="of each link, such as 100us, if the kernel has netem (default: none)"
+            "--delay", metavar="TIME", help="delay of each link, such as 100us, if the kernel has netem (default: none)"
         )
         added.add_argument(
             "--out",
             type=Path,
             default=ROOT / "runs" / "hosts",
             metavar="DIR",
-            help="for results and logs (%(default)s)",
+            help="folder for results and logs (%(default)s)",
         )
         return added
 
-    training = command("train", "Trains the demo's model by torchrun, one worker per host, and breaks it on the way.")
-    training.add_argument("--faults", type=int, default=0, metavar="N", help="at random moments (default: 0)")
+    training = command("train", "Trains the demo's model with torchrun, one worker per host, and causes faults.")
+    training.add_argument("--faults", type=int, default=0, metavar="N", help="number of random faults (default: 0)")
     training.add_argument(
         "--kinds",
         nargs="+",
@@ -422,20 +422,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     training.add_argument("--seed", type=int, default=0, metavar="N", help="of moments, kinds and hosts (default: 0)")
     training.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="of collectives, in seconds (default: 10)"
+        "--timeout", type=float, default=10.0, metavar="S", help="timeout of collectives, in seconds (default: 10)"
     )
     training.add_argument(
         "--cut-seconds",
         type=float,
         metavar="S",
-        help="how long a cable is out; above 60, torchrun's own patience ends too (default: 2 more than --timeout)",
+        help="duration of a cut; above 60, torchrun's own timeout expires too (default: --timeout plus 2)",
     )
 
-    measuring = command("measure", "Measures all-reduce, and how much of it a training step does not hide, as JSON.")
+    measuring = command("measure", "Measures all-reduce, and how much of it does not overlap with backward, as JSON.")
     measuring.add_argument(
-        "--reduction", choices=("auto", "all_reduce", "float32"), default="auto", help="of the wrapper (default: auto)"
+        "--reduction", choices=("auto", "all_reduce", "float32"), default="auto", help="the wrapper's (default: auto)"
     )
-    measuring.add_argument("--repeats", type=int, default=30, metavar="N", help="of each measurement (default: 30)")
+    measuring.add_argument("--repeats", type=int, default=30, metavar="N", help="repetitions (default: 30)")
     measuring.add_argument(
         "--bucket-mb", type=float, nargs="+", default=[1.0, 4.0, 16.0], metavar="MB", help="(default: 1 4 16)"
     )
@@ -466,7 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Hosts(arguments.hosts, rate=arguments.rate, delay=arguments.delay) as hosts:
             if arguments.delay is not None and not hosts.has_delay:
-                say("this kernel has no netem: the links have no delay but their own")
+                say("this kernel has no netem: links have no additional delay")
             return {"train": train, "measure": measure}[arguments.command](arguments, hosts)
     except (HostsError, JobError) as error:
         print(f"four_hosts: error: {error}", file=sys.stderr)

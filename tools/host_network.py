@@ -34,14 +34,14 @@ from cuda_ext.distributed.planning.simulation import Gradient, simulate
 from cuda_ext.distributed.planning.units import byte_rate, byte_size, duration
 
 KIB, MIB = 2**10, 2**20
-SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket that is summed
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket
 IN_A_ROW = 3
-LAYERS, LAYER_BYTES, LAYER_SECONDS = 12, MIB, 0.015  # of the model: 180 ms for the gradients, of 12 MiB
-WARM_UP = 3  # rounds that are not measured: what is allocated, connected and planned once happens in them
+LAYERS, LAYER_BYTES, LAYER_SECONDS = 12, MIB, 0.015  # the model: 12 MiB of gradients in 180 ms
+WARM_UP = 3  # rounds not measured, which allocate, connect and plan
 
 
 class SleepingBackward(torch.autograd.Function):
-    """Hands ``x`` through; its gradient for ``weight`` is there after ``seconds``, without work of a processor."""
+    """Returns ``x``; in backward, the gradient of ``weight`` arrives after ``seconds`` of sleep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -69,7 +69,7 @@ def model() -> nn.Sequential:
 
 
 def timed(action: Callable[[], None]) -> float:
-    """Seconds of ``action``, which all ranks begin together."""
+    """Seconds of ``action``, which all ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     action()
@@ -77,7 +77,7 @@ def timed(action: Callable[[], None]) -> float:
 
 
 def in_turns(actions: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each action in each round, of the rank that took longest: a slow moment of the machine hits all."""
+    """Seconds of each action in each round, on the slowest rank; actions alternate, so that disturbances affect all."""
     rounds = [[timed(action) for action in actions.values()] for _ in range(WARM_UP + repeats)][WARM_UP:]
     return {name: list(column) for name, column in zip(actions, zip(*slowest(rounds), strict=True), strict=True)}
 
@@ -88,7 +88,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Sums:
-    """Sums ``count`` buckets of ``size`` bytes as a wrapper does: the next one waits already while one is summed."""
+    """Sums ``count`` buckets of ``size`` bytes as a wrapper does: the next one is queued while one is summed."""
 
     def __init__(self, count: int, size: int, reduction: str) -> None:
         buffers = [(count * size // 4, torch.float32)]
@@ -108,7 +108,7 @@ class Sums:
 
 
 class Packing:
-    """Gathers as many gradients as the model has, each into a bucket of its own: ``seconds``, of each time."""
+    """Packs as many gradients as the model has, each into its own bucket; ``seconds`` has the duration of each."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -127,7 +127,7 @@ def training_step(module: nn.Module) -> None:
 
 
 class Local:
-    """A step without averaging, and when its gradients come: ``arrivals`` of each step, in seconds."""
+    """A step without averaging; ``arrivals`` are the times of its gradients in each step, in seconds."""
 
     def __init__(self) -> None:
         self.arrivals: list[list[float]] = []
@@ -144,12 +144,12 @@ class Local:
         training_step(self._module)
 
     def median_arrivals(self) -> list[float]:
-        """When the last of the ranks has each gradient: its sum cannot begin before."""
+        """When the last rank has each gradient: the earliest start of its sum."""
         return [statistics.median(column) for column in zip(*slowest(self.arrivals[WARM_UP:]), strict=True)]
 
 
 def slowest(times: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Each of the times on the rank where it is longest."""
+    """The maximum of each time over the ranks."""
     tensor = torch.tensor(times, dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
@@ -163,20 +163,20 @@ def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pac
 
 def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
     wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, algorithm=reduction) for mb in bucket_mbs}
-    alone, beside, packing = Local(), Local(), Packing()
+    alone, during, packing = Local(), Local(), Packing()
 
-    def step_beside_sums() -> None:
-        beside.step()
+    def step_during_sums() -> None:
+        during.step()
         packing.run()
 
     actions: dict[str, Callable[[], None]] = {"alone": alone.step}
-    actions["beside"] = partial(Sums(2 * LAYERS, LAYER_BYTES, reduction).run, step_beside_sums)
+    actions["during"] = partial(Sums(2 * LAYERS, LAYER_BYTES, reduction).run, step_during_sums)
     actions |= {f"sum {size}": Sums(IN_A_ROW, size, reduction).run for size in SIZES}
     actions |= {f"step {mb}": partial(training_step, wrapper) for mb, wrapper in wrappers.items()}
     seconds = in_turns(actions, repeats)
     points = [{"bytes": size, **summary([each / IN_A_ROW for each in seconds[f"sum {size}"]])} for size in SIZES]
     arrivals = alone.median_arrivals()
-    hides = min(1.0, arrivals[-1] / beside.median_arrivals()[-1])
+    hides = min(1.0, arrivals[-1] / during.median_arrivals()[-1])
     fitted = fit(SIZES, [point["seconds"] for point in points], hides)
     pack_seconds = statistics.median(column[0] for column in slowest([[each] for each in packing.seconds[WARM_UP:]]))
     pack_bandwidth = LAYERS * LAYER_BYTES / pack_seconds
@@ -213,12 +213,12 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {byte_size(point['bytes']):>8} {duration(point['seconds'])}"
     line = found["fit"]
     link = Link(line["latency_seconds"], line["bytes_per_second"])
-    yield f"  fit: {link}, {line['median_error']:.0%} off in the median"
+    yield f"  fit: {link}, median error {line['median_error']:.0%}"
     pack = byte_rate(found["pack_bytes_per_second"])
-    yield f"  beside them backward goes at {line['hides']:.0%} of its speed alone, and gradients are packed at {pack}"
+    yield f"  during sums backward runs at {line['hides']:.0%} of its speed alone, and gradients are packed at {pack}"
     yield (
         f"a step of {duration(found['alone']['seconds'])} alone, with {LAYERS} gradients of {byte_size(LAYER_BYTES)}; "
-        "exposed, with its quartiles, and as predicted:"
+        "exposed communication with quartiles, and its prediction:"
     )
     for step in found["steps"]:
         exposed, predicted = step["exposed"], step["predicted_exposed_seconds"]

@@ -1,4 +1,4 @@
-"""What a host runs under torchrun: the demo, which notes its steps and errors in a file for `four_hosts.py train`."""
+"""Runs on each host under torchrun: the demo, which logs its steps and errors to a file for `four_hosts.py train`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training import Training  # noqa: E402
 
 
 def note(event: str, **values: Any) -> None:
-    """Appends a line to the file of events, in one write, so that the lines of several processes do not mix."""
+    """Appends a line to the file of events in one write, so that lines of several processes do not mix."""
     place = {"host": int(os.environ["HOST_NUMBER"]), "pid": os.getpid()}
     with open(os.environ["HOST_EVENTS"], "ab", buffering=0) as file:
         file.write(json.dumps({"time": time.time(), "event": event, **place, **values}).encode() + b"\n")
@@ -39,7 +39,7 @@ class NotedTraining(Training):
         return stopped
 
     def digest(self) -> str:
-        """Of every bit of the parameters and of the optimiser's state."""
+        """A digest of all bits of the parameters and the optimiser's state."""
         digest = hashlib.sha256()
         for leaf in tree_leaves([self.gpt.state_dict(), self.optimizer.state_dict()]):
             digest.update(leaf.contiguous().numpy().data if isinstance(leaf, Tensor) else repr(leaf).encode())

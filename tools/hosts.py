@@ -1,13 +1,13 @@
-"""Several hosts on one machine: Linux namespaces joined by a switch whose cables can be pulled.
+"""Several hosts on one machine: Linux namespaces connected by a switch whose cables can be unplugged.
 
-A host is a process with namespaces of its own for network, mounts, System V and POSIX shared memory, the host name and
-process ids; `Hosts.run` starts commands in it. Its only network card is one end of a veth pair, whose other end is a
-port of a bridge in one more namespace, the switch. Both ends are limited to a rate by tbf, so that a cable carries that
-much in each direction. Every host has a tmpfs of its own on /dev/shm. Processors and the disk are shared: the disk
-stands for the network file system that the hosts of a cluster have.
+A host is a process with separate namespaces for network, mounts, System V and POSIX shared memory, host name and
+process ids; `Hosts.run` starts commands in it. Its only network card is one end of a veth pair; the other end is a port
+of a bridge in another namespace, the switch. tbf limits both ends, so that a cable has that rate in each direction.
+Every host has its own tmpfs on /dev/shm. CPUs and the disk are shared; the disk represents the network file system of a
+cluster.
 
-Nothing stays behind. A host lives as long as the pipe to its first process, which ends with this program, however that
-ends; the kernel then kills every process of the host, and its network goes with it.
+Nothing is left behind. A host lives as long as the pipe to its first process, which closes when this program ends, even
+if it is killed; the kernel then kills every process of the host and removes its network.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NETWORK = "10.77.0"  # of a /24; it exists in the namespaces only
+NETWORK = "10.77.0"  # a /24 that exists only in the namespaces
 CARD = "eth0"
 # A frame can be 64 KiB before the card segments it. More than one would let short messages pass faster than the rate.
 BURST_BYTES = 70_000
-LONGEST_WAIT = "20ms"  # in the queue of a port; what would wait longer is dropped, as by a switch
+LONGEST_WAIT = "20ms"  # in the queue of a port; packets that would wait longer are dropped, as by a switch
 UNSHARE = ("unshare", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 PROBE = (
     "ip link add switch type bridge",
@@ -39,41 +39,41 @@ COMMANDS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsente
 
 
 class HostsError(RuntimeError):
-    """This machine cannot make hosts, or a command that makes them has failed; the message says why."""
+    """This machine cannot create hosts, or a command failed; the message says why."""
 
 
 def obstacle() -> str | None:
-    """Why this machine cannot make hosts, or None if it can."""
+    """Why this machine cannot create hosts; None if it can."""
     if platform.system() != "Linux":
         return f"hosts are made of Linux namespaces, and this is {platform.system()}"
     missing = [f"{command} (of {package})" for command, package in COMMANDS.items() if shutil.which(command) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     if os.geteuid() != 0:
-        return "only root may make network namespaces: run it with sudo"
+        return "only root may create network namespaces: run it with sudo"
     probe = subprocess.run([*UNSHARE, "sh", "-c", " && ".join(PROBE)], capture_output=True, text=True)
     if probe.returncode:
-        return f"this root may not make namespaces with links ({probe.stderr.strip()}): a container needs --privileged"
+        return f"cannot create namespaces with links here ({probe.stderr.strip()}); a container needs --privileged"
     return None
 
 
 class Hosts:
-    """``count`` hosts of addresses 10.77.0.1 and on, named host0 and on, for a with statement.
+    """``count`` hosts with addresses from 10.77.0.1 and names from host0; a context manager.
 
     Args:
         count: 1 to 200.
-        rate: of each cable, in each direction, as tc has it; default 1gbit.
-        delay: of each cable, as netem has it (``"100us"``), where the kernel has netem; else `has_delay` is False and
-            the cables have none but their own. Default none.
+        rate: rate of each cable in each direction, in tc's syntax; default 1gbit.
+        delay: delay of each cable in netem's syntax (``"100us"``); default none. If the kernel lacks netem,
+            `has_delay` is False and no delay is added.
 
-    Raises HostsError if this machine cannot make them.
+    Raises HostsError if this machine cannot create them.
     """
 
     def __init__(self, count: int = 4, *, rate: str = "1gbit", delay: str | None = None) -> None:
         if not 1 <= count <= 200:
             raise ValueError(f"hosts: expected a count of 1 to 200, got {count}")
         if (reason := obstacle()) is not None:
-            raise HostsError(f"cannot make hosts: {reason}")
+            raise HostsError(f"cannot create hosts: {reason}")
         self.addresses = [f"{NETWORK}.{number + 1}" for number in range(count)]
         self.has_delay = delay is not None
         self._namespaces: list[subprocess.Popen[str]] = []
@@ -86,7 +86,7 @@ class Hosts:
 
     def _make(self, rate: str, delay: str | None) -> None:
         names = Path(self._folder.name) / "hosts"
-        # A socket of IPv6 that takes a connection of IPv4 knows the other side by the longer address.
+        # An IPv6 socket that accepts an IPv4 connection sees the peer under its IPv4-mapped address.
         known = [f"{prefix}{address} host{n}" for n, address in enumerate(self.addresses) for prefix in ("", "::ffff:")]
         names.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         self._switch = self._namespace("true")
@@ -106,7 +106,7 @@ class Hosts:
                 self._limit(place, card, rate, delay)
 
     def _limit(self, place: subprocess.Popen[str], card: str, rate: str, delay: str | None) -> None:
-        """Rate and delay of what leaves by a card."""
+        """Commands that limit the rate and delay of a card's outgoing packets."""
         add = ("tc", "qdisc", "add", "dev", card)
         limits = ("rate", rate, "burst", str(BURST_BYTES), "latency", LONGEST_WAIT)
         self._checked([*_enter(place), *add, "root", "handle", "1:", "tbf", *limits])
@@ -128,7 +128,7 @@ class Hosts:
         self._namespaces.append(process)
         assert process.stdout is not None and process.stderr is not None
         if process.stdout.readline() != "ready\n":
-            raise HostsError(f"hosts: cannot make a namespace: {process.stderr.read().strip()}")
+            raise HostsError(f"hosts: cannot create a namespace: {process.stderr.read().strip()}")
         return process
 
     @staticmethod
@@ -138,7 +138,7 @@ class Hosts:
             raise HostsError(f"hosts: {' '.join(command)} failed: {done.stderr.strip()}")
 
     def _in_switch(self, *command: str) -> None:
-        # Its network only: to give a card away, ip has to find the process of a host by its id on this machine.
+        # Only the network namespace: to move a card, ip has to find a host's process by its id on this machine.
         self._checked(["nsenter", "--target", str(self._switch.pid), "--net", *command])
 
     def _call(self, host: int, *command: str) -> None:
@@ -147,8 +147,8 @@ class Hosts:
     def run(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Starts ``command`` on a host; ``options`` are those of `subprocess.Popen`.
 
-        What comes back is a process of this machine that waits for the one on the host, passes its exit status on, and
-        does not pass signals on: use `kill`.
+        Returns a local process that waits for the one on the host and returns its exit status. It does not forward
+        signals: use `kill`.
         """
         return subprocess.Popen([*_enter(self._namespaces[1 + host]), *command], **options)
 
@@ -159,12 +159,12 @@ class Hosts:
             try:
                 if os.readlink(process / "ns" / "pid") == ids and _innermost_id(process) == pid:
                     return os.pidfd_open(int(process.name))
-            except OSError:  # it has ended since glob saw it
+            except OSError:  # it ended after glob saw it
                 continue
         return None
 
     def kill(self, host: int, pid: int, number: int = signal.SIGKILL) -> bool:
-        """Sends a signal to a process by its id on its host; False if it had ended before."""
+        """Sends a signal to a process by its id on its host; False if it has ended."""
         handle = self.handle(host, pid)
         if handle is None:
             return False
@@ -174,15 +174,15 @@ class Hosts:
         return True
 
     def cut(self, host: int) -> None:
-        """Pulls the cable of a host out of the switch."""
+        """Unplugs the cable of a host."""
         self._in_switch("ip", "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Plugs the cable of a host in again."""
+        """Plugs in the cable of a host."""
         self._in_switch("ip", "link", "set", f"port{host}", "up")
 
     def close(self) -> None:
-        """Ends every process of every host, and the hosts."""
+        """Kills all processes of all hosts, and removes the hosts."""
         for process in self._namespaces:
             process.kill()
         for process in self._namespaces:
@@ -198,13 +198,13 @@ class Hosts:
 
 
 def _enter(namespace: subprocess.Popen[str]) -> list[str]:
-    """The command that runs another one in the namespaces which a process of unshare has made."""
+    """The command that runs another one in the namespaces of an unshare process."""
     pid = namespace.pid
     kinds = ("--net", "--mount", "--ipc", "--uts", f"--pid=/proc/{pid}/ns/pid_for_children")
     return ["nsenter", "--target", str(pid), *kinds]
 
 
 def _innermost_id(process: Path) -> int:
-    """The id of a process in the innermost namespace of process ids that it is in."""
+    """The id of a process in its innermost pid namespace."""
     (line,) = [line for line in (process / "status").read_text().splitlines() if line.startswith("NSpid:")]
     return int(line.split()[-1])

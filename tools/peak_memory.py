@@ -1,13 +1,12 @@
-"""Peak memory of data-parallel training: BucketedDataParallel beside torch's DistributedDataParallel, on CPUs.
+"""Peak memory of data-parallel training: BucketedDataParallel and torch's DistributedDataParallel, on CPUs.
 
     python tools/peak_memory.py [--ranks 2] [--layers 24] [--width 1024] [--rows 64] [--steps 6]
 
-Each wrapper trains the same layers in processes of its own. A thread asks the kernel every few milliseconds for the
-proportional set size of its process, which divides memory that processes share among them; what counts is the most of
-it, over all steps, less what the process had before it made the model, summed over the ranks. It is given in units of
-the gradients' bytes. Before that each process trains a small model, so that what the code needs by itself is not
-counted. The C library is told to give freed memory back at once: what it would keep otherwise, by rules of its own, is
-up to a third of the gradients with either wrapper.
+Each wrapper trains the same layers in separate processes. A thread queries the proportional set size of its process
+every few milliseconds, in which shared memory counts divided by the number of processes. The result is its maximum over
+all steps, minus its value before the model was built, summed over the ranks, in units of the gradients' bytes. Each
+process trains a small model first, so that the memory of the code itself is not counted. The C library is configured to
+return freed memory at once; otherwise it keeps up to a third of the gradients with either wrapper.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ def proportional_set_size() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
-    raise RuntimeError("expected Pss in /proc/self/smaps_rollup, got none; it takes Linux 4.14 or later")
+    raise RuntimeError("expected Pss in /proc/self/smaps_rollup, got none; Linux 4.14 or later is needed")
 
 
 class Peak:
-    """The most memory of this process while it is entered."""
+    """A context manager that records the peak memory of this process."""
 
     def __enter__(self) -> Peak:
         self.bytes = 0
@@ -87,7 +86,7 @@ def run_steps(wrapper: str, kind: str, layers: int, width: int, rows: int, steps
 def train(rank: int, options: argparse.Namespace, wrapper: str, kind: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
-    dist.all_reduce(torch.zeros(1 << 20))  # what the backend itself needs
+    dist.all_reduce(torch.zeros(1 << 20))  # allocates the backend's own memory
     run_steps(wrapper, kind, layers=2, width=512, rows=options.rows, steps=options.steps)
     gc.collect()
     dist.barrier()

@@ -1,10 +1,10 @@
-"""Latency of sums in shared memory: one-shot and two-shot beside gloo's all-reduce, by size, on CPUs.
+"""Latency of sums in shared memory by size: one-shot, two-shot and gloo's all-reduce, on CPUs.
 
     python tools/shared_memory_latency.py [--ranks 2] [--repeats 9]
 
-Every rank is a process with one thread. In each repetition all three sum the same number of bytes many times in a row,
-in turns; the table has the median over the repetitions, in microseconds a sum. Where one-shot crosses two-shot is what
-`cuda_ext.distributed.symmetric.default_one_shot_bytes` follows.
+Every rank is a process with one thread. In each repetition all three, one after the other, sum the same number of bytes
+many times; the table has the median over the repetitions, in microseconds per sum.
+`cuda_ext.distributed.symmetric.default_one_shot_bytes` is chosen where one-shot becomes slower than two-shot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuda_ext.distributed import SymmetricArena
 from cuda_ext.distributed.symmetric import default_one_shot_bytes
 
 SIZES = (256, 4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20)  # bytes
-SECONDS = 0.02  # of sums in a row, about
+SECONDS = 0.02  # duration of consecutive sums, approximately
 
 
 def measure(rank: int, ranks: int, store: str, repeats: int) -> None:
@@ -54,7 +54,7 @@ def measure(rank: int, ranks: int, store: str, repeats: int) -> None:
 
 
 def seconds_of(sum_up: Callable[[], object]) -> float:
-    """Of one sum among many; the same number of them on all ranks."""
+    """Seconds per sum; all ranks do the same number of sums."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(5):
@@ -71,7 +71,7 @@ def seconds_of(sum_up: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default: 2)")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="of each measurement (default: 9)")
+    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="repetitions (default: 9)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (options.ranks, os.path.join(folder, "store"), options.repeats), options.ranks)

@@ -1,10 +1,10 @@
-"""Static gates: what ptxas made of every CUDA kernel, read from the built library and from the compilers' messages.
+"""Static gates: checks the machine code of every CUDA kernel in the built library, and the compilers' messages.
 
     python tools/static_gates.py           # checks, and compares docs/kernels.md
-    python tools/static_gates.py --write   # checks, and writes the tables into docs/kernels.md
+    python tools/static_gates.py --write   # checks, and updates the tables in docs/kernels.md
 
-It needs no GPU, and compiles nothing: cuobjdump (of the CUDA toolkit, or of the triton wheel) reads the machine code in
-the library, and the build has kept nvcc's messages beside each object.
+It needs no GPU and compiles nothing: cuobjdump (from the CUDA toolkit or the triton wheel) reads the machine code in
+the library, and the build stores nvcc's messages next to each object.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ BEGIN, END = "<!-- written by tools/static_gates.py -->", "<!-- end -->"
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds of every kernel whose name matches `name`, a regular expression, from its beginning."""
+    """Requirements for kernels whose name begins with a match of `name`, a regular expression."""
 
     name: str
-    contains: tuple[str, ...] = ()  # regular expressions, each of which must match an opcode from its beginning
-    contains_sm90: tuple[str, ...] = ()  # the same of code for sm_90 and later
-    shared_bytes: int | None = None  # dynamic shared memory, where all instances ask for the same
-    lead: int | None = None  # the most that `Loop.lead` may be
-    pause: int | None = None  # the most that `Loop.pause` may be
+    contains: tuple[str, ...] = ()  # regular expressions; an opcode must begin with a match of each
+    contains_sm90: tuple[str, ...] = ()  # the same for sm_90 and later
+    shared_bytes: int | None = None  # dynamic shared memory, if all instances use the same
+    lead: int | None = None  # upper limit of `Loop.lead`
+    pause: int | None = None  # upper limit of `Loop.pause`
 
 
-# The first that fits a kernel counts; one that fits none is a fault.
+# The first rule that matches a kernel applies; a kernel without a rule is a fault.
 RULES = (
     Rule("probe", shared_bytes=0),
     Rule("bucket_table_kernel", shared_bytes=0),
-    # It waits for other devices: acquire and release of the whole system.
+    # It waits for other devices: acquire and release with system scope.
     Rule("(one|two)_shot_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", r".*STRONG\.SYS"), shared_bytes=72),
     Rule("bucket_pack_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128"), shared_bytes=4032),
     Rule("bucket_kernel<2", (r"LDG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     Rule("bucket_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
-    # ldmatrix cannot transpose 4-byte elements, which both operands of this layout would need.
+    # Both operands of this layout would have to be transposed, which ldmatrix cannot do with 4-byte elements.
     Rule("gemm_sm80<Gemm<float, [12], false, false", ("HMMA", "LDGSTS"), lead=8, pause=112),
     Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, ", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=12),
-    # Several blocks of smaller tiles share a multiprocessor: their products fill the pauses of each other.
+    # Several blocks of smaller tiles share an SM: the products of one fill the pauses of the others.
     Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=32),
-    # ptxas puts most of the rounding and splitting behind the products of a step, wherever the source has it.
+    # ptxas moves most of the rounding and splitting after the products of a step, whatever the source order.
     Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=112),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
@@ -67,39 +67,39 @@ RULES = (
     Rule("clear_arrivals", shared_bytes=0),
 )
 
-# Opcodes that say what a kernel does, in the order of the table.
+# Opcodes that characterize a kernel, in the order of the table.
 SHOWN = ("HGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM", "LDS", "STS", "LDG", "STG", "BAR")
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The loop of a kernel that multiplies: what one turn of it does."""
+    """One iteration of a kernel's loop of matrix products."""
 
     instructions: int = 0
-    lead: int = 0  # of them, those before the first matrix product, while the tensor cores wait
-    pause: int = 0  # the longest stretch without one, on into the next turn
+    lead: int = 0  # instructions before the first matrix product, while the tensor cores idle
+    pause: int = 0  # most consecutive instructions without one, including the next iteration
 
 
 @dataclass
 class Kernel:
     arch: str  # "sm_90a"
     symbol: str
-    name: str = ""  # readable, without namespaces and parameters
+    name: str = ""  # demangled, without namespaces and parameters
     registers: int = 0
     stack_bytes: int = 0
     local_bytes: int = 0
     shared_bytes: int = 0  # static
-    threads: int = 0  # most of a block; 0 where nothing bounds them
+    threads: int = 0  # upper limit per block; 0: no launch bounds
     opcodes: Counter[str] = field(default_factory=Counter)
-    loop: Loop = Loop()  # empty where none multiplies
+    loop: Loop = Loop()  # empty if no loop multiplies
 
     def count(self, opcode: str) -> int:
-        """How often `opcode` occurs, with any modifiers."""
+        """The number of occurrences of `opcode`, with any modifiers."""
         return sum(n for code, n in self.opcodes.items() if code.split(".")[0] == opcode)
 
 
 def find_tool(name: str) -> str:
-    """cuobjdump or nvdisasm; raises FileNotFoundError."""
+    """The path of cuobjdump or nvdisasm; raises FileNotFoundError."""
     try:
         import triton
 
@@ -110,7 +110,7 @@ def find_tool(name: str) -> str:
         pass
     if found := shutil.which(name):
         return found
-    raise FileNotFoundError(f"{name} is not on PATH, and there is no triton wheel that brings it; pip install triton")
+    raise FileNotFoundError(f"{name} is neither on PATH nor in a triton wheel; pip install triton")
 
 
 def _dump(binary: Path, *flags: str) -> str:
@@ -122,7 +122,7 @@ def _dump(binary: Path, *flags: str) -> str:
 
 
 def read_kernels(binary: Path) -> list[Kernel]:
-    """Every kernel in a library or an object, by architecture and name."""
+    """The kernels of a library or an object file, sorted by architecture and name."""
     kernels: dict[tuple[str, str], Kernel] = {}
 
     def of(arch: str, symbol: str) -> Kernel:
@@ -133,7 +133,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
             kernel = of(arch, match[1])
         elif match := re.match(r"\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", line):
             kernel.registers, kernel.stack_bytes, kernel.shared_bytes, kernel.local_bytes = map(int, match.groups())
-            # From sm_90 on cuobjdump includes what the system reserves, of the kernels for which ptxas notes it.
+            # From sm_90 on, cuobjdump includes memory reserved by the system, for kernels where ptxas records it.
             if kernel.shared_bytes >= RESERVED_SHARED_BYTES and not arch.startswith("sm_8"):
                 kernel.shared_bytes -= RESERVED_SHARED_BYTES
     instruction = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]*)[^;]*)")
@@ -146,7 +146,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
             kernel.opcodes[match[3]] += 1
             code.append((int(match[1], 16), match[2].strip()))
             if match[3].startswith("BRA"):
-                kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # the innermost closes first
+                kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # innermost first
     bounded = False
     for arch, line in _by_arch(_dump(binary, "-elf")):
         if line.startswith(".nv.info."):
@@ -162,9 +162,9 @@ def read_kernels(binary: Path) -> list[Kernel]:
 
 
 def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
-    """The loop that the last of `code`, addresses and texts, closes by a branch back; empty if it closes none, or one
-    without matrix products. Of the ways round, the one that copies most whole vectors counts, and of these the
-    shortest: that is how the inside of a matrix is gone through."""
+    """The loop that the last instruction of `code`, (address, text) pairs, closes by a branch back; empty if there is
+    none, or one without matrix products. Of the paths through the loop, the one with the most 16-byte copies counts,
+    and of these the shortest: it handles the interior of a matrix."""
     last, text = code[-1]
     first = _branch_target(text)
     if first is None or first >= last:
@@ -172,8 +172,8 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
     body = [(address, text) for address, text in code if address >= first]
     if not any("MMA." in text for _, text in body):
         return Loop()
-    # By address, the best way there: its copies, its instructions (negative: the fewest are best), and how many of them
-    # stand before the first product, between two, and behind the last.
+    # address -> the best path to it: its copies, its instructions (negative: fewer are better), and how many of them
+    # are before the first product, between products, and after the last.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {first: (0, 0, (0,))}
     for (address, text), (following, _) in zip(body, body[1:]):
         if address not in best:
@@ -183,14 +183,14 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
         way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, pauses)
         target = _branch_target(text)
         for successor in {target} if text.startswith("BRA 0x") else {target, following}:
-            if successor is not None and successor > address:  # a loop within is gone through once
+            if successor is not None and successor > address:  # an inner loop counts once
                 best[successor] = max(best.get(successor, way), way)
     if last not in best:
         return Loop()
     _, instructions, (lead, *others) = best[last]
-    if not others:  # this way round multiplies nothing
+    if not others:  # this path has no products
         return Loop(1 - instructions, lead, lead)
-    return Loop(1 - instructions, lead, max(*others, others[-1] + 1 + lead))  # the branch back is one more
+    return Loop(1 - instructions, lead, max(*others, others[-1] + 1 + lead))  # + 1: the branch back
 
 
 def _branch_target(text: str) -> int | None:
@@ -201,17 +201,17 @@ def _branch_target(text: str) -> int | None:
 def _by_arch(text: str) -> Iterator[tuple[str, str]]:
     arch = ""
     for line in text.splitlines():
-        if line.startswith("arch = "):  # not in a cubin, which has one
+        if line.startswith("arch = "):  # absent in a cubin, which has only one
             arch = line.removeprefix("arch = ")
         yield arch, line
 
 
 def readable(symbols: Sequence[str]) -> list[str]:
-    """Demangled, without return types, parameters and namespaces."""
+    """Demangled names without return types, parameters and namespaces."""
     names = subprocess.run(["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True).stdout
     readable = []
     for name in names.splitlines():
-        if name.endswith(")"):  # the parameters: back to the parenthesis that opens them
+        if name.endswith(")"):  # the parameters: find their opening parenthesis
             depth = 0
             for i in range(len(name) - 1, -1, -1):
                 depth += {")": 1, "(": -1}.get(name[i], 0)
@@ -225,7 +225,7 @@ def readable(symbols: Sequence[str]) -> list[str]:
 
 
 def compiler_complaints(text: str) -> list[str]:
-    """The lines in which ptxas says that it gave up on asynchronous matrix products, or on a register count."""
+    """The lines in which ptxas reports that it serialized wgmma, or ignored a register count."""
     return [line.strip() for line in text.splitlines() if re.search(r"\(C75\d\d\)", line)]
 
 
@@ -234,7 +234,7 @@ def rule_of(kernel: Kernel, rules: Sequence[Rule]) -> Rule | None:
 
 
 def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str]:
-    """What is wrong with the kernels, a sentence each."""
+    """The faults of the kernels, one sentence each."""
     found = []
     for kernel in kernels:
         where = f"{kernel.arch} {kernel.name}: "
@@ -242,7 +242,7 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
         if loads or stores or kernel.stack_bytes or kernel.local_bytes:
             found.append(
                 f"{where}expected everything in registers, got {loads} loads from and {stores} stores to local memory "
-                f"and {kernel.stack_bytes} bytes of stack; registers spill (allow more, or hold less), or an array is "
+                f"and {kernel.stack_bytes} bytes of stack; registers spill (allow more, or use fewer), or an array is "
                 "indexed at run time (unroll the loop)"
             )
         if kernel.threads == 0:
@@ -254,12 +254,12 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
         if rule.lead is not None and kernel.loop.lead > rule.lead:
             found.append(
                 f"{where}expected at most {rule.lead} instructions before the first product of its loop, got "
-                f"{kernel.loop.lead}; a branch keeps the compiler from putting copies and loads among the products"
+                f"{kernel.loop.lead}; a branch keeps the compiler from interleaving copies and loads with products"
             )
         if rule.pause is not None and kernel.loop.pause > rule.pause:
             found.append(
                 f"{where}expected at most {rule.pause} instructions between two products of its loop, got "
-                f"{kernel.loop.pause}; they wait for each other, or the compiler has collected them"
+                f"{kernel.loop.pause}; they depend on each other, or the compiler has grouped them"
             )
         newer = int(re.sub(r"\D", "", kernel.arch)) >= 90
         for pattern in (*rule.contains, *(rule.contains_sm90 if newer else ())):
@@ -269,7 +269,7 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
 
 
 @dataclass(frozen=True)
-class Multiprocessor:
+class SmLimits:
     shared_bytes: int
     registers: int = 65536
     threads: int = 2048
@@ -277,17 +277,17 @@ class Multiprocessor:
 
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-MULTIPROCESSORS = {
-    "sm_80": Multiprocessor(164 * 1024),
-    "sm_89": Multiprocessor(100 * 1024, threads=1536, blocks=24),
-    "sm_90a": Multiprocessor(228 * 1024),
+SM_LIMITS = {
+    "sm_80": SmLimits(164 * 1024),
+    "sm_89": SmLimits(100 * 1024, threads=1536, blocks=24),
+    "sm_90a": SmLimits(228 * 1024),
 }
-RESERVED_SHARED_BYTES = 1024  # of each block, for the system
+RESERVED_SHARED_BYTES = 1024  # per block, for the system
 
 
-def blocks_per_multiprocessor(kernel: Kernel, shared_bytes: int) -> int | None:
-    """How many fit at once, or None where it is not known."""
-    limits = MULTIPROCESSORS.get(kernel.arch)
+def blocks_per_sm(kernel: Kernel, shared_bytes: int) -> int | None:
+    """The number of blocks that fit on an SM at once; None if it is not known."""
+    limits = SM_LIMITS.get(kernel.arch)
     if limits is None or kernel.threads == 0:
         return None
     warps = -(-kernel.threads // 32)
@@ -302,20 +302,20 @@ def blocks_per_multiprocessor(kernel: Kernel, shared_bytes: int) -> int | None:
 
 
 def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str, str]:
-    """A table in Markdown for each architecture."""
+    """A Markdown table per architecture."""
     out = {}
     for arch in dict.fromkeys(kernel.arch for kernel in kernels):
         lines = [
             f"## {arch}",
             "",
-            "| kernel | registers | threads | shared memory | blocks | loop | lead | pause | instructions | of them |",
+            "| kernel | registers | threads | shared memory | blocks | loop | lead | pause | instructions | opcodes |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for kernel in (k for k in kernels if k.arch == arch):
             rule = rule_of(kernel, rules)
             dynamic = rule.shared_bytes if rule else None
             shared = kernel.shared_bytes + (dynamic or 0)
-            blocks = blocks_per_multiprocessor(kernel, shared)
+            blocks = blocks_per_sm(kernel, shared)
             mix = ", ".join(f"{n} {opcode}" for opcode in SHOWN if (n := kernel.count(opcode)))
             lines.append(
                 f"| `{kernel.name}` | {kernel.registers} | {kernel.threads or '?'} | "
@@ -334,17 +334,17 @@ def _sections(text: str) -> dict[str, str]:
 
 
 def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
-    """The version of CUDA that the tables are of, and the table of each architecture."""
+    """The CUDA version of the tables in the document, and the table of each architecture."""
     text = path.read_text()
     if BEGIN not in text or END not in text:
-        raise RuntimeError(f"{path.name}: expected the lines {BEGIN} and {END}, between which the tables go")
+        raise RuntimeError(f"{path.name}: expected the lines {BEGIN} and {END}, around the tables; add them")
     written = text.partition(BEGIN)[2].partition(END)[0]
     version = re.search(r"^CUDA (\S+)\.$", written, re.MULTILINE)
     return version[1] if version else "", {k: v.strip() + "\n" for k, v in _sections(written).items()}
 
 
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
-    """By architecture and name: the kernels in the document. Of shared memory, what it tells."""
+    """architecture -> name -> kernel of the document; its shared memory is the total, or 0 for ?."""
     row = re.compile(
         r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE
     )
@@ -374,27 +374,27 @@ def write_document(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> Non
 
 
 def stale(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> list[str]:
-    """The architectures whose table in the document is another; none can be compared between versions of CUDA."""
+    """The architectures whose table differs from the document; empty if the CUDA versions differ."""
     old_cuda, old = read_document(path)
     return [arch for arch, table in new.items() if old.get(arch) != table] if old_cuda == cuda else []
 
 
 def build_log(stamp: dict[str, object]) -> str:
-    """What nvcc said when it compiled the objects of the library; raises FileNotFoundError if it was not kept."""
+    """nvcc's messages for the objects of the library; raises FileNotFoundError if there are none."""
     plan = _build.Plan(str(stamp["torch"]), str(stamp["compiler"]), None, (), jobs=1)
     objects = ROOT / "build" / plan.name / "csrc"
     text = ""
     for source in sorted(_build.CSRC.rglob("*.cu")):
         log = (objects / source.relative_to(_build.CSRC)).with_suffix(".o" + _build.LOG_SUFFIX)
         if not log.exists():
-            raise FileNotFoundError(f"{log}: no messages of the compiler; build with CUDA_EXT_CUDA=1 make build")
+            raise FileNotFoundError(f"{log}: no compiler messages; build with CUDA_EXT_CUDA=1 make build")
         text += log.read_text()
     return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/kernels.md")
+    parser.add_argument("--write", action="store_true", help="update the tables in docs/kernels.md")
     arguments = parser.parse_args()
     stamp = _stamp.read()
     if stamp["cuda"] is None:

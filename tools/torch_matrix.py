@@ -1,17 +1,17 @@
 """Builds the library against other releases of torch and runs the tests of the ops with each.
 
     python tools/torch_matrix.py 2.11.0 2.13.0 2.15.0
-    python tools/torch_matrix.py --keep 2.15.0          # the second time, only what changed is compiled
-    python tools/torch_matrix.py /some/venv/bin/python  # with the torch that this Python has
+    python tools/torch_matrix.py --keep 2.15.0          # a second run compiles only what has changed
+    python tools/torch_matrix.py /some/venv/bin/python  # with the torch of this Python
     python tools/torch_matrix.py 2.15.0 --tests tests/test_gemm.py -- -k bias -x
 
-Each release gets a copy of the sources and a virtual environment of its own in build/torch_matrix, about 7 GB for a
-release of torch with CUDA, which is removed afterwards unless --keep is given. The build is without CUDA kernels
-(CUDA_EXT_CUDA=0); arguments after -- go to pytest instead of `-m "not simt"`, which leaves out the emulated kernels:
-those are compiled without torch.
+Each release gets a copy of the sources and a virtual environment in build/torch_matrix, about 7 GB for a release of
+torch with CUDA, which is removed afterwards unless --keep is given. The build has no CUDA kernels (CUDA_EXT_CUDA=0).
+Arguments after -- are passed to pytest instead of `-m "not simt"`, which deselects the emulated kernels: they are
+compiled without torch.
 
-On stdout there is one line per release. What the commands said is in build/torch_matrix/NAME.log. The exit status is
-the number of releases that failed.
+On stdout there is one line per release; the output of the commands is in build/torch_matrix/NAME.log. The exit status
+is the number of releases that failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOURCES = ("cuda_ext", "csrc", "tests", "setup.py", "pyproject.toml", "README.md
 TESTS = ("gemm*", "attention", "attention_[at]*", "bucket", "gradient_slot*", "nn", "compat*", "jagged", "dtensor")
 PACKAGES = ("numpy", "setuptools", "ninja", "pybind11", "pytest", "hypothesis")
 VERSIONS = "import platform, torch; print('torch', torch.__version__, 'Python', platform.python_version())"
-REPORT_EVERY = 30.0  # seconds, where stderr is no terminal
+REPORT_EVERY = 30.0  # seconds, if stderr is not a terminal
 
 
 class Failure(Exception):
@@ -42,7 +42,7 @@ class Failure(Exception):
 
 
 class Trial:
-    """One release of torch: its folder, its log, and the commands that are run for it."""
+    """One release of torch: its folder, its log, and its commands."""
 
     def __init__(self, release: str, folder: Path) -> None:
         self.has_python = "/" in release
@@ -55,7 +55,7 @@ class Trial:
         self.begin = time.monotonic()
 
     def run(self, tests: Sequence[str], pytest_arguments: Sequence[str]) -> str:
-        """Everything from the environment to the tests; returns the last line of pytest. Raises Failure."""
+        """Creates the environment, builds and tests; returns the last line of pytest. Raises Failure."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
         if not self.has_python:
@@ -78,7 +78,7 @@ class Trial:
         self._command("installing", [*pip, f"torch=={self.release}", *PACKAGES])
 
     def _command(self, step: str, command: Sequence[str | Path], variables: Mapping[str, str] | None = None) -> str:
-        """Runs `command` in the copy of the sources while it shows what it does; returns its last line."""
+        """Runs `command` in the copy of the sources and shows its progress; returns its last line."""
         words = [str(word) for word in command]
         environment = {**os.environ, "PYTHONPATH": str(self.source), **(variables or {})}
         folder = self.source if self.source.exists() else self.folder
@@ -92,7 +92,7 @@ class Trial:
                 process.kill()
         last_line = self._lines()[-1]
         with open(self.log, "a") as log:
-            log.write(f"# {processor_seconds() - processor_before:.0f} s of processor time while {step}\n")
+            log.write(f"# {processor_seconds() - processor_before:.0f} s of CPU time while {step}\n")
         if process.returncode != 0:
             raise Failure(f"failed while {step}, exit status {process.returncode}: {last_line}")
         return last_line
@@ -122,19 +122,19 @@ class Trial:
 
 
 def processor_seconds() -> float:
-    """Of all commands that have ended."""
+    """CPU time of all finished commands."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def progress(lines: Sequence[str]) -> str:
-    """How far ninja or pytest has come by their last lines, or else the last line."""
+    """The progress of ninja or pytest according to its last lines, or else the last line."""
     counts = re.findall(r"\[ *\d+%\]|\[\d+/\d+\]", "".join(lines[-2:]))
     return counts[-1] if counts else lines[-1]
 
 
 def copy_sources(target: Path) -> None:
-    """Brings the sources in `target` up to date, and leaves there what was built from them."""
+    """Updates the sources in `target`, and keeps what was built from them."""
     target.mkdir(parents=True, exist_ok=True)
     built = shutil.ignore_patterns("__pycache__", "*.so", "_build_info.py")
     for name in SOURCES:
@@ -147,8 +147,8 @@ def copy_sources(target: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="+", metavar="RELEASE", help="of torch, such as 2.15.0; or a Python with one")
-    parser.add_argument("--keep", action="store_true", help="keep the environments, the copies and what was built")
+    parser.add_argument("releases", nargs="+", metavar="RELEASE", help="such as 2.15.0, or a Python that has torch")
+    parser.add_argument("--keep", action="store_true", help="keep environments, copies and builds")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/torch_matrix", help="default: %(default)s")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help=f"default: tests/test_{{{','.join(TESTS)}}}.py")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

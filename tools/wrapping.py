@@ -1,13 +1,13 @@
-"""What it takes to wrap a module: BucketedDataParallel beside torch's DistributedDataParallel, on CPUs.
+"""Time and memory for wrapping a module: BucketedDataParallel and torch's DistributedDataParallel, on CPUs.
 
     python tools/wrapping.py [--ranks 2] [--repeats 7] [--what time memory]
 
-Time: the ranks wrap new modules with each wrapper in turn, in the same processes; the median of all turns but the first
-is shown, of the wall clock on the slowest rank, and of the processor's time of that rank with most. Memory: each
-wrapper wraps one module in processes of its own; what counts is the proportional set size, which divides memory that
-processes share among them, less that before wrapping, on the rank that has most: the most while it wraps, when it has,
-and after 4 steps (the pages of gradients included). The modules have parameters and next to nothing to compute: 1000
-small ones, and those of ResNet-50.
+Time: the ranks wrap new modules with each wrapper alternately, in the same processes. Shown is the median of all rounds
+but the first, of wall time on the slowest rank and of CPU time on the rank with most. Memory: each wrapper wraps one
+module in separate processes. Shown is the proportional set size, in which shared memory counts divided by the number of
+processes, minus that before wrapping, on the rank with most: the peak while wrapping, the value afterwards, and after 4
+steps (including the pages of gradients). The modules have parameters and hardly any arithmetic: 1000 small ones, and
+those of ResNet-50.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 def join(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    dist.all_reduce(torch.zeros(1 << 20))  # connections, and what the backend itself needs
+    dist.all_reduce(torch.zeros(1 << 20))  # creates connections and the backend's own memory
 
 
 def leave() -> None:
@@ -83,7 +83,7 @@ def time_wrappers(rank: int, options: argparse.Namespace, shapes: str, folder: s
 
 def weigh_wrapper(rank: int, options: argparse.Namespace, shapes: str, name: str, folder: str) -> None:
     join(rank, options.ranks, folder)
-    small = WRAPPERS[name](Parameters(SHAPES["1000 small"][:10]))  # what the code needs
+    small = WRAPPERS[name](Parameters(SHAPES["1000 small"][:10]))  # loads the code itself
     for _ in range(2):
         small().backward()
     module = Parameters(SHAPES[shapes])
@@ -122,11 +122,11 @@ def main() -> None:
     parser.add_argument("--what", nargs="+", choices=("time", "memory"), default=("time", "memory"))
     options = parser.parse_args()
     for shapes in SHAPES if "time" in options.what else ():
-        print(f"{shapes:32} wall, processor")
+        print(f"{shapes:32} wall, CPU")
         for name, (wall, busy) in zip(WRAPPERS, on_ranks(options, time_wrappers, shapes), strict=True):
             print(f"    {name:20} {1e3 * wall:6.0f} ms {1e3 * busy:6.0f} ms", flush=True)
     if "memory" in options.what:
-        print(f"{'ResNet-50':24} while it wraps, then, after 4 steps")
+        print(f"{'ResNet-50':24} while wrapping, afterwards, after 4 steps")
         for name in WRAPPERS:
             sizes = on_ranks(options, weigh_wrapper, "ResNet-50", name)
             print(f"    {name:20}", *(f"{size / 2**20:6.0f} MiB" for size in sizes), flush=True)

@@ -20,7 +20,7 @@ from benchmarks.model.gpus import Gpu
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tools"))
 
-from static_gates import Kernel, blocks_per_multiprocessor, documented_kernels, readable  # noqa: E402
+from static_gates import Kernel, blocks_per_sm, documented_kernels, readable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "simt" / "golden_counters"
@@ -144,7 +144,7 @@ def wavefronts(cost: dict[str, float]) -> float:
 def fit(kernel: Kernel, gpu: Gpu, shared_bytes: int = 0) -> int:
     """The number of blocks that fit on an SM; `shared_bytes` are added to those in docs/kernels.md."""
     arch = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}[gpu.compute_capability]
-    blocks = blocks_per_multiprocessor(dataclasses.replace(kernel, arch=arch), kernel.shared_bytes + shared_bytes)
+    blocks = blocks_per_sm(dataclasses.replace(kernel, arch=arch), kernel.shared_bytes + shared_bytes)
     if not blocks:
         raise ModelError(f"{kernel.name}: expected a block to fit on an SM of {gpu.name}, but it does not")
     return blocks

@@ -1,4 +1,4 @@
-// Sorts and filters the table of all measurements. What is chosen is kept after the # of the address, to be shared.
+// Sorts and filters the table of all measurements. The choices are stored after the # of the address, to share them.
 const table = document.getElementById("measurements");
 const form = document.getElementById("controls");
 const headings = [...table.tHead.rows[0].cells];

@@ -17,7 +17,7 @@ MEANINGS = {
 }
 # Not alternatives to ours: lower bounds, and other options of ours.
 REFERENCES = {
-    "no communication": "the same step without exchanging gradients, a lower bound for every wrapper",
+    "no communication": "the same step without exchanging gradients",
     "cuda_ext, bf16 wire": "ours with bfloat16 transfers",
     "cuda_ext, over sockets": "ours over sockets instead of shared memory",
     "cuda_ext, float32 over sockets": "ours over sockets, summed in float32",

@@ -25,7 +25,7 @@ enum class Major { kK, kMn };
 
 // The layout of an operand in shared memory. It consists of atoms of 8 rows of W bytes, where W is the swizzle's width,
 // or 16 without swizzle; rows count along M or N if the operand is K-major, else along K.
-//   K-major swizzled:    stride_bytes between atoms along MN (8 of them); leading_bytes is not used; K steps of 32 bytes
+//   K-major swizzled:    stride_bytes between atoms along MN (8 of them); leading_bytes unused; K steps of 32 bytes
 //                        add 32 to the address
 //   MN-major swizzled:   leading_bytes between atoms along MN (W bytes), stride_bytes between atoms along K (8)
 //   K-major, no swizzle: stride_bytes between atoms along MN (8), leading_bytes along K (16 bytes)

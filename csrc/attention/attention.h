@@ -65,8 +65,8 @@ struct AttentionParams {
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};
-  // 1 where a key takes part, 0 where it is hidden; null for none. Only on the CPU: the CUDA kernels have no registers to
-  // spare for two tensors, so there the bias includes the mask.
+  // 1 where a key takes part, 0 where it is hidden; null for none. Only on the CPU: the CUDA kernels lack the registers
+  // for two tensors, so there the bias includes the mask.
   const uint8_t* mask = nullptr;
   int64_t mask_strides[4] = {};  // like bias_strides
 

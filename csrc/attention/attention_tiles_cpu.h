@@ -243,8 +243,8 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
   }
 }
 
-// Calls f(pointer, strides) for the bias, with its own element type, and for the mask, if the call has them. The pointers
-// are to the first key of query i of a head.
+// Calls f(pointer, strides) for the bias, with its own element type, and for the mask, if the call has them. The
+// pointers are to the first key of query i of a head.
 template <class T, class F>
 CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int64_t h, int64_t i, F&& f) {
   const auto row = [&](const int64_t (&strides)[4]) { return b * strides[0] + h * strides[1] + i * strides[2]; };
@@ -259,8 +259,8 @@ CUDA_EXT_INLINE void for_bias_and_mask(const AttentionParams& p, int64_t b, int6
   if (p.mask != nullptr) f(p.mask + row(p.mask_strides), p.mask_strides);
 }
 
-// ALiBi, causal and window, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin. noinline,
-// because most blocks need neither.
+// ALiBi, causal and window, for keys [j_begin, j_begin + keys) and the panel of queries that starts at i_begin.
+// noinline, because most blocks need neither.
 template <int Vectors, class T>
 __attribute__((noinline)) void apply_alibi_and_window(const Visibility& visible, T slope, int64_t diagonal,
                                                       int64_t i_begin, int64_t j_begin, int64_t keys, T* logits) {

@@ -9,8 +9,10 @@
 // Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
 //                copies.
 // Pipeline       A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies
-//                (cp.async.wait_group); then one sync_threads per k tile, of all threads, means both that the next tile
-//                has arrived and that the previous one has been read.
+//                with cp.async.wait_group before the barrier of a k tile.
+// Barriers       sync_threads, all threads. One before the loop and one per k tile: the next tile has arrived, and the
+//                previous one has been read. Two around the split-k arrival. Before and after staging each pass of the
+//                result. One before column sums reuse that memory, and one before they are added.
 // Shared memory  (stages, A tile + B tile); after the loop reused for (64, block_n + 8) floats of the result at a time.
 // Registers      Per warp, (block_m / warps_m, block_n / warps_n) accumulators in float32 and two sets of operand
 //                fragments: one is loaded, and rounded if it is tf32, while the other is multiplied.
@@ -207,7 +209,7 @@ struct Gemm {
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const float(&d)[4] = sums[i][j];
+        const float (&d)[4] = sums[i][j];
         arch::store_global(partial + (i * kColumns + j) * kThreads * 4,
                            arch::Words4{{arch::float_bits(d[0]), arch::float_bits(d[1]), arch::float_bits(d[2]),
                                          arch::float_bits(d[3])}});
@@ -237,8 +239,8 @@ DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int bloc
           columns};
 }
 
-// sums = the products of this block's k tiles: the kernel's main loop. Longer than other functions because its lambdas
-// share the pipeline's state, which must stay in registers.
+// sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state
+// of the pipeline, and the compiler's allocation of registers depends on their order.
 template <class Gemm>
 DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {

@@ -16,7 +16,7 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 constexpr int kPanelVectors = 3;
 constexpr int kPanelRows = tile_rows(kPanelVectors);
 template <class T>
-constexpr int kPanelColumns = kPanelVectors* kLanes<T>;
+constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
 
 // k is divided into blocks of kBlockK: a packed panel of a (9 KB) then stays in L1, those of b in L2. The rounding of a
 // product depends on this number only, not on the threads or on where a tile starts.
@@ -83,7 +83,7 @@ constexpr int64_t kPanelStepStride = order == PanelOrder::kRowMajor ? 1 : kPanel
 // One vector longer than the panel, because whole vectors are stored and the last may reach past the end. A multiple of
 // a vector, so that panels stay aligned.
 template <class T>
-constexpr int64_t kPanelSize = kPanelRows* kBlockK + kLanes<T>;
+constexpr int64_t kPanelSize = kPanelRows * kBlockK + kLanes<T>;
 
 inline PanelOrder panel_order(int64_t row_stride, int64_t k_stride) {
   return row_stride == 1 && k_stride != 1 ? PanelOrder::kColumnMajor : PanelOrder::kRowMajor;

@@ -1,5 +1,5 @@
-// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. Two public ops share one forward and
-// one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
+// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. The public ops share one forward
+// and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/zeros.h>
@@ -388,7 +388,9 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " ATTENTION_PACKING_SCHEMA ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " ATTENTION_PACKING_SCHEMA
+          ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA)
+      ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
 }
 

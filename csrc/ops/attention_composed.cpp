@@ -126,8 +126,8 @@ std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions&
   return {product(p, d.value).transpose(1, 2).to(type), w.lse};
 }
 
-// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse joined to that of the softmax. grad_lse (B, H, Sq)
-// may be undefined.
+// Dao et al., arXiv 2205.14135, appendix B.2, with the gradient of lse added to that of the softmax. grad_lse may be
+// undefined, else it is (B, H, Sq).
 AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse, const Dense& d, int64_t heads_kv,
                                   const AttentionOptions& o) {
   const auto type = grad_out.scalar_type();
@@ -207,8 +207,8 @@ Dense prepare(const Segment& s, const Tensor& query, const Tensor& key, const Te
   return d;
 }
 
-// The numbers of dropout that the kernels draw: 0 or 1 / (1 - p) for each of `rows` rows of `batch * heads` matrices, of
-// which the first row of matrix n has the number first_row + n * row_pitch.
+// The dropout factors that the kernels draw: 0 or 1 / (1 - p) for each of `rows` rows of `batch * heads` matrices. The
+// first row of matrix n has the number first_row + n * row_pitch.
 Tensor keep_mask(const Tensor& rng_state, const AttentionOptions& o, int64_t batch, int64_t heads, int64_t rows,
                  int64_t keys, int64_t first_row, int64_t row_pitch, int64_t longest_k, const Tensor& query) {
   if (o.dropout_p == 0) return {};

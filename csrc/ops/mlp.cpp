@@ -1,6 +1,7 @@
-// mlp and gated_mlp: linear, activation, linear and an optional residual as one op. Backward needs only the pre-activation: in mlp_hidden_backward
-// the GEMM that forms the gradient of the hidden tensor turns it into that of the pre-activation, emits the hidden tensor
-// again, and sums the bias gradient, all in its epilogue. linear_backward does the rest. The other ops are as in gemm.cpp.
+// mlp and gated_mlp: linear, activation, linear and an optional residual as one op. Backward needs only the
+// pre-activation. The GEMM in mlp_hidden_backward forms the gradient of the hidden tensor; its epilogue turns that into
+// the gradient of the pre-activation, recomputes the hidden tensor, and sums the bias gradient. linear_backward does
+// the rest. The other ops are as in gemm.cpp.
 #include <ATen/ops/zeros.h>
 
 #include "ops/gemm_autograd.h"
@@ -55,8 +56,8 @@ std::tuple<Tensor, Tensor> mlp_forward(const Tensor& input, const Tensor& weight
   return run_mlp<gated>(input, weight1, weight2, bias1, bias2, residual, activation, true);
 }
 
-// grad (..., N), weight2 (N, hidden), preact (..., width), with a width of hidden or, gated, twice that: the gradients at
-// the pre-activation and of weight2, bias1 and bias2.
+// grad (..., N), weight2 (N, hidden), preact (..., hidden), or (..., 2 * hidden) if gated. Returns the gradients of the
+// pre-activation, weight2, bias1 and bias2.
 HiddenGradients run_hidden_backward(const Tensor& grad, const Tensor& weight2, const Tensor& preact,
                                     const OptionalTensor& bias1, const OptionalTensor& bias2,
                                     const ActivationName& activation_name, bool gated, const OutputMask& output_mask,

@@ -1,4 +1,4 @@
-"""The memory of gradient buckets: one flat buffer for each dtype, taken once and cut into buckets, again if need be."""
+"""The memory of gradient buckets: one flat buffer per dtype, allocated once, and divided as often as buckets change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ FLAGS_OF_A_RANK = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things are in a bucket, in elements: gradients at ``offsets``, flags at ``head``, then zeros.
+    """The layout of a bucket, in elements: gradients at ``offsets``, flags at ``head``, then padding up to ``size``.
 
-    There is a flag for each gradient, and `FLAGS_OF_A_RANK` more.
-
-    Every gradient begins at a multiple of 64 bytes. ``size`` is a multiple of the number of ranks, so that each of them
-    can own an equal part, and of 128, so that parts begin at whole vectors (as Megatron-LM pads its buckets).
+    There is one flag per gradient, and `FLAGS_OF_A_RANK` more ([Note 2] in reducer.py). Every gradient begins at a
+    multiple of 64 bytes. ``size`` is a multiple of the number of ranks, so that each can own an equal part, and of 128,
+    so that parts begin at whole vectors (as Megatron-LM pads its buckets).
     """
 
     offsets: list[int]
@@ -35,37 +34,30 @@ def layout(counts: Sequence[int], dtype: torch.dtype, ranks: int) -> Layout:
     return Layout(offsets, head, _round_up(head + len(counts) + FLAGS_OF_A_RANK, math.lcm(ranks, 128)))
 
 
-@dataclass(frozen=True)
-class Room:
-    """What the gradients of ``counts`` elements need in up to ``max_buckets`` buckets, whatever their order."""
-
-    counts: list[int]
-    ranks: int
-    max_buckets: int
-
-    def elements(self, dtype: torch.dtype) -> int:
-        head = aligned_offsets(self.counts, dtype)[1]
-        padding = math.lcm(self.ranks, 128) - 1
-        return head + len(self.counts) + self.max_buckets * (FLAGS_OF_A_RANK + padding)
+def elements_needed(counts: Sequence[int], dtype: torch.dtype, ranks: int, max_buckets: int) -> int:
+    """The size of an arena for gradients of ``counts`` elements in up to ``max_buckets`` buckets, in any order."""
+    head = aligned_offsets(counts, dtype)[1]
+    padding = math.lcm(ranks, 128) - 1
+    return head + len(counts) + max_buckets * (FLAGS_OF_A_RANK + padding)
 
 
 class Arena:
-    """Flat memory that is cut into buckets."""
+    """Flat memory that is divided into buckets."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self._taken = 0
+        self._used = 0
 
-    def take(self, size: int) -> Tensor:
-        """The next ``size`` elements, as a tensor that counts its own writes."""
-        begin = self._taken
-        self._taken += size
-        assert self._taken <= self.memory.numel()
-        return self.memory[begin : self._taken].data
+    def allocate(self, size: int) -> Tensor:
+        """The next ``size`` elements, as a tensor with its own version counter."""
+        begin = self._used
+        self._used += size
+        assert self._used <= self.memory.numel()
+        return self.memory[begin : self._used].data
 
     def clear(self) -> None:
-        """Takes everything back; what was handed out is cut anew."""
-        self._taken = 0
+        """Frees everything; later allocations reuse the memory."""
+        self._used = 0
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed.arena import Arena, Room, layout
+from cuda_ext.distributed.arena import Arena, elements_needed, layout
 from cuda_ext.distributed.exchange import Exchange, choose_exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
 from cuda_ext.distributed.planning import assignment
@@ -31,16 +31,16 @@ from cuda_ext.distributed.sharded import ShardedBucket
 SMALLEST_TO_DIVIDE = MIB
 # bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
 MEASURING_SECONDS = 0.5
-PASSES_TO_LEARN = 3  # the first ones do things for the first time
+PASSES_TO_LEARN = 3  # the first passes include one-time work
 
-Hook = Callable[[object, object], None]  # of a node of autograd
+Hook = Callable[[object, object], None]  # on a node of autograd
 
-_wrapped_parameters: set[int] = set()  # by id(); their wrapper keeps them alive until it takes them out
+_wrapped_parameters: set[int] = set()  # by id(); their wrapper keeps them alive until it removes them
 
 
 @dataclass(frozen=True)
 class Options:
-    """Those of `BucketedDataParallel` that decide about buckets."""
+    """The arguments of `BucketedDataParallel` that affect buckets."""
 
     bucket_bytes: float | None  # None: "auto"
     wire_dtype: torch.dtype | None
@@ -50,7 +50,7 @@ class Options:
 
 
 class BucketSet:
-    """Cuts buckets for the parameters that are trained, gives them to the reducer, and leads gradients there."""
+    """Divides memory into buckets for the trained parameters, and connects them to the reducer and to autograd."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class BucketSet:
         self.device = device
         self.capacity = assignment.one_bucket("nothing built yet")
         self._reducer, self._group, self._mesh, self._options = reducer, group, mesh, options
-        self._held = _Held()
+        self._attachment = _Attachment()
         self._slots: dict[torch.dtype, bucket_ops.GradientSlots] = {}
         self._exchange: Exchange | None = None
         self._link: Link | None = None  # once measured
 
     def build(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Memory, exchange and buckets for the parameters that are ``trained`` now. A collective."""
-        self._held.hold(trained)
+        """Makes memory, exchange and buckets for the ``trained`` parameters. A collective."""
+        self._attachment.claim(trained)
         wire_dtype = self._options.wire_dtype
         self._names, self._trained = list(trained), list(trained.values())
         self._sizes = [parameter.numel() * (wire_dtype or parameter.dtype).itemsize for parameter in self._trained]
-        # Backward makes gradients roughly in reverse order of registration; the first passes tell the true one.
+        # Gradients arrive roughly in reverse order of registration; the first passes record the actual order.
         self._order = list(reversed(range(len(self._trained))))
         self._learns_at: int | None = self._reducer.passes + 1
         self._max_buckets = self._most_buckets()
@@ -96,7 +96,7 @@ class BucketSet:
         ]
 
     def _most_buckets(self) -> int:
-        """For how many buckets of a dtype there is to be room, now and after the order is known."""
+        """The number of buckets per dtype that the memory should allow, now and after the order is known."""
         if self._options.bucket_bytes is None:
             return max(16, min(self._bytes // (256 << 10), MOST_BUCKETS))
         capacity = assignment.fixed_capacity(self._options.bucket_bytes)
@@ -105,18 +105,19 @@ class BucketSet:
     def _allocate(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
-        rooms: dict[torch.dtype, Room] = {}
-        ranks = self._group.size()
-        for dtype in {parameter.dtype: None for parameter in self._trained}:
-            counts = [parameter.numel() for parameter in self._trained if parameter.dtype == dtype]
-            rooms[dtype] = Room(counts, ranks, min(self._max_buckets, len(counts)))
-        wire_dtypes = {dtype: self._options.wire_dtype or dtype for dtype in rooms}
-        sizes = {dtype: room.elements(wire_dtypes[dtype]) for dtype, room in rooms.items()}
+        counts: dict[torch.dtype, list[int]] = {}
+        for parameter in self._trained:
+            counts.setdefault(parameter.dtype, []).append(parameter.numel())
+        wire_dtypes = {dtype: self._options.wire_dtype or dtype for dtype in counts}
+        sizes = {
+            dtype: elements_needed(each, wire_dtypes[dtype], self._group.size(), min(self._max_buckets, len(each)))
+            for dtype, each in counts.items()
+        }
         self._exchange, wires = choose_exchange(
             self._group,
             self._mesh,
             self.device,
-            [(sizes[dtype], wire_dtypes[dtype]) for dtype in rooms],
+            [(sizes[dtype], wire_dtypes[dtype]) for dtype in counts],
             self._options.algorithm,
             narrowed=self._options.wire_dtype is not None,
             sharded=self._options.shard_optimizer,
@@ -138,18 +139,18 @@ class BucketSet:
             what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(SMALLEST_TO_DIVIDE)}"
             return assignment.one_bucket(f"auto: {what}")
         self._learns_at = self._reducer.passes + PASSES_TO_LEARN
-        if self.sharded:  # its buckets stay as they are
+        if self.sharded:  # buckets cannot change later
             return assignment.first_capacity(self._measured_link())
         return assignment.capacity_before_measuring() if self._link is None else assignment.first_capacity(self._link)
 
     def _measured_link(self) -> Link:
-        """Measures in the memory of buckets, once. A collective, between two passes."""
+        """Measures the link once, with the memory of buckets. A collective, between two passes."""
         if self._link is None:
             assert self._exchange is not None
             for bucket in self._reducer.buckets:
                 bucket.release_views()
             memory = max((arenas.wire.memory for arenas in self._arenas.values()), key=lambda each: each.nbytes)
-            buffer = memory[: LARGEST // memory.itemsize].zero_()  # sums of anything else might grow
+            buffer = memory[: LARGEST // memory.itemsize].zero_()  # repeated sums of other values might overflow
             together = self._exchange.run_together if self._exchange.groups and len(self._arenas) > 1 else None
             self._link = measure_link(
                 self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer, together
@@ -157,24 +158,24 @@ class BucketSet:
         return self._link
 
     def _cut(self, division: list[list[int]], launches: Sequence[int] = ()) -> None:
-        """Cuts the arenas into these buckets, and leads every gradient to its own.
+        """Divides the arenas into these buckets, and connects every parameter to its own.
 
-        launches: how many buckets go together, in order; default each by itself.
+        launches: the number of buckets of each launch, in order; default one each.
         """
         for bucket in self._reducer.buckets:
             bucket.release_views()
-        self._held.drop_hooks()
+        self._attachment.drop_hooks()
         self._reducer.drop_slots()
         for arenas in self._arenas.values():
             arenas.clear()
         buckets = [self._bucket({self._names[n]: self._trained[n] for n in indices}) for indices in division]
         self._division = division
-        self._lead_to_slots(buckets)
+        self._assign_slots(buckets)
         self._reducer.use(buckets, launches or [1] * len(buckets))
-        self._held.add_hooks(buckets, self._reducer.gradient_hook)
+        self._attachment.add_hooks(buckets, self._reducer.gradient_hook)
 
-    def _lead_to_slots(self, buckets: list[GradientBucket]) -> None:
-        """Tells our ops where the gradients of weights go; those of other ops are moved there."""
+    def _assign_slots(self, buckets: list[GradientBucket]) -> None:
+        """Gives weights gradient slots in their buckets, for our ops to write to ([Note 3] in reducer.py)."""
         for slots in self._slots.values():
             slots.release()
         self._slots = {}
@@ -194,18 +195,18 @@ class BucketSet:
                 bucket.use_slots(slots, slot_of)
             slots.assign(parameters, views)
             self._slots[dtype] = slots
-            # What `pack` moves to another buffer it also divides.
+            # If `pack` copies gradients to another buffer, it also divides them.
             self._reducer.add_slots(slots, 1.0 if arenas.gradients is not None else 1.0 / self._group.size())
 
     def _bucket(self, named: dict[str, nn.Parameter]) -> GradientBucket:
         arenas = self._arenas[next(iter(named.values())).dtype]
         places = layout([p.numel() for p in named.values()], arenas.wire.memory.dtype, self._group.size())
-        wire = arenas.wire.take(places.size)
+        wire = arenas.wire.allocate(places.size)
         assert self._exchange is not None
-        gradients = None if arenas.gradients is None else arenas.gradients.take(places.size)
+        gradients = None if arenas.gradients is None else arenas.gradients.allocate(places.size)
         feedback = self._options.error_feedback and gradients is not None
         if arenas.values is not None:
-            values = arenas.values.take(places.size)
+            values = arenas.values.allocate(places.size)
             return ShardedBucket(named, places, wire, gradients, self._exchange, feedback, values, self._group)
         return GradientBucket(named, places, wire, gradients, self._exchange, feedback)
 
@@ -214,12 +215,12 @@ class BucketSet:
         return self._options.shard_optimizer
 
     def learn(self) -> None:
-        """Once: other buckets, by the order and the times in which the gradients of one rank came. A collective.
+        """Once: divides the buckets again, by the order and times of the gradients of one rank. A collective.
 
-        It is the first rank that had gradients, as one that has run out of inputs has none. ``bucket_mb="auto"`` waits
-        for a pass in which nothing happens for the first time.
+        That rank is the first that had gradients, as a rank that has run out of inputs has none. ``bucket_mb="auto"``
+        waits for a pass without one-time work.
         """
-        if self._learns_at is None or self.sharded:  # the state of a sharded optimizer is by place
+        if self._learns_at is None or self.sharded:  # a sharded optimizer's state depends on the division
             return
         auto = self._options.bucket_bytes is None
         self._reducer.times_arrivals = auto and self._reducer.passes == self._learns_at - 1
@@ -228,14 +229,14 @@ class BucketSet:
         arrivals = self._reducer.arrivals
         source = torch.tensor(self._group.rank() if arrivals.places else self._group.size(), device=self.device)
         dist.all_reduce(source, dist.ReduceOp.MIN, group=self._group)
-        if int(source) == self._group.size():  # that pass has reached no parameter: learn from the next
+        if int(source) == self._group.size():  # the pass reached no parameter: learn from the next
             self._learns_at = self._reducer.passes + 1
             self._reducer.times_arrivals = auto
             return
         self._learns_at = None
         places = [self._division[number][position] for number, position in arrivals.places]
         last = dict(zip(places, arrivals.seconds())) if auto else dict.fromkeys(places, 0.0)
-        arrived = list(dict.fromkeys(reversed(places)))[::-1]  # by their last arrival
+        arrived = list(dict.fromkeys(reversed(places)))[::-1]  # in order of their last arrival
         message = [[(n, last[n]) for n in arrived]]
         dist.broadcast_object_list(message, group=self._group, group_src=int(source))
         ready = dict(message[0])
@@ -272,8 +273,8 @@ class BucketSet:
         return "\n".join(lines)
 
     def release(self) -> None:
-        """Gives back what belongs to the module: hooks, and that its parameters have this wrapper."""
-        self._held.release()
+        """Removes everything that was attached to the module."""
+        self._attachment.release()
         for slots in self._slots.values():
             slots.release()
         if self._exchange is not None:
@@ -285,8 +286,8 @@ class _Arenas:
     """The memory of the gradients of one dtype."""
 
     wire: Arena
-    gradients: Arena | None  # where they do not travel in their own dtype
-    values: Arena | None  # of the parameters themselves, where the optimizer is sharded
+    gradients: Arena | None  # if the wire has another dtype
+    values: Arena | None  # the parameters themselves, if the optimizer is sharded
 
     def clear(self) -> None:
         for arena in filter(None, (self.wire, self.gradients, self.values)):
@@ -294,39 +295,39 @@ class _Arenas:
 
 
 class _JoinNodes(torch.autograd.Function):
-    """A node behind those that add up the gradients of all parameters, to find these: ten times as fast as one by one,
-    as by torch.autograd.graph.get_gradient_edge."""
+    """A node whose inputs are the AccumulateGrad nodes of all parameters, to find these nodes: ten times as fast as
+    torch.autograd.graph.get_gradient_edge for each."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         return parameters[0].new_empty(0)
 
 
-class _Held:
-    """What a wrapper has to give back when it goes: parameters, as its own, and hooks on their gradients."""
+class _Attachment:
+    """A wrapper's exclusive claim on its parameters, and its hooks on their gradients."""
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
-        self._nodes: list[Node] = []  # a parameter does not keep the node that adds up its gradient
+        self._nodes: list[Node] = []  # a parameter does not keep its AccumulateGrad node alive
 
-    def hold(self, named: Mapping[str, nn.Parameter]) -> None:
+    def claim(self, named: Mapping[str, nn.Parameter]) -> None:
         self.release()
         for name, parameter in named.items():
             if id(parameter) in _wrapped_parameters:
                 raise ValueError(
                     f"{NAME}: expected a module that is not wrapped yet, got parameter {name}, whose gradient another "
-                    "wrapper averages already; wrap a module once"
+                    "wrapper averages; wrap a module once"
                 )
         self._parameters = list(named.values())
         _wrapped_parameters.update(map(id, self._parameters))
 
     @torch.enable_grad()
     def add_hooks(self, buckets: Sequence[GradientBucket], make: Callable[[int, int], Hook]) -> None:
-        """``make(bucket, position)`` runs after every backward pass that reaches the parameter there, even with an
-        undefined gradient."""
+        """Registers ``make(bucket, position)`` for each parameter: it runs after every backward pass that reaches the
+        parameter, even with an undefined gradient."""
         parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        joined = _JoinNodes.apply(*parameters)  # keeps its node
+        joined = _JoinNodes.apply(*parameters)  # keeps the nodes alive
         self._nodes = [node for node, _ in joined.grad_fn.next_functions]
         places = ((number, at) for number, bucket in enumerate(buckets) for at in range(len(bucket.parameters)))
         self._hooks = [node.register_hook(make(*place)) for node, place in zip(self._nodes, places, strict=True)]

@@ -1,4 +1,4 @@
-"""Points in time, on the host or in a GPU's stream."""
+"""Time stamps, on the host or in a GPU's stream."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 import torch
 
-Mark = float | torch.cuda.Event  # seconds of the host's clock, or a point of a GPU's current stream
+Mark = float | torch.cuda.Event  # seconds of the host's clock, or an event in a GPU's current stream
 
 
 def mark(device: torch.device) -> Mark:
-    """Now: on a GPU, when the current stream comes here."""
+    """The current time; on a GPU, the time at which the current stream gets here."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -19,7 +19,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:
-    """Both of one kind; those of a GPU have to have passed."""
+    """Seconds between two marks of the same device; on a GPU, both must have been reached."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return end - begin

@@ -1,4 +1,4 @@
-"""Collectives on many tensors at once, and the hook that brings them to torch's own DistributedDataParallel."""
+"""Collectives on many tensors at once, and a communication hook for torch's DistributedDataParallel."""
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of a hook with the types.
 
@@ -19,13 +19,12 @@ from cuda_ext.distributed.coalescing import start_together
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-
-SMALLEST_ALONE = 256 << 10  # bytes of a broadcast that takes longer than its start
-LARGEST_SHARED = 4 << 20  # bytes that are copied for a broadcast
+SMALLEST_ALONE = 256 << 10  # bytes from which a tensor has its own broadcast
+LARGEST_SHARED = 4 << 20  # bytes that share one broadcast, through a copy
 
 
 def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group`` or the default group; RuntimeError if there is none or this process is not in it."""
+    """``group``, or the default group; RuntimeError if it does not exist or this process is not in it."""
     if not dist.is_initialized():
         raise RuntimeError(
             f"{caller}: expected an initialised process group, got none; call torch.distributed.init_process_group() "
@@ -33,7 +32,7 @@ def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessG
         )
     resolved = dist.group.WORLD if group is None else group
     if not isinstance(resolved, dist.ProcessGroup):
-        raise RuntimeError(f"{caller}: expected a process group that holds this process, got {resolved!r}")
+        raise RuntimeError(f"{caller}: expected a process group that contains this process, got {resolved!r}")
     return resolved
 
 
@@ -41,8 +40,8 @@ def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of a mesh of one or two dimensions; ValueError for more, or if this rank is not in it."""
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"{caller}: expected a device mesh that holds this rank, got rank {dist.get_rank()} and {mesh}; leave out "
-            "the ranks that are not in it"
+            f"{caller}: expected a device mesh that contains this rank, got rank {dist.get_rank()} and {mesh}; only "
+            "call this on the ranks of the mesh"
         )
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -58,7 +57,7 @@ def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def agreed_name(group: dist.ProcessGroup) -> str:
-    """A name that no other call gives, the same on all ranks, for keys in the store of ``group``. A collective."""
+    """A new unique name, the same on all ranks, for keys in the store of ``group``. A collective."""
     name = [secrets.token_hex(8)]
     dist.broadcast_object_list(name, group=group, group_src=0)
     return name[0]
@@ -72,7 +71,7 @@ def check_wire_dtype(caller: str, wire_dtype: torch.dtype | None) -> None:
 def broadcast_coalesced(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Overwrites ``tensors`` with those of the group's rank ``source``.
 
-    Large ones travel as they lie; small ones of a device and dtype share broadcasts, of a copy that stays small.
+    Large tensors are sent in place; small ones of the same device and dtype share a broadcast, through a small copy.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -108,13 +107,13 @@ class _Bucket:
 
 
 class CoalescedWork:
-    """An `all_reduce_coalesced` under way; the tensors hold the result once `wait` has returned, and nothing before."""
+    """An `all_reduce_coalesced` that was started; the tensors are only valid after `wait`."""
 
     def __init__(self, works: list[dist.Work], buckets: list[_Bucket]) -> None:
         self._works, self._buckets = works, buckets
 
     def wait(self) -> None:
-        """Waits for the ranks and writes the results; once that is done, does nothing. Raises what the group raises."""
+        """Waits for the sums and writes the results; further calls do nothing. Raises what the group raises."""
         for work in self._works:
             work.wait()
         for bucket in self._buckets:
@@ -130,18 +129,19 @@ def all_reduce_coalesced(
     wire_dtype: torch.dtype | None = None,
     async_op: bool = False,
 ) -> CoalescedWork | None:
-    """Replaces every tensor by its mean or sum over the ranks, in place, with one all-reduce for each device and dtype.
+    """Replaces every tensor by its mean or sum over the ranks, in place, with one all-reduce per device and dtype.
 
-    Over NCCL those of a device are one launch.
+    Over NCCL the all-reduces of a device are one launch.
 
     Args:
         tensors: float32, float16, bfloat16 or float64, of any shape and strides; the same shapes and dtypes in the same
-            order on every rank (not checked). They may require grad; none of this is recorded.
+            order on every rank (not checked). They may require grad; autograd does not record the operation.
         op: ``"mean"``, the default, or ``"sum"``. The mean divides before it sums, so that float16 does not overflow.
         group: default the default group.
-        wire_dtype: in which values travel and are summed; default each tensor's own dtype. If given, all tensors of a
+        wire_dtype: the dtype in which values are sent and summed; default each tensor's own. If given, all tensors of a
             device share one all-reduce.
-        async_op: whether to return at once, with a handle whose ``wait()`` finishes the job; default False, and None.
+        async_op: whether to return immediately, with a handle whose ``wait()`` completes the operation; default False:
+            return None when done.
 
     Raises RuntimeError without a process group, ValueError for another ``op`` or ``wire_dtype``, TypeError for a tensor
     of another dtype or layout.
@@ -177,7 +177,7 @@ def all_reduce_coalesced(
 
 @dataclass
 class AllreduceState:
-    """State of `allreduce_hook`: the group (default: the default one) and what travels (default: gradients' dtype)."""
+    """State of `allreduce_hook`: the group, default the default one, and the dtype of transfers, default gradients'."""
 
     process_group: dist.ProcessGroup | None = None
     wire_dtype: torch.dtype | None = None
@@ -186,12 +186,12 @@ class AllreduceState:
 def allreduce_hook(
     state: AllreduceState | dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook for `torch.nn.parallel.DistributedDataParallel`: the mean over the ranks, in one pass each
-    way.
+    """Communication hook for `torch.nn.parallel.DistributedDataParallel`: the mean over the ranks, with one pass over
+    memory before and after the sum.
 
-    Use ``ddp.register_comm_hook(None, allreduce_hook)``, or ``AllreduceState(wire_dtype=torch.bfloat16)`` in place of
-    None to send half the bytes; a process group will do, too, as for the hooks of torch. ``bucket`` is what torch
-    passes; the future holds its buffer, averaged.
+    Use ``ddp.register_comm_hook(None, allreduce_hook)``, or ``AllreduceState(wire_dtype=torch.bfloat16)`` instead of
+    None to send half the bytes; a process group works, too, as with torch's own hooks. torch passes ``bucket``; the
+    future has its buffer, averaged.
     """
     if not isinstance(state, AllreduceState):
         state = AllreduceState(process_group=state)

@@ -1,4 +1,4 @@
-"""Data parallel training: the gradients of all ranks averaged in buckets while backward still runs."""
+"""Data parallel training: gradients are averaged over the ranks in buckets, while backward runs."""
 
 from __future__ import annotations
 
@@ -38,61 +38,62 @@ from cuda_ext.distributed.wrapped_module import WrappedModule, check_compiler, c
 class BucketedDataParallel(ModuleWrapper, Joinable):
     """Trains a module on every rank of a process group, with its gradients averaged over the ranks.
 
-    Each rank builds the same module and wraps it; parameters and buffers of the first rank go to all. When
-    ``loss.backward()`` returns, ``parameter.grad`` is the mean over the ranks. Gradients travel in flat buckets (Li et
-    al., PyTorch Distributed, VLDB 2020), which lie in memory that is taken once and are filled in the order in which
-    gradients come. The product that makes the gradient of a weight of `cuda_ext.nn.Linear`, `GatedMLP` and their ops
-    writes it to its place there, divided by the number of ranks (see `cuda_ext.bucket.GradientSlots`); other gradients
-    `cuda_ext.bucket.pack` gathers once all of a bucket are there, dividing and casting on the way. The sum over the
-    ranks runs while backward goes on, from the first step. ``parameter.grad`` becomes a view of the bucket, or of a
-    second one that `cuda_ext.bucket.unpack` fills where ``wire_dtype`` differs; it holds until the next backward pass.
+    Each rank builds the same module and wraps it; all ranks receive the parameters and buffers of the first one. When
+    ``loss.backward()`` returns, ``parameter.grad`` is the mean over the ranks. Gradients are sent in flat buckets (Li
+    et al., PyTorch Distributed, VLDB 2020), whose memory is allocated once and which are filled in the order in which
+    gradients arrive. The GEMM that computes the gradient of a weight of `cuda_ext.nn.Linear`, `GatedMLP` and their ops
+    writes it directly to its bucket, divided by the number of ranks (see `cuda_ext.bucket.GradientSlots`);
+    `cuda_ext.bucket.pack` copies other gradients when all of a bucket are ready, with division and cast. The sums over
+    the ranks run during backward, from the first step. ``parameter.grad`` becomes a view of the bucket, or of a second
+    buffer that `cuda_ext.bucket.unpack` fills if ``wire_dtype`` differs; it is valid until the next backward pass.
 
     Args:
         module: at least one parameter requires grad; float32, float16, bfloat16 and float64 may be mixed. All trained
             parameters are on one device.
-        process_group: default the default group; any backend of torch.distributed that serves the parameters' device.
-            A `torch.distributed.device_mesh.DeviceMesh` of one dimension stands for its group; one of two, (nodes,
-            ranks of a node), sums inside each node first, and then across them, so that a rank sends only its part
-            over the network.
-        bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, measures when gradients come in the third pass,
-            and before the fourth for half a second what a sum takes; from that a model of the costs divides them, and
-            the first rank logs the result at level INFO (docs/buckets.md). Modules up to 1 MiB have one bucket. With
-            ``shard_optimizer`` the half second is part of wrapping.
-        wire_dtype: in which gradients travel; default that of the parameters. bfloat16 halves the bytes of float32.
-        broadcast_buffers: whether the buffers of the first rank go to all before each forward pass that trains (in
-            training mode, with gradients enabled, outside `no_sync`); default True.
+        process_group: default the default group; any backend of torch.distributed that supports the parameters'
+            device. A `torch.distributed.device_mesh.DeviceMesh` of one dimension means its group; with two dimensions,
+            (nodes, ranks per node), gradients are summed inside each node first and then across nodes, so that a rank
+            sends only its part over the network.
+        bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, records in the third pass when gradients
+            arrive, and measures the link for half a second before the fourth; a cost model then divides the gradients
+            into buckets, and the first rank logs the result at level INFO (docs/buckets.md). Modules up to 1 MiB have
+            one bucket. With ``shard_optimizer`` the half second is part of wrapping.
+        wire_dtype: the dtype in which gradients are sent; default the parameters' own. bfloat16 halves the bytes of
+            float32.
+        broadcast_buffers: whether all ranks receive the buffers of the first one before each forward pass that trains
+            (in training mode, with gradients enabled, outside `no_sync`); default True.
         algorithm: how buckets are summed. ``"all_reduce"``: the backend's all-reduce, in ``wire_dtype``. ``"float32"``:
             an all-to-all, a sum in float32 that is rounded once, and an all-gather. ``"symmetric"``: loads and stores
             in memory that the ranks of one host share, summed in float32. ``"auto"``, the default: on CPUs
             ``"symmetric"`` if the ranks share memory, else ``"float32"``; both add in the order of the ranks, so
             results do not depend on the buckets. On GPUs ``"float32"`` for a 16-bit ``wire_dtype`` on more than two
             ranks, else ``"all_reduce"``.
-        error_feedback: whether what rounding to ``wire_dtype`` takes from a gradient is added to that of the next step
-            (Karimireddy et al., arXiv 1901.09847); default False. What rounding takes from the sum is not.
-        shard_optimizer: whether each rank gets its part of the averages alone, for an optimizer that updates that part
+        error_feedback: whether the rounding error of a gradient in ``wire_dtype`` is added to the gradient of the next
+            step (Karimireddy et al., arXiv 1901.09847); default False. The rounding error of the sum is not.
+        shard_optimizer: whether each rank only gets its part of the averages, for an optimizer that updates this part
             (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
             memory of the wrapper.
         reduction: deprecated name of ``algorithm``.
 
-    A parameter that some ranks do not use needs no flag: they contribute zeros, even to all parameters, if their loss
-    depends on an output of the module. One that no rank uses keeps ``grad=None``. Where some ranks run no backward pass
-    on what forward has returned in training mode, and others do, all get a RuntimeError (not on GPUs). Gradients from
-    before (from `no_sync`, or not zeroed) are part of the average. Parameters may be frozen and freed between steps, on
-    all ranks alike; where they are not, all ranks get a RuntimeError. Inputs of different numbers are for
-    `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which is also there
-    as ``.module``.
+    Ranks that do not use a parameter contribute zeros, without any option, and even if they use no parameter, as long
+    as their loss depends on an output of the module. A parameter that no rank uses keeps ``grad=None``. If some ranks
+    run backward on the output of a forward pass in training mode and others do not, all ranks get a RuntimeError (not
+    on GPUs). Earlier gradients (from `no_sync`, or not zeroed) are part of the average. Parameters may be frozen and
+    unfrozen between steps, the same ones on all ranks; otherwise all ranks get a RuntimeError. For uneven numbers of
+    batches use `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which
+    is also available as ``.module``.
 
-    If a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs as soon as that rank
-    calls forward again; the gradients of that step are dropped everywhere (``grad=None``) and training can go on. If a
-    rank dies, hangs or is cut off, the others get a RuntimeError within the timeout of the group, which says what each
-    rank was doing; gradients are dropped, and every later step raises it again.
+    If a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs when that rank calls
+    forward again; the gradients of that step are dropped on all ranks (``grad=None``) and training can continue. If a
+    rank dies, hangs or is disconnected, the others get a RuntimeError within the timeout of the group, with the status
+    of every rank; gradients are dropped, and every later step raises it again.
 
     Raises RuntimeError if no process group is initialised or the ranks disagree; from forward if a parameter was
-    replaced, added or converted since, if a buffer is gone, and under compiled autograd; where a module or parameter is
-    assigned to the wrapper; and from the step of an optimizer that ``shard_optimizer`` leaves without gradients.
-    ValueError for a wrong argument and for a module with nothing to train, wrapped already, on several devices, or on
-    meta; from forward, too, where an optimizer or a hook takes gradients before they are averaged. TypeError for a
-    parameter of another dtype, from backward for a sparse gradient, and where the wrapper is copied or pickled.
+    replaced, added or converted since wrapping, if a buffer was removed, and under compiled autograd; if a module or
+    parameter is assigned to the wrapper; and from the step of an ordinary optimizer with ``shard_optimizer``.
+    ValueError for a wrong argument and for a module with nothing to train, already wrapped, on several devices, or on
+    meta; and from forward if an optimizer or a hook uses gradients before they are averaged. TypeError for a parameter
+    of another dtype, from backward for a sparse gradient, and if the wrapper is copied or pickled.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         broadcast_coalesced([*parameters.values(), *buffers.values()], group)
 
     def _adapt(self) -> None:
-        """Follows which parameters are trained, if that has changed."""
+        """Rebuilds the buckets if parameters were frozen or unfrozen."""
         changed = self._wrapped.trained_changed()
         if not changed:
             return
@@ -160,8 +161,8 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             )
         if self._bucket_set.sharded:
             raise RuntimeError(
-                f"{NAME}: expected the same parameters to require grad as before, as shard_optimizer=True has "
-                "dealt them out, got others; wrap the module anew"
+                f"{NAME}: expected the same parameters to require grad as when wrapped, as shard_optimizer=True "
+                "has distributed them, got others; wrap the module again"
             )
         parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
         check_ranks_agree(parameters, buffers, self._agreed, self.process_group)
@@ -176,12 +177,12 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             check_compiler()
             if self._uneven and self._bucket_set.sharded:
                 raise RuntimeError(
-                    f"{NAME}: expected shard_optimizer=False inside of Join, got True, but a rank that has run out of "
-                    "inputs would no longer update its part of the parameters; give all ranks as many inputs"
+                    f"{NAME}: expected shard_optimizer=False inside Join, got True, but a rank that has run out of "
+                    "inputs would no longer update its part of the parameters; give all ranks the same number of inputs"
                 )
             Join.notify_join_context(self)
             self._before_pass()
-            in_backward = torch._C._current_graph_task_id() != -1  # where a checkpoint computes it again
+            in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint recomputes the forward pass
             output_hook = self._reducer.output_hook(trains=self.training and not in_backward)
         output = self.module(*args, **kwargs)
         if synchronizes:
@@ -191,20 +192,20 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         return output
 
     def _before_pass(self) -> None:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes the forward pass again
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes the forward pass
             with self._reducer.collective(f"the division into buckets after backward pass {self._reducer.passes}"):
                 self._bucket_set.learn()
             if self.training and self.broadcast_buffers:
                 buffers = self._wrapped.buffers()
                 with self._reducer.collective(f"the broadcast of buffers before pass {self._reducer.passes + 1}"):
                     broadcast_coalesced(buffers, self.process_group)
-            self._adapt()  # last, as a rank of which no parameter was frozen or freed goes on to its sums
+            self._adapt()  # last, as a rank without a change proceeds to the sums of backward
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes that run inside only add to the gradients of this rank, to accumulate over several batches.
+        """Backward passes inside only accumulate the gradients of this rank, over several batches.
 
-        The next one outside averages all that has come together, also in parameters that it does not reach itself.
+        The next one outside averages the accumulated gradients, also of parameters that it does not reach itself.
         """
         before, self._reducer.enabled = self._reducer.enabled, False
         try:
@@ -218,19 +219,19 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
         max_norm: 0 or more; infinity to ask for the norm alone.
 
-        As `torch.nn.utils.clip_grad_norm_`, by flat buffers. All ranks have to call it. Where ``wire_dtype`` is not the
-        parameters' own, the norm has come with `unpack`, and from shared memory with the sum; else each rank reads its
-        part of the averages, 1 / world size of them, and a sum of two numbers over the ranks makes the norm of the
-        whole. Gradients that somebody has written since the backward pass are read in full, as are all inside of
-        `torch.distributed.algorithms.join.Join`. To scale is one pass over each buffer, left out on a CPU where nothing
-        is to be clipped. The norm is the same on every rank: 0-d, float32 (float64 if a parameter is).
+        As `torch.nn.utils.clip_grad_norm_`, on flat buffers. All ranks must call it. If ``wire_dtype`` is not the
+        parameters' own, `unpack` has computed the norm, and in shared memory the sum has; otherwise each rank reads
+        1 / world size of the averages, and two numbers are summed over the ranks. Gradients that were written since the
+        backward pass are read in full, as are all gradients inside `torch.distributed.algorithms.join.Join`. Scaling is
+        one pass over each buffer, skipped on a CPU if nothing is clipped. The norm is the same on every rank: 0-d,
+        float32 (float64 if a parameter is).
 
         Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and ``error_if_nonfinite``; default
         False; ValueError for another ``max_norm``.
         """
         total_norm = self._stats()[0].sqrt()
         max_norm = float(max_norm)
-        if not max_norm >= 0.0:  # after the collective, for which the other ranks wait
+        if not max_norm >= 0.0:  # after the collective, which the other ranks wait for
             raise ValueError(f"{NAME}.clip_grad_norm_: expected max_norm to be 0 or more, got {max_norm}")
         if error_if_nonfinite and not total_norm.isfinite():
             raise RuntimeError(
@@ -247,24 +248,24 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
     def scale_gradients_(self, factor: Tensor) -> None:
         """Multiplies all gradients by ``factor``, 0-d, the same on every rank: one pass over each flat buffer.
 
-        Known norms are scaled with them, so that `clip_grad_norm_` need not read the gradients after this.
+        Known norms are scaled, too, so `clip_grad_norm_` need not read the gradients afterwards.
         """
         for bucket in self._reducer.buckets:
             bucket.scale(factor)
 
     @torch.no_grad()
     def found_nonfinite(self) -> Tensor:
-        """Whether a gradient holds an infinity or a NaN: 0-d bool, from the statistics that `clip_grad_norm_` uses.
+        """Whether a gradient contains an infinity or a NaN: 0-d bool, from the statistics that `clip_grad_norm_` uses.
 
-        All ranks have to call it.
+        All ranks must call it.
         """
         return self._stats()[1] != 0.0
 
     def _stats(self) -> Tensor:
-        """Sum of squares, and number of buckets with a value that is not finite, over all buckets: (2,)."""
+        """Sum of squares over all buckets, and number of buckets with a non-finite value: (2,)."""
         buckets = self._reducer.buckets
         is_double = any(bucket.gradients.dtype == torch.float64 for bucket in buckets)
-        # The norm is no business of a rank that has run out of inputs, so the others do not ask it.
+        # A rank that has run out of inputs does not call this, so the others must not need it.
         stats = [bucket.stats(whole=self._uneven) for bucket in buckets]
         known = torch.stack([each.double() for each, _ in stats])  # (buckets, 2)
         parts = [n for n, (_, is_part) in enumerate(stats) if is_part]
@@ -278,27 +279,27 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         return known.sum(dim=0).to(torch.float64 if is_double else torch.float32)
 
     def collective(self, what: str) -> AbstractContextManager[None]:
-        """For collectives of your own: if one fails in here, the error tells as much as that of the wrapper would. ::
+        """For your own collectives: if one fails inside, its error has as much information as the wrapper's errors. ::
 
             with model.collective("the mean of the loss"):
                 dist.all_reduce(loss)
 
-        what: what they do, as "expected 4 ranks to take part in ..." goes on. A RuntimeError inside becomes one that
-        says this, and what every other rank was doing; ranks that wait for those inside are told so, too. The group is
-        of no use after it, as after any collective that fails, so the gradients are dropped.
+        what: completes "expected 4 ranks to take part in ...". A RuntimeError inside becomes one that says this, with
+        the status of every other rank; the errors of ranks that wait for this one say so, too. The group cannot be used
+        afterwards, as after any failed collective, so the gradients are dropped.
         """
         return self._reducer.collective(what)
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Records when each bucket was packed, sent and ready, in the backward passes that run inside::
+        """Records when each bucket is packed, sent and ready on this rank, in the backward passes inside::
 
             with model.trace() as trace:
                 loss_of(model(batch)).backward()
             trace.save("step.json")  # for chrome://tracing or Perfetto
             trace.plot("step.png")
 
-        Of this rank. See `cuda_ext.distributed.trace.Trace`.
+        See `cuda_ext.distributed.trace.Trace`.
         """
         trace = Trace(self.process_group.rank(), self._bucket_set.device)
         before, self._reducer.trace = self._reducer.trace, trace
@@ -307,15 +308,14 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         finally:
             self._reducer.trace = before
 
-    # An optimizer of which each rank holds a part.
+    # Sharded optimizers.
 
     def named_shards(self) -> Iterator[tuple[str, nn.Parameter]]:
         """With ``shard_optimizer=True``: this rank's flat pieces of the parameters, by the parameters' names.
 
-        They are for any optimizer that treats elements alone, as SGD and Adam do, and share the parameters' memory.
-        After backward their ``grad`` is the average; that of the parameters themselves is None. Once the optimizer has
-        stepped, `gather_parameters` brings the pieces of all ranks together; `sharded_optimizer` sees to both. Names
-        may be missing on a rank.
+        They share the parameters' memory and suit any elementwise optimizer, such as SGD and Adam. After backward their
+        ``grad`` is the average, and the ``grad`` of the parameters is None. After the step of the optimizer,
+        `gather_parameters` distributes the updated pieces; `sharded_optimizer` does both. A rank may lack some names.
         """
         for bucket in self._reducer.buckets:
             if not isinstance(bucket, ShardedBucket):
@@ -325,9 +325,9 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             yield from bucket.shards.items()
 
     def gather_parameters(self) -> None:
-        """Brings the updated pieces of all ranks to every rank: one all-gather for each bucket, in place.
+        """Distributes the updated pieces of all ranks to every rank: one all-gather per bucket, in place.
 
-        Over NCCL all of them are one launch, as all are ready at once.
+        Over NCCL they are one launch.
         """
         gathers = [bucket.gather for bucket in self._reducer.buckets if isinstance(bucket, ShardedBucket)]
         with self._reducer.collective(f"the gathering of parameters after backward pass {self._reducer.passes}"):
@@ -337,11 +337,11 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
     def sharded_optimizer(
         self, optimizer: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
     ) -> torch.optim.Optimizer:
-        """``optimizer(params, **defaults)`` that updates this rank's pieces, and then gathers those of all (ZeRO-1).
+        """``optimizer(params, **defaults)`` for this rank's pieces; its step ends with `gather_parameters` (ZeRO-1).
 
-        params: parameters of the module, or groups of them as `torch.optim.Optimizer` takes them; default all that are
-        trained. optimizer: a class that treats elements alone, as SGD, Adam and AdamW do; LARS or Muon would see
-        pieces. Its state dict is of this rank's pieces; `optimizer_state_dict` has all.
+        params: parameters of the module, or groups of them as for `torch.optim.Optimizer`; default all trained ones.
+        optimizer: an elementwise optimizer's class, such as SGD, Adam and AdamW; LARS or Muon would see pieces. Its
+        state dict has this rank's pieces; `optimizer_state_dict` returns the whole state.
         Raises ValueError for a parameter of another module.
         """
         made = make_optimizer(
@@ -358,30 +358,30 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         return made
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The state of an optimizer from `sharded_optimizer`, whole on every rank; all ranks have to call it.
+        """The whole state of an optimizer from `sharded_optimizer`, on every rank; all ranks must call it.
 
-        As `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns it for an optimizer that each rank
-        holds in full, so that either loads what the other has saved: ``{"state": {name: {"exp_avg": tensor of the
-        parameter's shape, ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``. Takes the memory of the whole
-        state. Raises ValueError for another optimizer.
+        The format is that of `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` for an unsharded
+        optimizer, so each can load what the other saved: ``{"state": {name: {"exp_avg": tensor of the parameter's
+        shape, ...}}, "param_groups": [{"params": [name, ...], "lr": ...}]}``. It needs memory for the whole state.
+        Raises ValueError for another optimizer.
         """
         return gather_state(optimizer, dict(self.named_parameters()), dict(self.named_shards()), self.process_group)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Gives an optimizer from `sharded_optimizer` its pieces of a whole state, of any number of ranks.
+        """Loads this rank's pieces of a whole state into an optimizer from `sharded_optimizer`.
 
-        state_dict: from `optimizer_state_dict`, or from `get_optimizer_state_dict` of torch.distributed.checkpoint for
-        an optimizer with the same groups that each rank holds in full. Raises ValueError for other groups.
+        state_dict: from `optimizer_state_dict` on any number of ranks, or from `get_optimizer_state_dict` of
+        torch.distributed.checkpoint for an unsharded optimizer with the same groups. Raises ValueError for others.
         """
         load_state(optimizer, state_dict, dict(self.named_parameters()), dict(self.named_shards()))
 
-    # Uneven inputs: what torch.distributed.algorithms.join.Join asks for.
+    # Uneven inputs: the interface of torch.distributed.algorithms.join.Joinable.
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``with Join([model]):``: a rank without inputs takes part in the averages of the others, with zeros.
 
-        The average still divides by the number of all ranks. Raises ValueError for
-        ``divide_by_initial_world_size=False``: the division rides in `pack`, before it is known who has joined.
+        Averages still divide by the number of all ranks. Raises ValueError for ``divide_by_initial_world_size=False``:
+        `pack` divides before it is known which ranks have run out of inputs.
         """
         if not kwargs.get("divide_by_initial_world_size", True):
             raise ValueError(f"{NAME}.join_hook: expected divide_by_initial_world_size=True, got False; scale the loss")
@@ -390,7 +390,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
     @property
     def _uneven(self) -> bool:
-        """Whether a rank may have run out of inputs: inside of a Join that is enabled."""
+        """Whether a rank may have run out of inputs: inside an enabled Join."""
         return self._in_join and self._join_config.enable
 
     @property
@@ -402,16 +402,16 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         return self.process_group
 
     def describe(self) -> str:
-        """How the size of buckets came about, and the buckets in the order in which they are sent, one a line."""
+        """The reason for the bucket sizes, and the buckets in the order of sending, one per line."""
         return self._bucket_set.describe()
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For `torch.distributed.checkpoint.state_dict`: names are found in this attribute, and do not tell it."""
+        """For `torch.distributed.checkpoint.state_dict`: ``module`` is not part of the names."""
         if self._bucket_set.sharded and asked_for_optimizers():
             raise RuntimeError(
                 f"{NAME}: expected model.optimizer_state_dict(optimizer) or model.load_optimizer_state_dict(optimizer, "
                 "state_dict) with shard_optimizer=True, got a call of torch.distributed.checkpoint.state_dict with an "
-                "optimizer, which cannot tell pieces of parameters; get_model_state_dict and set_model_state_dict work"
+                "optimizer, which does not support shards; get_model_state_dict and set_model_state_dict work"
             )
         inner = self.module
         return dict.fromkeys([*inner._modules, *inner._parameters, *inner._buffers], "module")
@@ -422,12 +422,12 @@ class _JoinHook(JoinHook):
         self._model = model
 
     def main_hook(self) -> None:
-        """Does what a step of the other ranks does between them."""
+        """Takes part in the collectives of a step of the other ranks."""
         self._model._before_pass()
         self._model._reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All take the parameters and buffers of a rank that has trained to the end."""
+        """All ranks receive the parameters and buffers of a rank that ran to the end."""
         model = self._model
         model._in_join = False
         group = model.process_group

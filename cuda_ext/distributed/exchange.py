@@ -1,4 +1,4 @@
-"""How the flat buffer of a bucket is summed over the ranks: by one collective, by several, or in shared memory."""
+"""Sums of the flat buffers of buckets over the ranks: by one collective, by several, or in shared memory."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ def check_algorithm(algorithm: str) -> None:
         raise ValueError(f"{NAME}: expected algorithm to be one of {ALGORITHMS}, got {algorithm!r}")
 
 
-# Replaces ``wire``, of which ``flags`` is a part, by the sum over the ranks. Returns when the current stream or thread
-# may use it, with the statistics (see `cuda_ext.bucket`) of the sum where they come for nothing.
+# Replaces ``wire``, which includes ``flags``, by its sum over the ranks. Returns when the current stream or thread may
+# use it, with the statistics (see `cuda_ext.bucket`) of the sum if they were computed on the way.
 Sum = Callable[[Tensor, Tensor], Tensor | None]
 # Replaces several wires by their sums, as one launch.
 SumTogether = Callable[[Sequence[Tensor]], None]
 
 
 class Pending(ABC):
-    """A sum under way."""
+    """A sum that has been started."""
 
     @abstractmethod
     def wait(self) -> Tensor | None:
-        """As a `Sum` returns."""
+        """Waits; returns what `Sum` returns."""
 
     @abstractmethod
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Runs ``callback`` in some thread once the sum is there. On a CPU only."""
+        """Runs ``callback`` in some thread when the sum is complete. Only on a CPU."""
 
 
 class Exchange(ABC):
-    """Sums the buffers of all ranks, one bucket after the other, in the same order on all of them.
+    """Sums buckets over the ranks, one after the other, in the same order on all ranks ([Note 1] in reducer.py).
 
-    Flags have to be summed on every rank, even where of the rest each gets a part.
+    Flags must be summed on every rank, even if each rank only gets a part of the rest ([Note 2] there).
     """
 
-    groups = False  # whether it has `start_together`
+    groups = False  # whether it supports `start_together`
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.ranks = group.rank(), group.size()
@@ -64,23 +64,23 @@ class Exchange(ABC):
         """``flags``: see `Sum`."""
 
     def start_together(self, wires: Sequence[Tensor]) -> Pending:
-        """Starts the sums of several buckets as one launch, on all ranks of the same ones. They end together."""
+        """Starts the sums of several buckets as one launch, the same on all ranks. They end together."""
         raise NotImplementedError(f"{type(self).__name__} starts one bucket at a time")
 
     def run(self, buffer: Tensor) -> None:
-        """Sums as many elements of ``buffer`` as a bucket could have, to see how long it takes."""
+        """Sums as much of ``buffer`` as a bucket can have, for measurements."""
         size = buffer.numel() - buffer.numel() % math.lcm(self.ranks, 128)
         self.start(buffer[:size], buffer[size:size]).wait()
 
     def run_together(self, buffers: Sequence[Tensor]) -> None:
-        """As `run`, of several as one launch."""
+        """`run` for several buffers, as one launch."""
         self.start_together(buffers).wait()
 
     def at_close(self, function: Callable[[], object]) -> None:
         self._at_close.append(function)
 
     def close(self) -> None:
-        """Nothing is started any more."""
+        """Releases resources; no sums may be started afterwards."""
         while self._at_close:
             self._at_close.pop()()
 
@@ -96,8 +96,8 @@ class AllReduce(Exchange):
         return _Work(self._group.allreduce([wire]))
 
 
-class AtOnce(Exchange):
-    """A sum that backward waits for, on a CPU whose backend has no `own_group` for a thread."""
+class Blocking(Exchange):
+    """Sums that backward waits for: on a CPU, with a backend that has no `own_group` for use in a thread."""
 
     def __init__(self, group: dist.ProcessGroup, sum_up: Sum) -> None:
         super().__init__(group)
@@ -107,11 +107,11 @@ class AtOnce(Exchange):
         return _Done(self._sum_up(wire, flags))
 
 
-class Beside(Exchange):
-    """A sum that waits in its midst, so that it needs a place beside the backward pass.
+class Background(Exchange):
+    """Sums of several steps, which wait for each other in the background of the backward pass.
 
-    On a CPU that is a thread, which takes bucket after bucket, as ranks match collectives by their order; no other
-    thread may make collectives of the same groups. On a GPU it is a stream of high priority.
+    On a CPU they run in one thread, in order; no other thread may make collectives of the same groups. On a GPU they
+    run in a stream of high priority ([Note 1] in reducer.py).
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class Beside(Exchange):
 
 
 def hierarchical(inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Sum:
-    """Sums inside each node first, so that only 1 / (ranks of a node) of the bytes of each rank go across nodes.
+    """Sums inside each node first, so that each rank sends only 1 / (ranks per node) of its bytes across nodes.
 
-    inside: the ranks of this one's node; across: those of the same place in every node. Each node leaves every of its
-    ranks the sum of a part; equal parts of all nodes are summed; nodes gather the parts (as the hierarchical all-reduce
-    of Horovod).
+    inside: the ranks of this rank's node. across: the ranks with the same index in each node. A reduce-scatter inside
+    each node, an all-reduce of each part across nodes, an all-gather inside each node (Horovod's hierarchical
+    all-reduce).
     """
 
     def sum_up(wire: Tensor, flags: Tensor) -> None:
@@ -160,10 +160,10 @@ def hierarchical(inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Sum:
 
 
 def reduce_scatter(group: dist.ProcessGroup, adds_in_float32: bool) -> Sum:
-    """Leaves every rank the sum of its own part of the buffer alone."""
+    """Leaves each rank with the sum of its own part of the buffer only."""
 
     def sum_up(wire: Tensor, flags: Tensor) -> None:
-        dist.all_reduce(flags, group=group)  # before the part of the last rank is summed, which holds them
+        dist.all_reduce(flags, group=group)  # first, as they are in the last rank's part, which is summed next
         part = wire.chunk(group.size())[group.rank()]
         if adds_in_float32:
             for work in float32_reduce_scatter(wire, part, group):
@@ -175,9 +175,9 @@ def reduce_scatter(group: dist.ProcessGroup, adds_in_float32: bool) -> Sum:
 
 
 def over_nccl(group: dist.ProcessGroup, device: torch.device) -> Exchange:
-    """NCCL's all-reduce, on a stream of high priority, as NCCL runs what is not asynchronous on the current one.
+    """NCCL's all-reduce in a stream of high priority: synchronous collectives run in the current stream.
 
-    On NCCL's own stream, of the usual priority, the blocks of the sum wait for those of backward.
+    In NCCL's own stream, of normal priority, the blocks of the sum would wait for those of backward.
     """
     options = dist.AllreduceOptions()
     options.asyncOp = False
@@ -190,11 +190,11 @@ def over_nccl(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     def sum_up(wire: Tensor, flags: Tensor) -> None:
         sum_together([wire])
 
-    return Beside(group, device, sum_up, sum_together if coalesces(group, device) else None)
+    return Background(group, device, sum_up, sum_together if coalesces(group, device) else None)
 
 
 def in_float32(group: dist.ProcessGroup) -> Sum:
-    """Adds in float32 (float64 in float64), in the order of the ranks, and rounds once."""
+    """Adds in float32 (float64 for float64), in the order of the ranks, and rounds once."""
 
     def sum_up(wire: Tensor, flags: Tensor) -> None:
         for work in float32_all_reduce(wire, group):
@@ -204,7 +204,7 @@ def in_float32(group: dist.ProcessGroup) -> Sum:
 
 
 def in_shared_memory(arena: SymmetricArena) -> Sum:
-    """Loads and stores, where every rank addresses the buckets of all; adds in float32."""
+    """Loads and stores in memory that all ranks share; adds in float32."""
 
     def sum_up(wire: Tensor, flags: Tensor) -> Tensor:
         return arena.all_reduce(wire)
@@ -222,21 +222,22 @@ def choose_exchange(
     narrowed: bool,
     sharded: bool,
 ) -> tuple[Exchange, list[Tensor]]:
-    """How to sum, and the memory of buckets for it: ``buffers`` are elements and dtype of each. A collective.
+    """Selects an exchange, and allocates the memory of buckets for it. A collective.
 
-    mesh: of two dimensions asks for `hierarchical`. algorithm: see `BucketedDataParallel`. narrowed: whether values are
-    rounded to travel. sharded: whether every rank is to get its part alone.
+    buffers: (elements, dtype) of each. mesh: two dimensions select `hierarchical`. algorithm: see
+    `BucketedDataParallel`. narrowed: whether values are rounded to be sent. sharded: whether each rank should only get
+    its own part.
     """
-    # Of two values even a sum in 16 bits is rounded once. On a CPU it costs nothing, and the sum of an element does not
-    # depend on its place in a bucket, as in a ring: a run that is resumed with other buckets gives the same bits.
+    # With two ranks a sum in 16 bits is rounded once, too. On a CPU float32 costs nothing, and unlike with a ring the
+    # sum of an element does not depend on its position: a run that is resumed with other buckets gives the same bits.
     narrow = narrowed and group.size() > 2 and all(dtype.itemsize == 2 for _, dtype in buffers)
     wants_float32 = algorithm == "float32" or (algorithm == "auto" and (narrow or device.type == "cpu"))
-    # On GPUs shared memory wins for small buckets alone, by how much nobody has measured yet.
+    # On GPUs shared memory should only be faster for small buckets; this has not been measured yet.
     tries_shared = algorithm == "symmetric" or (algorithm == "auto" and device.type == "cpu" and group.size() > 1)
     if tries_shared and not sharded and (mesh is None or mesh.ndim == 1):
         try:
             arena, memory = _shared_memory(group, device, buffers)
-            return Beside(group, device, in_shared_memory(arena)), memory
+            return Background(group, device, in_shared_memory(arena)), memory
         except NotSharedError as error:
             if algorithm == "symmetric":
                 raise RuntimeError(
@@ -263,8 +264,8 @@ def _by_collectives(
     else:
         return AllReduce(own_group(group, device))
     if device.type == "cpu" and not is_on_gloo(group, device):
-        return AtOnce(group, sum_up)
-    return Beside(group, device, sum_up)
+        return Blocking(group, sum_up)
+    return Background(group, device, sum_up)
 
 
 def _shared_memory(
@@ -323,4 +324,4 @@ class _OnStream(Pending):
         return self._stats
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        raise NotImplementedError("a stream runs nothing of the host's; record an event after wait()")
+        raise NotImplementedError("a stream cannot run callbacks; record an event after wait()")

@@ -1,4 +1,4 @@
-"""The door to FSDP2: gradients that travel in 16 bits and are added in float32."""
+"""A reduce-scatter for FSDP2: gradients are sent in 16 bits and summed in float32."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ NAME = "cuda_ext.distributed.Float32ReduceScatter"
 
 
 class Float32ReduceScatter:
-    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter`` that adds in float32 and rounds once, if at all.
+    """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter`` that sums in float32 and rounds at most once.
 
-    FSDP2 casts gradients to the ``reduce_dtype`` of its mixed precision policy, in which its own reduce-scatter sends
-    and adds them. This one sends ``wire_dtype``, adds in float32 (float64 if ``reduce_dtype`` is), and rounds the sum
-    or mean to ``reduce_dtype``. With ``reduce_dtype=torch.float32`` and ``wire_dtype=torch.bfloat16`` half the bytes
-    travel and the result is not rounded at all.
+    FSDP2 casts gradients to the ``reduce_dtype`` of its mixed precision policy; its own reduce-scatter sends and sums
+    them in this dtype. This one sends ``wire_dtype``, sums in float32 (float64 if ``reduce_dtype`` is float64), and
+    rounds the sum or mean to ``reduce_dtype``. With ``reduce_dtype=torch.float32`` and ``wire_dtype=torch.bfloat16`` it
+    sends half the bytes and does not round the result.
 
     wire_dtype: float32, float16, bfloat16 or float64; default ``reduce_dtype``. float16 overflows beyond 65504, as
-        values are not divided by the number of ranks before they travel.
+        values are not divided by the number of ranks before they are sent.
 
-    One object may serve any number of modules; FSDP2 wants it set on each. Raises ValueError for another
+    One object may be set on any number of modules; FSDP2 requires setting it on each. Raises ValueError for another
     ``wire_dtype``, and from backward NotImplementedError for another reduction than a sum or mean.
     """
 
-    # FSDP2 names this protocol ReduceScatter, asks no more of it than these two methods, and does not export it.
+    # These two methods are FSDP2's protocol ReduceScatter, which torch does not export.
 
     def __init__(self, wire_dtype: torch.dtype | None = None) -> None:
         check_wire_dtype(NAME, wire_dtype)
         self.wire_dtype = wire_dtype
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An empty tensor: for the gradients of a module, and for the shard of them that stays."""
+        """An empty tensor, for the gradients of a module or for this rank's shard of them."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -53,7 +53,7 @@ class Float32ReduceScatter:
             raise NotImplementedError(f"{NAME}: expected async_op=False, which is what FSDP2 passes, got True")
         wire = input_tensor if self.wire_dtype is None else input_tensor.to(self.wire_dtype)
         for work in float32_reduce_scatter(wire, output_tensor, group, scale=_scale(op, group.size())):
-            work.wait()  # on a GPU it is the stream of FSDP2 that waits
+            work.wait()  # on a GPU the stream of FSDP2 waits
 
 
 def _scale(op: Any, ranks: int) -> float:
@@ -61,6 +61,6 @@ def _scale(op: Any, ranks: int) -> float:
         return 1.0
     if op == dist.ReduceOp.AVG:
         return 1.0 / ranks
-    if op == dist.ReduceOp.PREMUL_SUM:  # of set_gradient_divide_factor; the factor can be had from its pickle only
+    if op == dist.ReduceOp.PREMUL_SUM:  # from set_gradient_divide_factor; only its pickled state has the factor
         return op.__getstate__()[1]
     raise NotImplementedError(f"{NAME}: expected a sum, a mean or a sum with a factor, got {op}")

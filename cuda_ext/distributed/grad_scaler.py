@@ -1,4 +1,4 @@
-"""Loss scaling for float16 whose check for infinities costs no pass over the gradients."""
+"""Loss scaling for float16 that checks for infinities without a pass over the gradients."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cuda_ext.distributed.data_parallel import BucketedDataParallel
 
 
 class GradScaler(grad_scaler.GradScaler):
-    """`torch.amp.GradScaler` for a `BucketedDataParallel`, whose buckets know already whether a gradient is finite.
+    """`torch.amp.GradScaler` for a `BucketedDataParallel`, whose buckets already know whether gradients are finite.
 
-    Used as that of torch, with the same results. Gradients hold sums over the ranks, so an infinity on any rank is one
-    on all of them: all skip the step, and all lower their scale alike. An optimizer that takes the scale into its own
-    kernel (``fused=True``) gets it, and the gradients are not touched; for any other they are multiplied once.
+    It is used like torch's, with the same results. Gradients are averages over the ranks, so an infinity on one rank
+    appears on all of them: all skip the step and reduce their scale alike. An optimizer whose kernel unscales gradients
+    (``fused=True``) receives the scale; for others the gradients are multiplied once.
 
     Args:
-        model: what `backward` runs through. Of an optimizer that has not got all parameters of ``model`` with a
-            gradient, and no others, torch's own pass looks through the gradients, to find which optimizer is to skip.
+        model: the wrapped model. If an optimizer has other parameters with gradients than exactly those of ``model``,
+            torch's own pass over its gradients decides whether to skip its step.
         device: ``"cuda"`` or ``"cpu"``; default that of the parameters.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: those of torch, with its defaults.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch, with the same defaults.
 
-    Raises what that of torch raises: ValueError for float16 gradients, which cannot be unscaled, and RuntimeError for
-    a second `unscale_` or `step` before `update`; TypeError for a ``model`` that is not wrapped.
+    Raises what torch's raises: ValueError for float16 gradients, which cannot be unscaled, and RuntimeError for a
+    second `unscale_` or `step` before `update`; TypeError for a ``model`` that is not wrapped.
     """
 
     def __init__(
@@ -38,9 +38,8 @@ class GradScaler(grad_scaler.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module) or not hasattr(
-            model, "found_nonfinite"
-        ):  # one that is compiled has it, too
+        # Not an isinstance check, so that a compiled wrapper is accepted, too.
+        if not isinstance(model, nn.Module) or not hasattr(model, "found_nonfinite"):
             raise TypeError(
                 "cuda_ext.distributed.GradScaler: expected model to be a BucketedDataParallel, got "
                 f"{type(model).__name__}; wrap it first, or use torch.amp.GradScaler"
@@ -61,7 +60,7 @@ class GradScaler(grad_scaler.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if not self._owns_all_gradients(optimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = self._found_inf()  # before the gradients change: the buckets know the answer for what they reduced
+        found = self._found_inf()  # before the gradients change: the buckets know the answer for the averages
         gradients = list(_gradients(optimizer).values())
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in gradients):
             raise ValueError(

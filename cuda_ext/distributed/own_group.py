@@ -1,8 +1,8 @@
-"""A process group of a wrapper's own, so that its sums never meet the collectives of the program on the same ranks.
+"""A process group for a wrapper alone, so that its sums are never matched with other collectives of the program.
 
-gloo matches the collectives of a group by the order in which each rank starts them. Sums that go on in a thread, or
-start when a rank happens to have all gradients of a bucket, have no fixed place in the order of a program that makes
-collectives itself: in backward, in its loss, or by a second wrapper. In a group of its own a wrapper's sums have.
+gloo matches the collectives of a group by the order in which each rank starts them. A wrapper's sums run in a thread,
+or start when the last gradient of a bucket is ready, so their order relative to the program's own collectives (in
+backward, in the loss, or of a second wrapper) differs between ranks. In a separate group it does not matter.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def is_on_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def own_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another group of the ranks of ``group``, for buffers on ``device``; ``group`` itself unless it `is_on_gloo`.
+    """A new group of the ranks of ``group``, for buffers on ``device``; ``group`` itself unless it `is_on_gloo`.
 
-    A collective. The new group goes with the last reference to it: `torch.distributed` does not know it.
+    A collective. The new group is freed with the last reference to it: `torch.distributed` does not register it.
     """
     if not is_on_gloo(group, device):
         return group

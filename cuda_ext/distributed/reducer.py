@@ -17,13 +17,13 @@ all ranks see the same flags and either all of them raise or none does. Three co
 - Flags have to be final when the bucket is packed. So the last launch is made by `_finish` if there are forward passes
   that backward has not reached yet.
 - Flags are summed on every rank, even where each rank gets only a part of the gradients (`reduce_scatter`).
-- A rank that abandons a pass sends NaN in place of flags and gradients, which no sum hides.
+- A rank that abandons a pass sends NaN instead of flags and gradients, which every sum propagates.
 
 [Note 3: Gradient slots] A product writes a gradient directly to its bucket, scaled as `open` says, between `_reset`,
 which opens the slots, and `GradientBucket.pack`, which locks them: after that the sum may read the bucket at any time.
 A later gradient of the same parameter accumulates in `parameter.grad` as usual; `gradient_hook` refuses it once the
-bucket is sent. `pack` does not scale what a slot holds again (``kept``), so the scale of `open` is 1 / ranks where the
-slot is in the buffer that is sent, and 1 where `pack` copies it to another buffer, and under `no_sync`.
+bucket is sent. `pack` does not scale the content of a slot again (``kept``), so the scale of `open` is 1 / ranks where
+the slot is in the buffer that is sent, and 1 where `pack` copies it to another buffer, and under `no_sync`.
 
 [Note 4: End of a pass] `_finish` is a callback of the autograd engine, so ``backward()`` returns with the averages in
 place. It is queued by the first hook of the outermost graph task, of an output if possible: a callback that is queued

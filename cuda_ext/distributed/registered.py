@@ -1,8 +1,8 @@
-"""Memory that NCCL knows beforehand, so that its kernels read and write buckets where they lie.
+"""Memory registered with NCCL, so that its kernels read and write buckets in place.
 
-A buffer registered with the communicator spares NCCL the copies to and from its own; registered as symmetric, at one
-offset on every rank, it lets NCCL 2.27 and later take kernels of far lower latency (NCCL user guide, User Buffer
-Registration; Megatron-LM's ``nccl_ub``). All ranks have to do it or none.
+For a registered buffer NCCL needs no copies to and from buffers of its own; if it is registered as symmetric, at the
+same offset on every rank, NCCL 2.27 and later can use kernels of far lower latency (NCCL user guide, User Buffer
+Registration; Megatron-LM's ``nccl_ub``). Either all ranks register their buffers or none does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from cuda_ext.distributed.reporting import logger
 
 
 class RegisteredMemory:
-    """``buffers``: of so many elements and such dtypes, registered with ``group`` if every rank could do so.
+    """``buffers`` of the given numbers of elements and dtypes, registered with ``group`` if every rank can do so.
 
-    A collective. Where a rank cannot, none does, buffers are ordinary ones, and ``reason``, one line, says why; None
-    if they are registered. Lives as long as the buffers are used.
+    The constructor is a collective. If a rank cannot register them, all ranks use ordinary buffers, and ``reason`` says
+    why, in one line; it is None if they are registered. Keep this object as long as the buffers are used.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class RegisteredMemory:
         self._pool: Any = None
         if device.type != "cuda":
             self.reason = "only memory of GPUs is registered"
-            # Its pages are taken when gradients come: nobody reads before `pack` has written all of a bucket.
+            # The system allocates pages when gradients arrive: `pack` writes all of a bucket before it is read.
             self.buffers = [torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes]
         else:
             self.reason = self._register(sizes, device)
@@ -49,20 +49,20 @@ class RegisteredMemory:
             self.buffers = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes]
 
     def close(self) -> None:
-        """NCCL forgets the memory; before the group goes."""
+        """Deregisters the memory; call it before the group is destroyed."""
         if self._pool is not None:
             self._backend.deregister_mem_pool(self._pool)
             self._pool = None
 
     def _register(self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> str | None:
-        """Why this rank could not."""
+        """Returns why this rank could not register its buffers, or None."""
         try:
             pool = torch.cuda.MemPool(self._backend.mem_allocator)
             with torch.cuda.use_mem_pool(pool, device):
                 self.buffers = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes]
             try:
                 self._backend.register_mem_pool(pool, symm=True)
-            except TypeError:  # a torch that knows no symmetric registration
+            except TypeError:  # a torch without symmetric registration
                 self._backend.register_mem_pool(pool)
             self._pool = pool
         except (AttributeError, RuntimeError, TypeError) as error:

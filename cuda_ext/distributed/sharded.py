@@ -1,4 +1,4 @@
-"""Optimizers that hold a part of their state on each rank: ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054)."""
+"""Optimizers with a part of their state on each rank: ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gather_state(
     shards: Mapping[str, nn.Parameter],
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
-    """The state of the optimizers of all ranks, as one of whole parameters has it, by their names. A collective."""
+    """The state of the optimizers of all ranks, by name, as an unsharded optimizer has it. A collective."""
     here = {
         name: {key: value.dtype if _is_piece(key, value, shard) else value for key, value in state.items()}
         for name, shard in shards.items()
@@ -78,7 +78,7 @@ def gather_state(
                 elements = _elements(value)
                 if key in here.get(name, {}):
                     elements[_place(parameter, shards[name])] = optimizer.state[shards[name]][key]
-                # Each element is of one rank, and zero bytes elsewhere, so that this sum keeps every bit.
+                # Each element is non-zero on one rank only; a sum of bytes keeps all of its bits.
                 dist.all_reduce(elements.view(torch.uint8), group=group)
             whole.setdefault(name, {})[key] = value
     groups = [
@@ -94,11 +94,11 @@ def load_state(
     parameters: Mapping[str, nn.Parameter],
     shards: Mapping[str, nn.Parameter],
 ) -> None:
-    """Gives the optimizer this rank's pieces of such a state."""
+    """Loads this rank's pieces of a state from `gather_state` into the optimizer."""
     op, groups = f"{NAME}.load_optimizer_state_dict", state_dict.get("param_groups", [])
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"{op}: expected state_dict to have {len(optimizer.param_groups)} param_groups, as the optimizer, got "
+            f"{op}: expected state_dict to have {len(optimizer.param_groups)} param_groups, like the optimizer, got "
             f"{len(groups)}; make both with the same groups"
         )
     own: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -110,8 +110,8 @@ def load_state(
         for index, name in zip(indices, names):
             if name not in group["params"]:
                 raise ValueError(
-                    f"{op}: expected param_groups that name parameters as the optimizer has them, got none or another "
-                    f"group for {name}; state_dict is from model.optimizer_state_dict or get_optimizer_state_dict"
+                    f"{op}: expected param_groups with the same parameters as the optimizer, got none or another "
+                    f"group for {name}; use a state_dict from model.optimizer_state_dict or get_optimizer_state_dict"
                 )
             entries, place = state_dict["state"].get(name, {}), _place(parameters[name], shards[name])
             own["state"][index] = {}
@@ -135,12 +135,12 @@ def _group_names(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Param
 
 
 def _is_piece(key: str, value: object, of: Tensor) -> bool:
-    """Whether a value of an optimizer's state is of elements, as moments are, and not of the whole parameter."""
+    """Whether a value of an optimizer's state is elementwise, like moments, or belongs to the whole parameter."""
     return isinstance(value, Tensor) and value.shape == of.shape and key != "step"
 
 
 def _elements(tensor: Tensor) -> Tensor:
-    """In the order of memory, in which parameters are cut into shards."""
+    """The elements in memory order, in which parameters are divided into shards."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -150,7 +150,7 @@ def _place(parameter: nn.Parameter, shard: nn.Parameter) -> slice:
 
 
 def refuse_other_optimizers(named: Mapping[str, nn.Parameter]) -> RemovableHandle:
-    """From now on an optimizer of one of these parameters raises when it steps: only their shards get gradients."""
+    """Makes the step of any optimizer with one of these parameters raise, as only their shards have gradients."""
     names = {id(parameter): name for name, parameter in named.items()}
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -160,17 +160,17 @@ def refuse_other_optimizers(named: Mapping[str, nn.Parameter]) -> RemovableHandl
                     raise RuntimeError(
                         f"{NAME}: expected an optimizer from model.sharded_optimizer, as with shard_optimizer=True "
                         f"only a rank's pieces of parameters get gradients, got {type(optimizer).__name__} with "
-                        f"parameter {names[id(parameter)]}, which it would leave as it is"
+                        f"parameter {names[id(parameter)]}, which it would not update"
                     )
 
     return register_optimizer_step_pre_hook(refuse)
 
 
 class ShardedBucket(GradientBucket):
-    """A bucket whose sum leaves every rank its part alone, and whose parameters lie as their gradients do.
+    """A bucket of which each rank only gets its part of the sum, and whose parameters have the layout of gradients.
 
-    The rank's optimizer updates ``shards``: flat pieces of the parameters, where those overlap the rank's part, with
-    gradients that are views of it. `gather` then brings the updated parts to all ranks, in place.
+    The rank's optimizer updates ``shards``: flat pieces of the parameters, where they overlap the rank's part; their
+    gradients are views of that part. `gather` then distributes the updated parts to all ranks, in place.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class ShardedBucket(GradientBucket):
         named: Mapping[str, nn.Parameter],
         layout: Layout,
         wire: Tensor,
-        gradients: Tensor | None,  # (layout.size,), of which this rank's part is used
+        gradients: Tensor | None,  # (layout.size,); only this rank's part is used
         exchange: Exchange,
         error_feedback: bool,
-        values: Tensor,  # (layout.size,), in the parameters' dtype: where they move to
+        values: Tensor,  # (layout.size,), in the parameters' dtype: their new memory
         group: dist.ProcessGroup,
     ) -> None:
         super().__init__(named, layout, wire, gradients, exchange, error_feedback)
@@ -192,7 +192,8 @@ class ShardedBucket(GradientBucket):
         self._wire_part, self._values_part = wire[part], values[part]
         self._gradients_part = self._wire_part if gradients is None else gradients[part]
         self.shards: dict[str, nn.Parameter] = {}
-        self._places: list[tuple[int, nn.Parameter, Tensor]] = []  # of each shard: parameter, shard, gradient
+        # For each shard: the position of its parameter, the shard, and its gradient.
+        self._places: list[tuple[int, nn.Parameter, Tensor]] = []
         for position, (name, parameter) in enumerate(named.items()):
             begin = layout.offsets[position]
             place = self._view(values, position)
@@ -213,7 +214,7 @@ class ShardedBucket(GradientBucket):
         for position, shard, gradient in self._places:
             if position not in unused:
                 shard.grad = gradient
-            elif shard.grad is not None:  # whoever zeroes gradients in place wants zeros
+            elif shard.grad is not None:  # the user zeroes gradients in place, and expects zeros
                 shard.grad.zero_()
         return outcome
 
@@ -223,7 +224,7 @@ class ShardedBucket(GradientBucket):
                 bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
 
     def gather(self) -> dist.Work | None:
-        """Starts to bring every rank's part of the parameters to all."""
+        """Starts the all-gather of the parameters."""
         return self._group._allgather_base(self._values, self._values_part)
 
     def reduced(self) -> list[Tensor]:
@@ -236,4 +237,4 @@ class ShardedBucket(GradientBucket):
         return bucket_ops.stats(tensors), True
 
     def remember(self, stats: Tensor) -> None:
-        """Parts are read again: they differ, so nobody could tell by them whether all of them are unchanged."""
+        """Nothing: from its own part a rank cannot tell whether the parts of the others have changed."""

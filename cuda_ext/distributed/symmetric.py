@@ -1,9 +1,9 @@
-"""All-reduce by loads and stores, in memory that every rank of a group on one host addresses: nothing is sent.
+"""All-reduce by loads and stores in memory that the ranks of a group on one host share, without messages.
 
-On CPUs that is shared memory without a name, which vanishes with the processes, however they end; on GPUs it is
-`torch.distributed._symmetric_memory`. A large bucket is summed by the two-shot all-reduce: each rank sums one part of
-it, of all ranks, and writes the sum to all ranks. For a small one the ranks wait once instead of twice, one-shot: each
-writes its whole bucket to all others, and sums everything itself (csrc/bucket/symmetric.h says how they wait).
+On CPUs this is anonymous shared memory, which the system frees when the processes end, in whatever way; on GPUs it is
+`torch.distributed._symmetric_memory`. Large buckets are summed two-shot: each rank sums one part of the buckets of all
+ranks, and writes the sum to all ranks. Small ones are summed one-shot, which waits once instead of twice: each rank
+writes its whole bucket to all others, and sums everything itself (csrc/bucket/symmetric.h describes the waiting).
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from cuda_ext._load import ops
 NAME = "cuda_ext.distributed.SymmetricArena"
 MAX_RANKS = 32
 MAX_SLOTS = 8
-ALIGNMENT = 64  # bytes, of where a bucket begins
+ALIGNMENT = 64  # bytes, of the start of a bucket
 PAD_BYTES = 128 << 10  # before the buckets; as in csrc/bucket/symmetric.h
 
 _PROCESSES = Path("/proc")
 
 
 def probe_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks of ``group`` cannot share memory on ``device``, in one line; None if they can.
+    """Whether the ranks of ``group`` can share memory on ``device``: None if they can, else the reason in one line.
 
-    A collective, with the same answer on all ranks. It tries: each rank makes a small piece of memory and maps those of
-    the others.
+    A collective, with the same answer on all ranks: each rank allocates a little memory and maps that of the others.
     """
     try:
         _Segments(1, group, device)
@@ -47,7 +46,7 @@ def probe_shared_memory(group: dist.ProcessGroup, device: torch.device) -> str |
 
 
 class NotSharedError(RuntimeError):
-    """The ranks do not share memory, on all of them alike; ``reason`` says why, in one line."""
+    """The ranks do not share memory; raised on all ranks. ``reason`` says why, in one line."""
 
     def __init__(self, nbytes: int, reason: str) -> None:
         super().__init__(f"{NAME}: expected ranks that share memory of {nbytes} bytes each, got {reason}")
@@ -55,10 +54,10 @@ class NotSharedError(RuntimeError):
 
 
 class SymmetricArena:
-    """Memory of this rank, in which the buckets of all ranks of a group are summed.
+    """Memory for buckets on this rank, which the other ranks of the group map, too.
 
-    Making one is a collective, with the same ``nbytes`` on all ranks. Buckets are views of ``bytes``: a rank packs its
-    own, then `all_reduce` makes it the sum over the ranks. ::
+    The constructor is a collective, with the same ``nbytes`` on all ranks. Buckets are views of ``bytes``: each rank
+    packs its own, then `all_reduce` replaces it by the sum over the ranks. ::
 
         arena = SymmetricArena(nbytes, group, device)
         bucket = arena.bytes[begin:end].view(torch.bfloat16)  # begin: a multiple of 64; the same on all ranks
@@ -66,16 +65,16 @@ class SymmetricArena:
         stats = arena.all_reduce(bucket)
 
     Args:
-        nbytes: of memory for buckets, on each rank. A CPU takes its pages as they are first written.
+        nbytes: memory for buckets, on each rank. On a CPU, pages are allocated when they are first written.
         group: at most 32 ranks, all on one host.
-        device: where the buckets are; CPU or CUDA.
-        timeout: seconds that `all_reduce` waits for a rank that is late; default the group's own.
-        slots: how many all-reduces may be under way at once, 1 to 8.
+        device: of the buckets; CPU or CUDA.
+        timeout: seconds that `all_reduce` waits for a late rank; default the group's timeout.
+        slots: how many all-reduces may run at the same time, 1 to 8.
         one_shot_bytes: buckets up to this size are summed one-shot, with the same bits; 0 for none. It is rounded up
-            to a multiple of 64, and costs each rank 2 x slots x ranks times as much memory beside ``nbytes``. Default:
+            to a multiple of 64, and needs 2 x slots x ranks times as much additional memory on each rank. Default:
             `default_one_shot_bytes`.
 
-    ``bytes`` is (nbytes,), uint8, zeros at first. It outlives the arena; what other ranks do to it does not.
+    ``bytes`` is (nbytes,), uint8, initially zeros. It outlives the arena, but the other ranks then no longer write it.
 
     Raises `NotSharedError`, a RuntimeError, on all ranks alike, if the ranks do not share memory (which
     `probe_shared_memory` tells before) or have too little, and ValueError for a wrong argument.
@@ -92,7 +91,7 @@ class SymmetricArena:
         one_shot_bytes: int | None = None,
     ) -> None:
         if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"{NAME}: expected group to be a process group that holds this process, got {group!r}")
+            raise TypeError(f"{NAME}: expected group to be a process group that contains this process, got {group!r}")
         if one_shot_bytes is None:
             one_shot_bytes = default_one_shot_bytes(group.size(), device) if group.size() > 1 else 0
         if timeout is None:
@@ -122,23 +121,24 @@ class SymmetricArena:
     def all_reduce(self, bucket: Tensor, *, slot: int = 0) -> Tensor:
         """Replaces ``bucket`` by its sum over the ranks, in place, with the same bits on all of them.
 
-        bucket: a view of ``bytes``, 1-d and contiguous, of float32, float16, bfloat16 or float64, that begins at a
-            multiple of 64 bytes; of the same place, size and dtype on all ranks.
+        bucket: a view of ``bytes``, 1-d and contiguous, float32, float16, bfloat16 or float64, at a multiple of 64
+            bytes; the same offset, size and dtype on all ranks.
         slot: 0 to ``slots`` - 1, default 0. The ranks run the all-reduces of one slot in the same order, one after the
-            other; those of different slots may be under way at once, in threads or on streams of their own.
+            other; those of different slots may run at the same time, in separate threads or streams.
 
-        Values are added in the order of the ranks, in float32 (float64 for float64), and rounded once. On the CPU it
-        returns when that is done, and other threads run meanwhile; on CUDA it is queued on the current stream.
+        Values are added in the order of the ranks, in float32 (float64 for float64), and rounded once. On a CPU this
+        returns when the sum is complete, and releases the GIL; on CUDA it is queued in the current stream.
 
-        Returns the statistics of the sum as `cuda_ext.bucket` has them: (2,), float32 (float64 if the bucket is), the
-        sum of squares, and 1.0 if a value is infinite or NaN.
+        Returns the statistics of the sum, as in `cuda_ext.bucket`: (2,), float32 (float64 for float64), the sum of
+        squares, and 1.0 if a value is infinite or NaN.
 
-        Raises RuntimeError, with the ranks it is about, if one does not come in time, has ended, or reduces another
-        bucket. The arena then serves no rank any more: whoever uses it gets an error that names the first to give up.
+        Raises RuntimeError, with the ranks concerned, if a rank is late, has ended, or reduces another bucket. No rank
+        can use the arena after that: its all-reduces raise an error that names the first rank that failed.
         """
         if not 0 <= slot < self._slots:
             raise ValueError(
-                f"{NAME}.all_reduce: expected slot from 0 to {self._slots - 1}, got {slot}; ask for slots="
+                f"{NAME}.all_reduce: expected slot from 0 to {self._slots - 1}, got {slot}; pass a larger slots "
+                "to SymmetricArena"
             )
         return ops.symmetric_all_reduce(
             bucket,
@@ -151,29 +151,29 @@ class SymmetricArena:
         )
 
     def abort(self) -> None:
-        """Makes `all_reduce` fail on all ranks from now on, at once where one waits; for a rank that goes astray."""
+        """Makes `all_reduce` fail on all ranks from now on, also where a rank waits already; for a rank that fails."""
         ops.symmetric_abort(self._segments.tensors, rank=self._rank)
 
 
 def default_one_shot_bytes(ranks: int, device: torch.device) -> int:
-    """The largest bucket of which it is better to write all to every rank than to wait twice.
+    """The largest bucket for which one-shot is faster than two-shot.
 
-    Of a CPU that was measured (docs/ladder_bucket.md). Of a GPU it is where vLLM's custom_all_reduce changes from one
-    stage to two between GPUs that NVLink joins: 512 KiB on four, 256 KiB on eight; not measured here.
+    Measured on a CPU (docs/ladder_bucket.md). For GPUs it is the size at which vLLM's custom_all_reduce changes from
+    one stage to two with NVLink: 512 KiB on four GPUs, 256 KiB on eight; not measured here.
     """
     return (1 << 17 if device.type == "cpu" else 1 << 21) // ranks
 
 
 class _NotShared(Exception):
-    """The ranks do not share memory; the message says why, the same on all of them."""
+    """The ranks do not share memory. The message says why, and is the same on all ranks."""
 
 
 class _Segments:
-    """A segment of each rank, mapped by all: ``tensors`` in the order of ranks, uint8, of pad, buckets and staging.
+    """The memory of all ranks, mapped by this one: ``tensors`` by rank, uint8: pad, then buckets, then staging.
 
-    nbytes: of buckets. staging: how many slots have some, and how many bytes of each rank it takes.
+    nbytes: for buckets. staging: the number of slots, and the bytes of staging per slot and rank.
 
-    ``files`` on CPUs are the open files behind them. A rank holds a lock on its own, by which the others see it live.
+    On CPUs ``files`` are the open files of the tensors. Each rank locks its own file, so that others see that it lives.
     """
 
     def __init__(
@@ -196,10 +196,10 @@ class _Segments:
             raise _NotShared(f"no memory is shared between devices of type {device.type}")
 
     def _share_host_memory(self, size: int, layout: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        name = f"cuda_ext-{secrets.token_hex(16)}"  # no other file has it, so who opens it by name has found this one
+        name = f"cuda_ext-{secrets.token_hex(16)}"  # unique, so that other ranks can verify that they opened this file
         own, problem = -1, ""
         try:
-            # Asked first: where memory runs out, the kernel may rather kill a process than refuse pages.
+            # Checked first: if memory runs out, the kernel may kill a process instead of refusing pages.
             if size * group.size() > _toolchain.available_memory_gib() * 2**30:
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
             own = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -216,13 +216,13 @@ class _Segments:
                 raise _NotShared(problem)
             for rank, (_, process, file, its_name, _) in enumerate(offers):
                 if rank == group.rank():
-                    self.files.append(own)  # never opened twice: to close one would drop the lock
+                    self.files.append(own)  # not opened twice: closing one would release the lock
                     self.tensors.append(own_tensor)
                     continue
                 path = _PROCESSES / str(process) / "fd" / str(file)
                 try:
                     if its_name not in os.readlink(path):
-                        raise OSError(errno.ENOENT, "another file is there", str(path))
+                        raise OSError(errno.ENOENT, "it is another file", str(path))
                     self.files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                     self.tensors.append(_map(self.files[-1], size))
                 except OSError as error:
@@ -250,7 +250,7 @@ class _Segments:
         if problem:
             raise _NotShared(problem)
         try:
-            self._handle = symmetric_memory.rendezvous(own, group)  # what the others' tensors look into
+            self._handle = symmetric_memory.rendezvous(own, group)  # keeps the memory of the others mapped
             self.tensors += [
                 own if rank == group.rank() else self._handle.get_remote_tensor(rank, own.shape, own.dtype)
                 for rank in range(group.size())

@@ -1,8 +1,8 @@
 """The two collectives of a tensor parallel layer: f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053).
 
-A layer split over ranks takes an input that all ranks hold, computes a part of the output on each, and adds the parts.
-Forward, the addition needs an all-reduce; backward, each rank has the gradient of the input through its own part only,
-and these need one. Each is the other's derivative:
+A layer that is split over ranks has the same input on all ranks; each rank computes a part of the output, and the parts
+are added. Forward, this sum is an all-reduce. Backward, each rank has the gradient of the input through its own part
+only, and their sum is an all-reduce, too. Each of the two functions is the other's derivative:
 
     forward                backward
     `all_reduce_gradient`  identity                sum over ranks          at the input: f
@@ -23,11 +23,11 @@ __all__ = ["all_reduce", "all_reduce_gradient"]
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum or mean of ``tensor`` over the ranks, in a new tensor; backward hands the gradient of it to every rank.
+    """The sum or mean of ``tensor`` over the ranks, in a new tensor; backward passes its gradient to every rank.
 
-    For the output of a row-parallel layer. What follows has to compute the same on every rank, so that the gradient of
-    the result is the same everywhere; for the sum it is then the gradient of each rank's part as well, and nothing
-    travels backward. Can be differentiated any number of times, or compiled with ``fullgraph=True`` (and differentiated
+    For the output of a row-parallel layer. The following computation must be the same on every rank, so that the
+    gradient of the result is; it is then also the gradient of each rank's part of a sum, and backward needs no
+    communication. It can be differentiated any number of times, or compiled with ``fullgraph=True`` (and differentiated
     once: torch.compile has no second derivatives).
 
     tensor: float32, float16, bfloat16 or float64, of any shape and strides; the same shape and dtype on every rank
@@ -47,10 +47,10 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: dist.ProcessGroup | No
 
 
 def all_reduce_gradient(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """``tensor`` as it is, in a view; backward sums the gradients that the ranks have for it.
+    """A view of ``tensor``; backward sums its gradients over the ranks.
 
-    For the input of a column-parallel layer, which every rank holds and uses for its own part of the output. Arguments,
-    errors and what works with it are those of `all_reduce`.
+    For the input of a column-parallel layer, which is the same on every rank; each rank uses it for its own part of the
+    output. Arguments, errors and supported transforms are those of `all_reduce`.
     """
     caller = "cuda_ext.distributed.all_reduce_gradient"
     group = resolve_group(caller, group)
@@ -66,7 +66,7 @@ def _check(caller: str, tensor: Tensor) -> None:
         )
 
 
-# By the functional collectives the compiler sees what travels, and can overlap it with what does not depend on it.
+# The compiler understands functional collectives, and can overlap them with independent computation.
 
 
 class _AllReduce(torch.autograd.Function):

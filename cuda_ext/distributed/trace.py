@@ -1,4 +1,4 @@
-"""When each bucket was packed, sent and ready: a timeline of backward passes, as a Chrome trace and as a picture."""
+"""A timeline of backward passes: when each bucket was packed, sent and ready, as a Chrome trace and as a plot."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cuda_ext.distributed.exchange import Pending
 
 @dataclass(frozen=True)
 class Span:
-    """What happened to a bucket in a backward pass, in seconds since the pass began: its first gradient.
+    """One step in the life of a bucket in a backward pass, in seconds since the first gradient of the pass.
 
-    ``kind``: "backward" (bucket -1: the whole pass), "pack" or "all-reduce".
+    kind: "pack", "all-reduce" or, with bucket -1, "backward": the whole pass.
     """
 
     step: int
@@ -31,9 +31,9 @@ class Span:
 
 
 class Trace:
-    """The timeline of the backward passes that ran while it was recorded; see `BucketedDataParallel.trace`.
+    """The timeline of the backward passes inside `BucketedDataParallel.trace`.
 
-    ``spans``: all of them, in order. ``labels``: of each bucket, its size and first and last parameter.
+    spans: all spans, in order. labels: the size and the first and last parameter of each bucket.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -42,13 +42,13 @@ class Trace:
         self.rank = rank
         self._device = device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._landing = threading.Condition()
-        self._under_way = 0  # sums whose callbacks have not run
+        self._done = threading.Condition()
+        self._pending = 0  # sums whose callbacks have not run
         self._step = -1
-        self._open: list[tuple[int, int, str, Mark, Mark]] = []  # of passes that have not been read yet
+        self._open: list[tuple[int, int, str, Mark, Mark]] = []  # of passes that `finished` has not converted yet
         self._starts: list[Mark] = []
 
-    # What the reducer calls.
+    # For the reducer.
 
     def backward_begins(self) -> None:
         self._step += 1
@@ -64,31 +64,31 @@ class Trace:
     def sent(self, bucket: int, pending: Pending) -> None:
         step, begin = self._step, self._now()
         if self._side is not None:
-            with torch.cuda.stream(self._side):  # waits for the sum as the backward pass will, but at once
+            with torch.cuda.stream(self._side):  # waits for the sum like backward does later, but immediately
                 pending.wait()
                 self._open.append((step, bucket, "all-reduce", begin, self._now()))
             return
 
         def done() -> None:
-            with self._landing:
+            with self._done:
                 self._open.append((step, bucket, "all-reduce", begin, self._now()))
-                self._under_way -= 1
-                self._landing.notify()
+                self._pending -= 1
+                self._done.notify()
 
-        with self._landing:
-            self._under_way += 1
+        with self._done:
+            self._pending += 1
         pending.when_done(done)
 
     def backward_ends(self) -> None:
-        """All gradients are there; what is under way now is not hidden."""
+        """Marks the end of backward; sums that are still running are exposed."""
         self._open.append((self._step, -1, "backward", self._starts[-1], self._now()))
 
     def finished(self) -> None:
-        """Brings the marks of the passes so far to seconds; on a GPU the host waits for them."""
+        """Converts the marks of the passes so far to seconds; on a GPU the host waits for them."""
         if self._side is not None:
             torch.cuda.synchronize(self._device)
-        with self._landing:  # who waits for a sum may know of it before its callback does
-            self._landing.wait_for(lambda: self._under_way == 0, timeout=1.0)
+        with self._done:  # `Pending.wait` may return before the callback has run
+            self._done.wait_for(lambda: self._pending == 0, timeout=1.0)
         for step, bucket, kind, begin, end in sorted(self._open, key=lambda span: span[:3]):
             start = self._starts[step]
             self.spans.append(Span(step, bucket, kind, seconds_between(start, begin), seconds_between(start, end)))
@@ -97,10 +97,10 @@ class Trace:
     def _now(self) -> Mark:
         return mark(self._device)
 
-    # What the user calls.
+    # For the user.
 
     def exposed(self) -> list[float]:
-        """Of every pass, the seconds from its last gradient to its last all-reduce: what overlap has not hidden."""
+        """For each pass, the seconds from its last gradient to the end of its last all-reduce: the exposed time."""
         result = []
         for step in range(self._step + 1):
             mine = [span for span in self.spans if span.step == step]
@@ -129,7 +129,7 @@ class Trace:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
     def plot(self, path: str | PathLike[str], *, step: int = -1) -> None:
-        """Draws one pass, default the last: a line for each bucket. ImportError without matplotlib.
+        """Plots one pass, default the last, with a row per bucket. ImportError without matplotlib.
 
         path: ends in .png, .svg or another format of matplotlib.
         """

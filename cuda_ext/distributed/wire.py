@@ -1,17 +1,17 @@
-"""Sums over ranks whose values travel in 16 bits and are added in float32.
+"""Sums over ranks of values that are sent in 16 bits and added in float32.
 
 An all-reduce of bfloat16 tensors adds in bfloat16: with N ranks it rounds N - 1 times, and the error grows with N. Here
-every rank gets one chunk of each rank's values by an all-to-all, adds them in float32 and rounds once; an all-gather
-brings the chunks together. That is the traffic of an all-reduce, which is a reduce-scatter and an all-gather as well.
+an all-to-all gives every rank one chunk of each rank's values, which it adds in float32 and rounds once; an all-gather
+distributes the sums. The bytes sent are those of an all-reduce, which also is a reduce-scatter and an all-gather.
 
-These are generators of steps. A step has been started when it is yielded, and is to be waited for before the next one
-is asked for; the results are there when the generator ends::
+The functions are generators of steps. Each yielded step has been started; wait for it before you request the next one.
+The results are complete when the generator ends::
 
     for work in float32_all_reduce(wire, group):
         work.wait()
 
-On a CPU ``wait`` blocks, so a thread of its own runs the loop; on a GPU the current stream waits, not the host, so a
-side stream does. Every rank has to start the same sums in the same order.
+On a CPU ``wait`` blocks the thread, so run the loop in a background thread; on a GPU the current stream waits, not the
+host, so use a side stream. Every rank must start the same sums in the same order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch import Tensor
 
 from cuda_ext.distributed.own_group import is_on_gloo
 
-_TAG = 0x5CA7  # of messages between two ranks, over gloo; unlike those of a program
+_TAG = 0x5CA7  # of messages between two ranks over gloo; unlikely to be used by the program
 
 
 class Step(Protocol):
-    """What has been started, and is to be waited for."""
+    """An operation that was started and has to be waited for."""
 
     def wait(self) -> object: ...
 
 
 class _Messages:
-    """Chunks on their way from rank to rank over gloo, from where they lie to where they go.
+    """Messages over gloo that read and write chunks in place.
 
-    Its own all-gather of a flat tensor writes to another one first, and copies from there.
+    gloo's all-gather of a flat tensor writes to a temporary one and copies from there.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -55,18 +55,18 @@ class _Messages:
 
 
 class ErrorFeedback:
-    """What rounding took from the values sent so far, to be added to the next ones (Seide et al. 2014; 1-bit SGD).
+    """The rounding error of the values sent so far, added to the next ones (Seide et al. 2014; 1-bit SGD).
 
-    With the residual e, ``sent = round(values + e)`` and then ``e = values + e - sent``, so that what all steps sent
-    differs from what they should have sent by one residual, however many they were (Karimireddy et al. 2019, arXiv
-    1901.09847, algorithm 2). A rank keeps one for what it sends, and may keep one for the chunk that it sums (Tang et
-    al. 2019, arXiv 1905.05957); neither is part of any exchange.
+    With the residual e, ``sent = round(values + e)`` and then ``e = values + e - sent``, so that the total sent in any
+    number of steps differs from the exact total by one residual (Karimireddy et al. 2019, arXiv 1901.09847, algorithm
+    2). A rank has one for the values it sends, and may have one for the chunk that it sums (Tang et al. 2019, arXiv
+    1905.05957); residuals are not sent.
 
     Args:
-        numel: how many values are sent in a step. dtype: in which they are before they are rounded, and in which the
-            residual is kept; default float32. device: default that of new tensors.
+        numel: the number of values per step. dtype: of the values before rounding, and of the residual; default
+            float32. device: default that of new tensors.
 
-    ``residual`` (numel,) is zero at first, and in units of the values: multiply it with them when a loss scale changes.
+    ``residual`` (numel,) is initially zero and in the same units as the values: rescale it when a loss scale changes.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class ErrorFeedback:
         self.residual = torch.zeros(numel, dtype=dtype, device=device)
 
     def round(self, values: Tensor, wire: Tensor) -> None:
-        """Writes ``values`` plus the residual to ``wire``, and keeps what the rounding loses.
+        """Writes ``values`` plus the residual to ``wire``, and stores the rounding error.
 
-        values: (numel,), of the dtype of the residual; the residual is added to it in place. wire: (numel,), of another
-        dtype. Where the wire is infinite or NaN the residual becomes zero, lest it spoil all steps to come.
+        values: (numel,), of the dtype of the residual, which is added to it in place. wire: (numel,), of another dtype.
+        Where the wire is infinite or NaN the residual becomes zero, as it would make all later steps NaN.
         """
         values.add_(self.residual)
         wire.copy_(values)
@@ -91,16 +91,16 @@ def sum_chunks(
 ) -> None:
     """Writes ``scale`` times the sum of ``chunks`` to ``out``, rounded once.
 
-    chunks: (C,) each, of one dtype, at least one; ``out`` may be one of them, the first may be overwritten. out: (C,).
-    Either of float32, float16, bfloat16 or float64. Added from first to last in float32 (float64 if either dtype is),
-    so that the order does not depend on where a value lies. feedback: of C elements, of the dtype in which is added;
-    default None: what rounding loses is lost.
+    chunks: at least one, each (C,), of one dtype; ``out`` may be one of them, and the first may be overwritten. out:
+    (C,). Both float32, float16, bfloat16 or float64. Chunks are added from first to last, in float32 (float64 if either
+    dtype is), so the order does not depend on the position of a value. feedback: C elements, in the dtype of the sum;
+    default None: rounding errors are discarded.
     """
     dtype = torch.float64 if torch.float64 in (chunks[0].dtype, out.dtype) else torch.float32
     if len(chunks) > 1 and chunks[0].dtype == out.dtype == dtype and feedback is None:
         own = next((n for n, chunk in enumerate(chunks) if chunk.data_ptr() == out.data_ptr()), 0)
         total = chunks[0]
-        for chunk in chunks[1:own]:  # before it is added, ``out`` cannot take the sum
+        for chunk in chunks[1:own]:  # ``out`` cannot store the sum before it is added
             total.add_(chunk)
         torch.add(total, chunks[max(own, 1)], out=out)
         total, others = out, chunks[max(own, 1) + 1 :]
@@ -126,10 +126,10 @@ def float32_reduce_scatter(
     scale: float = 1.0,
     feedback: ErrorFeedback | None = None,
 ) -> Iterator[Step]:
-    """Leaves rank r with the sum over the ranks of chunk r of ``wire``: the steps of it, see above.
+    """Writes the sum over the ranks of chunk r of ``wire`` to ``out`` on rank r. Yields steps, see above.
 
-    wire: (N C,) on N ranks, contiguous, float32, float16, bfloat16 or float64; it is only read, and not any more once
-        the first step is done. out: (C,), of any of these dtypes; it may be the rank's own chunk of ``wire``.
+    wire: (N C,) on N ranks, contiguous, float32, float16, bfloat16 or float64; it is only read, until the first step is
+        done. out: (C,), of any of these dtypes; it may be the rank's own chunk of ``wire``.
     scale: multiplies the sum before it is rounded to the dtype of ``out``; default 1. feedback: of C elements, for that
         rounding; default None.
 
@@ -162,7 +162,7 @@ def float32_reduce_scatter(
 def float32_all_reduce(
     wire: Tensor, group: dist.ProcessGroup, *, feedback: ErrorFeedback | None = None
 ) -> Iterator[Step]:
-    """Replaces ``wire`` by its sum over the ranks, the same bits on all of them: the steps of it, see above.
+    """Replaces ``wire`` by its sum over the ranks, with the same bits on all of them. Yields steps, see above.
 
     wire: (N C,) on N ranks, contiguous, float32, float16, bfloat16 or float64. feedback: of C elements, for the
     rounding of the sum in the chunk of this rank; default None. Raises ValueError at the first step for a length that
@@ -189,6 +189,6 @@ def float32_all_reduce(
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
-    """The other ranks, from the next one on: so that not all send to the same one first."""
+    """The other ranks, beginning with the next one, so that not all ranks send to the same one first."""
     ranks, rank = group.size(), group.rank()
     return [(rank + step) % ranks for step in range(1, ranks)]

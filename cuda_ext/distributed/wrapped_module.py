@@ -1,4 +1,4 @@
-"""What a module has to be to be wrapped, and to stay: the same on all ranks, trainable, and unchanged."""
+"""Checks of the wrapped module: it must be the same on all ranks, trainable, and unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cuda_ext.distributed.reporting import NAME
 def check_ranks_agree(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], options: str, group: dist.ProcessGroup
 ) -> None:
-    """RuntimeError on every rank, naming the first difference, unless all wrap alike; they would else wait forever."""
+    """RuntimeError on every rank, with the first difference, if modules or options differ: the ranks would deadlock."""
     lines = [options, f"inference_mode={torch.is_inference_mode_enabled()}"]
     for name, parameter in parameters.items():
         shape = "lazy" if is_lazy(parameter) else f"{tuple(parameter.shape)} strides {parameter.stride()}"
@@ -46,11 +46,11 @@ def check_ranks_agree(
 
 
 def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Those that require grad; ValueError or TypeError if their gradients cannot be averaged, or buffers not sent."""
+    """The parameters that require grad; ValueError or TypeError if gradients cannot be averaged, or buffers sent."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            f"{NAME}: expected to be made outside of torch.inference_mode(), got made inside of it, where nothing can "
-            "be trained; use torch.no_grad() instead"
+            f"{NAME}: expected to be constructed outside torch.inference_mode(), got a call inside it, where "
+            "nothing can be trained; use torch.no_grad() instead"
         )
     for name, parameter in named.items():
         if is_lazy(parameter):
@@ -60,18 +60,18 @@ def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
     for name, tensor in (*named.items(), *buffers.items()):
         if tensor.is_meta:
             raise ValueError(
-                f"{NAME}: expected parameters and buffers that have memory, got {name} on meta; give the module memory "
-                'first: module.to_empty(device="cpu"), and then its values'
+                f"{NAME}: expected parameters and buffers that have memory, got {name} on meta; allocate memory "
+                'first: module.to_empty(device="cpu"), and then initialise the values'
             )
         if tensor.is_inference():
             raise ValueError(
-                f"{NAME}: expected parameters and buffers made outside of torch.inference_mode(), got {name} made "
-                "inside of it; clone it outside"
+                f"{NAME}: expected parameters and buffers made outside torch.inference_mode(), got {name} made "
+                "inside it; clone it outside"
             )
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not trained:
         raise ValueError(
-            f"{NAME}: expected a module with parameters that require grad, got {len(named)} and none that does"
+            f"{NAME}: expected a module with parameters that require grad, got {len(named)}, none of which does"
         )
     first, device = next((name, parameter.device) for name, parameter in trained.items())
     for name, parameter in trained.items():
@@ -85,15 +85,15 @@ def check_trainable(named: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
                 f"{NAME}: expected parameter {name} of dtype float32, float16, bfloat16 or float64, "
                 f"got {parameter.dtype}"
             )
-        check_nobody_is_first(name, parameter)
+        check_no_earlier_use(name, parameter)
     return trained
 
 
-def check_nobody_is_first(name: str, parameter: nn.Parameter) -> None:
-    """ValueError if something takes the gradient when it has come: before it is averaged."""
-    if hasattr(parameter, "_in_backward_optimizers"):  # of torch.distributed.optim
+def check_no_earlier_use(name: str, parameter: nn.Parameter) -> None:
+    """ValueError if something uses the gradient inside backward, before it is averaged."""
+    if hasattr(parameter, "_in_backward_optimizers"):  # from torch.distributed.optim
         raise ValueError(
-            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside of "
+            f"{NAME}: expected parameters whose optimizer steps after backward, got an optimizer inside "
             f"backward for {name}, which would step before the gradient is averaged; "
             "call optimizer.step() after backward"
         )
@@ -105,8 +105,8 @@ def check_nobody_is_first(name: str, parameter: nn.Parameter) -> None:
 
 
 def check_compiler() -> None:
-    """RuntimeError under compiled autograd, which traces the hooks on gradients, and runs no callback of theirs."""
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # only where somebody uses it
+    """RuntimeError under compiled autograd, which traces the hooks on gradients and does not run their callbacks."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # loaded only if it is used
     if compiled_autograd is not None and (
         compiled_autograd.compiled_autograd_enabled or compiled_autograd.in_compiled_autograd_region
     ):
@@ -117,7 +117,7 @@ def check_compiler() -> None:
 
 
 class WrappedModule:
-    """Where a module keeps parameters and buffers, and what the parameters were, to notice changes in microseconds."""
+    """The parameters, buffers and submodules of a module when it was wrapped, to detect changes in microseconds."""
 
     def __init__(self, module: nn.Module) -> None:
         self._tables: list[tuple[str, dict[str, Any], list[Any]]] = []
@@ -136,19 +136,19 @@ class WrappedModule:
                     self._buffers.append((owner._buffers, name, prefix + name))
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that were there when it was wrapped; RuntimeError if one is gone."""
+        """The buffers that existed when the module was wrapped; RuntimeError if one was removed."""
         buffers = [table.get(key) for table, key, _ in self._buffers]
         for buffer, (table, key, name) in zip(buffers, self._buffers):
             if buffer is None:
                 what = "None" if key in table else "none"
                 raise RuntimeError(
-                    f"{NAME}: expected buffer {name}, which was there when the module was wrapped and goes from the "
-                    f"first rank to all, got {what}; wrap the module anew, or pass broadcast_buffers=False"
+                    f"{NAME}: expected buffer {name}, which existed when the module was wrapped and is broadcast from "
+                    f"the first rank, got {what}; wrap the module again, or pass broadcast_buffers=False"
                 )
         return buffers  # type: ignore[return-value]
 
     def trained_changed(self) -> list[str]:
-        """Which parameters were frozen, or freed to train, since `accept_trained`."""
+        """The parameters that were frozen or unfrozen since `accept_trained`."""
         return [name for name, parameter, _, trained in self._parameters if parameter.requires_grad != trained]
 
     def accept_trained(self) -> None:
@@ -157,7 +157,7 @@ class WrappedModule:
         ]
 
     def check_unchanged(self) -> None:
-        """Raises, with the name, if a parameter or submodule was replaced, added, removed, or given traits or hooks."""
+        """Raises, with the name, if a parameter or submodule was replaced, added, removed, converted or given hooks."""
         for prefix, table, members in self._tables:
             if len(table) != len(members) or not all(map(operator.is_, table.values(), members)):
                 known = {id(member) for member in members}
@@ -175,7 +175,7 @@ class WrappedModule:
                     f"{NAME}: expected parameter {name} to keep {_TRAITS[change]} {before[change]}, got {now[change]}; "
                     "change the module before wrapping it"
                 )
-            check_nobody_is_first(name, parameter)
+            check_no_earlier_use(name, parameter)
 
 
 _TRAITS = ("dtype", "shape", "device")

@@ -54,7 +54,7 @@ def _multiply_32x32(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def dropout_mask(
     dropout_p: float, seed: int, offset: int, row: Tensor, num_keys: int, max_num_keys: int | None = None
 ) -> Tensor:
-    """Which attention probabilities dropout keeps: bool (*row.shape, num_keys).
+    """Which attention probabilities dropout keeps: bool `(*row.shape, num_keys)`.
 
     ``row`` (int64, any shape) numbers the rows of scores: ``(b * H + h) * Sq + i`` in a dense batch, ``h * total_q +
     i`` in a packed one, where i counts all queries of the batch. Key j of a row is element ``row * pitch + j`` of

@@ -103,7 +103,7 @@ def compile_with_nvcc(
         *(str(toolkit.home / "bin" / "nvcc"), *_build.NVCC_FLAGS, "-c", str(source)),  # the flags of CMake
         # PTX only; ptxas does not run.
         f"-gencode=arch=compute_{code},code=compute_{code}",
-        *(f"-I{csrc}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden"),
+        *(f"-I{csrc}", f"-I{source.parent}", "-Xcompiler=-fPIC,-fvisibility=hidden,-O0"),
     ]
     record = target.with_suffix(".json")
     known = json.loads(record.read_text()) if record.exists() and target.exists() and ptx.exists() else {}

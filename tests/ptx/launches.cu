@@ -26,14 +26,15 @@ parameters_kernel(uint8_t a, GRID_CONSTANT Large large, uint16_t b, double c, Sm
 #pragma unroll
   for (int i = 0; i < 9; ++i) out[i] = values[i];
 }
-static const Register parameters_case(
-    {"parameters", 128, 128, [](const uint32_t* in, uint32_t* out) {
-       Large large{};
-       large.x[0] = in[7], large.x[8] = in[8];
-       const Small small{uint8_t(in[3]), {uint16_t(in[4]), uint16_t(in[5]), uint16_t(in[6])}};
-       rt::launch<parameters_kernel>("parameters", {.threads = 32}, uint8_t(in[0]), large, uint16_t(in[1]),
-                                     double(in[2]), small, out);
-     }});
+static const Register parameters_case({"parameters", 128, 128, [](const uint32_t* in, uint32_t* out) {
+                                         Large large{};
+                                         large.x[0] = in[7], large.x[8] = in[8];
+                                         const Small small{uint8_t(in[3]),
+                                                           {uint16_t(in[4]), uint16_t(in[5]), uint16_t(in[6])}};
+                                         rt::launch<parameters_kernel>("parameters", {.threads = 32}, uint8_t(in[0]),
+                                                                       large, uint16_t(in[1]), double(in[2]), small,
+                                                                       out);
+                                       }});
 
 struct Words {
   uint32_t x[32];

@@ -27,7 +27,7 @@ GOOD = {
     "programmatic": "grid (1, 1, 1), 32 threads, 128 bytes, programmatic",
 }
 REFUSED = {
-    "shared_228_kib": "shared_228_kib: needs 233472 bytes of shared memory a block, and device 0 has 232448",
+    "shared_228_kib": "shared_228_kib: needs 233472 bytes of shared memory per block, but device 0 has 232448",
     "shared_49_kib_without_asking": "50176 bytes of shared memory; allowed for this kernel are 49152",
     "threads_33": "33 threads a block; the kernel's launch bound is 32",
     "block_of_two_dimensions": r"a block of \(4, 4, 1\) threads",
@@ -39,7 +39,7 @@ REFUSED = {
 SM90_ONLY = {
     "cluster_of_8": "clusters need a device of compute capability 9.0",
     "programmatic": "programmatic launches need a device of compute capability 9.0",
-    "shared_228_kib": "needs 233472 bytes of shared memory a block, and device 0 has 166912",
+    "shared_228_kib": "needs 233472 bytes of shared memory per block, but device 0 has 166912",
 }
 BAD_MAPS = [
     *("map_of_odd_address", "map_of_odd_stride", "map_of_no_size", "map_of_large_box", "map_of_narrow_box"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -47,9 +48,11 @@ def test_no_access_of_a_kernel_is_split(requested: dict[str, int], pytestconfig:
     if toolkit is None:
         pytest.skip(build.NO_NVCC)
     sources = kernels.sources(every_dtype=pytestconfig.getoption("--all-ptx"))
+    if not (full := pytestconfig.getoption("--full")):
+        sources = random.sample(sources, 4)  # parsing takes a second each
     with build._build.lock(build.FOLDER):
         files = [build.compile_with_nvcc(toolkit, source, "sm_80")[1] for source in sources]
     found = widths.widths((parse.parse(path.read_text(), path.name) for path in files), requested)
     # asm statements fix the width; for intrinsics and plain stores the compiler chooses it.
-    assert sum(found.values()) > 1000, "few accesses are found by their line"
+    assert sum(found.values()) > (1000 if full else 0), "few accesses are found by their line"
     assert not (narrow := widths.split_accesses(found)), "nvcc splits accesses:\n" + "\n".join(narrow)

@@ -122,7 +122,7 @@ GLOBAL(32, 1) multicast_kernel(GRID_CONSTANT TensorMap map, uint32_t* out) {
   cluster_wait();
 }
 static const Register multicast_case(
-    {"multicast", 2 * kBlocks * 128, 2 * kBlocks* kBlocks * 128, [](const uint32_t* in, uint32_t* out) {
+    {"multicast", 2 * kBlocks * 128, 2 * kBlocks * kBlocks * 128, [](const uint32_t* in, uint32_t* out) {
        const TensorMap map = rt::make_tensor_map("multicast", {.data = in,
                                                                .element = rt::Element::kFloat32,
                                                                .rank = 2,

@@ -17,10 +17,10 @@ GLOBAL(32, 1) indices_kernel(uint32_t* out) {
   out[block * 32 + thread_index()] = uint32_t(((grid_z() * 8 + grid_y()) * 8 + grid_x()) << 16 | block_z() << 12 |
                                               block_y() << 8 | block_x() << 4 | (block_size() == 32));
 }
-static const Register indices_case(
-    {"grid_indices", 4, 12 * 128, [](const uint32_t*, uint32_t* out) {
-       rt::launch<indices_kernel>("grid_indices", {.grid = {2, 3, 2}, .threads = 32}, out);
-     }});
+static const Register indices_case({"grid_indices", 4, 12 * 128, [](const uint32_t*, uint32_t* out) {
+                                      rt::launch<indices_kernel>("grid_indices", {.grid = {2, 3, 2}, .threads = 32},
+                                                                 out);
+                                    }});
 
 // Blocks take turns, from the last to the first; each adds its row to the sums so far. out[0] is the turn, out[32..63]
 // the sums; `out` is initialised to 0xff.

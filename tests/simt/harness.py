@@ -68,7 +68,7 @@ class Library:
 
     @classmethod
     def build_for(cls, kind: str, name: str, sources: Sequence[str | Path]) -> Library:
-        """Builds one kind of BUILDS. Skips the test if that needs nvcc and there is none."""
+        """Builds `sources` as one kind of BUILDS. Skips the test if that needs nvcc and there is none."""
         if kind == "simt":
             return cls.build(name, sources)
         import pytest

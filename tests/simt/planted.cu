@@ -181,10 +181,8 @@ void run_last_block(const uint32_t* in, uint32_t* out) {
 constexpr size_t kPipelineIn = kABytes + kBBytes, kPipelineOut = 32 * 8 * 4;
 constexpr size_t kLastBlockIn = 4 * kThreads * 4, kLastBlockOut = (5 * kThreads + 1) * 4;
 
-#define PIPELINE(bug) \
-  { #bug, kPipelineIn, kPipelineOut, run_pipeline < bug> }
-#define LAST_BLOCK(bug) \
-  { #bug, kLastBlockIn, kLastBlockOut, run_last_block < bug> }
+#define PIPELINE(bug) {#bug, kPipelineIn, kPipelineOut, run_pipeline<bug>}
+#define LAST_BLOCK(bug) {#bug, kLastBlockIn, kLastBlockOut, run_last_block<bug>}
 static const Case planted[] = {{"pipeline", kPipelineIn, kPipelineOut, run_pipeline<kNone>},
                                {"last_block", kLastBlockIn, kLastBlockOut, run_last_block<kNone>},
                                PIPELINE(kWaitsOneGroupLess),

@@ -33,11 +33,11 @@ except ImportError:
         def __getattr__(self, name: str) -> Callable[..., Callable[[object], object]]:
             return lambda *_, **__: lambda function: function
 
-    stand_in = types.ModuleType("pytest")
-    stand_in.fixture = Marks().fixture  # type: ignore[attr-defined]
-    stand_in.param = lambda *_, **__: None  # type: ignore[attr-defined]
-    stand_in.mark = Marks()  # type: ignore[attr-defined]
-    sys.modules["pytest"] = stand_in
+    fake_pytest = types.ModuleType("pytest")
+    fake_pytest.fixture = Marks().fixture  # type: ignore[attr-defined]
+    fake_pytest.param = lambda *_, **__: None  # type: ignore[attr-defined]
+    fake_pytest.mark = Marks()  # type: ignore[attr-defined]
+    sys.modules["pytest"] = fake_pytest
 
 import test_conformance as conformance
 import torch

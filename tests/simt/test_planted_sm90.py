@@ -5,6 +5,7 @@ They are planted in the proof kernels; the removal of any of their synchronisati
 
 from __future__ import annotations
 
+import random
 import re
 
 import numpy as np
@@ -84,7 +85,8 @@ def test_every_bug_is_registered(library: Library) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("check_races", [False, True], ids=["plain", "checked"])
 def test_correct_kernels_raise_no_alarm(library: Library, hooked: Library, kernel: str, check_races: bool) -> None:
-    for seed in range(100):
+    first = random.randrange(2**31)
+    for seed in range(first, first + 30):
         with (hooked if check_races else library).options("lazy" if seed % 2 else "eager", "pct", seed, check_races):
             assert is_right(hooked if check_races else library, kernel, seed)
 

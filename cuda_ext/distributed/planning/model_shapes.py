@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of a model's parameters, from files of several kinds."""
+"""Names, shapes and dtypes of a model's parameters, from files in several formats."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"} | {name: name for name in ITEMSIZE}
-# No real header comes near; the first bytes of another kind of file, read as a length, do.
+# Real headers are far smaller; the first bytes of other file formats, read as a length, are not.
 _LONGEST_HEADER = 1 << 28
-# As Transformers and torchtune call them; the second are never an output, too.
+# Names in Transformers and torchtune; those of the second pattern are never tied to the output.
 _EMBEDDING = re.compile(r"(?:^|\.)(?:wte|wpe|embed(?:_in|_tokens|_positions)?|(?:\w+_)?embeddings?)(?:\.weight)?$")
 _OF_PLACES = re.compile(r"(?:wpe|position\w*|token_type\w*|segment\w*)(?:\.weight)?$")
 
 
 class ShapesError(ValueError):
-    """A file that does not tell a model's shapes, and why, in one line."""
+    """A file or option from which a model's shapes cannot be read; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """``uses``: how many products each token makes with an element of it: 1 for a layer's weight, a quarter where a
-    token takes 2 of 8 experts, the number of places for a convolution if an image counts as a token.
+    """A parameter and how backward uses it.
 
-    ``looked_up``: an embedding, whose gradient is complete only when backward ends. By itself it makes no products,
-    ``uses=0``; where the output multiplies with it, it is tied to it, ``uses=1``.
+    uses: multiplications per token and element: 1 for a layer's weight, a quarter for one of 8 experts of which a token
+        uses 2, the number of positions for a convolution if an image counts as a token.
+    looked_up: whether it is an embedding, whose gradient is complete only when backward ends. A lookup has no
+        multiplications, ``uses=0``; an embedding that is tied to the output has ``uses=1``.
     """
 
     name: str
@@ -47,12 +48,12 @@ class Parameter:
         return math.prod(self.shape)
 
     def bytes(self, wire_dtype: str | None = None) -> int:
-        """That travel: in ``wire_dtype``, a key of ITEMSIZE, or by default in the parameter's own dtype."""
+        """The bytes to send, in ``wire_dtype``, a key of ITEMSIZE; default the parameter's own dtype."""
         return self.numel * ITEMSIZE[wire_dtype or self.dtype]
 
 
 def save(module: nn.Module, path: str | Path) -> None:
-    """Writes the parameters of ``module`` that are trained, for `read`: JSON, which tells what is looked up, too.
+    """Writes the trained parameters of ``module`` as JSON for `read`, with the information which are embeddings.
 
     module: on any device, also the meta device, where parameters take no memory.
     """
@@ -74,17 +75,17 @@ def save(module: nn.Module, path: str | Path) -> None:
 
 
 def read(path: Path) -> list[Parameter]:
-    """Parameters in order of registration as far as the file tells it.
+    """Reads parameters, in order of registration if the file has it.
 
-    - text: a line ``name 4096x4096 bfloat16`` each, the dtype float32 if left out, ``#`` begins a comment; behind that,
-      if need be, ``lookup`` and ``uses=0.25``;
-    - JSON: ``{"name": [4096, 4096]}`` or ``{"name": {"shape": [4096, 4096], "dtype": "BF16"}}``, there with "lookup"
-      and "uses", if need be;
-    - .safetensors, whose header alone is read, or the index JSON of several such files beside it. These have lost the
-      order; that of names is taken, numbers in them by value.
+    - text: a line ``name 4096x4096 bfloat16`` each; the dtype defaults to float32, may be followed by ``lookup`` and
+      ``uses=0.25``, and ``#`` begins a comment;
+    - JSON: ``{"name": [4096, 4096]}`` or ``{"name": {"shape": [4096, 4096], "dtype": "BF16"}}``, optionally with
+      "lookup" and "uses";
+    - .safetensors, of which only the header is read, or the index JSON of several such files next to it. They do not
+      have the order; parameters are sorted by name, with numbers by value.
 
-    For ``uses`` and ``lookup`` see `Parameter`; what is looked up has ``uses=0`` unless given. In a file that marks
-    nothing as looked up, names tell it (see `guess_lookups`).
+    For ``uses`` and ``lookup`` see `Parameter`; embeddings have ``uses=0`` by default. If a file marks no embeddings,
+    they are recognised by name (see `guess_lookups`).
 
     Raises ShapesError.
     """
@@ -107,9 +108,9 @@ def read(path: Path) -> list[Parameter]:
 
 
 def guess_lookups(parameters: list[Parameter]) -> list[Parameter]:
-    """The same, with the embeddings marked as such that have a usual name.
+    """``parameters`` with embeddings marked that have a usual name.
 
-    One of tokens is taken to be tied to the output if no other parameter has its shape.
+    A token embedding is assumed to be tied to the output if no other parameter has its shape.
     """
 
     def guess(parameter: Parameter) -> Parameter:
@@ -168,7 +169,7 @@ def _described(content: Mapping[str, Any], path: Path) -> list[Parameter]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Of a .safetensors file: 8 bytes that give its length, and so much JSON."""
+    """The header of a .safetensors file: its length in 8 bytes, then JSON."""
     with path.open("rb") as file:
         length = file.read(8)
         count = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
@@ -213,16 +214,16 @@ def _checked(parameters: list[Parameter], path: Path) -> list[Parameter]:
 
 
 def work_per_token(parameters: Iterable[Parameter]) -> float:
-    """Multiplications in products with these parameters, forward, for each token."""
+    """Multiplications by these parameters in forward, per token."""
     return sum(parameter.numel * parameter.uses for parameter in parameters)
 
 
 def arrivals(parameters: Sequence[Parameter]) -> list[tuple[Parameter, float]]:
-    """Parameters in the order in which gradients come, and after which part of backward: 0 to 1.
+    """Parameters in order of arrival, each with the fraction of backward, 0 to 1, after which its gradient is ready.
 
-    They come in the reverse order of registration, after as much work as their products are; but a weight of the output
-    that is looked up as well takes its time at once, and comes when its lookup does. Where there are no products at
-    all, all come in the end.
+    Gradients arrive in the reverse order of registration, each after its share of the work; the work of an embedding
+    that is tied to the output comes first, but its gradient is ready when its lookup's is. Without any multiplications,
+    all gradients arrive at the end.
     """
     total = work_per_token(parameters)
     done = work_per_token(parameter for parameter in parameters if parameter.looked_up)

@@ -1,4 +1,4 @@
-"""The picture of ``python -m cuda_ext.distributed plan --plot``: one backward pass, and exposed time against ranks."""
+"""The plot of ``python -m cuda_ext.distributed plan --plot``: one backward pass, and exposed time against ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ STYLE: Any = {
 
 
 def check(path: Path) -> None:
-    """ValueError unless `write` could write there."""
+    """ValueError if `write` cannot write to ``path``."""
     if path.suffix not in FORMATS:
         raise ValueError(f"--plot: expected a file name that ends in one of {', '.join(FORMATS)}, got {path}")
     if not path.absolute().parent.is_dir():
@@ -60,13 +60,13 @@ def check(path: Path) -> None:
 
 
 def write(path: Path, model: str, shown: Sequence[Prediction], curves: Mapping[str, Sequence[Prediction]]) -> None:
-    """``shown``: on one number of ranks, the timelines of each size of buckets; ``curves``: for each, by ranks."""
+    """Plots the timelines of ``shown``, by bucket size on one number of ranks, and ``curves``, by number of ranks."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 1.6 + 0.55 * max(3, len(shown))), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _timelines(left, model, shown)
         _exposed(right, curves)
-        # Nothing in it depends on the day; a picture of pixels has a white ground, as it may end up anywhere.
+        # Reproducible: no date. A PNG has a white background, as its surroundings are not known.
         options: Any = {"dpi": 130, "facecolor": "white"} if path.suffix == ".png" else {"metadata": _undated(path)}
         figure.savefig(path, **options)
 
@@ -80,7 +80,7 @@ def _timelines(axes: Axes, model: str, shown: Sequence[Prediction]) -> None:
     for row, prediction in enumerate(shown):
         timeline, colour = prediction.timeline, COLOURS[row % len(COLOURS)]
         axes.broken_barh([(0, timeline.computed * scale)], (row - 0.36, 0.3), color=INK, alpha=0.45, linewidth=0)
-        # The later of two neighbours is paler, so that both show.
+        # Every other transfer is paler, so that neighbours are distinct.
         for parity, alpha in enumerate((1.0, 0.6)):
             spans = [(t.sent * scale, (t.ready - t.sent) * scale) for t in timeline.transfers[parity::2]]
             axes.broken_barh(spans, (row, 0.36), color=colour, alpha=alpha, linewidth=0)
@@ -91,7 +91,9 @@ def _timelines(axes: Axes, model: str, shown: Sequence[Prediction]) -> None:
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlim(0, 1.1 * scale * max(p.timeline.total for p in shown))
     axes.set_xlabel(f"{unit} since backward began")
-    axes.set_title(f"{model} on {shown[0].ranks} ranks: backward in grey, all-reduces in colour, exposed time beside")
+    axes.set_title(
+        f"{model} on {shown[0].ranks} ranks: backward in grey, all-reduces coloured, exposed time in numbers"
+    )
 
 
 def _exposed(axes: Axes, curves: Mapping[str, Sequence[Prediction]]) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of well-known models, from the sizes that their papers and configurations give."""
+"""The parameters of well-known models, from the sizes in their papers and configurations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Transformer:
-    """Sizes of a transformer for text. ``kv`` and ``queries``: width of all keys, of all queries of a token; default
-    ``hidden``.
+    """Sizes of a transformer for text.
 
-    ``experts``: feed-forward layers, of which each token takes ``active``. ``positions``: of a learnt embedding.
-    ``tied``: the output multiplies with the embedding. ``biases`` of "all" products or of "qkv" alone.
+    kv, queries: width of the keys and of the queries of a token, all heads; default ``hidden``.
+    experts: number of feed-forward layers, of which each token uses ``active``.
+    positions: of a learnt position embedding. tied: whether the output shares the embedding's weight.
+    biases: of "all" layers or only of "qkv".
     """
 
     layers: int
@@ -31,14 +32,14 @@ class Transformer:
     experts: int = 0
     active: int = 2
     positions: int = 0
-    segments: int = 0  # kinds of sentences, as of BERT
+    segments: int = 0  # of BERT's segment embedding
     tied: bool = False
     pooler: bool = False
     biases: str = ""
     norms: tuple[str, ...] = ("attention_norm", "mlp_norm")  # of each layer
     norm_bias: bool = False
     head_norm: int = 0  # elements of the norms of queries and of keys
-    norm_of: str = "norm"  # where the one outside of layers is: "norm" behind them, "embedding_norm" before
+    norm_of: str = "norm"  # the norm outside the layers: "norm" after them, "embedding_norm" before
     dtype: str = "bfloat16"
 
     def parameters(self) -> list[Parameter]:
@@ -48,13 +49,13 @@ class Transformer:
         for name, count in (("position_embedding", self.positions), ("segment_embedding", self.segments)):
             if count:
                 found.append(Parameter(name, (count, self.hidden), self.dtype, uses=0.0, looked_up=True))
-        before, behind = [list(self._norm(n)) if n == self.norm_of else [] for n in ("embedding_norm", "norm")]
+        before, after = [list(self._norm(n)) if n == self.norm_of else [] for n in ("embedding_norm", "norm")]
         found += self._multiplied(before)
         for layer in range(self.layers):
             found += self._multiplied((f"layers.{layer}.{name}", shape) for name, shape in self._layer())
             found += self._experts(layer)
-        found += self._multiplied(behind)
-        if self.pooler:  # one token of a sequence
+        found += self._multiplied(after)
+        if self.pooler:  # uses one token of a sequence
             pooler = self._product("pooler", self.hidden, self.hidden, self.biases == "all")
             found += [dataclasses.replace(p, uses=1 / self.positions) for p in self._multiplied(pooler)]
         elif not self.tied:
@@ -110,9 +111,7 @@ class Transformer:
 
 @dataclass(frozen=True)
 class VisionTransformer:
-    """Of images of 224 x 224, for 1000 classes (Dosovitskiy et al., arXiv 2010.11929). What counts as a token is an
-    image.
-    """
+    """For images of 224 x 224 and 1000 classes (Dosovitskiy et al., arXiv 2010.11929). An image counts as a token."""
 
     layers: int
     hidden: int
@@ -139,9 +138,10 @@ class VisionTransformer:
 
 @dataclass(frozen=True)
 class ResNet:
-    """Of bottlenecks, for images of 224 x 224 and 1000 classes, as torchvision has it (He et al., arXiv 1512.03385;
-    the stride is in the convolution of 3 x 3). ``blocks``: of each of the four stages. What counts as a token is an
-    image.
+    """With bottleneck blocks, for images of 224 x 224 and 1000 classes, like torchvision's (He et al., arXiv
+    1512.03385, with the stride in the 3 x 3 convolution). An image counts as a token.
+
+    blocks: of each of the four stages.
     """
 
     blocks: tuple[int, int, int, int]
@@ -164,7 +164,7 @@ class ResNet:
 
 
 def _convolution(name: str, channels: int, channels_in: int, size: int, pixels: int) -> Iterator[Parameter]:
-    """And the batch norm behind it; ``pixels`` of a side of what comes out."""
+    """A convolution and its batch norm; ``pixels``: width of the output."""
     yield Parameter(name, (channels, channels_in, size, size), uses=float(pixels * pixels))
     for part in ("weight", "bias"):
         yield Parameter(f"{name}.norm.{part}", (channels,), uses=float(pixels * pixels))
@@ -223,4 +223,4 @@ PRESETS: dict[str, Preset] = {
     "resnet-101": ResNet((3, 4, 23, 3)),
     "resnet-152": ResNet((3, 8, 36, 3)),
 }
-SIZES = ("layers", "hidden", "ffn", "vocab", "kv")  # that a preset may be given others of
+SIZES = ("layers", "hidden", "ffn", "vocab", "kv")  # options that change a preset
