@@ -342,7 +342,7 @@ def attention() -> Drawing:
 
 def backward() -> Drawing:
     d = Drawing(1080, 640, "The objects of one backward pass of BucketedDataParallel")
-    d.note(20, 26, "Black: ownership. Blue: what happens in a pass, in this order.")
+    d.note(20, 26, "Black: ownership; blue: what happens in a pass, in this order.")
     left, middle, right, width = 20, 400, 780, 280
     d.box(
         (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "data_parallel.py: forward, no_sync,\nclip_grad_norm_"
