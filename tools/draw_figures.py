@@ -214,7 +214,7 @@ def linear() -> Drawing:
         (180, "csrc/ops/product.cpp", "project: allocates outputs, tensors become GemmParams; run_gemm", TORCH),
         (
             250,
-            "csrc/ops/device.cpp",
+            "csrc/ops/backend.cpp",
             "cuda_kernels: the table of launchers for this device, or null for the CPU",
             TORCH,
         ),

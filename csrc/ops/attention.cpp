@@ -10,7 +10,7 @@
 #include "ops/attention_composed.h"
 #include "ops/attention_params.h"
 #include "ops/autograd.h"
-#include "ops/device.h"
+#include "ops/backend.h"
 
 namespace cuda_ext {
 namespace {

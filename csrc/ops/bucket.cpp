@@ -10,7 +10,7 @@
 #include <limits>
 #include <vector>
 
-#include "ops/device.h"
+#include "ops/backend.h"
 
 namespace cuda_ext {
 

@@ -6,7 +6,7 @@
 #include <array>
 #include <string_view>
 
-#include "ops/device.h"
+#include "ops/backend.h"
 #include "gemm/gemm.h"
 
 namespace cuda_ext {

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <vector>
 
-#include "ops/device.h"
+#include "ops/backend.h"
 
 namespace cuda_ext {
 

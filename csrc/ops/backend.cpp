@@ -1,4 +1,4 @@
-#include "ops/device.h"
+#include "ops/backend.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
