@@ -127,3 +127,7 @@ def test_the_hooks_of_a_commit_have_the_versions_of_the_linters() -> None:
     pinned = set((ROOT / "constraints.txt").read_text().split())
     hooks = re.findall(r"additional_dependencies: \[(.*)\]", (ROOT / ".pre-commit-config.yaml").read_text())
     assert hooks and set(hooks) <= pinned
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"\nversion: {cuda_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
