@@ -29,7 +29,7 @@ from harness import Library
 
 # Planted in every run, one of each kind; --all-ptx plants all faults.
 QUICK = ("mma with rows of A swapped", "a read-only load of what the kernel writes", "a proxy fence compiled away",
-         "a cluster not asked for")  # fmt: skip
+         "a cluster not requested")  # fmt: skip
 TIMEOUT = 300  # seconds; a case takes a few seconds, more on a loaded machine
 FORK = multiprocessing.get_context("fork")
 
