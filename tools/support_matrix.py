@@ -175,12 +175,12 @@ def table_of_dtypes() -> str:
     ops["flash_attention"] = lambda dtype: attention(dtype, packed=False).works
     ops["flash_attention_varlen"] = lambda dtype: attention(dtype, packed=True).works
     ops["bucket.pack, unpack"] = bucket
-    columns = [(device, dtype) for device in DEVICES for dtype in DTYPES]
-    names = [f"{device}, {str(dtype).removeprefix('torch.')}" for device, dtype in columns]
-    rows = [
-        [f"`{name}`", *(YES if make(dtype)(device) else NO for device, dtype in columns)] for name, make in ops.items()
-    ]
-    return table(["op", *names], rows)
+
+    def cell(make: Callable[[torch.dtype], Callable[[str], bool]], dtype: torch.dtype) -> str:
+        return ", ".join(device for device in DEVICES if make(dtype)(device))
+
+    rows = [[f"`{name}`", *(cell(make, dtype) for dtype in DTYPES)] for name, make in ops.items()]
+    return table(["op", *(str(dtype).removeprefix("torch.") for dtype in DTYPES)], rows)
 
 
 def table_of_options() -> str:
