@@ -46,8 +46,8 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
     # The gradient of a sink is a sum over all rows' products of output and its gradient, of outputs that were rounded:
     # independent errors, of which a sink's weight, about a tenth, counts.
     rounded = tensors["value"].shape[-1] * math.prod(tensors["query"].shape[:-2])
-    # The gradients of query and key are proportional to the scale, and so are their errors; those of plain PyTorch can be
-    # small by chance where one key has nearly all the weight.
+    # The gradients of query and key are proportional to the scale, and so are their errors. The errors of plain PyTorch
+    # can be small by chance if one key has nearly all the weight.
     dim = tensors["query"].shape[-1]
     steepness = max(1.0, abs(options.get("scale") or 0.0) * math.sqrt(dim))
     assert_op_matches_reference(
