@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ def keep_times(folder: Path, record: Path) -> None:
 def build(command: Sequence[str], seconds: float, head_dims: str) -> int | None:
     """The exit status, or None if the time did not suffice."""
     environment = {**os.environ, "CUDA_EXT_HEAD_DIMS": head_dims}
-    process = subprocess.Popen(command, cwd=_build.SOURCE_ROOT, env=environment, start_new_session=True)
+    # A shell starts background jobs with SIGINT ignored, and children inherit that; but the build must react to SIGINT.
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(
+        command, cwd=_build.SOURCE_ROOT, env=environment, start_new_session=True, preexec_fn=listen
+    )
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
