@@ -142,7 +142,9 @@ def flash_attention(
             argument.
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
-    bias, mask = _without_boolean_bias("flash_attention", bias, mask)
+    if bias is not None and bias.dtype == torch.bool:
+        mask = _boolean_bias_as_mask("flash_attention", bias, mask)
+        bias = None
     if query is not None and query.is_nested:
         options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
         options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask}
@@ -262,7 +264,9 @@ def flash_attention_varlen(
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     left, right = _window_sides("flash_attention_varlen", window)
-    bias, mask = _without_boolean_bias("flash_attention_varlen", bias, mask)
+    if bias is not None and bias.dtype == torch.bool:
+        mask = _boolean_bias_as_mask("flash_attention_varlen", bias, mask)
+        bias = None
     check_constants("flash_attention_varlen", scale=scale, softcap=softcap, dropout_p=dropout_p)
     if dropout_p > 0:
         query = mapped_where_masks_differ("flash_attention_varlen", query)
@@ -289,13 +293,11 @@ def flash_attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def _without_boolean_bias(op: str, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(bias, mask), with a boolean bias, which was the mask in version 0.1, moved to the mask."""
-    if bias is None or bias.dtype != torch.bool:
-        return bias, mask
+def _boolean_bias_as_mask(op: str, bias: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask of a call with a boolean bias, the form that masks had before they were an argument."""
     if not torch.compiler.is_compiling():
         warnings.warn(f"{NAMESPACE}::{op}: pass a boolean bias as mask=", FutureWarning, stacklevel=3)
-    return None, bias if mask is None else mask & bias
+    return bias if mask is None else mask & bias
 
 
 def _jagged_attention(

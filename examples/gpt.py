@@ -102,13 +102,14 @@ class PlainAttention(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | float = 0.0) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         out = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True, enable_gqa=True)
-        return residual + self.o_proj(out.transpose(1, 2).flatten(2))
+        out = self.o_proj(out.transpose(1, 2).flatten(2))
+        return out if residual is None else residual + out
 
 
 class PlainMLP(nn.Module):
@@ -118,8 +119,9 @@ class PlainMLP(nn.Module):
         self.up_proj = nn.Linear(config.features, config.hidden_features, bias=False)
         self.down_proj = nn.Linear(config.hidden_features, config.features, bias=False)
 
-    def forward(self, x: Tensor, residual: Tensor | float = 0.0) -> Tensor:
-        return residual + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out if residual is None else residual + out
 
 
 class PlainGPT(GPT):

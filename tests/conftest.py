@@ -114,10 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def applies(item: pytest.Item) -> bool:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        backend, dtypes = (
-            params.get("backend", "cpu"),
-            {each for each in params.values() if isinstance(each, torch.dtype)},
-        )
+        backend = params.get("backend", "cpu")
+        dtypes = {each for each in params.values() if isinstance(each, torch.dtype)}
         compiled = PTX_SUITES.get(item.module.__name__) if isinstance(item, pytest.Function) else None
         if backend == "ptx" and not all_ptx and compiled is not None:
             draws = getattr(item.obj, "is_hypothesis_test", False)  # type: ignore[attr-defined]

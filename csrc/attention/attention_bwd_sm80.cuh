@@ -31,8 +31,8 @@
 //                otherwise of one element per lane, adjacent across the warp. Their order varies, so the last bits
 //                differ between runs. With `deterministic` the blocks add to a tile in the order of their keys, which
 //                is also the order in which blocks start, so that they cannot deadlock.
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias and non-positive scales, by run-time
-//                flags. The gradient of a bias is added to global memory by float32 reductions.
+// General        A second instantiation supports softcap, ALiBi, dropout, a bias or mask, and scales that are not
+//                positive, by run-time flags. The gradient of a bias is added to global memory by float32 reductions.
 #pragma once
 
 #include <cstddef>

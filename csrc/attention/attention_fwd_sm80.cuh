@@ -20,8 +20,8 @@
 //                the thread index or from the task in shared memory. In that case the sums of weights are in shared
 //                memory, too.
 // Softmax        Online; outputs are rescaled only when the maximum of a row has grown by more than 2^8 (softmax.cuh).
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias and non-positive scales, by run-time
-//                flags.
+// General        A second instantiation supports softcap, ALiBi, dropout, a bias or mask, and scales that are not
+//                positive, by run-time flags.
 // Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores
 //                its output and log-sum-exp in the workspace, and a second kernel combines them
 //                (attention_combine.cuh).

@@ -88,10 +88,12 @@ void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, c
   shape.dim_v = value.size(-1);
   CUDA_EXT_CHECK(key.size(-1) == shape.dim, op, "expected key of head dim ", shape.dim, " to match query ",
                  shape_string(query), ", got ", shape_string(key));
-  std::string value_shape = "(";
-  for (const int64_t size : key.sizes().slice(0, rank - 1)) value_shape += std::to_string(size) + ", ";
-  CUDA_EXT_CHECK(value.sizes().slice(0, rank - 1) == key.sizes().slice(0, rank - 1), op, "expected value of shape ",
-                 value_shape, "dim_v) to match key ", shape_string(key), ", got ", shape_string(value));
+  if (value.sizes().slice(0, rank - 1) != key.sizes().slice(0, rank - 1)) {
+    std::string sizes;
+    for (const int64_t size : key.sizes().slice(0, rank - 1)) sizes += std::to_string(size) + ", ";
+    CUDA_EXT_CHECK(false, op, "expected value of shape (", sizes, "dim_v) to match key ", shape_string(key), ", got ",
+                   shape_string(value));
+  }
   CUDA_EXT_CHECK(shape.heads_kv > 0 ? shape.heads % shape.heads_kv == 0 : shape.heads == 0, op,
                  "expected the heads of query to be a multiple of the heads of key, got ", shape.heads, " and ",
                  shape.heads_kv);
