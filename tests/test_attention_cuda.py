@@ -46,9 +46,10 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
     # The gradient of a sink is a sum over all rows' products of output and its gradient, of outputs that were rounded:
     # independent errors, of which a sink's weight, about a tenth, counts.
     rounded = tensors["value"].shape[-1] * math.prod(tensors["query"].shape[:-2])
-    # Backward subtracts rowsum(grad_out * out) from every logit's gradient, of an output that was rounded: dim_v errors of
-    # standard deviation eps / sqrt(12), of which three standard deviations count. Plain PyTorch does not have this error,
-    # and where one key has nearly all the weight, no other. The gradients of query and key multiply it by the scale.
+    # Backward subtracts rowsum(grad_out * out) from the gradient of every logit, with an output that was rounded: dim_v
+    # errors of standard deviation eps / sqrt(12), of which three standard deviations count. Plain PyTorch does not have
+    # this error, and hardly another if one key has nearly all the weight. The gradients of query and key multiply it by
+    # the scale.
     dim, dim_v = tensors["query"].shape[-1], tensors["value"].shape[-1]
     of_logits = 3 / math.sqrt(12) * math.sqrt(dim_v)
     steepness = max(1.0, abs(options.get("scale") or 0.0) * math.sqrt(dim))
