@@ -4,6 +4,7 @@
     cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
+    cuda_ext.integrations           # existing models on these ops: transformers, torch's SDPA
     import cuda_ext.ops             # defines the ops in torch.ops.cuda_ext, as torch.export.load needs them
     python -m cuda_ext.info         # a report on this installation, even when it is broken
 
@@ -21,7 +22,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuda_ext import bucket, compat, dev, distributed, info, nn, ops, testing
+    from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
 
@@ -39,6 +40,7 @@ __all__ = [
     "gated_mlp",
     "gemm",
     "info",
+    "integrations",
     "linear",
     "mlp",
     "nn",

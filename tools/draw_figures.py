@@ -46,6 +46,16 @@ class Layer:
 # From top to bottom and from left to right: a part uses only parts that come after it.
 LAYERS = (
     Layer(
+        "6 integrations",
+        Part(
+            "integrations",
+            "cuda_ext/integrations",
+            "transformers, SDPA, patch",
+            "compat, public ops, support",
+            PYTHON,
+        ),
+    ),
+    Layer(
         "5 what is built\non the ops",
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops", PYTHON),
         Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
