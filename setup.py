@@ -21,11 +21,12 @@ from setuptools import Extension, setup  # noqa: E402
 from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
 from setuptools.command.egg_info import egg_info  # noqa: E402
 
+_build.find_torch()
 try:
     torch_helpers = _build.torch_helpers()
-except ImportError:
+except ImportError as error:
     sys.exit(
-        "cuda_ext is compiled against the torch it will run with, and this environment has none. Run: "
+        f"cuda_ext is compiled against the torch it will run with, and this environment has none ({error}). Run: "
         "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation ."
     )
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib
+import importlib.util
 import logging
 import os
 import platform
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
@@ -300,6 +302,17 @@ def add_scripts_to_path() -> None:
     scripts, path = sysconfig.get_path("scripts"), os.environ.get("PATH", "")
     if scripts not in path.split(os.pathsep):
         os.environ["PATH"] = f"{scripts}{os.pathsep}{path}"
+
+
+def find_torch() -> None:
+    """Makes torch importable in pip's isolated build, which hides the environment that it installs into.
+
+    The library must be compiled with the torch of that environment; one that pip installed just for the build could be
+    another release. Other build frontends use a Python of another environment, in which this finds nothing.
+    """
+    if importlib.util.find_spec("torch") is None:
+        installed = (Path(folder) for folder in site.getsitepackages())
+        sys.path.extend(str(folder) for folder in installed if (folder / "torch").is_dir())
 
 
 def torch_helpers() -> Any:

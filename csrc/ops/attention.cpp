@@ -20,7 +20,7 @@ namespace {
   "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? bias=None, Tensor? mask=None, *, " more            \
   "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, " \
   "float dropout_p=0.0, bool? deterministic=None"
-#define ATTENTION_LENGTHS_SCHEMA "int? max_seqlen_q=None, int? max_seqlen_k=None, "
+#define ATTENTION_LENGTHS_SCHEMA "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
 #define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
 
 using Options = AttentionOptions;
@@ -98,8 +98,8 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, 
                                                            const OptionalTensor& cu_seqlens_k,
                                                            const OptionalTensor& alibi_slopes,
                                                            const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalInt max_seqlen_q,
-                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
   const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
                   max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
   // The op that the user called; errors name it.
@@ -118,7 +118,7 @@ std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Ten
                                                   const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                   const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                                                   const OptionalTensor& bias, const OptionalTensor& mask,
-                                                  OptionalInt max_seqlen_q, OptionalInt max_seqlen_k,
+                                                  OptionalSymInt max_seqlen_q, OptionalSymInt max_seqlen_k,
                                                   ATTENTION_SCALARS) {
   auto [out, lse, rng_state] = forward("flash_attention_varlen", query, key, value,
                                        {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
@@ -130,8 +130,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalInt max_seqlen_q,
-    OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+    const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+    OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
   constexpr const char* op = "flash_attention_backward";
   const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
                   max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
@@ -247,8 +247,8 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
                     optional(saved[9]),
                     optional(saved[10]),
                     optional(saved[11]),
-                    saved_option<OptionalInt>(ctx, "max_seqlen_q"),
-                    saved_option<OptionalInt>(ctx, "max_seqlen_k"),
+                    saved_option<OptionalSymInt>(ctx, "max_seqlen_q"),
+                    saved_option<OptionalSymInt>(ctx, "max_seqlen_k"),
                     saved_option<bool>(ctx, "causal"),
                     saved_option<OptionalInt>(ctx, "window_left"),
                     saved_option<OptionalInt>(ctx, "window_right"),
@@ -335,8 +335,8 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
                                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                            const OptionalTensor& alibi_slopes,
                                                            const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalInt max_seqlen_q,
-                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   return with_derivatives(
       "flash_attention_varlen", query, key, value,
@@ -362,8 +362,8 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autocast(const Tensor& query, 
                                                            const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                                            const OptionalTensor& alibi_slopes,
                                                            const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalInt max_seqlen_q,
-                                                           OptionalInt max_seqlen_k, ATTENTION_SCALARS) {
+                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   const Autocast cast(device);
   return op.call(cast(query), cast(key), cast(value), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask,

@@ -108,7 +108,8 @@ void check_packed(AttentionShape& shape, const char* op, const Tensor& query, co
                  shape_string(*o.cu_seqlens_q), " to match cu_seqlens_q, got ", shape_string(*o.cu_seqlens_k));
   shape.batch = o.cu_seqlens_q->size(0) - 1;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  const auto longest = [&](const char* name, const Tensor& cu_seqlens, OptionalInt given) {
+  const auto longest = [&](const char* name, const Tensor& cu_seqlens, const OptionalSymInt& limit) {
+    const OptionalInt given = limit ? OptionalInt(limit->guard_int(__FILE__, __LINE__)) : std::nullopt;
     int64_t length = 0;
     if (cu_seqlens.is_cpu()) {
       const Tensor contiguous = cu_seqlens.contiguous();

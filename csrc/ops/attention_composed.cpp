@@ -262,7 +262,7 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
     return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, keep, o), key.size(2), o);
   }
   const std::vector<Segment> segments = segments_of(o);
-  int64_t longest_k = o.max_seqlen_k.value_or(0);
+  int64_t longest_k = o.max_seqlen_k ? o.max_seqlen_k->guard_int(__FILE__, __LINE__) : 0;
   for (const Segment& s : segments) longest_k = std::max(longest_k, s.keys);
   std::vector<Tensor> queries, keys, values, biases;
   AttentionGradients total;

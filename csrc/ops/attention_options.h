@@ -6,6 +6,8 @@
 namespace cuda_ext {
 
 using OptionalInt = std::optional<int64_t>;
+// Of a length, which torch.compile and torch.export leave symbolic.
+using OptionalSymInt = std::optional<c10::SymInt>;
 using OptionalDouble = std::optional<double>;
 using OptionalBool = std::optional<bool>;
 
@@ -18,7 +20,7 @@ using OptionalBool = std::optional<bool>;
 struct AttentionOptions {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
   OptionalTensor alibi_slopes, sinks, bias, mask;
-  OptionalInt max_seqlen_q, max_seqlen_k;
+  OptionalSymInt max_seqlen_q, max_seqlen_k;
   bool causal;
   OptionalInt window_left, window_right;
   OptionalDouble scale;
