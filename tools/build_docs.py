@@ -17,6 +17,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from example_pages import TITLES
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
@@ -59,11 +61,22 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         },
     ),
     "testing": ("Testing", "``cuda_ext.testing``: references, tolerances, the emulator.", {"cuda_ext.testing": ()}),
+    "integrations": (
+        "Integrations",
+        "``cuda_ext.integrations``: models of other libraries on these ops.",
+        {
+            "cuda_ext.integrations.transformers": (),
+            "cuda_ext.integrations.sdpa": (),
+            "cuda_ext.integrations.onnx": (),
+        },
+    ),
     "dev": ("Builds and reports", "``cuda_ext.dev`` and ``cuda_ext.info``.", {"cuda_ext.dev": (), "cuda_ext.info": ()}),
 }
 
 CONTENTS = {
-    "Use": ("overview", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
+    "Use": ("overview", "install", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
+    "Existing models": ("transformers", "sdpa", "patch", "export"),
+    "Examples": tuple(f"examples/{name}" for name in TITLES),
     "API": tuple(f"api/{name}" for name in API),
     "Contribute": ("contributing", "architecture", "emulator", "gpu-check"),
     "Inside the kernels": (
@@ -120,7 +133,7 @@ def contents() -> str:
 
 def write_pages() -> None:
     shutil.rmtree(PAGES, ignore_errors=True)
-    for source in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in MOVED if "/" not in name)]:
+    for source in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in MOVED if "/" not in name)]:
         page = page_of(source)
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(with_links_of_the_site(source) + (contents() if page.name == "index.md" else ""))
