@@ -32,7 +32,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
 
 
-def main() -> None:
+def main() -> Runs:
     options = arguments(__doc__, steps=30, batch=8, accumulate=2, context=256)
     device = torch.device(options.device)
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
@@ -69,6 +69,7 @@ def main() -> None:
     train("PyTorch", plain)
     train("cuda_ext", model)
     runs.report(options.out / "amp_loop.png")
+    return runs
 
 
 if __name__ == "__main__":

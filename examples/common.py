@@ -37,14 +37,12 @@ def text_batches(steps: int, batch: int, context: int, seed: int) -> Iterable[tu
         yield windows(range(step * batch, (step + 1) * batch))
 
 
-def progress(steps: Iterable[tuple[Tensor, Tensor]], total: int, title: str) -> Iterable[tuple[Tensor, Tensor]]:
-    return track(steps, description=f"{title:>10}", total=total)
-
-
 class Runs:
     """Losses and times of several ways to train one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet`: without a progress bar, as on all ranks but one."""
+        self.quiet = quiet
         self.losses: dict[str, list[float]] = {}
         self.seconds: dict[str, float] = {}
 
@@ -53,7 +51,7 @@ class Runs:
     ) -> None:
         """Calls `step(inputs, targets)`, which returns the loss, for every batch. The first step is not timed."""
         losses, begin = [], 0.0
-        for number, (inputs, targets) in enumerate(progress(batches, total, title)):
+        for number, (inputs, targets) in enumerate(track(batches, f"{title:>10}", total, disable=self.quiet)):
             losses.append(step(inputs, targets))
             if number == 0:
                 begin = time.perf_counter()

@@ -39,7 +39,7 @@ def embed(model: AutoModel, tokenizer: PreTrainedTokenizerBase, sentences: tuple
     return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def main() -> None:
+def main() -> dict[str, Tensor]:
     options = arguments(__doc__, repeat=20, times=10)
     cuda_ext.integrations.transformers.enable()
     path = minilm.get_model_path()
@@ -63,6 +63,7 @@ def main() -> None:
     similar = vectors["cuda_ext"] @ vectors["cuda_ext"].T - 2 * torch.eye(len(SENTENCES))
     for sentence, row in zip(SENTENCES, similar):
         print(f"{sentence[:45]:45}  is most like  {SENTENCES[int(row.argmax())][:45]}")
+    return vectors
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def train(model: LlamaForCausalLM, options: object) -> tuple[list[float], float]
     return [float(loss) for loss in losses], result.metrics["train_runtime"] / options.steps
 
 
-def main() -> None:
+def main() -> dict[str, list[float]]:
     options = arguments(__doc__, steps=40, batch=8, context=256, hidden=256, layers=4)
     config = LlamaConfig(
         vocab_size=256,
@@ -83,6 +83,7 @@ def main() -> None:
         start = torch.tensor([list(b"The ")], device=ours.device)
         written = ours.generate(start, max_new_tokens=60, do_sample=False, pad_token_id=0)
     print(bytes(written[0].tolist()).decode(errors="replace"))
+    return {name: losses for name, (losses, _) in runs.items()}
 
 
 if __name__ == "__main__":

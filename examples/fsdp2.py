@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from cuda_ext.distributed.fsdp import Float32ReduceScatter
 
 
-def main() -> None:
+def main() -> Runs:
     options = arguments(__doc__, steps=30, batch=8, context=256)
     backend = "nccl" if options.device == "cuda" else "gloo"
     if options.device == "cuda":
@@ -44,14 +44,15 @@ def main() -> None:
         dist.all_reduce(mean)
         return mean.item() / ranks
 
-    runs = Runs()
+    runs = Runs(quiet=rank > 0)
     batches = text_batches(options.steps, options.batch, options.context, options.seed)
-    runs.train("FSDP2" if rank == 0 else "", batches, options.steps, step)
+    runs.train("FSDP2", batches, options.steps, step)
     if rank == 0:
         local = sum(parameter.to_local().numel() for parameter in model.parameters())
         print(f"{ranks} ranks; parameters on rank 0: {local:,} of {sum(p.numel() for p in model.parameters()):,}")
         runs.report(options.out / "fsdp2.png")
     dist.destroy_process_group()
+    return runs
 
 
 if __name__ == "__main__":

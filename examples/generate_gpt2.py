@@ -17,7 +17,7 @@ import cuda_ext
 import cuda_ext.integrations.transformers
 
 
-def main() -> None:
+def main() -> dict[str, Tensor]:
     options = arguments(__doc__, steps=60, batch=8, context=256, tokens=100, width=256, layers=4)
     config = GPT2Config(
         vocab_size=256,
@@ -69,6 +69,7 @@ def main() -> None:
     print_table(("attention", "tokens/s", "same text as eager"), rows)
     for text in written["cuda_ext"].tolist():
         print(repr(bytes(text).decode(errors="replace")))
+    return written
 
 
 if __name__ == "__main__":

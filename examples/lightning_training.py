@@ -36,7 +36,7 @@ class LitGPT(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main() -> None:
+def main() -> list[float]:
     options = arguments(__doc__, steps=40, batch=8, context=256)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -59,6 +59,7 @@ def main() -> None:
     seconds = (time.perf_counter() - begin) / options.steps
     print(f"loss {model.losses[0]:.3f} -> {model.losses[-1]:.3f}, {1e3 * seconds:.0f} ms per step")
     plot(options.out / "lightning_training.png", {"loss": model.losses})
+    return model.losses
 
 
 if __name__ == "__main__":

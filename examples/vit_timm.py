@@ -48,7 +48,7 @@ def batches(steps: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]
         yield draw(batch)
 
 
-def main() -> None:
+def main() -> Runs:
     options = arguments(__doc__, steps=60, batch=32, width=192, depth=4)
     model = timm.create_model(
         "vit_tiny_patch16_224",
@@ -84,6 +84,7 @@ def main() -> None:
             right = (ours.eval()(images.to(options.device)).argmax(-1).cpu() == kinds).float().mean()
     runs.report(options.out / "vit_timm.png")
     print(f"accuracy on new images: {right:.0%}; attention calls: {sdpa.calls()}")
+    return runs
 
 
 if __name__ == "__main__":
