@@ -643,9 +643,25 @@ class TestSetup:
         done = run_python(str(ROOT / "setup.py"), "build_ext", path=tmp_path)
         assert done.returncode == 1
         assert done.stdout == (
-            "cuda_ext is compiled against the torch it will run with, and this environment has none. Run: "
+            "cuda_ext is compiled against the torch it will run with, and this environment has none (no torch). Run: "
             "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation .\n"
         )
+
+    def test_pips_isolated_build_finds_the_torch_it_installs_for(self, run_python: RunPython) -> None:
+        """pip hides the installed packages by removing their folder from sys.path."""
+        code = """
+import importlib.util, sys, sysconfig
+sys.path[:] = [folder for folder in sys.path if folder != sysconfig.get_path("purelib")]
+assert importlib.util.find_spec("torch") is None
+from cuda_ext import _build
+_build.find_torch()
+before = list(sys.path)
+_build.find_torch()
+assert sys.path == before, "it adds the folder again"
+import torch
+print(torch.__version__)
+"""
+        assert run_python("-c", code).stdout == f"{torch.__version__}\n"
 
     @pytest.mark.parametrize(
         ("version", "says"),

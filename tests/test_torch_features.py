@@ -94,12 +94,15 @@ def test_a_package_of_ahead_of_time_compiled_code(tmp_path: Path, run_python: Ru
     inputs = [x, torch.randn(2, 29, 16), torch.randn(2, 2, 16)]
     with torch.no_grad():
         torch.save([(each, model(each)) for each in inputs], tmp_path / "cases.pt")
-    run_python(
-        "import torch, cuda_ext.ops, sys\n"
+    code = (
+        "import torch, cuda_ext.ops\n"
         f"model = torch._inductor.aoti_load_package({str(package)!r})\n"
         f"for x, expected in torch.load({str(tmp_path / 'cases.pt')!r}):\n"
         "    torch.testing.assert_close(model(x), expected)\n"
+        "    print(len(x[0]), 'equal')\n"
     )
+    done = run_python("-c", code)
+    assert done.returncode == 0 and "11 equal\n29 equal\n2 equal\n" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
