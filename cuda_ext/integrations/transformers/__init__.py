@@ -1,0 +1,116 @@
+"""`attn_implementation="cuda_ext"` for the models of the transformers library.
+
+    import cuda_ext
+    cuda_ext.integrations.transformers.enable()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="cuda_ext")
+    model.set_attn_implementation("cuda_ext")  # or later
+
+docs/transformers.md says what is served and how fast it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from cuda_ext.integrations.transformers.names import NAME, counter
+
+__all__ = ["NAME", "calls", "disable", "enable"]
+
+
+class _Enabled:
+    """What `enable` returns: leaving the `with` block restores the state from before the call."""
+
+    def __init__(self, was_enabled: bool) -> None:
+        self._was_enabled = was_enabled
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._was_enabled:
+            disable()
+
+
+def enable() -> _Enabled:
+    """Registers the attention implementation `"cuda_ext"` in transformers.
+
+    Models are not changed: a model uses it if it is created with `attn_implementation="cuda_ext"` or told by
+    `model.set_attn_implementation("cuda_ext")`. A second call changes nothing.
+
+    Returns:
+        An object for a `with` statement, at whose end the implementation is unregistered, unless it was registered
+        before this call. Without `with`, it stays registered until `disable`.
+
+    Raises:
+        ImportError: transformers is not installed, or its version is not supported (5 or newer).
+
+    Example::
+
+        with cuda_ext.integrations.transformers.enable():
+            model = LlamaForCausalLM._from_config(config, attn_implementation="cuda_ext")
+            model(input_ids)
+        print(cuda_ext.integrations.transformers.calls())
+    """
+    functions, masks = _registries()
+    was_enabled = NAME in functions and NAME in masks
+    if not was_enabled:
+        # Without the function for masks, transformers gives the attention function no mask at all: it would ignore
+        # padding without a word.
+        masks[NAME] = importlib.import_module(f"{__name__}.masks").attention_mask
+        functions[NAME] = importlib.import_module(f"{__name__}.attention").attention_forward
+    return _Enabled(was_enabled)
+
+
+def disable() -> None:
+    """Unregisters what `enable` registered.
+
+    A model that is still set to `"cuda_ext"` raises `KeyError` when it runs; choose another implementation for it by
+    `model.set_attn_implementation("sdpa")`. Does nothing if `enable` was not called.
+    """
+    for registry in _registries():
+        registry.pop(NAME, None)
+
+
+def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
+    """How many attention calls of models set to `"cuda_ext"` were served, by which op and form, and how many were not.
+
+    Args:
+        reset: start at 0 again.
+
+    Returns:
+        `{"served": {...}, "refused": {...}}`. The keys of `served` name the op and the form of the mask, such as
+        `"flash_attention"` or `"flash_attention_varlen: padding"`; those of `refused` are the reasons of the errors
+        that were raised. A call in compiled code counts once for each compilation, not for each run. Attention that a
+        model computes without transformers' registry is not counted.
+
+    Example::
+
+        >>> calls()
+        {'served': {'flash_attention': 24}, 'refused': {}}
+    """
+    return counter.report(reset=reset)
+
+
+def _registries() -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+    """The registered functions for attention and for masks, which all models share."""
+    try:
+        modeling = importlib.import_module("transformers.modeling_utils")
+        masking = importlib.import_module("transformers.masking_utils")
+    except ImportError as error:
+        raise ImportError(
+            "cuda_ext.integrations.transformers needs the package transformers, version 5 or newer: "
+            "pip install 'transformers>=5'"
+        ) from error
+    if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
+        raise ImportError(
+            "cuda_ext.integrations.transformers needs transformers 5 or newer, got "
+            f"{importlib.import_module('transformers').__version__}: pip install -U 'transformers>=5'"
+        )
+    # `register` has no counterpart that unregisters.
+    return modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping

@@ -1,0 +1,201 @@
+"""The attention function of `attn_implementation="cuda_ext"`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import logging
+
+from cuda_ext.attention import flash_attention, flash_attention_varlen
+from cuda_ext.integrations.transformers.masks import Offsets, Pattern, visible_of
+from cuda_ext.integrations.transformers.names import NAME, counter
+
+__all__ = ["attention_forward"]
+
+_logger = logging.get_logger(__name__)
+
+# Keywords for other attention functions that change the result, and what to do: they are not ignored.
+_REFUSED = {
+    "block_indices": "this model selects blocks of keys; choose 'sdpa', for which it makes a mask of them",
+    "block_table": "paged caches (continuous batching) are not supported; choose 'sdpa'",
+    "indices": "this model selects keys; choose 'sdpa', for which it makes a mask of them",
+    "sinks": "sinks that differ between queries are not supported; choose 'eager'",
+}
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer; called by transformers' models.
+
+    Args:
+        module: the layer. Its `is_causal`, by default True, counts if the argument is None.
+        query: `(B, H, Sq, D)`, any strides with a dense last dimension.
+        key: `(B, Hk, Sk, D)`. `H` must be a multiple of `Hk`.
+        value: `(B, Hk, Sk, Dv)`.
+        attention_mask: what the function for masks returned, or a mask of the user that broadcasts to
+            `(B, H, Sq, Sk)`: boolean, True where visible, or floating-point, added to the logits. Nothing but a mask of
+            the user then hides keys.
+        dropout: the probability of dropping a weight.
+        scaling: of the logits; None for `1 / sqrt(D)`.
+        sliding_window: the number of visible keys up to the query's own, and, if not causal, from it on.
+        softcap: see `flash_attention`.
+        s_aux: `(H,)`, the logits of sinks.
+        position_bias: broadcasts to `(B, H, Sq, Sk)`, added to the logits. Differentiable.
+        cu_seq_lens_q: `(sequences + 1,)`, the cumulative lengths of packed sequences, as DataCollatorWithFlattening
+            makes them; `cu_seq_lens_k` those of the keys.
+
+    Returns:
+        `(B, Sq, H, Dv)`, contiguous, and None in place of the weights.
+
+    Raises:
+        NotImplementedError: a paged cache, or a keyword that only other implementations honour.
+        ValueError: `cu_seq_lens` together with a mask that hides something, or with `position_bias`.
+    """
+    _check_keywords(module, kwargs)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    given = Pattern(causal, None if sliding_window is None else (sliding_window - 1, sliding_window - 1))
+    hidden = _hidden(attention_mask, given, position_bias, query.dtype)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        hidden = _packed(hidden, cu_seq_lens_q, cu_seq_lens_k, module)
+    if hidden.length is not None and hidden.length < key.shape[2]:
+        key, value = key[:, :, : hidden.length], value[:, :, : hidden.length]
+        if hidden.bias is not None and hidden.bias.shape[-1] > hidden.length:
+            hidden = hidden._replace(bias=hidden.bias[..., : hidden.length])
+    _count(hidden.form)
+
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if scaling == head_dim**-0.5:
+        scaling = None  # the op's default; each argument costs time in small calls
+    if query.is_cuda and (head_dim % 8 or value_dim % 8):
+        scaling = head_dim**-0.5 if scaling is None else scaling
+        query, key, value = _to_multiple_of_8(query), _to_multiple_of_8(key), _to_multiple_of_8(value)
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    options: dict[str, Any] = {
+        "causal": hidden.pattern.causal,
+        "window": hidden.pattern.window,
+        "scale": scaling,
+        "softcap": softcap or 0.0,
+        "sinks": s_aux,
+        "bias": hidden.bias,
+        "dropout_p": dropout,
+        "deterministic": kwargs.get("deterministic") or None,
+    }
+    if hidden.offsets is None:
+        out = flash_attention(query, key, value, mask=hidden.mask, **options)
+    else:
+        batch, q_length, k_length = query.shape[0], query.shape[1], key.shape[1]
+        out = flash_attention_varlen(
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            hidden.offsets.query,
+            hidden.offsets.key,
+            # Upper bounds, which need not be read from the device. A sequence may extend over the whole batch only if
+            # the caller gave its lengths.
+            max_seqlen_q=q_length,
+            max_seqlen_k=k_length,
+            **options,
+        ).unflatten(0, (batch, q_length))
+    return (out if out.shape[-1] == value_dim else out[..., :value_dim]), None
+
+
+# The result is a constant for torch.compile, which runs the function once, while it traces: if compiled code counted,
+# the count would be an input of the graph.
+@torch.compiler.assume_constant_result
+def _count(form: str) -> None:
+    counter.served(form)
+
+
+class _Hidden(NamedTuple):
+    """What hides keys, in the op's terms. `length`: only so many keys are valid. `form`: the name in `calls()`."""
+
+    pattern: Pattern
+    mask: Tensor | None
+    bias: Tensor | None
+    offsets: Offsets | None
+    length: int | None
+    form: str
+
+
+def _hidden(mask: Tensor | None, given: Pattern, bias: Tensor | None, dtype: torch.dtype) -> _Hidden:
+    """`given`: the pattern that the layer names, for masks that do not know their own."""
+    if bias is not None and bias.dtype not in (dtype, torch.float32):
+        bias = bias.to(dtype)
+    if mask is None:
+        return _Hidden(given, None, bias, None, None, "flash_attention")
+    if mask.dim() != 2:
+        everything = Pattern(False, None)
+        if mask.dtype == torch.bool:
+            return _Hidden(everything, mask, bias, None, None, "flash_attention: mask")
+        mask = mask if mask.dtype == dtype else mask.to(dtype)
+        bias = mask if bias is None else mask + bias
+        return _Hidden(everything, None, bias, None, None, "flash_attention: additive mask")
+
+    visible = visible_of(mask)
+    pattern, hides, offsets = (given, True, None) if visible is None else visible
+    length = mask.shape[1]
+    if not hides:
+        return _Hidden(pattern, None, bias, None, length, "flash_attention")
+    what = "padding" if mask.dtype == torch.bool else "packed sequences"
+    if offsets is not None and bias is None:
+        return _Hidden(pattern, None, None, offsets, length, f"flash_attention_varlen: {what}")
+    # The op counts the positions of a bias from the start of each sequence; the bias of a model, of each row.
+    keys = mask[:, None, None, :]
+    pairs = keys if mask.dtype == torch.bool else mask[:, None, :, None] == keys
+    return _Hidden(pattern, pairs, bias, None, length, f"flash_attention: {what}")
+
+
+def _packed(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, module: torch.nn.Module) -> _Hidden:
+    """The sequences that the caller gave, in place of those that were found in the position ids."""
+    if hidden.bias is not None or not hidden.form.endswith(("flash_attention", "packed sequences")):
+        _refuse(
+            module,
+            "cu_seq_lens with a mask or bias",
+            ValueError,
+            "expected cu_seq_lens_q and cu_seq_lens_k without padding, without a 4-dimensional attention_mask and "
+            "without position_bias; pass one or the other",
+        )
+    offsets = Offsets(cu_seq_lens_q.int(), cu_seq_lens_k.int())
+    return hidden._replace(mask=None, offsets=offsets, form="flash_attention_varlen: packed sequences")
+
+
+def _to_multiple_of_8(tensor: Tensor) -> Tensor:
+    """Zeros at the end of the last dimension, which change no product, for the CUDA kernels."""
+    return F.pad(tensor, (0, -tensor.shape[-1] % 8))
+
+
+def _check_keywords(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    # The one place where an op for paged caches would be called.
+    if kwargs.get("cache") is not None:
+        _refuse(module, "cache", NotImplementedError, _REFUSED["block_table"])
+    for name, advice in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            _refuse(module, name, NotImplementedError, advice)
+    if kwargs.get("output_attentions"):
+        _logger.warning_once(
+            f"The attention implementation {NAME!r} computes no attention weights and returns None for them. "
+            "Choose 'eager' to get them."
+        )
+
+
+def _refuse(module: torch.nn.Module, what: str, error: type[Exception], advice: str) -> NoReturn:
+    counter.refused(what)
+    raise error(f"attn_implementation={NAME!r}, {type(module).__name__}: {what}: {advice}")
