@@ -3,6 +3,7 @@
     import cuda_ext
     cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
+    cuda_ext.patch, cuda_ext.unpatch    # an existing model on these ops
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
     cuda_ext.integrations           # existing models on these ops: transformers, torch's SDPA
     import cuda_ext.ops             # defines the ops in torch.ops.cuda_ext, as torch.export.load needs them
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
+    from cuda_ext.integrations.patching import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -45,7 +47,9 @@ __all__ = [
     "mlp",
     "nn",
     "ops",
+    "patch",
     "testing",
+    "unpatch",
 ]
 
 _MODULE_OF = {
@@ -55,6 +59,8 @@ _MODULE_OF = {
     "gated_mlp": "gemm",
     "linear": "gemm",
     "mlp": "gemm",
+    "patch": "integrations.patching",
+    "unpatch": "integrations.patching",
 }
 
 

@@ -1,0 +1,142 @@
+"""Runs a block by its plan, if everything that the plan relies on still holds; otherwise by its own forward.
+
+The plan leaves out calls of submodules. That changes nothing as long as they are of the types that the plan was made
+for, and nothing observes or replaces their calls: no hooks, adapters, quantised or sharded weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from cuda_ext.gemm import gated_linear, gated_mlp, linear, mlp
+from cuda_ext.integrations.patching.packing import packed_rows
+from cuda_ext.integrations.patching.plans import (
+    ABSENT,
+    Plan,
+    activation_of,
+    does_nothing,
+    is_linear,
+    is_plain,
+    is_transposed,
+    module_at,
+)
+
+# Neither DTensor nor quantised weights, which are subclasses: the original forward dispatches on them.
+_PLAIN = (Tensor, nn.Parameter)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_Weights = tuple[Tensor, Tensor | None]
+
+
+def run(block: nn.Module, plan: Plan, x: Any) -> Tensor | None:
+    """The output of the plan, or None if it does not apply to the block as it is now, or to this input."""
+    if not _applies(block, plan, x):
+        return None
+    first = _first(block, plan, x)
+    if first is None:
+        return None
+    step, second = 0, None
+    while plan.second is not None and step < len(plan.chain):
+        part = plan.chain[step]
+        if part == plan.second:
+            second = _weights(module_at(block, plan.second), x)
+            break
+        if not (part == 0.0 or not block.training if isinstance(part, float) else _does_nothing(block, part)):
+            break
+        step += 1
+    if second is None:
+        step = 0
+        op = gated_linear if plan.gated else linear
+        out = op(x, *first, activation=plan.activation)
+    else:
+        step += 1
+        fused = gated_mlp if plan.gated else mlp
+        out = fused(x, first[0], second[0], first[1], second[1], activation=plan.activation)
+    for part in plan.chain[step:]:
+        out = F.dropout(out, part, block.training) if isinstance(part, float) else module_at(block, part)(out)  # type: ignore[misc]
+    return out
+
+
+def _does_nothing(block: nn.Module, path: tuple[str, ...]) -> bool:
+    module = module_at(block, path)
+    return module is not None and does_nothing(module)
+
+
+def _applies(block: nn.Module, plan: Plan, x: Any) -> bool:
+    if type(x) not in _PLAIN or x.dtype not in _DTYPES or not can_run():
+        return False
+    if not ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
+        return False
+    if plan.device is not None and x.device.type != plan.device:
+        return False
+    if plan.reads_dtype and torch.is_autocast_enabled(x.device.type):
+        return False
+    for path, kind in plan.inlined:
+        module = module_at(block, path)
+        if type(module) is not kind or not is_plain(module):
+            return False
+    for path, name, value in plan.attributes:
+        now = getattr(module_at(block, path), name, ABSENT)
+        if type(now) is not type(value) or now != value:
+            return False
+    for step in plan.chain:
+        if not isinstance(step, float) and module_at(block, step) is None:
+            return False
+    return plan.activation_path is None or is_activation(module_at(block, plan.activation_path), plan.activation)
+
+
+def can_run() -> bool:
+    """Whether calls of submodules may be left out: nothing observes them."""
+    return torch.compiler.is_compiling() or not (_has_any_global_hook() or torch.jit.is_tracing())
+
+
+def is_activation(module: nn.Module | None, name: str) -> bool:
+    return module is not None and activation_of(module) == name and is_plain(module)
+
+
+def _first(block: nn.Module, plan: Plan, x: Tensor) -> _Weights | None:
+    layers = [module_at(block, path) for path in plan.linears]
+    weights = [_weights(layer, x) for layer in layers]
+    if len(weights) == 1 or weights[0] is None or weights[1] is None:
+        return weights[0] if len(weights) == 1 else None
+    # A compiler does not see that gate and up are adjacent. It fuses their product itself.
+    if torch.compiler.is_compiling() or any(is_transposed(layer) for layer in layers):
+        return None
+    (gate, gate_bias), (up, up_bias) = weights[0], weights[1]
+    packed = packed_rows(gate, up)
+    if packed is None or (gate_bias is None) != (up_bias is None):
+        return None
+    if gate_bias is None or up_bias is None:
+        return packed, None
+    bias = packed_rows(gate_bias, up_bias)
+    return None if bias is None else (packed, bias)
+
+
+def _weights(layer: nn.Module | None, x: Tensor) -> _Weights | None:
+    """Weight (N, K) and bias of a layer that is what it was and takes the dtype of x; otherwise None."""
+    if layer is None or not is_linear(layer) or not is_plain(layer):
+        return None
+    weight, bias = layer.weight, layer.bias
+    for tensor in (weight, bias):
+        if tensor is not None and (type(tensor) not in _PLAIN or not _takes(tensor, x)):  # type: ignore[arg-type]
+            return None
+    return (weight.t() if is_transposed(layer) else weight), bias  # type: ignore[return-value, operator, union-attr]
+
+
+def _takes(tensor: Tensor, x: Tensor) -> bool:
+    return tensor.dtype == x.dtype or torch.is_autocast_enabled(x.device.type)
+
+
+def activated(layer: nn.Module, activation: nn.Module, x: Any) -> Tensor:
+    """``activation(layer(x))``"""
+    name = activation_of(activation)
+    if name is not None and type(x) in _PLAIN and x.dtype in _DTYPES and can_run() and is_plain(activation):
+        weights = _weights(layer, x)
+        if weights is not None and ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
+            return linear(x, *weights, activation=name)
+    return activation(layer(x))  # type: ignore[no-any-return]

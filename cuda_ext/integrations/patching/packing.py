@@ -1,0 +1,104 @@
+"""One weight from two: gate and up as adjacent views of one buffer, so that no call copies them.
+
+The parameters stay the same objects with the same names; only their memory moves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def are_adjacent(first: Tensor, second: Tensor) -> bool:
+    """Whether the rows of both, in this order, are those of one tensor."""
+    return (
+        first.is_contiguous()
+        and second.is_contiguous()
+        and first.shape[1:] == second.shape[1:]
+        and first.dtype == second.dtype
+        and second.storage_offset() == first.storage_offset() + first.numel()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    )
+
+
+def lay_adjacent(first: nn.Module, second: nn.Module) -> bool:
+    """Moves the weights, and the biases, of two layers into one buffer each; returns whether they are adjacent then.
+
+    Parameters that share their memory with anything else stay where they are: the flat buffers of optimizers and of
+    `torch.nn.utils.vector_to_parameters` rely on it.
+    """
+    pairs = [(first.weight, second.weight), (first.bias, second.bias)]
+    if any((one is None) != (two is None) for one, two in pairs):
+        return False
+    present = [pair for pair in pairs if pair[0] is not None]
+    if not all(are_adjacent(*pair) or _can_move(*pair) for pair in present):  # type: ignore[arg-type]
+        return False
+    with torch.no_grad():
+        for one, two in present:
+            if not are_adjacent(one, two):  # type: ignore[arg-type]
+                buffer = torch.cat([one.data, two.data])  # type: ignore[list-item, union-attr]
+                rows = one.shape[0]  # type: ignore[union-attr]
+                one.data, two.data = buffer[:rows], buffer[rows:]  # type: ignore[union-attr]
+    return True
+
+
+def _can_move(one: Tensor, two: Tensor) -> bool:
+    return (
+        type(one) is type(two) is nn.Parameter
+        and one is not two
+        and one.shape == two.shape
+        and one.dtype == two.dtype
+        and one.device == two.device
+        and one.device.type in ("cpu", "cuda")
+        and all(each.is_contiguous() and _owns_its_memory(each) for each in (one, two))
+    )
+
+
+def _owns_its_memory(tensor: Tensor) -> bool:
+    in_shared_memory = tensor.is_cpu and tensor.is_shared()
+    return not in_shared_memory and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def packed_rows(first: Tensor, second: Tensor) -> Tensor | None:
+    """The rows of both parameters as one tensor without a copy, through which gradients flow; None if not adjacent."""
+    if type(first) is not nn.Parameter or type(second) is not nn.Parameter or not are_adjacent(first, second):
+        return None
+    if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+        packed: Tensor = _PackedRows.apply(first, second)
+        return packed
+    return _alias(first, second)
+
+
+def _alias(first: Tensor, second: Tensor) -> Tensor:
+    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
+    whole = torch.empty(0, dtype=first.dtype, device=first.device)
+    return whole.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+
+
+class _PackedRows(torch.autograd.Function):
+    # vmap over the input of a block runs forward on the parameters themselves, which it does not batch.
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(first: Tensor, second: Tensor) -> Tensor:
+        return _alias(first, second)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.rows = inputs[0].shape[0]
+        # What saves the packed weight does not see that one of these changes. Saving them makes backward raise if an
+        # optimizer changes them before, as it does for every saved tensor.
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (gradient,) = gradients
+        _ = ctx.saved_tensors
+        one, two = ctx.needs_input_grad
+        return gradient[: ctx.rows] if one else None, gradient[ctx.rows :] if two else None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return torch.cat(tangents)

@@ -1,0 +1,146 @@
+"""The classes of swapped blocks.
+
+A block is swapped by giving it a subclass of its class. So parameters, names, hooks of the block, `isinstance`, copies,
+`torch.save` and wrappers that change the class again, as FSDP2 does, work as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from cuda_ext.integrations.patching.blocks import run
+from cuda_ext.integrations.patching.packing import are_adjacent, lay_adjacent
+from cuda_ext.integrations.patching.plans import Plan, module_at
+from cuda_ext.integrations.patching.sources import HELPER, activated_in, rewritten
+
+
+class Swapped(nn.Module):
+    """The first base of the class of each swapped block."""
+
+    _cuda_ext_original: type[nn.Module]
+    _cuda_ext_recipe: Any  # what `swapped_class` made the class from, besides the original
+
+    def _get_name(self) -> str:
+        return f"{self._cuda_ext_original.__name__}[cuda_ext]"
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        super()._apply(*args, **kwargs)
+        pack(self)  # .to() and .cuda() give each parameter its own memory
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        pack(self)  # so does copy.deepcopy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _, _, *rest = super().__reduce_ex__(protocol)
+        return (_new, (self._cuda_ext_original, self._cuda_ext_recipe), *rest)
+
+
+def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
+    kind = swapped_class(original, recipe)
+    return kind.__new__(kind)  # type: ignore[no-any-return]
+
+
+def pack(block: Swapped) -> bool:
+    """Lays gate and up in one buffer, if the block has both; returns whether it reads them without a copy."""
+    recipe = block._cuda_ext_recipe
+    plan = recipe[1] if recipe[0] == "block" else None
+    if plan is None or len(plan.linears) == 1:
+        return True
+    gate, up = (module_at(block, path) for path in plan.linears)
+    if type(gate) is not nn.Linear or type(up) is not nn.Linear:
+        return False
+    return lay_adjacent(gate, up)
+
+
+def is_packed(block: Swapped) -> bool:
+    recipe = block._cuda_ext_recipe
+    if recipe[0] != "block" or len(recipe[1].linears) == 1:
+        return True
+    gate, up = (module_at(block, path) for path in recipe[1].linears)
+    return are_adjacent(gate.weight, up.weight)  # type: ignore[union-attr, arg-type]
+
+
+@functools.cache
+def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
+    """The class of a swapped block. ``recipe``: ("block", plan, name of the method), ("sequential", names of the
+    children, ((index, plan), ...)) or ("source", pairs), see `sources`."""
+    kind = recipe[0]
+    if kind == "block":
+        name, method = recipe[2], _block_method(getattr(original, recipe[2]), recipe[1])
+    elif kind == "sequential":
+        name, method = "forward", _sequential_forward(original.forward, recipe[1], dict(recipe[2]))
+    else:
+        name, method = "forward", rewritten(original, recipe[1])
+    members = {
+        name: method,
+        HELPER: activated_in,
+        "_cuda_ext_original": original,
+        "_cuda_ext_recipe": recipe,
+        # The name is that of the original: wrapping policies and device maps name classes.
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    return type(original.__name__, (Swapped, original), members)
+
+
+def _block_method(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    # A plan is for one tensor; further arguments that are None by default may be given as None.
+    optional = [each.default is None for each in list(inspect.signature(original).parameters.values())[2:]]
+    count = optional.index(False) if False in optional else len(optional)
+
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if 1 <= len(args) <= 1 + count and not kwargs and all(each is None for each in args[1:]):
+            out = run(self, plan, args[0])
+            if out is not None:
+                return out
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _sequential_forward(
+    original: Callable[..., Any], names: tuple[str, ...], plans: dict[int, Plan]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: nn.Module, input: Any) -> Any:
+        if tuple(self._modules) != names:  # a slice, or a child was added
+            return original(self, input)
+        index = 0
+        while index < len(names):
+            plan = plans.get(index)
+            out = run(self, plan, input) if plan is not None else None
+            if out is None or plan is None:
+                input = self._modules[names[index]](input)  # type: ignore[misc]
+                index += 1
+            else:
+                input = out
+                index += 2 + len(plan.chain)
+        return input
+
+    return forward
+
+
+def swap(block: nn.Module, recipe: Any) -> Swapped:
+    swapped: Any = block
+    object.__setattr__(block, "__class__", swapped_class(type(block), recipe))
+    pack(swapped)
+    return swapped  # type: ignore[no-any-return]
+
+
+def unswap(name: str, block: Swapped) -> None:
+    kind, original = type(block), block._cuda_ext_original
+    if kind is not swapped_class(original, block._cuda_ext_recipe):
+        raise RuntimeError(
+            f"cuda_ext.unpatch: expected {name or 'the model'} to be of the class that patch gave it, got "
+            f"{kind.__module__}.{kind.__qualname__}, a subclass; undo what wrapped it, or unpatch before wrapping"
+        )
+    object.__setattr__(block, "__class__", original)
