@@ -36,18 +36,29 @@ constexpr uint64_t kOffsetStep = 4;
 
 #if CUDA_EXT_WITH_CUDA
 
-// Checked once per device, before the first launch, because CUDA's error would say less.
-void check_architecture(const char* op, at::Device device) {
+// Whether this library was built for the architecture of a device. The driver is asked once per device.
+bool has_kernel_image(at::Device device) {
   constexpr int kMaxDevices = 64;
-  static std::array<std::atomic<bool>, kMaxDevices> checked{};
+  enum Answer : int8_t { kUnknown, kYes, kNo };
+  static std::array<std::atomic<Answer>, kMaxDevices> answers{};
   const int index = device.index();
-  if (index < kMaxDevices && checked[index].load(std::memory_order_acquire)) return;
-  const int capability = cuda::compute_capability(index);
-  CUDA_EXT_CHECK(cuda::has_kernel_image(index), op,
-                 "expected a device of the architectures that cuda_ext was built for, ", CUDA_EXT_CUDA_ARCHS, ", got ",
-                 device, ", which is sm_", capability, "; rebuild with TORCH_CUDA_ARCH_LIST=", capability / 10, ".",
-                 capability % 10, capability / 10 == 9 ? "a" : "", " pip install --no-build-isolation .");
-  if (index < kMaxDevices) checked[index].store(true, std::memory_order_release);
+  if (index < 0 || index >= kMaxDevices) return cuda::has_kernel_image(index);
+  Answer answer = answers[index].load(std::memory_order_acquire);
+  if (answer == kUnknown) {
+    answer = cuda::has_kernel_image(index) ? kYes : kNo;
+    answers[index].store(answer, std::memory_order_release);
+  }
+  return answer == kYes;
+}
+
+// Checked before a launch, because CUDA's error would say less.
+void check_architecture(const char* op, at::Device device) {
+  if (has_kernel_image(device)) return;
+  const int capability = cuda::compute_capability(device.index());
+  CUDA_EXT_CHECK(false, op, "expected a device of the architectures that cuda_ext was built for, ", CUDA_EXT_CUDA_ARCHS,
+                 ", got ", device, ", which is sm_", capability,
+                 "; rebuild with TORCH_CUDA_ARCH_LIST=", capability / 10, ".", capability % 10,
+                 capability / 10 == 9 ? "a" : "", " pip install --no-build-isolation .");
 }
 
 #endif
@@ -78,6 +89,15 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
                               ": expected a dtype of at most 32 bits for the CUDA kernels, got float64; convert the "
                               "tensors, or move them to the CPU with .cpu()");
   return kernels;
+}
+
+Kernels kernels_on(at::Device device) {
+  if (device.is_cpu())
+    return emulated_kernels.load(std::memory_order_acquire) == nullptr ? Kernels::kCpu : Kernels::kCuda;
+#if CUDA_EXT_WITH_CUDA
+  if (device.is_cuda() && has_kernel_image(device)) return Kernels::kCuda;
+#endif
+  return Kernels::kNone;
 }
 
 Tensor with_unit_stride(const Tensor& tensor) {

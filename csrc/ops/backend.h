@@ -12,6 +12,10 @@ namespace cuda_ext {
 // was not built for, and for float64.
 const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type);
 
+// The kernels that the ops run on tensors of a device; kNone: the ops raise an error.
+enum class Kernels { kNone, kCpu, kCuda };
+Kernels kernels_on(at::Device device);
+
 // The tensor, copied if CUDA kernels cannot read it: they need unit stride in one of the last two dims, to load 16
 // bytes at a time. CPU kernels read any strides.
 Tensor with_unit_stride(const Tensor& tensor);

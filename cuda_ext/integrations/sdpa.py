@@ -1,0 +1,247 @@
+"""`torch.nn.functional.scaled_dot_product_attention` (SDPA) on this package's flash attention, in the whole process.
+
+    from cuda_ext.integrations import sdpa
+
+    sdpa.enable()          # until sdpa.disable()
+    with sdpa.enable():    # or for a block
+        model(inputs)
+    sdpa.calls()           # {'served': 24}: how many calls ran here, and why the others did not
+
+Calls that `cuda_ext.flash_attention` cannot serve exactly run in PyTorch, as without this module. The documentation
+(`docs/sdpa.md`) lists them.
+
+Importing this module registers the implementation "cuda_ext" with `torch.nn.attention`, but activates nothing:
+`torch.nn.attention.activate_flash_attention_impl("cuda_ext")` has the effect of `enable()`, and
+`restore_flash_attention_impl()` that of `disable()`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.compiler.config
+import torch.nn.attention
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cuda_ext._load import ops
+from cuda_ext._toolchain import NAMESPACE
+from cuda_ext.attention import flash_attention_varlen
+
+__all__ = ["Enabled", "calls", "disable", "enable", "is_enabled"]
+
+MhaFastpath = Literal["off", "keep"]
+
+
+class Enabled:
+    """What `enable` returns. As a context manager it is active until the end of the block; `remove()` is `disable()`."""
+
+    def __init__(self, mha_fastpath: MhaFastpath, turned_on: bool) -> None:
+        self._mha_fastpath: MhaFastpath = mha_fastpath
+        self._turned_on = turned_on
+
+    def __enter__(self) -> Enabled:
+        with _switch.lock:
+            _switch.blocks += 1
+            _switch.update(self._mha_fastpath)
+            if self._turned_on:  # from now on the block keeps it active
+                _switch.is_on = self._turned_on = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with _switch.lock:
+            _switch.blocks -= 1
+            _switch.update()
+
+    def remove(self) -> None:
+        disable()
+
+
+class _Switch:
+    """What is active, and PyTorch's settings from before. Active: after enable(), and while any block runs."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_on, self.blocks = False, 0
+        self._is_active, self._fastpath_was_enabled = False, False
+        self._jagged: Any = None
+
+    def is_active(self) -> bool:
+        return self.is_on or self.blocks > 0
+
+    def update(self, mha_fastpath: MhaFastpath = "off") -> None:
+        """Makes PyTorch follow `is_on` and `blocks`; `mha_fastpath` counts if that activates."""
+        if self.is_active() == self._is_active:
+            return
+        self._is_active = self.is_active()
+        if self._is_active:
+            self._activate(mha_fastpath)
+        else:
+            self._deactivate()
+
+    def _activate(self, mha_fastpath: MhaFastpath) -> None:
+        from torch.nested._internal import ops as nested_ops
+
+        ops._sdpa_switch(True)
+        # The fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer does not call SDPA.
+        self._fastpath_was_enabled = mha_fastpath == "off" and torch.backends.mha.get_fastpath_enabled()
+        if self._fastpath_was_enabled:
+            torch.backends.mha.set_fastpath_enabled(False)
+        # SDPA of jagged nested tensors is a function in Python.
+        self._jagged = nested_ops.jagged_scaled_dot_product_attention
+        nested_ops.jagged_scaled_dot_product_attention = _jagged_attention
+        # Graphs that contain this package's op must not be found in the caches by a process without it.
+        torch.compiler.config.cache_key_tag += _CACHE_TAG
+
+    def _deactivate(self) -> None:
+        from torch.nested._internal import ops as nested_ops
+
+        ops._sdpa_switch(False)
+        if self._fastpath_was_enabled:
+            torch.backends.mha.set_fastpath_enabled(True)
+        nested_ops.jagged_scaled_dot_product_attention = self._jagged
+        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(_CACHE_TAG, "")
+
+
+_CACHE_TAG = "+cuda_ext.sdpa"
+_switch = _Switch()
+
+
+def enable(*, mha_fastpath: MhaFastpath = "off") -> Enabled:
+    """Routes `torch.nn.functional.scaled_dot_product_attention` to `cuda_ext.flash_attention`, in all threads.
+
+    Calling it again changes nothing. A function that `torch.compile` has compiled keeps the attention that it was
+    compiled with: call `enable()` first.
+
+    Args:
+        mha_fastpath: "off": disable the fast path of `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and
+            `nn.TransformerEncoder` in inference, which does not call SDPA, as long as this is enabled; "keep": leave the
+            setting (`torch.backends.mha.set_fastpath_enabled`) alone. If it is enabled already, this has no effect.
+
+    Returns:
+        An object for `with`: at the end of the block SDPA is what it was before. Blocks may be nested, and overlap in
+        several threads.
+
+    Raises:
+        ValueError: another value of `mha_fastpath`.
+
+    Example::
+
+        with sdpa.enable():
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    """
+    if mha_fastpath not in ("off", "keep"):
+        raise ValueError(f'sdpa.enable: expected mha_fastpath to be "off" or "keep", got {mha_fastpath!r}')
+    with _switch.lock:
+        turned_on = not _switch.is_on
+        _switch.is_on = True
+        _switch.update(mha_fastpath)
+    return Enabled(mha_fastpath, turned_on)
+
+
+def disable() -> None:
+    """Takes back `enable()`, and the settings that it changed. A `with` block that is running stays active to its end.
+    Without an earlier `enable()` it does nothing."""
+    with _switch.lock:
+        _switch.is_on = False
+        _switch.update()
+
+
+def is_enabled() -> bool:
+    """Whether SDPA is routed to this package now, by `enable()` or by a `with` block in any thread."""
+    return _switch.is_active()
+
+
+def calls(*, reset: bool = False) -> dict[str, int]:
+    """The number of SDPA calls since the start of the process, or since the last reset, while this was enabled.
+
+    Args:
+        reset: set all numbers to 0 after reading them.
+
+    Returns:
+        `"served"`: calls that ran in `cuda_ext.flash_attention`; every other key is a reason for which calls ran in
+        PyTorch. Of a compiled function, each compilation counts, but not its runs. Calls of `nn.MultiheadAttention` in
+        its fast path and calls under `torch.vmap` of `torch.func.grad` appear only if they reach SDPA.
+
+    Example::
+
+        >>> sdpa.calls()
+        {'served': 12, 'attn_mask together with is_causal': 1}
+    """
+    return dict(ops._sdpa_calls(reset))
+
+
+def _knows_type(tensor: Tensor) -> bool:
+    """Whether a tensor with a `__torch_dispatch__` of its own can run this package's ops."""
+    if isinstance(tensor, (FakeTensor, FunctionalTensor)):
+        return True
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or type(tensor) is not distributed.DTensor:
+        return False
+    # Split along the sequence, it may belong to context parallelism, which computes SDPA piece by piece.
+    sequence = tensor.ndim - 2
+    return all(place.is_replicate() or (place.is_shard() and place.dim < sequence) for place in tensor.placements)
+
+
+_library = torch.library.Library(NAMESPACE, "IMPL")
+_library.impl("_sdpa_knows_type", _knows_type, "CompositeExplicitAutograd")
+
+
+def _jagged_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """SDPA of nested tensors of layout torch.jagged, (B, H, jagged S, D)."""
+    tensors = (query, key, value)
+    if not (
+        attn_mask is None
+        and all(isinstance(t, torch.nested._internal.nested_tensor.NestedTensor) for t in tensors)
+        and all(t.dim() == 4 and t._ragged_idx == 2 and t._lengths is None for t in tensors)
+        and key.shape[2] == value.shape[2]
+        # With other lengths, SDPA and flash_attention align is_causal to different corners.
+        and (not is_causal or query.shape[2] == key.shape[2])
+        and _serves_packed(tensors, dropout_p, is_causal, scale, enable_gqa)
+    ):
+        return _switch._jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    packed = (t.transpose(1, 2).values() for t in tensors)
+    out = flash_attention_varlen(
+        *packed,
+        query.offsets().int(),
+        key.offsets().int(),
+        max_seqlen_q=query._maybe_max_seqlen,
+        max_seqlen_k=key._maybe_max_seqlen,
+        causal=is_causal,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
+    known = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
+    return torch.nested._internal.nested_tensor.nested_view_from_values_offsets(
+        out, query.offsets(), **known
+    ).transpose(1, 2)
+
+
+def _serves_packed(
+    tensors: Iterable[Tensor], dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> bool:
+    """Whether a dense call with these heads, dtype and device, and sequences of length 0, would be served."""
+    with _disable_current_modes():
+        empty = [torch.empty((t.shape[1], 0, t.shape[3]), dtype=t.dtype, device=t.device) for t in tensors]
+        return bool(ops._sdpa_serves(*empty, dropout_p, is_causal, scale, enable_gqa))
+
+
+torch.nn.attention.register_flash_attention_impl(NAMESPACE, register_fn=enable)
