@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention as torch_attention
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.two_tensor import TwoTensor

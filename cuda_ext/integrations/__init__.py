@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuda_ext.integrations import sdpa, transformers
+    from cuda_ext.integrations import onnx, sdpa, transformers
 
-__all__ = ["sdpa", "transformers"]
+__all__ = ["onnx", "sdpa", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
