@@ -14,13 +14,25 @@ from cuda_ext.compat import flash_attn_interface
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 # A new block fails here until it has a test of its own below.
-OPS, DATA_PARALLEL, FLASH_ATTN = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+MODELS, OPS, DATA_PARALLEL, FLASH_ATTN = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def run(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(code, names)
     return names
+
+
+def test_models() -> None:
+    from cuda_ext.integrations import sdpa, transformers
+
+    try:
+        names = run(MODELS)
+        assert names["out"].shape == (2, 10, 64)
+        assert sdpa.calls()["served"] >= 1
+    finally:
+        sdpa.disable()
+        transformers.disable()
 
 
 def test_ops() -> None:
