@@ -36,10 +36,6 @@ def doubled(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def has_float_mask(inputs: dict[str, Any]) -> bool:
-    return "attn_mask" in inputs and inputs["attn_mask"].is_floating_point()
-
-
 def gradients(inputs: dict[str, Any], function: Callable[..., Tensor], grad: Tensor | None) -> list[Tensor]:
     """The output, and with `grad` the gradients of all floating inputs."""
     inputs = {name: value.detach() if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -54,7 +50,7 @@ def gradients(inputs: dict[str, Any], function: Callable[..., Tensor], grad: Ten
 
 def assert_as_exact_as_torch(inputs: dict[str, Any], *, grad: bool = True) -> Tensor:
     """Compares with SDPA in float64: the error may be twice that of PyTorch's own SDPA in the same dtype, plus a few
-    roundings of the largest element, because PyTorch's error may happen to be 0."""
+    roundings of the largest element: PyTorch's error may happen to be 0."""
     weight = torch.randn(*inputs["query"].shape[:-1], inputs["value"].shape[-1]) if grad else None
     in_double = {name: doubled(value) for name, value in inputs.items()}
     with sdpa_kernel(SDPBackend.MATH):  # on the CPU, PyTorch's other backend raises SIGFPE for some empty tensors
@@ -62,13 +58,19 @@ def assert_as_exact_as_torch(inputs: dict[str, Any], *, grad: bool = True) -> Te
         theirs = gradients(inputs, scaled_dot_product_attention, weight)
     with all_served():
         ours = gradients(inputs, scaled_dot_product_attention, weight)
-    largest = [true.abs().max() if true.numel() else torch.zeros(()) for true in exact]
-    if weight is not None and has_float_mask(inputs):
-        largest[-1] = max(largest)  # the gradient of a mask is a sum that cancels: over all keys it is exactly 0
-    for mine, other, true, size in zip(ours, theirs, exact, largest):
+    largest = [true.abs().max().item() if true.numel() else 0.0 for true in exact]
+    for number, (mine, other, true) in enumerate(zip(ours, theirs, exact)):
         assert mine.dtype == other.dtype and mine.shape == other.shape == true.shape
+        # Gradients are sums that may cancel, down to 0: of a query that sees one key, or of a mask over all keys. The
+        # gradient of a float32 mask is computed from an output in the dtype of query. Of PyTorch in float64 no error is
+        # known.
+        size = largest[0] if number == 0 else 2 * max(largest)
+        if number == 4:
+            scores = inputs["query"][..., 0].numel() * inputs["key"].shape[-2]
+            size += (scores / mine.numel()) ** 0.5 / 16 * max(largest)  # so many numbers are added to one
+        roundings = 64 if mine.dtype == torch.float64 else 4
+        rounding = roundings * torch.finfo(ours[0].dtype).eps * size
         if true.numel():
-            rounding = 4 * torch.finfo(mine.dtype).eps * size
             assert (mine - true).abs().max() <= 2 * (other - true).abs().max() + rounding
     return ours[0]
 
@@ -89,7 +91,7 @@ MASKS: dict[str, tuple[str, ...]] = {  # sizes, of B, H, Q and K
 }
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(count=60)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [(33, 33), (7, 70), (70, 7), (1, 19), (130, 64)])
@@ -387,22 +389,11 @@ def test_transforms(is_causal: bool) -> None:
         lambda: torch.func.jacrev(attend)(*tensors),
         lambda: torch.func.hessian(loss)(*(each[:1, :1, :3] for each in tensors)),
     ]
-    expected = [function() for function in functions]
-    with all_served(len(functions)):
+    with sdpa_kernel(SDPBackend.MATH):  # the other backend has no forward mode
+        expected = [function() for function in functions]
+    with all_served(len(functions) - 2):  # torch.vmap itself calls PyTorch's implementation
         found = [function() for function in functions]
     torch.testing.assert_close(found, expected)
-
-
-def test_vmap_with_a_mask_or_dropout_falls_through() -> None:
-    query, key, value = qkv(3, 2, 5, 8)
-    masks = torch.randn(3, 5, 5)
-    expected = torch.func.vmap(scaled_dot_product_attention)(query, key, value, masks)
-    sdpa.calls(reset=True)
-    with sdpa.enable():
-        out = torch.func.vmap(scaled_dot_product_attention)(query, key, value, masks)
-        torch.func.vmap(lambda q: scaled_dot_product_attention(q, q, q, dropout_p=0.5), randomness="different")(query)
-    assert torch.equal(out, expected)
-    assert sdpa.calls() == {"served": 0, "torch.vmap with attn_mask or dropout_p": 2}
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -51,7 +51,7 @@ inline Dtype to_dtype(at::ScalarType type) {
 }
 
 // "float16", as Python names a dtype.
-inline std::string dtype_name(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+inline std::string dtype_name(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 // at::empty; on the CPU without the dispatcher, which saves a third of a microsecond.
 inline Tensor empty_on(at::Device device, at::IntArrayRef sizes, at::ScalarType type) {

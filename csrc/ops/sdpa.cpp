@@ -1,11 +1,11 @@
 // torch.nn.functional.scaled_dot_product_attention (SDPA) on flash_attention, for cuda_ext.integrations.sdpa.
 //
-// The kernel below replaces aten::scaled_dot_product_attention itself, not the fused ops that PyTorch's implementation
-// chooses from (_scaled_dot_product_flash_attention and others, which register_flash_attention_impl is meant for). Those
-// see only what the choice lets through: on the CPU neither dropout nor the gradient of a mask, nor masks of other ranks
-// than 2 and 4, and their backward cannot be differentiated. SDPA is composed of other ops, so a kernel for its autograd
-// and backend keys serves eager mode, calls from C++ and TorchScript, and every tracer that goes through the dispatcher:
-// torch.compile, torch.export and AOTInductor record flash_attention.
+// The kernel below replaces aten::scaled_dot_product_attention itself, not the fused ops among which PyTorch's
+// implementation chooses (_scaled_dot_product_flash_attention and others, which register_flash_attention_impl is meant
+// for). Those get only what the choice lets through: on the CPU no dropout, no gradient of a mask and only masks of
+// rank 2 and 4; and their backward cannot be differentiated. SDPA is composed of other ops, so a kernel for its
+// autograd and backend keys serves eager mode, calls from C++ and TorchScript, and tracers below the dispatcher:
+// torch.compile and AOTInductor record flash_attention. torch.vmap decomposes SDPA before it gets here.
 //
 // A call that flash_attention cannot serve exactly goes to PyTorch's implementation with unchanged arguments. That
 // includes every wrong call, so errors are PyTorch's own.
@@ -40,7 +40,6 @@ enum Outcome : size_t {
   kMaskWithCausal,
   kNumber,
   kSymbolicCausal,
-  kMapped,
   kOutcomes
 };
 constexpr std::array<const char*, kOutcomes> kTexts = {
@@ -55,7 +54,6 @@ constexpr std::array<const char*, kOutcomes> kTexts = {
     "attn_mask together with is_causal",
     "scale is not finite, or dropout_p is not in [0, 1)",
     "is_causal with lengths that are unknown while tracing, and may be more queries than keys",
-    "torch.vmap with attn_mask or dropout_p",
 };
 
 std::array<std::atomic<int64_t>, kOutcomes> counts{};
@@ -152,12 +150,9 @@ bool serves_sizes(const Tensor& query, const Tensor& key, const Tensor& value, b
   return enable_gqa && TORCH_GUARD_OR_FALSE(heads_kv.sym_gt(0)) && equal(heads % heads_kv, 0);
 }
 
-template <bool mapped>
 Outcome outcome_of(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
                    double dropout_p, bool is_causal, OptionalDouble scale, bool enable_gqa) {
   if (!is_first_choice()) return kNotFirstChoice;
-  // Our rule for vmap maps a mask with a call for each element, PyTorch's with one call.
-  if (mapped && (is_given(mask) || dropout_p != 0)) return kMapped;
   const Outcome outcome = tensors_outcome(query, key, value, mask);
   if (outcome != kServed) return outcome;
   if (!serves_sizes(query, key, value, enable_gqa)) return kSizes;
@@ -187,9 +182,17 @@ Tensor mask_of_four_dims(const Tensor& mask, const Tensor& query) {
   return four_dims(mask.expand_symint(sizes));
 }
 
-// Whether the rows of a (B, H, S, D) tensor are nearer to each other than its heads.
+// Whether the rows of a (..., H, S, D) tensor are nearer to each other than its heads.
 bool is_heads_first(const Tensor& tensor) {
-  return TORCH_GUARD_OR_FALSE(tensor.sym_stride(1).sym_gt(tensor.sym_stride(2)));
+  return TORCH_GUARD_OR_FALSE(tensor.sym_stride(-3).sym_gt(tensor.sym_stride(-2)));
+}
+
+// (..., H, S, D) as (B * H, S, 1, D).
+Tensor heads_as_batch(const Tensor& tensor) {
+  const auto sizes = tensor.sym_sizes();
+  c10::SymInt batch = 1;
+  for (const c10::SymInt& size : sizes.slice(0, sizes.size() - 2)) batch *= size;
+  return tensor.reshape_symint({batch, tensor.sym_size(-2), 1, tensor.sym_size(-1)});
 }
 
 bool is_same_for_all_heads(const Tensor& mask) {
@@ -219,41 +222,38 @@ Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, co
   return call(key, value, false, (queries - keys).expect_int());
 }
 
-// The output has its dimensions in memory in the order of query, as that of PyTorch's kernels: models call view() on it.
+// The output has its dimensions in memory in the order of query, as that of PyTorch's kernels: models call view() on
+// it.
 Tensor served(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
               double dropout_p, bool is_causal, OptionalDouble scale) {
-  const Tensor q = four_dims(query), k = four_dims(key), v = four_dims(value);
   const OptionalTensor mask = is_given(attn_mask) ? OptionalTensor(mask_of_four_dims(*attn_mask, query)) : std::nullopt;
-  const bool heads_first = is_heads_first(q);
-  Tensor out;
-  if (heads_first && is_heads_first(k) && is_heads_first(v) && equal(q.sym_size(1), k.sym_size(1)) &&
+  const bool heads_first = is_heads_first(query);
+  if (heads_first && is_heads_first(key) && is_heads_first(value) && equal(query.sym_size(-3), key.sym_size(-3)) &&
       (!mask.has_value() || is_same_for_all_heads(*mask))) {
-    // Heads as entries of the batch: the output of flash_attention has the wanted order.
-    const auto as_batch = [](const Tensor& t) { return t.flatten(0, 1).unsqueeze(2); };
-    out = attention(as_batch(q), as_batch(k), as_batch(v), mask, dropout_p, is_causal, scale);
+    // The output of flash_attention has the wanted order. On small inputs, each view that autograd records costs time.
+    const Tensor out =
+        attention(heads_as_batch(query), heads_as_batch(key), heads_as_batch(value), mask, dropout_p, is_causal, scale);
     auto sizes = query.sym_sizes().vec();
     sizes.back() = value.sym_size(-1);
     return out.view_symint(sizes);
   }
-  const auto rows_first = [](const Tensor& t) { return t.transpose(1, 2); };
-  out = rows_first(attention(rows_first(q), rows_first(k), rows_first(v), mask, dropout_p, is_causal, scale));
+  const auto rows_first = [](const Tensor& t) { return four_dims(t).transpose(1, 2); };
+  Tensor out = attention(rows_first(query), rows_first(key), rows_first(value), mask, dropout_p, is_causal, scale);
+  out = out.transpose(1, 2);
   if (heads_first) out = out.contiguous();
   if (query.dim() == 4) return out;
   if (query.dim() == 3) return out.squeeze(0);
-  auto sizes = query.sym_sizes().vec();
-  sizes.back() = value.sym_size(-1);
-  return out.unflatten_symint(0, c10::SymIntArrayRef(sizes).slice(0, sizes.size() - 3));
+  const auto sizes = query.sym_sizes();
+  return out.unflatten_symint(0, sizes.slice(0, sizes.size() - 3));
 }
 
-// The kernel; `mapped`: under torch.vmap.
-template <bool mapped>
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
                                     OptionalDouble scale, bool enable_gqa) {
-  if (count(outcome_of<mapped>(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)) == kServed) {
+  if (count(outcome_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)) == kServed) {
     // Without derivatives, the views below skip autograd, which would take as long as a small call.
     std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-    if (!mapped && !any_requires_grad(query, key, value, attn_mask) && !any_has_tangent(query, key, value, attn_mask))
+    if (!any_requires_grad(query, key, value, attn_mask) && !any_has_tangent(query, key, value, attn_mask))
       below_autograd.emplace();
     return served(query, key, value, attn_mask, dropout_p, is_causal, scale);
   }
@@ -264,23 +264,20 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
 // The registrations of the kernels, while they are active. Removing one restores PyTorch's kernel and all that depends
 // on the dispatch table: torch.export does not decompose an op that has a kernel for a backend.
 //
-// PyTorch does not synchronise calls with changes of a dispatch table. These kernels have no state (TORCH_FN), so a call
-// in another thread runs the old kernel or the new one.
+// PyTorch does not synchronise calls with changes of a dispatch table. These kernels have no state (TORCH_FN), so a
+// call in another thread runs the old kernel or the new one.
 void set_active(bool active) {
   static std::mutex mutex;
   static std::vector<torch::Library> libraries;
   const std::lock_guard<std::mutex> lock(mutex);
   if (!active) return libraries.clear();
   if (!libraries.empty()) return;
-  const auto add = [](c10::DispatchKey key, auto kernel) {
-    libraries.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-    libraries.back().impl("scaled_dot_product_attention", kernel);
-  };
   using c10::DispatchKey;
   for (const DispatchKey key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::CPU,
-                                DispatchKey::CUDA})  // the last two in inference mode
-    add(key, TORCH_FN(scaled_dot_product_attention<false>));
-  add(DispatchKey::FuncTorchBatched, TORCH_FN(scaled_dot_product_attention<true>));
+                                DispatchKey::CUDA}) {  // the last two in inference mode
+    libraries.emplace_back(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+    libraries.back().impl("scaled_dot_product_attention", TORCH_FN(scaled_dot_product_attention));
+  }
 }
 
 c10::Dict<std::string, int64_t> calls(bool reset) {
@@ -303,7 +300,7 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
       "enable_gqa) -> bool",
       [](const Tensor& query, const Tensor& key, const Tensor& value, double dropout_p, bool is_causal,
          OptionalDouble scale, bool enable_gqa) {
-        return count(outcome_of<false>(query, key, value, {}, dropout_p, is_causal, scale, enable_gqa)) == kServed;
+        return count(outcome_of(query, key, value, {}, dropout_p, is_causal, scale, enable_gqa)) == kServed;
       });
   m.def("_sdpa_knows_type(Tensor tensor) -> bool");
 }

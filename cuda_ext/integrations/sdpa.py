@@ -41,7 +41,7 @@ MhaFastpath = Literal["off", "keep"]
 
 
 class Enabled:
-    """What `enable` returns. As a context manager it is active until the end of the block; `remove()` is `disable()`."""
+    """What `enable` returns: for `with`, at the end of whose block it is undone; `remove()` is `disable()`."""
 
     def __init__(self, mha_fastpath: MhaFastpath, turned_on: bool) -> None:
         self._mha_fastpath: MhaFastpath = mha_fastpath
@@ -73,7 +73,7 @@ class _Switch:
         self.lock = threading.RLock()
         self.is_on, self.blocks = False, 0
         self._is_active, self._fastpath_was_enabled = False, False
-        self._jagged: Any = None
+        self.torch_jagged: Any = None  # PyTorch's function for jagged nested tensors
 
     def is_active(self) -> bool:
         return self.is_on or self.blocks > 0
@@ -97,7 +97,7 @@ class _Switch:
         if self._fastpath_was_enabled:
             torch.backends.mha.set_fastpath_enabled(False)
         # SDPA of jagged nested tensors is a function in Python.
-        self._jagged = nested_ops.jagged_scaled_dot_product_attention
+        self.torch_jagged = nested_ops.jagged_scaled_dot_product_attention
         nested_ops.jagged_scaled_dot_product_attention = _jagged_attention
         # Graphs that contain this package's op must not be found in the caches by a process without it.
         torch.compiler.config.cache_key_tag += _CACHE_TAG
@@ -108,7 +108,7 @@ class _Switch:
         ops._sdpa_switch(False)
         if self._fastpath_was_enabled:
             torch.backends.mha.set_fastpath_enabled(True)
-        nested_ops.jagged_scaled_dot_product_attention = self._jagged
+        nested_ops.jagged_scaled_dot_product_attention = self.torch_jagged
         torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(_CACHE_TAG, "")
 
 
@@ -123,9 +123,9 @@ def enable(*, mha_fastpath: MhaFastpath = "off") -> Enabled:
     compiled with: call `enable()` first.
 
     Args:
-        mha_fastpath: "off": disable the fast path of `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and
-            `nn.TransformerEncoder` in inference, which does not call SDPA, as long as this is enabled; "keep": leave the
-            setting (`torch.backends.mha.set_fastpath_enabled`) alone. If it is enabled already, this has no effect.
+        mha_fastpath: "off" (the default) disables the fast path of `nn.MultiheadAttention` and
+            `nn.TransformerEncoderLayer` in inference, which does not call SDPA, until this integration is disabled;
+            "keep" leaves `torch.backends.mha.set_fastpath_enabled` as it is. Without effect if already enabled.
 
     Returns:
         An object for `with`: at the end of the block SDPA is what it was before. Blocks may be nested, and overlap in
@@ -169,8 +169,8 @@ def calls(*, reset: bool = False) -> dict[str, int]:
 
     Returns:
         `"served"`: calls that ran in `cuda_ext.flash_attention`; every other key is a reason for which calls ran in
-        PyTorch. Of a compiled function, each compilation counts, but not its runs. Calls of `nn.MultiheadAttention` in
-        its fast path and calls under `torch.vmap` of `torch.func.grad` appear only if they reach SDPA.
+        PyTorch. A compiled function counts when it is traced, perhaps several times, and not when it runs. Calls that
+        `torch.vmap` decomposes are not counted.
 
     Example::
 
@@ -180,7 +180,7 @@ def calls(*, reset: bool = False) -> dict[str, int]:
     return dict(ops._sdpa_calls(reset))
 
 
-def _knows_type(tensor: Tensor) -> bool:
+def _knows_type(tensor: Any) -> bool:
     """Whether a tensor with a `__torch_dispatch__` of its own can run this package's ops."""
     if isinstance(tensor, (FakeTensor, FunctionalTensor)):
         return True
@@ -207,32 +207,25 @@ def _jagged_attention(
     enable_gqa: bool = False,
 ) -> Any:
     """SDPA of nested tensors of layout torch.jagged, (B, H, jagged S, D)."""
+    from torch.nested._internal.nested_tensor import NestedTensor, nested_view_from_values_offsets
+
     tensors = (query, key, value)
     if not (
         attn_mask is None
-        and all(isinstance(t, torch.nested._internal.nested_tensor.NestedTensor) for t in tensors)
-        and all(t.dim() == 4 and t._ragged_idx == 2 and t._lengths is None for t in tensors)
+        and all(isinstance(t, NestedTensor) and t.dim() == 4 for t in tensors)
+        and all(t._ragged_idx == 2 and t._lengths is None for t in tensors)
         and key.shape[2] == value.shape[2]
         # With other lengths, SDPA and flash_attention align is_causal to different corners.
         and (not is_causal or query.shape[2] == key.shape[2])
         and _serves_packed(tensors, dropout_p, is_causal, scale, enable_gqa)
     ):
-        return _switch._jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    packed = (t.transpose(1, 2).values() for t in tensors)
-    out = flash_attention_varlen(
-        *packed,
-        query.offsets().int(),
-        key.offsets().int(),
-        max_seqlen_q=query._maybe_max_seqlen,
-        max_seqlen_k=key._maybe_max_seqlen,
-        causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-    )
+        return _switch.torch_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    q, k, v = (t.transpose(1, 2).values() for t in tensors)
+    options: dict[str, Any] = {"max_seqlen_q": query._maybe_max_seqlen, "max_seqlen_k": key._maybe_max_seqlen}
+    options |= {"causal": is_causal, "scale": scale, "dropout_p": dropout_p}
+    out = flash_attention_varlen(q, k, v, query.offsets().int(), key.offsets().int(), **options)
     known = {"min_seqlen": query._maybe_min_seqlen, "max_seqlen": query._maybe_max_seqlen}
-    return torch.nested._internal.nested_tensor.nested_view_from_values_offsets(
-        out, query.offsets(), **known
-    ).transpose(1, 2)
+    return nested_view_from_values_offsets(out, query.offsets(), **known).transpose(1, 2)
 
 
 def _serves_packed(
