@@ -43,6 +43,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gated_mlp",
                 "flash_attention",
                 "flash_attention_varlen",
+                "patch",
+                "unpatch",
             ),
         },
     ),
@@ -53,6 +55,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "flash-attn's functions",
         "``cuda_ext.compat``: the functions of the flash-attn package, with its arguments.",
         {
+            "cuda_ext.compat": ("install", "uninstall"),
             "cuda_ext.compat.flash_attn": (),
             "cuda_ext.compat.flash_attn.bert_padding": (),
             "cuda_ext.compat.flash_attn_interface": (),
@@ -63,7 +66,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
 }
 
 CONTENTS = {
-    "Use": ("overview", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
+    "Use": ("overview", "patch", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
     "API": tuple(f"api/{name}" for name in API),
     "Contribute": ("contributing", "architecture", "emulator", "gpu-check"),
     "Inside the kernels": (

@@ -67,10 +67,15 @@ def is_packed(block: Swapped) -> bool:
     return are_adjacent(gate.weight, up.weight)  # type: ignore[union-attr, arg-type]
 
 
-@functools.cache
-def swapped_class(original: Any, recipe: Any) -> Any:
+def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
     """The class of a swapped block. ``recipe``: ("block", plan, name of the method), ("sequential", names of the
     children, ((index, plan), ...)) or ("source", pairs), see `sources`."""
+    key: Any = original  # mypy does not know that classes are hashable
+    return _class(key, recipe)
+
+
+@functools.cache
+def _class(original: Any, recipe: Any) -> Any:
     kind = recipe[0]
     if kind == "block":
         name, method = recipe[2], _block_method(getattr(original, recipe[2]), recipe[1])
