@@ -685,7 +685,7 @@ def test_transforms() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "T5 gated", "GPT2", "Whisper", "nn.Sequential"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(count=2)
 def test_compiles_without_graph_breaks(name: str) -> None:
     model, inputs = MODELS[name][0]()
     model.double()

@@ -45,6 +45,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gated_mlp",
                 "flash_attention",
                 "flash_attention_varlen",
+                "patch",
+                "unpatch",
             ),
         },
     ),
@@ -55,6 +57,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
         "flash-attn's functions",
         "``cuda_ext.compat``: the functions of the flash-attn package, with its arguments.",
         {
+            "cuda_ext.compat": ("install", "uninstall"),
             "cuda_ext.compat.flash_attn": (),
             "cuda_ext.compat.flash_attn.bert_padding": (),
             "cuda_ext.compat.flash_attn_interface": (),

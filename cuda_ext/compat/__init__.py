@@ -2,8 +2,11 @@
 
 from cuda_ext.compat.flash_attn import flash_attn_func               # flash-attn 2
 from cuda_ext.compat.flash_attn_interface import flash_attn_func     # its Hopper package, FlashAttention-3
+
+Or not even these: after `cuda_ext.compat.install()`, `import flash_attn` gives the first.
 """
 
 from cuda_ext.compat import flash_attn, flash_attn_interface
+from cuda_ext.compat.installing import Installation, install, uninstall
 
-__all__ = ["flash_attn", "flash_attn_interface"]
+__all__ = ["Installation", "flash_attn", "flash_attn_interface", "install", "uninstall"]

@@ -128,7 +128,7 @@ def _patch_module(name: str, module: nn.Module, report: PatchReport, checked: _C
         reason = _swapped(module, ("block", plan, method), checked)
         if not reason:
             report.add(plan.kind, name)
-            if not is_packed(module):
+            if isinstance(module, Swapped) and not is_packed(module):
                 report.left[name] = "swapped, but its own forward runs: gate and up share memory with other tensors"
             return
     if pairs := activated_pairs(module):

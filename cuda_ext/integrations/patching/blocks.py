@@ -78,7 +78,7 @@ def _applies(block: nn.Module, plan: Plan, x: Any) -> bool:
         return False
     for path, kind in plan.inlined:
         module = module_at(block, path)
-        if type(module) is not kind or not is_plain(module):
+        if module is None or type(module) is not kind or not is_plain(module):
             return False
     for path, name, value in plan.attributes:
         now = getattr(module_at(block, path), name, ABSENT)
@@ -121,11 +121,12 @@ def _weights(layer: nn.Module | None, x: Tensor) -> _Weights | None:
     """Weight (N, K) and bias of a layer that is what it was and takes the dtype of x; otherwise None."""
     if layer is None or not is_linear(layer) or not is_plain(layer):
         return None
-    weight, bias = layer.weight, layer.bias
+    weight: Any = layer.weight
+    bias: Any = layer.bias
     for tensor in (weight, bias):
-        if tensor is not None and (type(tensor) not in _PLAIN or not _takes(tensor, x)):  # type: ignore[arg-type]
+        if tensor is not None and (type(tensor) not in _PLAIN or not _takes(tensor, x)):
             return None
-    return (weight.t() if is_transposed(layer) else weight), bias  # type: ignore[return-value, operator, union-attr]
+    return (weight.t() if is_transposed(layer) else weight), bias
 
 
 def _takes(tensor: Tensor, x: Tensor) -> bool:
@@ -139,4 +140,4 @@ def activated(layer: nn.Module, activation: nn.Module, x: Any) -> Tensor:
         weights = _weights(layer, x)
         if weights is not None and ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
             return linear(x, *weights, activation=name)
-    return activation(layer(x))  # type: ignore[no-any-return]
+    return activation(layer(x))

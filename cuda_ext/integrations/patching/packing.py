@@ -29,18 +29,17 @@ def lay_adjacent(first: nn.Module, second: nn.Module) -> bool:
     Parameters that share their memory with anything else stay where they are: the flat buffers of optimizers and of
     `torch.nn.utils.vector_to_parameters` rely on it.
     """
-    pairs = [(first.weight, second.weight), (first.bias, second.bias)]
+    pairs: Any = [(first.weight, second.weight), (first.bias, second.bias)]
     if any((one is None) != (two is None) for one, two in pairs):
         return False
     present = [pair for pair in pairs if pair[0] is not None]
-    if not all(are_adjacent(*pair) or _can_move(*pair) for pair in present):  # type: ignore[arg-type]
+    if not all(are_adjacent(*pair) or _can_move(*pair) for pair in present):
         return False
     with torch.no_grad():
         for one, two in present:
-            if not are_adjacent(one, two):  # type: ignore[arg-type]
-                buffer = torch.cat([one.data, two.data])  # type: ignore[list-item, union-attr]
-                rows = one.shape[0]  # type: ignore[union-attr]
-                one.data, two.data = buffer[:rows], buffer[rows:]  # type: ignore[union-attr]
+            if not are_adjacent(one, two):
+                buffer = torch.cat([one.data, two.data])
+                one.data, two.data = buffer[: len(one)], buffer[len(one) :]
     return True
 
 

@@ -89,4 +89,4 @@ def does_nothing(module: nn.Module) -> bool:
     """Whether leaving out a call changes nothing."""
     kind = type(module)
     off = kind is nn.Identity or (kind is nn.Dropout and (not module.training or module.p == 0))
-    return off and is_plain(module)
+    return bool(off) and is_plain(module)

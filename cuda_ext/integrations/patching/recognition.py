@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -184,12 +184,16 @@ def _check_innermost(block: nn.Module, core: Core, second: Path | None) -> None:
     for length in range(1, min(map(len, paths))):
         prefix = paths[0][:length]
         part = module_at(block, prefix)
-        if all(path[:length] == prefix for path in paths) and type(part).forward is not nn.Module.forward:
+        if (
+            all(path[:length] == prefix for path in paths)
+            and getattr(type(part), "forward", None) is not nn.Module.forward
+        ):
             raise NotRecognised(f"its part {'.'.join(prefix)} computes it")
 
 
 def _features(module: nn.Module) -> int:
-    return int(module.weight.shape[0 if is_transposed(module) else 1])  # type: ignore[union-attr, arg-type, index]
+    weight: Any = module.weight
+    return int(weight.shape[0 if is_transposed(module) else 1])
 
 
 def methods(module: nn.Module) -> list[str]:

@@ -23,6 +23,7 @@ from cuda_ext.integrations.patching.plans import ABSENT, FUNCTIONS, GELU, Path, 
 Expression = tuple[Any, ...]
 
 _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+_DTYPE, _DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("dtype", "device"))
 _PRODUCTS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
 _SPLITS = (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split)
 _VALUES = (bool, int, float, str, type(None), type(F.relu), type(F.gelu))
@@ -75,10 +76,10 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._in_leaf:
             return func(*args, **kwargs)
-        if func == torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
+        if func == _DTYPE:
             self.reads_dtype = True
             return func(*args, **kwargs)
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == _DEVICE:
             self.reads_device = True
             return func(*args, **kwargs)
         expression = self._expression(func, args, kwargs)
@@ -185,7 +186,7 @@ def _contains(expression: Expression, part: Expression) -> bool:
 
 def _reporting(kind: type, path: Path, found: dict[tuple[Path, str], Any]) -> type:
     """A subclass whose instances report what is read from them."""
-    get: Callable[[Any, str], Any] = kind.__getattribute__
+    get: Any = kind.__getattribute__
     where = f"{'.'.join(path)}." if path else "self."
 
     def getattribute(self: nn.Module, name: str) -> Any:

@@ -65,7 +65,7 @@ def rewritten(original: type[nn.Module], pairs: tuple[tuple[str, str], ...]) -> 
         outer = _like(wrapper, wrapper.__code__, cells)
         outer.__wrapped__ = function
         function = outer
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _like(model: Any, code: types.CodeType, cells: tuple[types.CellType, ...] | None) -> Any:
@@ -172,7 +172,7 @@ def _source(function: Any) -> tuple[ast.Module, ast.FunctionDef] | None:
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == function.__name__:
-            first = min(each.lineno for each in (node, *node.decorator_list))
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
             if first == function.__code__.co_firstlineno:
                 return tree, node
     return None

@@ -38,13 +38,13 @@ class Swapped(nn.Module):
         pack(self)  # so does copy.deepcopy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _, _, *rest = super().__reduce_ex__(protocol)
-        return (_new, (self._cuda_ext_original, self._cuda_ext_recipe), *rest)
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new, (self._cuda_ext_original, self._cuda_ext_recipe), *reduced[2:])
 
 
 def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
     kind = swapped_class(original, recipe)
-    return kind.__new__(kind)  # type: ignore[no-any-return]
+    return kind.__new__(kind)
 
 
 def pack(block: Swapped) -> bool:
@@ -67,10 +67,15 @@ def is_packed(block: Swapped) -> bool:
     return are_adjacent(gate.weight, up.weight)  # type: ignore[union-attr, arg-type]
 
 
-@functools.cache
 def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
     """The class of a swapped block. ``recipe``: ("block", plan, name of the method), ("sequential", names of the
     children, ((index, plan), ...)) or ("source", pairs), see `sources`."""
+    key: Any = original  # mypy does not know that classes are hashable
+    return _class(key, recipe)
+
+
+@functools.cache
+def _class(original: Any, recipe: Any) -> Any:
     kind = recipe[0]
     if kind == "block":
         name, method = recipe[2], _block_method(getattr(original, recipe[2]), recipe[1])
@@ -133,7 +138,7 @@ def swap(block: nn.Module, recipe: Any) -> Swapped:
     swapped: Any = block
     object.__setattr__(block, "__class__", swapped_class(type(block), recipe))
     pack(swapped)
-    return swapped  # type: ignore[no-any-return]
+    return swapped
 
 
 def unswap(name: str, block: Swapped) -> None:
