@@ -19,11 +19,14 @@ _logger = logging.get_logger(__name__)
 
 # Keywords for other attention functions that change the result, and what to do: they are not ignored.
 _REFUSED = {
+    # The one place where an op for paged caches would be called.
+    "cache": "paged caches (continuous batching) are not supported; choose 'sdpa'",
     "block_indices": "this model selects blocks of keys; choose 'sdpa', for which it makes a mask of them",
     "block_table": "paged caches (continuous batching) are not supported; choose 'sdpa'",
     "indices": "this model selects keys; choose 'sdpa', for which it makes a mask of them",
     "sinks": "sinks that differ between queries are not supported; choose 'eager'",
 }
+_CHECKED = (*_REFUSED, "output_attentions")
 
 
 def attention_forward(
@@ -69,8 +72,30 @@ def attention_forward(
         NotImplementedError: a paged cache, or a keyword that only other implementations honour.
         ValueError: `cu_seq_lens` together with a mask that hides something, or with `position_bias`.
     """
-    _check_keywords(module, kwargs)
+    for name in _CHECKED:
+        if name in kwargs:
+            _check_keyword(module, name, kwargs[name])
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    head_dim = query.shape[-1]
+    # Every argument costs time in small calls.
+    options: dict[str, Any] = {}
+    if scaling is not None and scaling != head_dim**-0.5:
+        options["scale"] = scaling
+    if softcap is not None:
+        options["softcap"] = softcap
+    if s_aux is not None:
+        options["sinks"] = s_aux
+    if dropout:
+        options["dropout_p"] = dropout
+    if kwargs.get("deterministic"):
+        options["deterministic"] = True
+    if attention_mask is None and position_bias is None and cu_seq_lens_q is None and not query.is_cuda:
+        _count("flash_attention")
+        if sliding_window is not None:
+            options["window"] = (sliding_window - 1, sliding_window - 1)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return flash_attention(query, key, value, causal=causal, **options), None
+
     given = Pattern(causal, None if sliding_window is None else (sliding_window - 1, sliding_window - 1))
     hidden = _hidden(attention_mask, given, position_bias, query.dtype)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -80,26 +105,18 @@ def attention_forward(
         if hidden.bias is not None and hidden.bias.shape[-1] > hidden.length:
             hidden = hidden._replace(bias=hidden.bias[..., : hidden.length])
     _count(hidden.form)
+    return _run(query, key, value, hidden, options), None
 
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    if scaling == head_dim**-0.5:
-        scaling = None  # the op's default; each argument costs time in small calls
-    if query.is_cuda and (head_dim % 8 or value_dim % 8):
-        scaling = head_dim**-0.5 if scaling is None else scaling
-        query, key, value = _to_multiple_of_8(query), _to_multiple_of_8(key), _to_multiple_of_8(value)
+
+def _run(query: Tensor, key: Tensor, value: Tensor, hidden: _Hidden, options: dict[str, Any]) -> Tensor:
+    value_dim = value.shape[-1]
+    if query.is_cuda and (query.shape[-1] % 8 or value_dim % 8):
+        options.setdefault("scale", query.shape[-1] ** -0.5)
+        query, key, value = to_multiple_of_8(query), to_multiple_of_8(key), to_multiple_of_8(value)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options: dict[str, Any] = {
-        "causal": hidden.pattern.causal,
-        "window": hidden.pattern.window,
-        "scale": scaling,
-        "softcap": softcap or 0.0,
-        "sinks": s_aux,
-        "bias": hidden.bias,
-        "dropout_p": dropout,
-        "deterministic": kwargs.get("deterministic") or None,
-    }
+    options["causal"], options["window"] = hidden.pattern
     if hidden.offsets is None:
-        out = flash_attention(query, key, value, mask=hidden.mask, **options)
+        out = flash_attention(query, key, value, mask=hidden.mask, bias=hidden.bias, **options)
     else:
         batch, q_length, k_length = query.shape[0], query.shape[1], key.shape[1]
         out = flash_attention_varlen(
@@ -108,13 +125,12 @@ def attention_forward(
             value.flatten(0, 1),
             hidden.offsets.query,
             hidden.offsets.key,
-            # Upper bounds, which need not be read from the device. A sequence may extend over the whole batch only if
-            # the caller gave its lengths.
+            # Upper bounds, which need not be read from the device.
             max_seqlen_q=q_length,
             max_seqlen_k=k_length,
             **options,
         ).unflatten(0, (batch, q_length))
-    return (out if out.shape[-1] == value_dim else out[..., :value_dim]), None
+    return out if out.shape[-1] == value_dim else out[..., :value_dim]
 
 
 # The result is a constant for torch.compile, which runs the function once, while it traces: if compiled code counted,
@@ -177,23 +193,20 @@ def _packed(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, modul
     return hidden._replace(mask=None, offsets=offsets, form="flash_attention_varlen: packed sequences")
 
 
-def _to_multiple_of_8(tensor: Tensor) -> Tensor:
+def to_multiple_of_8(tensor: Tensor) -> Tensor:
     """Zeros at the end of the last dimension, which change no product, for the CUDA kernels."""
     return F.pad(tensor, (0, -tensor.shape[-1] % 8))
 
 
-def _check_keywords(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
-    # The one place where an op for paged caches would be called.
-    if kwargs.get("cache") is not None:
-        _refuse(module, "cache", NotImplementedError, _REFUSED["block_table"])
-    for name, advice in _REFUSED.items():
-        if kwargs.get(name) is not None:
-            _refuse(module, name, NotImplementedError, advice)
-    if kwargs.get("output_attentions"):
-        _logger.warning_once(
-            f"The attention implementation {NAME!r} computes no attention weights and returns None for them. "
-            "Choose 'eager' to get them."
-        )
+def _check_keyword(module: torch.nn.Module, name: str, given: Any) -> None:
+    if name == "output_attentions":
+        if given:
+            _logger.warning_once(
+                f"The attention implementation {NAME!r} computes no attention weights and returns None for them. "
+                "Choose 'eager' to get them."
+            )
+    elif given is not None:
+        _refuse(module, name, NotImplementedError, _REFUSED[name])
 
 
 def _refuse(module: torch.nn.Module, what: str, error: type[Exception], advice: str) -> NoReturn:

@@ -1,0 +1,174 @@
+"""Speed of models of transformers with attn_implementation="cuda_ext", against "eager" and "sdpa".
+
+    OMP_NUM_THREADS=2 python tools/transformers_speed.py [--families llama bert] [--dtypes float32] [--seconds 20]
+
+Random weights, 2 layers, 2 sequences of 512 tokens, hidden size 512; ViT: 768 and 224² pixels. The implementations
+alternate in one process, and the fastest run of each counts, in CPU time of all threads, which other programs on the
+machine disturb less than elapsed time; set OMP_WAIT_POLICY=passive, so that threads that wait use none. Prints the table of docs/transformers.md: milliseconds,
+and how many times as fast as the faster of the two others "cuda_ext" is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+import cuda_ext
+
+BATCH, LENGTH, LAYERS = 2, 512, 2
+OURS = "cuda_ext"
+Inputs = dict[str, torch.Tensor]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": LENGTH,
+    "pad_token_id": 0,
+}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": 1000,
+    "d_model": 512,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 8,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 1408,
+    "decoder_ffn_dim": 1408,
+    "pad_token_id": 0,
+}
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(1, 1000, (BATCH, LENGTH))
+
+
+def tokens() -> Inputs:
+    return {"input_ids": ids()}
+
+
+def padded(left: bool = False) -> Inputs:
+    """Lengths of 512 and 230 tokens."""
+    position = torch.arange(LENGTH)
+    mask = position < torch.tensor([[512], [230]])
+    return {"input_ids": ids(), "attention_mask": (mask.flip(1) if left else mask).long()}
+
+
+def decoder(name: str, **changed: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, f"{name}Config")(**{**SIZES, **changed})
+
+
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOW = {"sliding_window": 128}
+# name -> model class, config, inputs, implementations to compare with
+FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[], Inputs], tuple[str, ...]]] = {
+    "llama": ("LlamaForCausalLM", decoder("Llama"), tokens, ("eager", "sdpa")),
+    "llama, padding left": ("LlamaForCausalLM", decoder("Llama"), lambda: padded(left=True), ("eager", "sdpa")),
+    "mistral, window 128": ("MistralForCausalLM", decoder("Mistral", **WINDOW), tokens, ("eager", "sdpa")),
+    "qwen3": ("Qwen3ForCausalLM", decoder("Qwen3"), tokens, ("eager", "sdpa")),
+    "gemma2": ("Gemma2ForCausalLM", decoder("Gemma2", query_pre_attn_scalar=64, **WINDOW), tokens, ("eager",)),
+    "gpt-oss": ("GptOssForCausalLM", decoder("GptOss", **MIXTURE, **WINDOW), tokens, ("eager",)),
+    "mixtral": ("MixtralForCausalLM", decoder("Mixtral", **MIXTURE, sliding_window=None), tokens, ("eager", "sdpa")),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        lambda: transformers.GPT2Config(vocab_size=1000, n_embd=512, n_layer=LAYERS, n_head=8, n_positions=LENGTH),
+        tokens,
+        ("eager", "sdpa"),
+    ),
+    "bert": ("BertForMaskedLM", decoder("Bert"), tokens, ("eager", "sdpa")),
+    "bert, padding right": ("BertForMaskedLM", decoder("Bert"), padded, ("eager", "sdpa")),
+    "t5": (
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(
+            vocab_size=1000, d_model=512, d_kv=64, d_ff=1408, num_layers=LAYERS, num_heads=8, decoder_start_token_id=0
+        ),
+        lambda: {**tokens(), "decoder_input_ids": ids()[:, : LENGTH // 4]},
+        ("eager", "sdpa"),
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=LENGTH),
+        lambda: {
+            "input_features": torch.randn(BATCH, 80, 2 * LENGTH),
+            "decoder_input_ids": ids()[:, : LENGTH // 4],
+        },
+        ("eager", "sdpa"),
+    ),
+    "vit, 224/16": (
+        "ViTForImageClassification",
+        lambda: transformers.ViTConfig(num_hidden_layers=LAYERS),
+        lambda: {"pixel_values": torch.randn(BATCH, 3, 224, 224)},
+        ("eager", "sdpa"),
+    ),
+}
+
+
+def fastest(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """The shortest time of each call in seconds, of at least 3 runs each, which alternate."""
+    for call in calls.values():
+        call()
+    best = dict.fromkeys(calls, float("inf"))
+    rounds, end = 0, time.perf_counter() + seconds
+    while rounds < 3 or time.perf_counter() < end:
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            best[name] = min(best[name], time.process_time() - start)
+        rounds += 1
+    return best
+
+
+def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, dict[str, float]]]:
+    name, config, make_inputs, others = FAMILIES[family]
+    inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in make_inputs().items()}
+    models = {}
+    for implementation in (*others, OURS):
+        settings = config()
+        settings._attn_implementation = implementation
+        models[implementation] = getattr(transformers, name)(settings).to(dtype).eval()
+
+    def forward(model: Any) -> object:
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    def step(model: Any) -> object:
+        model.zero_grad()
+        model(**inputs).logits.float().logsumexp(-1).mean().backward()
+        return None
+
+    def run(work: Callable[[Any], object]) -> dict[str, float]:
+        return fastest({key: lambda model=model: work(model) for key, model in models.items()}, seconds)
+
+    return [("forward", run(forward)), ("training step", run(step))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each row, beyond 3 rounds")
+    given = parser.parse_args()
+    cuda_ext.integrations.transformers.enable()
+    torch.manual_seed(0)
+    print("| model | dtype | work | eager, ms | sdpa, ms | cuda_ext, ms | times as fast |")
+    print("|---|---|---|---:|---:|---:|---:|", flush=True)
+    for dtype in given.dtypes:
+        for family in given.families:
+            for work, best in measure(family, getattr(torch, dtype), given.seconds):
+                ours = best.pop(OURS)
+                shown = " | ".join(f"{best[key] * 1e3:.0f}" if key in best else "–" for key in ("eager", "sdpa"))
+                ratio = min(best.values()) / ours
+                print(f"| {family} | {dtype} | {work} | {shown} | {ours * 1e3:.0f} | {ratio:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
