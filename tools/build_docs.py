@@ -63,7 +63,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
 }
 
 CONTENTS = {
-    "Use": ("overview", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
+    "Use": ("overview", "distributed", "buckets", "faults", "sdpa", "support", "benchmarks", "changelog"),
     "API": tuple(f"api/{name}" for name in API),
     "Contribute": ("contributing", "architecture", "emulator", "gpu-check"),
     "Inside the kernels": (
