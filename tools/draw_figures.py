@@ -51,7 +51,7 @@ LAYERS = (
             "integrations",
             "cuda_ext/integrations",
             "transformers, SDPA, patch",
-            "compat, public ops, support",
+            "public ops, support",
             PYTHON,
         ),
     ),

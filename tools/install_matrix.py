@@ -98,7 +98,15 @@ class Trial:
         constraints = self.folder / "constraints.txt"
         pins = (ROOT / "constraints.txt").read_text().splitlines()
         constraints.write_text("".join(f"{pin}\n" for pin in pins if not pin.startswith(("torch==", "torchvision=="))))
-        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "install", "--constraint", constraints]
+        pip: list[str | Path] = [
+            self.python,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--constraint",
+            constraints,
+        ]
         return self.run(
             step, [*pip, *arguments], variables, cwd=self.source if self.source.exists() else None, fails=fails
         )
@@ -192,7 +200,16 @@ def editable(trial: Trial) -> str:
 
 def wheel(trial: Trial) -> str:
     shutil.rmtree(trial.dist, ignore_errors=True)
-    pip = [trial.python, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", trial.dist]
+    pip: list[str | Path] = [
+        trial.python,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-build-isolation",
+        "--no-deps",
+        "--wheel-dir",
+        trial.dist,
+    ]
     trial.run("building a wheel", [*pip, "."], cwd=trial.source)
     trial.pip("installing it", "--force-reinstall", "--no-deps", trial.wheel())
     return trial.check()
@@ -213,13 +230,33 @@ def sdist(trial: Trial) -> str:
 
 def uv(trial: Trial) -> str:
     trial.pip("installing uv", "uv")
-    command = [trial.python, "-m", "uv", "pip", "install", "--python", trial.python, "--reinstall-package", "cuda_ext"]
+    command: list[str | Path] = [
+        trial.python,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--python",
+        trial.python,
+        "--reinstall-package",
+        "cuda_ext",
+    ]
     trial.run("installing", [*command, "--no-deps", "--no-build-isolation", "."], cwd=trial.source)
     return trial.check()
 
 
 def uv_isolated(trial: Trial) -> str:
-    command = [trial.python, "-m", "uv", "pip", "install", "--python", trial.python, "--reinstall-package", "cuda_ext"]
+    command: list[str | Path] = [
+        trial.python,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--python",
+        trial.python,
+        "--reinstall-package",
+        "cuda_ext",
+    ]
     return "refused: " + trial.run("installing", [*command, "."], cwd=trial.source, fails="this environment has none")
 
 
@@ -294,7 +331,7 @@ ENVIRONMENTS = (
     Environment("3.13", "2.15.0", (source,)),
     Environment("3.11", None, (without_torch,)),
 )
-COMMANDS = {
+COMMANDS: dict[Callable[[Trial], str], str] = {
     wheel: "`pip wheel --no-build-isolation .`, then that wheel",
     source: "`pip install --no-build-isolation .`",
     isolated: "`pip install .`",
@@ -342,7 +379,7 @@ def run_tests(trial: Trial, pytest_arguments: Sequence[str]) -> str:
     trial.pip("installing the packages of the tests", *TEST_PACKAGES)
     files = sorted(str(path.relative_to(ROOT)) for name in TESTS for path in (ROOT / "tests").glob(f"test_{name}.py"))
     trial.run("building in place", [trial.python, "setup.py", "build_ext", "--inplace"], cwd=trial.source)
-    command = [trial.python, "-m", "pytest", *(pytest_arguments or ["-q", "-m", "not simt"]), *files]
+    command: list[str | Path] = [trial.python, "-m", "pytest", *(pytest_arguments or ["-q", "-m", "not simt"]), *files]
     return trial.run("testing", command, {"PYTHONPATH": str(trial.source)}, cwd=trial.source)
 
 

@@ -201,8 +201,8 @@ def _flash_attention_varlen(
     # The distance from the bottom-right diagonal of a sequence: both positions are counted from its end.
     distance = _op.Sub(_op.Unsqueeze(behind_q, _int64s(1)), _op.Unsqueeze(behind_k, _int64s(0)))
     visible = _both(visible, _in_window(distance, window_left, 0 if causal else window_right))
-    batch = [_op.Unsqueeze(tensor, _int64s(0)) for tensor in (query, key, value)]
-    out, lse = _attend(*batch, visible, None, sinks, softcap, *_constants(query, key, scale))
+    q, k, v = (_op.Unsqueeze(tensor, _int64s(0)) for tensor in (query, key, value))
+    out, lse = _attend(q, k, v, visible, None, sinks, softcap, *_constants(query, key, scale))
     return _op.Squeeze(out, _int64s(0)), _op.Squeeze(lse, _int64s(0))
 
 
