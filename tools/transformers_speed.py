@@ -4,8 +4,8 @@
 
 Random weights, 2 layers, 2 sequences of 512 tokens, hidden size 512; ViT: 768 and 224² pixels. The implementations
 alternate in one process, and the fastest run of each counts, in CPU time of all threads, which other programs on the
-machine disturb less than elapsed time; set OMP_WAIT_POLICY=passive, so that threads that wait use none. Prints the table of docs/transformers.md: milliseconds,
-and how many times as fast as the faster of the two others "cuda_ext" is.
+machine disturb less than elapsed time. Set OMP_WAIT_POLICY=passive, so that waiting threads use none. Prints the table
+of docs/transformers.md: milliseconds, and how many times as fast "cuda_ext" is as the faster of the two others.
 """
 
 from __future__ import annotations
