@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,29 +11,20 @@ import transformers as hf
 import transformers_models as models
 from torch import Tensor
 from transformers.masking_utils import (
-    AttentionMaskInterface,
     bidirectional_mask_function,
     causal_mask_function,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
-from transformers.modeling_utils import AttentionInterface
+from transformers_models import enabled  # noqa: F401
 
-import cuda_ext
 from cuda_ext import flash_attention
 from cuda_ext.integrations import transformers as integration
 
+pytestmark = pytest.mark.usefixtures("enabled")
+
 NAME = integration.NAME
-
-
-@pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
-    models.register_reference()
-    torch._dynamo.reset()
-    with integration.enable():
-        integration.calls(reset=True)
-        yield
 
 
 class Graphs:
@@ -85,7 +73,7 @@ def packed_positions() -> Tensor:
 # Against attention in float64
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(count=16)
 @pytest.mark.parametrize("case", ["full", "left", "right", "holes", "packed"])
 @pytest.mark.parametrize("name", models.DECODERS)
 def test_decoders(name: str, case: str) -> None:
@@ -136,7 +124,7 @@ def test_encoders_and_cross_attention(name: str) -> None:
 PATTERNS = ("causal", "causal window", "bidirectional", "bidirectional window")
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(count=40)
 @pytest.mark.parametrize("pad", ["none", "left", "right", "holes", "row"])
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static", "sliding"])
 @pytest.mark.parametrize("queries", [1, 5, 12])
@@ -243,7 +231,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(count=10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", models.DECODERS)
 def test_generation(name: str, mode: str) -> None:
@@ -268,7 +256,7 @@ def test_generation(name: str, mode: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_compiled_generation(name: str) -> None:
     model = models.decoder(name, "eager", torch.float32, initializer_range=0.3)
@@ -287,7 +275,7 @@ def test_compiled_generation(name: str) -> None:
 # Compiled models
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 def test_compiled_forward_has_one_graph_for_all_lengths(name: str, padded: bool) -> None:
@@ -307,7 +295,7 @@ def test_compiled_forward_has_one_graph_for_all_lengths(name: str, padded: bool)
     assert counted.count <= 2  # the first length is a constant, the second one a symbol
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_compiled_training_on_packed_sequences(explicit: bool) -> None:
     """`explicit`: with the arguments of DataCollatorWithFlattening instead of those that position ids imply."""
@@ -395,101 +383,3 @@ def test_sentence_embeddings() -> None:
         embeddings.append(F.normalize((states * weights).sum(1) / weights.sum(1), dim=-1))
     assert served() == {"flash_attention_varlen: padding": 6}
     torch.testing.assert_close(embeddings[1], embeddings[0], rtol=0.0, atol=1e-5)
-
-
-# The switch, the counter, refusals
-
-
-def test_switch() -> None:
-    assert NAME in AttentionInterface._global_mapping and NAME in AttentionMaskInterface._global_mapping
-    with integration.enable():
-        pass
-    assert NAME in AttentionInterface._global_mapping  # was enabled before
-    model = models.decoder("llama", NAME)
-    integration.disable()
-    integration.disable()
-    assert NAME not in AttentionInterface._global_mapping and NAME not in AttentionMaskInterface._global_mapping
-    with pytest.raises(KeyError, match=NAME):
-        model(models.ids())
-    with integration.enable():
-        model(models.ids())
-    assert NAME not in AttentionInterface._global_mapping
-
-
-def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
-    program = (
-        "import sys, cuda_ext; cuda_ext.integrations.transformers.calls(); assert 'transformers' not in sys.modules\n"
-        "sys.modules['transformers'] = None\n"
-        "try: cuda_ext.integrations.transformers.enable()\n"
-        "except ImportError as error: print(error)"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'transformers>=5'" in result.stdout
-
-
-@pytest.mark.parametrize("keyword", ["cache", "block_indices", "indices", "sinks", "block_table"])
-def test_keywords_that_change_the_result_are_refused(keyword: str) -> None:
-    from cuda_ext.integrations.transformers.attention import attention_forward
-
-    tensors = torch.randn(3, 1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match=f"attn_implementation='cuda_ext', Module: {keyword}: .*choose"):
-        attention_forward(torch.nn.Module(), *tensors, None, **{keyword: torch.zeros(1)})
-    assert integration.calls(reset=True)["refused"] == {keyword: 1}
-
-
-def test_cu_seq_lens_with_padding_is_refused() -> None:
-    model = models.decoder("llama", NAME)
-    cumulative = torch.tensor([0, 19, 38, 57], dtype=torch.int32)
-    options = {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative}
-    with pytest.raises(ValueError, match="cu_seq_lens"):
-        model(models.ids(), attention_mask=models.padding("left"), use_cache=False, **options)
-    assert integration.calls(reset=True)["refused"]
-
-
-def test_attention_weights_are_not_returned() -> None:
-    model = models.decoder("llama", NAME)
-    with pytest.raises(ValueError, match="output_attentions"):
-        model.config.output_attentions = True
-    assert not model(models.ids(), output_attentions=True).attentions
-
-
-def test_layout_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padded batches go to the op as views of the model's tensors, which are (B, S, H, D) in memory."""
-    from cuda_ext.integrations.transformers import attention
-
-    seen: list[bool] = []
-    original = attention.flash_attention_varlen
-
-    def spy(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
-        seen.extend(t._base is not None for t in (query, key, value))
-        return original(query, key, value, *rest, **options)
-
-    monkeypatch.setattr(attention, "flash_attention_varlen", spy)
-    with torch.no_grad():
-        models.decoder("gpt2", NAME)(models.ids(), attention_mask=models.padding("left"), use_cache=False)
-    assert seen == [True] * 6
-
-
-@pytest.mark.parametrize("dims", [(12, 20), (16, 4)])
-def test_head_sizes_that_cuda_lacks(dims: tuple[int, int]) -> None:
-    from cuda_ext.integrations.transformers.attention import to_multiple_of_8
-
-    query, key = torch.randn(2, 1, 2, 5, dims[0], dtype=torch.float64)
-    value = torch.randn(1, 2, 5, dims[1], dtype=torch.float64)
-    padded = [to_multiple_of_8(t) for t in (query, key, value)]
-    assert all(t.shape[-1] % 8 == 0 for t in padded)
-    got = flash_attention(*(t.transpose(1, 2) for t in padded), scale=dims[0] ** -0.5)[..., : dims[1]]
-    torch.testing.assert_close(got, flash_attention(*(t.transpose(1, 2) for t in (query, key, value))))
-
-
-def test_calls_count_threads_together() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    from cuda_ext.integrations.counting import Calls
-
-    calls = Calls()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: calls.served("x"), range(2000)))
-    assert calls.report(reset=True) == {"served": {"x": 2000}, "refused": {}}
-    assert calls.report() == {"served": {}, "refused": {}}
-    assert cuda_ext.integrations.transformers.calls is integration.calls

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
+
+from cuda_ext.integrations import transformers as integration
 
 REFERENCE = "reference"
 
@@ -216,9 +219,15 @@ OTHERS: dict[str, Callable[[], tuple[Any, Run]]] = {
 }
 
 
-def register_reference() -> None:
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    """For tests with pytestmark = usefixtures("enabled")."""
     AttentionInterface.register(REFERENCE, _reference)
     AttentionMaskInterface.register(REFERENCE, eager_mask)
+    torch._dynamo.reset()
+    with integration.enable():
+        integration.calls(reset=True)
+        yield
 
 
 def _reference(

@@ -4,13 +4,14 @@
 
 Random weights, 2 layers, 2 sequences of 512 tokens, hidden size 512; ViT: 768 and 224² pixels. The implementations
 alternate in one process, and the fastest run of each counts, in CPU time of all threads, which other programs on the
-machine disturb less than elapsed time; set OMP_WAIT_POLICY=passive, so that threads that wait use none. Prints the table of docs/transformers.md: milliseconds,
-and how many times as fast as the faster of the two others "cuda_ext" is.
+machine disturb less than elapsed time. Set OMP_WAIT_POLICY=passive, so that waiting threads use none. Prints the table
+of docs/transformers.md: milliseconds, and how many times as fast "cuda_ext" is as the faster of the two others.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 import transformers
 
 import cuda_ext
+
+hf: Any = transformers
 
 BATCH, LENGTH, LAYERS = 2, 512, 2
 OURS = "cuda_ext"
@@ -64,7 +67,7 @@ def padded(left: bool = False) -> Inputs:
 
 
 def decoder(name: str, **changed: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, f"{name}Config")(**{**SIZES, **changed})
+    return lambda: getattr(hf, f"{name}Config")(**{**SIZES, **changed})
 
 
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -80,7 +83,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[], Inputs], tuple[st
     "mixtral": ("MixtralForCausalLM", decoder("Mixtral", **MIXTURE, sliding_window=None), tokens, ("eager", "sdpa")),
     "gpt2": (
         "GPT2LMHeadModel",
-        lambda: transformers.GPT2Config(vocab_size=1000, n_embd=512, n_layer=LAYERS, n_head=8, n_positions=LENGTH),
+        lambda: hf.GPT2Config(vocab_size=1000, n_embd=512, n_layer=LAYERS, n_head=8, n_positions=LENGTH),
         tokens,
         ("eager", "sdpa"),
     ),
@@ -88,7 +91,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[], Inputs], tuple[st
     "bert, padding right": ("BertForMaskedLM", decoder("Bert"), padded, ("eager", "sdpa")),
     "t5": (
         "T5ForConditionalGeneration",
-        lambda: transformers.T5Config(
+        lambda: hf.T5Config(
             vocab_size=1000, d_model=512, d_kv=64, d_ff=1408, num_layers=LAYERS, num_heads=8, decoder_start_token_id=0
         ),
         lambda: {**tokens(), "decoder_input_ids": ids()[:, : LENGTH // 4]},
@@ -96,7 +99,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[], Inputs], tuple[st
     ),
     "whisper": (
         "WhisperForConditionalGeneration",
-        lambda: transformers.WhisperConfig(**ENCODER_DECODER, max_source_positions=LENGTH),
+        lambda: hf.WhisperConfig(**ENCODER_DECODER, max_source_positions=LENGTH),
         lambda: {
             "input_features": torch.randn(BATCH, 80, 2 * LENGTH),
             "decoder_input_ids": ids()[:, : LENGTH // 4],
@@ -105,7 +108,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[], Inputs], tuple[st
     ),
     "vit, 224/16": (
         "ViTForImageClassification",
-        lambda: transformers.ViTConfig(num_hidden_layers=LAYERS),
+        lambda: hf.ViTConfig(num_hidden_layers=LAYERS),
         lambda: {"pixel_values": torch.randn(BATCH, 3, 224, 224)},
         ("eager", "sdpa"),
     ),
@@ -134,7 +137,7 @@ def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, 
     for implementation in (*others, OURS):
         settings = config()
         settings._attn_implementation = implementation
-        models[implementation] = getattr(transformers, name)(settings).to(dtype).eval()
+        models[implementation] = getattr(hf, name)(settings).to(dtype).eval()
 
     def forward(model: Any) -> object:
         with torch.no_grad():
@@ -146,7 +149,7 @@ def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, 
         return None
 
     def run(work: Callable[[Any], object]) -> dict[str, float]:
-        return fastest({key: lambda model=model: work(model) for key, model in models.items()}, seconds)
+        return fastest({key: functools.partial(work, model) for key, model in models.items()}, seconds)
 
     return [("forward", run(forward)), ("training step", run(step))]
 

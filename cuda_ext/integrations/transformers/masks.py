@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ from transformers.utils.import_utils import is_tracing
 __all__ = ["Offsets", "Pattern", "Visible", "attention_mask", "visible_of"]
 
 MaskFunction = Callable[..., Any]
+
+# More exact than transformers' annotations: the offset may be a tensor.
+_pairs: Callable[..., Tensor] = cast(Any, sdpa_mask)
+_pad: Callable[[Tensor, int, int], Tensor] = cast(Any, prepare_padding_mask)
 
 
 class Pattern(NamedTuple):
@@ -100,7 +104,7 @@ def attention_mask(
     """
 
     def materialised() -> Tensor:
-        return sdpa_mask(
+        return _pairs(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -133,7 +137,7 @@ def attention_mask(
     length = q_offset + q_length - kv_offset if pattern.causal else kv_length
     keys = None
     if attention_mask is not None:
-        keys = prepare_padding_mask(attention_mask, kv_length, kv_offset)[:, kv_offset : kv_offset + length]
+        keys = _pad(attention_mask, kv_length, kv_offset)[:, kv_offset : kv_offset + length]
         if not tracing and bool(keys.all()):
             keys = None
     window_hides = pattern.window is not None and (tracing or length - 1 > pattern.window[0])
@@ -259,7 +263,7 @@ def _asks_for_materialised(module: str) -> bool:
     return "allow_is_causal_skip" in source or "allow_is_bidirectional_skip" in source
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
