@@ -42,7 +42,7 @@ def train(model: LlamaForCausalLM, options: object) -> tuple[list[float], float]
         max_steps=options.steps,
         per_device_train_batch_size=options.batch,
         learning_rate=1e-3,
-        logging_steps=1,
+        logging_steps=max(options.steps // 10, 1),
         save_strategy="no",
         report_to=[],
         use_cpu=options.device == "cpu",
@@ -55,7 +55,7 @@ def train(model: LlamaForCausalLM, options: object) -> tuple[list[float], float]
 
 
 def main() -> dict[str, list[float]]:
-    options = arguments(__doc__, steps=40, batch=8, context=256, hidden=256, layers=4)
+    options = arguments(__doc__, steps=80, batch=8, context=256, hidden=256, layers=4)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=options.hidden,
@@ -81,7 +81,7 @@ def main() -> dict[str, list[float]]:
     plot(options.out / "finetune_transformers.png", {name: losses for name, (losses, _) in runs.items()})
     with torch.no_grad():
         start = torch.tensor([list(b"The ")], device=ours.device)
-        written = ours.generate(start, max_new_tokens=60, do_sample=False, pad_token_id=0)
+        written = ours.generate(start, max_new_tokens=60, do_sample=True, temperature=0.7, pad_token_id=0)
     print(bytes(written[0].tolist()).decode(errors="replace"))
     return {name: losses for name, (losses, _) in runs.items()}
 

@@ -47,7 +47,7 @@ def main() -> list[float]:
         accelerator=options.device,
         devices=1,
         precision="bf16-mixed",
-        max_steps=options.steps,
+        max_epochs=1,
         gradient_clip_val=1.0,
         default_root_dir=options.out,
         logger=False,

@@ -1,9 +1,9 @@
-"""Trains a vision transformer of timm to tell shapes apart, first as it is, then on cuda_ext.
+"""Trains a vision transformer of timm to tell the direction of stripes, first as it is, then on cuda_ext.
 
     python examples/vit_timm.py
 
 timm calls torch.nn.functional.scaled_dot_product_attention, which `cuda_ext.integrations.sdpa` serves; `patch` replaces
-the MLPs. The images are drawn here: a disc, a square, a triangle or a cross, of any size, place and colour, in noise.
+the MLPs. The images are drawn here: stripes of any width and colour in one of eight directions, in noise.
 """
 
 from __future__ import annotations
@@ -20,26 +20,18 @@ from torch import Tensor, nn
 import cuda_ext
 from cuda_ext.integrations import sdpa
 
-SIZE, CLASSES = 64, 4
+SIZE, CLASSES = 64, 8
 
 
 def draw(count: int) -> tuple[Tensor, Tensor]:
-    """Images (count, 3, SIZE, SIZE) and their classes (count,)."""
+    """Images (count, 3, SIZE, SIZE) of stripes, and their directions (count,), one of CLASSES."""
     axis = torch.linspace(-1, 1, SIZE)
-    y, x = axis[:, None], axis[None, :]
-    kinds = torch.randint(CLASSES, (count,))
-    images = 0.3 * torch.randn(count, 3, SIZE, SIZE)
-    for image, kind in zip(images, kinds.tolist()):
-        place, radius = torch.rand(2) - 0.5, 0.2 + 0.3 * torch.rand(())
-        u, v = (x - place[0]) / radius, (y - place[1]) / radius
-        inside = (
-            u.square() + v.square() < 1,
-            (u.abs() < 0.85) & (v.abs() < 0.85),
-            (v < 0.8) & (v > 2 * u.abs() - 1),
-            ((u.abs() < 0.25) | (v.abs() < 0.25)) & (u.abs() < 1) & (v.abs() < 1),
-        )[kind]
-        image[:, inside] += torch.randn(3, 1)
-    return images, kinds
+    directions = torch.randint(CLASSES, (count,))
+    angle = (torch.pi * directions / CLASSES)[:, None, None]
+    distance = axis[:, None] * angle.sin() + axis * angle.cos()  # (count, SIZE, SIZE)
+    stripes = (distance * (8 + 8 * torch.rand(count, 1, 1)) + 6 * torch.rand(count, 1, 1)).sin()
+    colours = 0.5 + torch.rand(count, 3, 1, 1)
+    return stripes.unsqueeze(1) * colours + torch.randn(count, 3, SIZE, SIZE), directions
 
 
 def batches(steps: int, batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -67,9 +59,9 @@ def main() -> Runs:
     def train(title: str, model: nn.Module) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
 
-        def step(images: Tensor, kinds: Tensor) -> float:
+        def step(images: Tensor, directions: Tensor) -> float:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(images.to(options.device)), kinds.to(options.device))
+            loss = F.cross_entropy(model(images.to(options.device)), directions.to(options.device))
             loss.backward()
             optimizer.step()
             return loss.item()
@@ -79,9 +71,9 @@ def main() -> Runs:
     train("timm", model)
     with sdpa.enable():
         train("cuda_ext", ours)
-        images, kinds = draw(256)
+        images, directions = draw(256)
         with torch.no_grad():
-            right = (ours.eval()(images.to(options.device)).argmax(-1).cpu() == kinds).float().mean()
+            right = (ours.eval()(images.to(options.device)).argmax(-1).cpu() == directions).float().mean()
     runs.report(options.out / "vit_timm.png")
     print(f"accuracy on new images: {right:.0%}; attention calls: {sdpa.calls()}")
     return runs

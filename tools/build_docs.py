@@ -71,7 +71,6 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             "cuda_ext.integrations.transformers": (),
             "cuda_ext.integrations.sdpa": (),
             "cuda_ext.integrations.onnx": (),
-            "cuda_ext": ("patch", "unpatch"),
         },
     ),
     "dev": ("Builds and reports", "``cuda_ext.dev`` and ``cuda_ext.info``.", {"cuda_ext.dev": (), "cuda_ext.info": ()}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +32,17 @@ TITLES = {
     "fsdp2": "FSDP2 with bfloat16",
 }
 # Lines that say something about this machine or another library, not about the example.
-NOISE = ("Warning", "warn", "isinstance(treespec", "cls.__new__", "OMP_NUM_THREADS", "*****")
+NOISE = (
+    "Warning",
+    "warn",
+    "isinstance(treespec",
+    "cls.__new__",
+    "OMP_NUM_THREADS",
+    "*****",
+    "Loading weights",
+    "'grad_norm'",
+    "'train_runtime'",
+)
 
 
 def command(name: str) -> list[str]:
@@ -64,8 +75,7 @@ def page(name: str, output: str, plot: bool) -> str:
     described = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
     # The usage of the docstring is shown as the command.
     text = "\n".join(line for line in described.splitlines() if not line.startswith("    "))
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
+    text = re.sub(r"\n{3,}", "\n\n", text).strip()
     parts = [f"# {TITLES[name]}", text, f"```sh\n{' '.join(command(name))}        # --help lists the options\n```"]
     parts += ["It printed, on 2 cores without a GPU:", f"```text\n{output}\n```"]
     if plot:

@@ -84,7 +84,7 @@ def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
         reset: start at 0 again.
 
     Returns:
-        `{"served": {...}, "refused": {...}}`. The keys of `served` name the op and the form of the mask, such as
+        Two dicts, `served` and `refused`. The keys of `served` name the op and the form of the mask, such as
         `"flash_attention"` or `"flash_attention_varlen: padding"`; those of `refused` are the reasons of the errors
         that were raised. A call in compiled code counts once for each compilation, not for each run. Attention that a
         model computes without transformers' registry is not counted.
