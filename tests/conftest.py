@@ -103,6 +103,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 LONGEST = (
     *("test_attention_cuda", "test_distributed_training", "test_build", "test_conformance", "test_gpu_check"),
     *("test_static_gates", "test_distributed_faults", "test_four_hosts", "test_attention_autograd", "test_train_gpt"),
+    *("test_torch_features", "test_patch", "test_examples", "test_integration_sdpa_models"),
 )
 
 

@@ -26,7 +26,8 @@ def test_every_cell_is_in_the_table_of_the_page() -> None:
         for way in environment.ways:
             start = f"| {environment.python} | {environment.torch or 'none'} | {install_matrix.COMMANDS[way]} | "
             assert any(row.startswith(start) for row in rows), start
-    assert not any("failed" in row or "not run" in row for row in rows)
+    results = [row.split(" | ")[3] for row in rows]
+    assert all(result.startswith(("works: ", "refused: ")) for result in results)
 
 
 def test_list() -> None:

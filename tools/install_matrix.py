@@ -143,7 +143,7 @@ class Trial:
             found = [line for line in lines if re.search(fails, line)]
             if process.returncode == 0 or not found:
                 raise Failure(f"{step} was expected to fail with {fails!r}: status {process.returncode}, {last}")
-            return found[-1]
+            return found[-1].replace(str(self.folder), "...")
         if process.returncode != 0:
             raise Failure(f"failed while {step}, exit status {process.returncode}: {last}")
         return last
