@@ -236,7 +236,8 @@ def test_the_rest_falls_through(case: str) -> None:
         assert not counted
     if isinstance(theirs, TwoTensor):
         ours, theirs = ours.a, theirs.a
-    if isinstance(theirs, Tensor) and not theirs.is_nested:
+    # PyTorch does not check that key and value are equally long: what it makes of them differs from run to run.
+    if isinstance(theirs, Tensor) and not theirs.is_nested and case != "other length":
         assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
     elif isinstance(theirs, tuple):
         assert ours == theirs

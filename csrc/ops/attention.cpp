@@ -1,5 +1,5 @@
-// flash_attention and flash_attention_varlen: schema, autograd, autocast, dispatch. The public ops share one forward
-// and one backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
+// flash_attention and flash_attention_varlen: schema, autocast, dispatch. The public ops share one forward and one
+// backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/zeros.h>
@@ -7,9 +7,8 @@
 
 #include <tuple>
 
-#include "ops/attention_composed.h"
+#include "ops/attention_autograd.h"
 #include "ops/attention_params.h"
-#include "ops/autograd.h"
 #include "ops/backend.h"
 
 namespace cuda_ext {
@@ -92,6 +91,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   }
   return {std::move(out), std::move(lse), std::move(rng_state)};
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                                            const OptionalTensor& cu_seqlens_q,
@@ -195,157 +196,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
           std::move(grad_bias)};
 }
 
-}  // namespace
-
-// The autograd node; not in the anonymous namespace because profiles and grad_fn show its name. Its inputs are query,
-// key, value, sinks and bias.
-struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward> {
-  static constexpr const char* kNodeName = CUDA_EXT_OP("FlashAttentionBackward");
-
-  static void save_options(AutogradContext* ctx, const Options& o) {
-    save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
-    save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
-    save_option(ctx, "causal", o.causal);
-    save_option(ctx, "window_left", o.window_left);
-    save_option(ctx, "window_right", o.window_right);
-    save_option(ctx, "scale", o.scale);
-    save_option(ctx, "softcap", o.softcap);
-    save_option(ctx, "dropout_p", o.dropout_p);
-    save_option(ctx, "deterministic", o.deterministic);
-  }
-
-  // out, lse and rng_state are undefined if backward must be composed. Absent optional tensors are not saved, because
-  // on small inputs saving one costs as much as a small op.
-  static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
-                             const Tensor& lse, const Tensor& rng_state, const Options& o) {
-    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
-        !is_given(o.mask))
-      return {query, key, value, out, lse};
-    return {query,
-            key,
-            value,
-            out,
-            lse,
-            rng_state,
-            value_or_empty(o.cu_seqlens_q),
-            value_or_empty(o.cu_seqlens_k),
-            value_or_empty(o.alibi_slopes),
-            value_or_empty(o.sinks),
-            value_or_empty(o.bias),
-            value_or_empty(o.mask)};
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const Tensor &grad_given = grads[0], &grad_lse = grads[1];
-    if (!grad_given.defined() && !grad_lse.defined()) return variable_list(5);
-    auto saved = ctx->get_saved_variables();
-    saved.resize(12);
-    const Tensor &query = saved[0], &key = saved[1], &value = saved[2], &out = saved[3], &lse = saved[4];
-    const Options o{optional(saved[6]),
-                    optional(saved[7]),
-                    optional(saved[8]),
-                    optional(saved[9]),
-                    optional(saved[10]),
-                    optional(saved[11]),
-                    saved_option<OptionalSymInt>(ctx, "max_seqlen_q"),
-                    saved_option<OptionalSymInt>(ctx, "max_seqlen_k"),
-                    saved_option<bool>(ctx, "causal"),
-                    saved_option<OptionalInt>(ctx, "window_left"),
-                    saved_option<OptionalInt>(ctx, "window_right"),
-                    saved_option<OptionalDouble>(ctx, "scale"),
-                    saved_option<double>(ctx, "softcap"),
-                    saved_option<double>(ctx, "dropout_p"),
-                    saved_option<OptionalBool>(ctx, "deterministic")};
-    const Tensor grad_out = grad_given.defined() ? grad_given : zeros_like_out(query, value);
-    const bool wants_sinks = is_given(o.sinks) && ctx->needs_input_grad(3);
-    const bool wants_bias = is_given(o.bias) && ctx->needs_input_grad(4);
-    if (!out.defined() || needs_composed_backward(grad_out) || (grad_lse.defined() && tangent_of(grad_lse).defined())) {
-      AttentionGradients g = composed_attention_backward(grad_out, grad_lse, query, key, value, saved[5], o);
-      return {g.query, g.key, g.value, wants_sinks ? g.sinks : Tensor(), wants_bias ? g.bias : Tensor()};
-    }
-    static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
-    auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
-        o.call(op, grad_out, optional(grad_lse), query, key, value, out, lse, optional(saved[5]), wants_bias);
-    return {grad_query, grad_key, grad_value, wants_sinks ? grad_sinks : Tensor(), wants_bias ? grad_bias : Tensor()};
-  }
-
- private:
-  static Tensor zeros_like_out(const Tensor& query, const Tensor& value) {
-    auto sizes = query.sym_sizes().vec();
-    sizes.back() = value.sym_size(-1);
-    return at::zeros_symint(sizes, query.options());
-  }
-};
-
 namespace {
-
-// The Autograd kernel of both public ops; `call_public` calls the op itself.
-template <class CallPublic>
-std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                                            const Options& o, const CallPublic& call_public) {
-  const Derivatives wanted = derivatives_of(query, key, value, o.alibi_slopes, o.sinks, o.bias);
-  if (!wanted.reverse && !wanted.forward) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_public();
-  }
-  CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes) && !any_has_tangent(o.alibi_slopes), op,
-                 "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
-  // A composed derivative cannot recompute random numbers that were drawn below the transform.
-  if ((wanted.composed || wanted.forward) && o.dropout_p > 0) return composed_attention(query, key, value, o);
-
-  Tensor out, lse, rng_state;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    if (wanted.reverse && !wanted.composed) {
-      static const auto forward_op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-      std::tie(out, lse, rng_state) = o.call(forward_op, query, key, value);
-    } else {
-      std::tie(out, lse) = call_public();
-    }
-  }
-  if (wanted.reverse) {
-    const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
-    FlashAttentionBackward::save_options(&node->ctx_, o);
-    const Tensor none;
-    const bool fused = !wanted.composed;
-    torch::autograd::set_history(out, node);
-    torch::autograd::set_history(lse, node);
-    save_variables(
-        node, FlashAttentionBackward::saved(query, key, value, fused ? out : none, fused ? lse : none, rng_state, o));
-  }
-  if (wanted.forward) {
-    const auto [composed_out, composed_lse] = composed_attention(query, key, value, o);
-    set_tangent(out, tangent_of(composed_out));
-    set_tangent(lse, tangent_of(composed_lse));
-  }
-  return {out, lse};
-}
-
-std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    const OptionalTensor& bias, const OptionalTensor& mask,
-                                                    ATTENTION_SCALARS) {
-  static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
-  return with_derivatives(
-      "flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES},
-      [&] { return op.call(query, key, value, alibi_slopes, sinks, bias, mask, ATTENTION_SCALAR_NAMES); });
-}
-
-std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                           const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
-  static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
-  return with_derivatives(
-      "flash_attention_varlen", query, key, value,
-      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES},
-      [&] {
-        return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
-                       max_seqlen_k, ATTENTION_SCALAR_NAMES);
-      });
-}
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> flash_attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -406,13 +257,6 @@ TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CUDA, m) {
   m.impl("flash_attention_varlen", flash_attention_varlen);
   m.impl("flash_attention_forward", flash_attention_forward);
   m.impl("flash_attention_backward", flash_attention_backward);
-}
-
-TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
-  m.impl("flash_attention", flash_attention_autograd);
-  m.impl("flash_attention_varlen", flash_attention_varlen_autograd);
-  m.impl("flash_attention_forward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("flash_attention_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {

@@ -20,7 +20,7 @@
 #include <mutex>
 
 #include "attention/attention_fwd_sm80.h"
-#include "ops/attention_options.h"
+#include "ops/attention_autograd.h"
 #include "ops/autograd.h"
 #include "ops/backend.h"
 
@@ -201,25 +201,58 @@ bool is_same_for_all_heads(const Tensor& mask) {
   return true;
 }
 
+// The arguments for which flash_attention, which aligns `causal` to the bottom right, does what is_causal, which SDPA
+// aligns to the top left, means.
+struct Aligned {
+  Tensor key, value;
+  bool causal;
+  OptionalInt window_right;
+};
+
+// `dim`: that of the sequence.
+Aligned aligned(const Tensor& query, const Tensor& key, const Tensor& value, int64_t dim, bool is_causal) {
+  const c10::SymInt queries = query.sym_size(dim), keys = key.sym_size(dim);
+  if (!is_causal || equal(queries, keys)) return {key, value, is_causal, std::nullopt};
+  if (TORCH_GUARD_OR_FALSE(queries.sym_lt(keys)))  // no query sees the keys after the last query
+    return {key.narrow_symint(dim, 0, queries), value.narrow_symint(dim, 0, queries), true, std::nullopt};
+  return {key, value, false, (queries - keys).expect_int()};
+}
+
+OptionalTensor mask_if(const OptionalTensor& attn_mask, bool boolean) {
+  return is_given(attn_mask) && (attn_mask->scalar_type() == at::kBool) == boolean ? attn_mask : std::nullopt;
+}
+
 // flash_attention on (B, S, H, D), without its lse.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
                  double dropout_p, bool is_causal, OptionalDouble scale) {
-  static const auto op = find_op<std::tuple<Tensor, Tensor>(
-      const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-      const OptionalTensor&, bool, OptionalInt, OptionalInt, OptionalDouble, double, double, OptionalBool)>(
-      CUDA_EXT_OP("flash_attention"));
-  const bool boolean = is_given(attn_mask) && attn_mask->scalar_type() == at::kBool;
-  const OptionalTensor none, &bias = boolean ? none : attn_mask, &mask = boolean ? attn_mask : none;
-  const auto call = [&](const Tensor& k, const Tensor& v, bool causal, OptionalInt right) {
-    return std::get<0>(op.call(query, k, v, none, none, bias, mask, causal, std::nullopt, right, scale, /*softcap=*/0.0,
-                               dropout_p, std::nullopt));
-  };
-  const c10::SymInt queries = query.sym_size(1), keys = key.sym_size(1);
-  if (!is_causal || equal(queries, keys)) return call(key, value, is_causal, std::nullopt);
-  // SDPA aligns is_causal to the top left, flash_attention to the bottom right.
-  if (TORCH_GUARD_OR_FALSE(queries.sym_lt(keys)))  // no query sees the keys after the last query
-    return call(key.narrow_symint(1, 0, queries), value.narrow_symint(1, 0, queries), true, std::nullopt);
-  return call(key, value, false, (queries - keys).expect_int());
+  static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
+  const Aligned a = aligned(query, key, value, 1, is_causal);
+  return std::get<0>(op.call(query, a.key, a.value, /*alibi_slopes=*/{}, /*sinks=*/{}, mask_if(attn_mask, false),
+                             mask_if(attn_mask, true), a.causal, /*window_left=*/{}, a.window_right, scale,
+                             /*softcap=*/0.0, dropout_p, /*deterministic=*/{}));
+}
+
+// The same on (B, H, S, D) if the only derivative that the call needs is backward; otherwise None.
+OptionalTensor attention_for_backward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+                                      OptionalDouble scale, bool heads_first) {
+  const Aligned a = aligned(query, key, value, 2, is_causal);
+  const AttentionOptions options{{},
+                                 {},
+                                 {},
+                                 {},
+                                 mask_if(attn_mask, false),
+                                 mask_if(attn_mask, true),
+                                 {},
+                                 {},
+                                 a.causal,
+                                 {},
+                                 a.window_right,
+                                 scale,
+                                 0.0,
+                                 dropout_p,
+                                 {}};
+  return heads_first_attention(query, a.key, a.value, options, heads_first);
 }
 
 // The output has its dimensions in memory in the order of query, as that of PyTorch's kernels: models call view() on
@@ -228,6 +261,15 @@ Tensor served(const Tensor& query, const Tensor& key, const Tensor& value, const
               double dropout_p, bool is_causal, OptionalDouble scale) {
   const OptionalTensor mask = is_given(attn_mask) ? OptionalTensor(mask_of_four_dims(*attn_mask, query)) : std::nullopt;
   const bool heads_first = is_heads_first(query);
+  const auto with_batch_dims = [&](const Tensor& out) {
+    if (query.dim() == 4) return out;
+    if (query.dim() == 3) return out.squeeze(0);
+    const auto sizes = query.sym_sizes();
+    return out.unflatten_symint(0, sizes.slice(0, sizes.size() - 3));
+  };
+  if (const OptionalTensor out = attention_for_backward(four_dims(query), four_dims(key), four_dims(value), mask,
+                                                        dropout_p, is_causal, scale, heads_first))
+    return with_batch_dims(*out);
   if (heads_first && is_heads_first(key) && is_heads_first(value) && equal(query.sym_size(-3), key.sym_size(-3)) &&
       (!mask.has_value() || is_same_for_all_heads(*mask))) {
     // The output of flash_attention has the wanted order. On small inputs, each view that autograd records costs time.
@@ -241,10 +283,7 @@ Tensor served(const Tensor& query, const Tensor& key, const Tensor& value, const
   Tensor out = attention(rows_first(query), rows_first(key), rows_first(value), mask, dropout_p, is_causal, scale);
   out = out.transpose(1, 2);
   if (heads_first) out = out.contiguous();
-  if (query.dim() == 4) return out;
-  if (query.dim() == 3) return out.squeeze(0);
-  const auto sizes = query.sym_sizes();
-  return out.unflatten_symint(0, sizes.slice(0, sizes.size() - 3));
+  return with_batch_dims(out);
 }
 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,

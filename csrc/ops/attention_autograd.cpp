@@ -1,0 +1,209 @@
+// The derivatives of flash_attention and flash_attention_varlen: autograd node and kernels for the Autograd key.
+#include "ops/attention_autograd.h"
+
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "ops/attention_composed.h"
+#include "ops/autograd.h"
+
+namespace cuda_ext {
+
+using Options = AttentionOptions;
+
+// The autograd node; not in the anonymous namespace because profiles and grad_fn show its name. Its inputs are query,
+// key, value, sinks and bias.
+struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward> {
+  static constexpr const char* kNodeName = CUDA_EXT_OP("FlashAttentionBackward");
+
+  static void save_options(AutogradContext* ctx, const Options& o, bool heads_first) {
+    save_option(ctx, "heads_first", heads_first);
+    save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
+    save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
+    save_option(ctx, "causal", o.causal);
+    save_option(ctx, "window_left", o.window_left);
+    save_option(ctx, "window_right", o.window_right);
+    save_option(ctx, "scale", o.scale);
+    save_option(ctx, "softcap", o.softcap);
+    save_option(ctx, "dropout_p", o.dropout_p);
+    save_option(ctx, "deterministic", o.deterministic);
+  }
+
+  // query, key, value and out are (B, H, S, D) if `heads_first`, and so are the gradients.
+  // out, lse and rng_state are undefined if backward must be composed. Absent optional tensors are not saved, because
+  // on small inputs saving one costs as much as a small op.
+  static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
+                             const Tensor& lse, const Tensor& rng_state, const Options& o) {
+    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
+        !is_given(o.mask))
+      return {query, key, value, out, lse};
+    return {query,
+            key,
+            value,
+            out,
+            lse,
+            rng_state,
+            value_or_empty(o.cu_seqlens_q),
+            value_or_empty(o.cu_seqlens_k),
+            value_or_empty(o.alibi_slopes),
+            value_or_empty(o.sinks),
+            value_or_empty(o.bias),
+            value_or_empty(o.mask)};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const Tensor &grad_given = grads[0], &grad_lse = grads[1];
+    if (!grad_given.defined() && !grad_lse.defined()) return variable_list(5);
+    auto saved = ctx->get_saved_variables();
+    saved.resize(12);
+    const Tensor& lse = saved[4];
+    const bool fused = saved[3].defined() && !needs_composed_backward(grad_given.defined() ? grad_given : grad_lse) &&
+                       !(grad_lse.defined() && tangent_of(grad_lse).defined());
+    const bool heads_first = saved_option<bool>(ctx, "heads_first");
+    const auto transposed = [&](const Tensor& t) {  // between (B, H, S, D) and (B, S, H, D)
+      if (!heads_first || !t.defined()) return t;
+      std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+      if (fused) below_autograd.emplace();
+      return t.transpose(1, 2);
+    };
+    const Tensor query = transposed(saved[0]), key = transposed(saved[1]), value = transposed(saved[2]);
+    const Options o{optional(saved[6]),
+                    optional(saved[7]),
+                    optional(saved[8]),
+                    optional(saved[9]),
+                    optional(saved[10]),
+                    optional(saved[11]),
+                    saved_option<OptionalSymInt>(ctx, "max_seqlen_q"),
+                    saved_option<OptionalSymInt>(ctx, "max_seqlen_k"),
+                    saved_option<bool>(ctx, "causal"),
+                    saved_option<OptionalInt>(ctx, "window_left"),
+                    saved_option<OptionalInt>(ctx, "window_right"),
+                    saved_option<OptionalDouble>(ctx, "scale"),
+                    saved_option<double>(ctx, "softcap"),
+                    saved_option<double>(ctx, "dropout_p"),
+                    saved_option<OptionalBool>(ctx, "deterministic")};
+    const Tensor grad_out = grad_given.defined() ? transposed(grad_given) : zeros_like_out(query, value);
+    const bool wants_sinks = is_given(o.sinks) && ctx->needs_input_grad(3);
+    const bool wants_bias = is_given(o.bias) && ctx->needs_input_grad(4);
+    if (!fused) {
+      AttentionGradients g = composed_attention_backward(grad_out, grad_lse, query, key, value, saved[5], o);
+      return {transposed(g.query), transposed(g.key), transposed(g.value), wants_sinks ? g.sinks : Tensor(),
+              wants_bias ? g.bias : Tensor()};
+    }
+    static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
+    auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] = o.call(
+        op, grad_out, optional(grad_lse), query, key, value, transposed(saved[3]), lse, optional(saved[5]), wants_bias);
+    return {transposed(grad_query), transposed(grad_key), transposed(grad_value), wants_sinks ? grad_sinks : Tensor(),
+            wants_bias ? grad_bias : Tensor()};
+  }
+
+ private:
+  static Tensor zeros_like_out(const Tensor& query, const Tensor& value) {
+    auto sizes = query.sym_sizes().vec();
+    sizes.back() = value.sym_size(-1);
+    return at::zeros_symint(sizes, query.options());
+  }
+};
+
+namespace {
+
+// The Autograd kernel of both public ops; `call_public` calls the op itself.
+template <class CallPublic>
+std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                            const Options& o, const CallPublic& call_public) {
+  const Derivatives wanted = derivatives_of(query, key, value, o.alibi_slopes, o.sinks, o.bias);
+  if (!wanted.reverse && !wanted.forward) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_public();
+  }
+  CUDA_EXT_CHECK(!any_requires_grad(o.alibi_slopes) && !any_has_tangent(o.alibi_slopes), op,
+                 "expected alibi_slopes that need no gradient, got requires_grad=True; detach() them");
+  // A composed derivative cannot recompute random numbers that were drawn below the transform.
+  if ((wanted.composed || wanted.forward) && o.dropout_p > 0) return composed_attention(query, key, value, o);
+
+  Tensor out, lse, rng_state;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (wanted.reverse && !wanted.composed) {
+      static const auto forward_op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
+      std::tie(out, lse, rng_state) = o.call(forward_op, query, key, value);
+    } else {
+      std::tie(out, lse) = call_public();
+    }
+  }
+  if (wanted.reverse) {
+    const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
+    FlashAttentionBackward::save_options(&node->ctx_, o, /*heads_first=*/false);
+    const Tensor none;
+    const bool fused = !wanted.composed;
+    torch::autograd::set_history(out, node);
+    torch::autograd::set_history(lse, node);
+    save_variables(
+        node, FlashAttentionBackward::saved(query, key, value, fused ? out : none, fused ? lse : none, rng_state, o));
+  }
+  if (wanted.forward) {
+    const auto [composed_out, composed_lse] = composed_attention(query, key, value, o);
+    set_tangent(out, tangent_of(composed_out));
+    set_tangent(lse, tangent_of(composed_lse));
+  }
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                    const OptionalTensor& bias, const OptionalTensor& mask,
+                                                    ATTENTION_SCALARS) {
+  static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
+  return with_derivatives(
+      "flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES},
+      [&] { return op.call(query, key, value, alibi_slopes, sinks, bias, mask, ATTENTION_SCALAR_NAMES); });
+}
+
+std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                           const OptionalTensor& alibi_slopes,
+                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
+                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
+  static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
+  return with_derivatives(
+      "flash_attention_varlen", query, key, value,
+      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES},
+      [&] {
+        return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
+                       max_seqlen_k, ATTENTION_SCALAR_NAMES);
+      });
+}
+
+}  // namespace
+
+OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o,
+                                     bool heads_first_in_memory) {
+  const Derivatives wanted = derivatives_of(query, key, value, o.bias);
+  if (!wanted.reverse || wanted.composed || wanted.forward) return std::nullopt;
+  Tensor out, lse, rng_state;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
+    std::tie(out, lse, rng_state) = o.call(op, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
+    out = out.transpose(1, 2);
+    if (heads_first_in_memory) out = out.contiguous();
+  }
+  const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
+  FlashAttentionBackward::save_options(&node->ctx_, o, /*heads_first=*/true);
+  torch::autograd::set_history(out, node);
+  torch::autograd::set_history(lse, node);
+  save_variables(node, FlashAttentionBackward::saved(query, key, value, out, lse, rng_state, o));
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {
+  m.impl("flash_attention", flash_attention_autograd);
+  m.impl("flash_attention_varlen", flash_attention_varlen_autograd);
+  m.impl("flash_attention_forward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("flash_attention_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace cuda_ext

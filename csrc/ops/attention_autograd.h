@@ -1,0 +1,38 @@
+// The attention ops and their autograd.
+#pragma once
+
+#include "ops/attention_options.h"
+
+namespace cuda_ext {
+
+// The kernels of the ops. Calls go through the dispatcher: `find_op<decltype(flash_attention)>(...)`.
+std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                           const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                           const OptionalTensor& bias, const OptionalTensor& mask, ATTENTION_SCALARS);
+std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
+                                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
+                                                  const OptionalTensor& bias, const OptionalTensor& mask,
+                                                  OptionalSymInt max_seqlen_q, OptionalSymInt max_seqlen_k,
+                                                  ATTENTION_SCALARS);
+std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const OptionalTensor& cu_seqlens_q,
+                                                           const OptionalTensor& cu_seqlens_k,
+                                                           const OptionalTensor& alibi_slopes,
+                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
+                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
+    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
+    const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
+    OptionalSymInt max_seqlen_k, ATTENTION_SCALARS);
+
+// flash_attention of (B, H, S, D) tensors, as SDPA has them, with a node for backward but without an lse. Transposes
+// happen below autograd, where they cost a tenth. The output is (B, H, Sq, Dv); in memory rows come first, unless
+// `heads_first_in_memory`. None if the call needs no node or another derivative: autograd must then see the transposes.
+OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                     const AttentionOptions& options, bool heads_first_in_memory);
+
+}  // namespace cuda_ext
