@@ -276,7 +276,8 @@ class TestMakePlan:
         printed = capsys.readouterr().out
         assert "cuda_ext: no CUDA 13 toolkit was found; for the CUDA kernels set CUDA_HOME, or run\n  " in printed
         assert "cuda_ext: building the CPU kernels only (no CUDA 13 toolkit was found) with g++" in printed
-        assert ", about 3 min from scratch\n" in printed
+        assert 2 <= plan.minutes <= 6
+        assert f", about {plan.minutes} min from scratch\n" in printed
         assert plan.stamp()["without_cuda"] == "no CUDA 13 toolkit was found"
         assert _build.local_version() == f"cpu.torch{torch.__version__.partition('+')[0]}"
 
