@@ -168,6 +168,12 @@ def test_float64_keeps_its_digits() -> None:
     torch.testing.assert_close(torch.from_numpy(found), expected)
 
 
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_gemm_of_another_output_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    a, b = torch.randn(3, 64).to(dtype), torch.randn(64, 5).to(dtype)
+    check(lambda a, b: cuda_ext.gemm(a, b, activation="gelu", out_dtype=out_dtype), a, b)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"expected opset_version of at least 23.*got 18"):
         translation_table(18)

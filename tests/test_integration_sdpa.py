@@ -433,3 +433,17 @@ def test_modes(mode: str) -> None:
     assert ours.dtype == theirs.dtype and ours.requires_grad == theirs.requires_grad
     assert ours.is_inference() == theirs.is_inference()
     assert torch.allclose(ours, theirs, atol=1e-2 if mode == "autocast" else 1e-5)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_dropout_is_the_same_with_and_without_gradients(heads_first: bool) -> None:
+    """A reentrant checkpoint computes forward without them, and again with them."""
+    shape = (2, 3, 9, 8) if heads_first else (2, 9, 3, 8)
+    q, k, v = (torch.randn(shape) if heads_first else torch.randn(shape).transpose(1, 2) for _ in range(3))
+    outs = []
+    with sdpa.enable():
+        for requires_grad in (False, True):
+            torch.manual_seed(7)
+            outs.append(scaled_dot_product_attention(q.requires_grad_(requires_grad), k, v, dropout_p=0.5))
+    assert torch.equal(*outs)
+    assert not torch.equal(outs[0], scaled_dot_product_attention(q, k, v))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import io
-import sys
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuda_ext
+from cuda_ext import integrations
 from cuda_ext.integrations.patching.report import compressed
 from cuda_ext.integrations.patching.swapping import Swapped, is_packed
 
@@ -793,19 +792,9 @@ def test_wrapped_for_several_ranks() -> None:
 
 
 @pytest.fixture
-def integration(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The part of cuda_ext.integrations.transformers that `patch` uses, with SDPA behind the name."""
-    import transformers
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    module = types.ModuleType("cuda_ext.integrations.transformers")
-    function = transformers.AttentionInterface()["sdpa"]
-    module.enable = lambda: transformers.AttentionInterface.register("cuda_ext", function)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    before = dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+def integration() -> Iterator[None]:
     yield
-    ALL_ATTENTION_FUNCTIONS._global_mapping.clear()
-    ALL_ATTENTION_FUNCTIONS._global_mapping.update(before)
+    integrations.transformers.disable()
 
 
 def test_attention_of_transformers(integration: None) -> None:
@@ -815,7 +804,9 @@ def test_attention_of_transformers(integration: None) -> None:
     assert report.swapped == {"attention": ["(the model, LlamaForCausalLM)"]} and not report.left
     assert model.config._attn_implementation == "cuda_ext"
     assert cuda_ext.patch(model, mlp=False).swapped == {}
-    assert torch.isfinite(logits(model)).all()
+    integrations.transformers.calls(reset=True)
+    torch.testing.assert_close(logits(model), expected)
+    assert integrations.transformers.calls()["served"] == {"flash_attention": model.config.num_hidden_layers}
     cuda_ext.unpatch(model)
     assert model.config._attn_implementation == previous
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)

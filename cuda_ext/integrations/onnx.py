@@ -122,7 +122,7 @@ def _gemm(
     beta: float = 1.0,
     out_dtype: int | None = None,
 ) -> Any:
-    if out_dtype is not None:  # the sums are in out_dtype, which is no less precise than the inputs
+    if out_dtype in (_FLOAT, _DOUBLE):  # the sums must be as precise as the output
         a, b = _op.Cast(a, to=out_dtype), _op.Cast(b, to=out_dtype)
     out = _op.MatMul(a, b)
     if alpha != 1.0:
@@ -131,7 +131,8 @@ def _gemm(
         if addend is not None:
             addend = _op.CastLike(addend, out)
             out = _op.Add(out, addend if factor == 1.0 else _op.Mul(addend, _constant_like(factor, out)))
-    return _activate(out, activation)
+    out = _activate(out, activation)
+    return out if out_dtype is None else _op.Cast(out, to=out_dtype)
 
 
 # Attention

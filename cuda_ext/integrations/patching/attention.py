@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import nn
 
+from cuda_ext.integrations import transformers
 from cuda_ext.integrations.patching.report import PatchReport
+from cuda_ext.integrations.transformers import NAME
 
-NAME = "cuda_ext"  # as attn_implementation
 _PREVIOUS = "_cuda_ext_previous_attention"
 
 
@@ -20,7 +20,7 @@ def patch_attention(model: nn.Module, report: PatchReport) -> None:
             continue
         previous = _implementations(owner.config)
         try:
-            importlib.import_module("cuda_ext.integrations.transformers").enable()
+            transformers.enable()
             owner.set_attn_implementation(NAME)
         except (ImportError, ValueError) as error:
             report.left[_label(name, owner)] = f"attention: {' '.join(str(error).split())[:150]}"
