@@ -270,10 +270,10 @@ Tensor served(const Tensor& query, const Tensor& key, const Tensor& value, const
   if (const OptionalTensor out = attention_for_backward(four_dims(query), four_dims(key), four_dims(value), mask,
                                                         dropout_p, is_causal, scale, heads_first))
     return with_batch_dims(*out);
-  // Dropout numbers depend on batch and head, and must be the same with and without derivatives: a reentrant checkpoint
-  // computes both.
-  if (heads_first && dropout_p == 0 && is_heads_first(key) && is_heads_first(value) &&
-      equal(query.sym_size(-3), key.sym_size(-3)) && (!mask.has_value() || is_same_for_all_heads(*mask))) {
+  // Dropout numbers depend on batch * heads + head, so they are those of the calls above: a reentrant checkpoint
+  // computes forward without derivatives, and again with them.
+  if (heads_first && is_heads_first(key) && is_heads_first(value) && equal(query.sym_size(-3), key.sym_size(-3)) &&
+      (!mask.has_value() || is_same_for_all_heads(*mask))) {
     // The output of flash_attention then has the wanted order, without a copy.
     const Tensor out =
         attention(heads_as_batch(query), heads_as_batch(key), heads_as_batch(value), mask, dropout_p, is_causal, scale);
