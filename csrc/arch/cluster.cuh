@@ -44,6 +44,10 @@ DEVICE SharedAddress mapa(SharedAddress address, int rank, Site = {}) {
 DEVICE void barrier_arrive_remote(SharedAddress barrier, Site = {}) {
   CUDA_EXT_SM90("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// The same for a thread that has only read: its writes do not become visible to the other block. No fence is needed.
+DEVICE void barrier_arrive_remote_relaxed(SharedAddress barrier, Site = {}) {
+  CUDA_EXT_SM90("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 // Like barrier_wait, with cluster scope: what threads of other blocks did before they arrived is visible after it.
 DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site = {}) {
 #if __CUDA_ARCH__ >= 900
@@ -105,6 +109,9 @@ DEVICE void cluster_arrive_relaxed(Site site = {}) { simt::cluster_arrive(true, 
 DEVICE void cluster_wait(Site site = {}) { simt::cluster_wait(site); }
 DEVICE SharedAddress mapa(SharedAddress address, int rank, Site site = {}) { return simt::mapa(address, rank, site); }
 DEVICE void barrier_arrive_remote(SharedAddress barrier, Site site = {}) { simt::barrier_arrive_remote(barrier, site); }
+DEVICE void barrier_arrive_remote_relaxed(SharedAddress barrier, Site site = {}) {
+  simt::barrier_arrive_remote(barrier, site);
+}
 DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site site = {}) {
   simt::barrier_wait(&barrier.word, parity, true, site);
 }

@@ -33,8 +33,12 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site = {}) {
 // Orders this thread's accesses before it and after it, for the whole device.
 DEVICE void fence_device(Site = {}) { __threadfence(); }
 
-// thread_index and block_x as values that the compiler cannot trace to their origin: it computes what depends on them
-// where it is used, instead of keeping it in registers.
+// Values that the compiler cannot trace to their origin: it computes what depends on them where it is used, instead of
+// keeping it in registers.
+DEVICE int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 DEVICE int opaque_thread_index() {
   int index = int(threadIdx.x);
   asm volatile("" : "+r"(index));
@@ -69,6 +73,7 @@ DEVICE void named_barrier_arrive(int barrier, int threads, Site site = {}) {
 }
 DEVICE void fence_device(Site site = {}) { simt::fence_device(site); }
 
+DEVICE int opaque(int value) { return value; }
 DEVICE int opaque_thread_index() { return thread_index(); }
 DEVICE int opaque_block_x() { return block_x(); }
 

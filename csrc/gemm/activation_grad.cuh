@@ -30,7 +30,8 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t block_rows, f
   using namespace epilogue;
   const int64_t first_column = int64_t(arch::block_x()) * kTileColumns;
   const int64_t first_row = arch::block_y() * block_rows;
-  const ThreadColumns mine(threads, kTileColumns);
+  using Threads = BlockThreads<threads>;
+  const ThreadColumns mine(threads, Threads::index(), kTileColumns);
 
   PiecePosition<kRowsAtOnce> at;
   at.column = first_column + mine.column;
@@ -53,7 +54,7 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t block_rows, f
   }
   if (block_sums == nullptr) return;
   const int parts = params.gated ? 2 : 1;
-  store_block_sums<threads>(sums, parts, mine, first_column, params.n, shared.sums,
+  store_block_sums<Threads>(sums, parts, mine, first_column, params.n, shared.sums,
                             block_sums + arch::block_y() * parts * params.n);
 }
 

@@ -1,7 +1,7 @@
 // float32 operands: conversion to one or two tf32 for mma.sync, and products in float32 arithmetic where these fail.
 #pragma once
 
-#include "gemm/epilogue_sm80.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/plan_sm80.h"
 
 namespace cuda_ext::sm80 {

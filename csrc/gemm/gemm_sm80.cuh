@@ -32,7 +32,7 @@
 
 #include <cstddef>
 
-#include "gemm/epilogue_sm80.cuh"
+#include "gemm/epilogue.cuh"
 #include "gemm/float32_sm80.cuh"
 #include "gemm/operand_sm80.cuh"
 #include "gemm/plan_sm80.h"
@@ -70,7 +70,8 @@ struct Gemm {
   static constexpr int kPasses = kBlockM / kStagedRows;
   static constexpr int kResultStride = kBlockN + 8;
   static_assert(kPassRows % 16 == 0 && kPasses <= 2);
-  using Epilogue = epilogue::TileEpilogue<kThreads, kResultStride, kStagedRows, kWarpM, kPassRows>;
+  using Epilogue =
+      epilogue::TileEpilogue<epilogue::BlockThreads<kThreads>, kResultStride, kStagedRows, kWarpM, kPassRows>;
   static_assert(kStagedRows % (Epilogue::kRowsAtOnce * kThreads / (kBlockN / 2 / epilogue::kVector)) == 0);
 
   struct Stage {

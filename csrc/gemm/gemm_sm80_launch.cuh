@@ -7,18 +7,10 @@
 
 #include "gemm/gemm_sm80.cuh"
 #include "gemm/gemm_sm80.h"
+#include "gemm/split_k.cuh"
 #include "rt/device.h"
-#include "rt/launch.cuh"
 
 namespace cuda_ext::sm80 {
-
-// Resets the split-k arrival counters.
-template <int threads>
-GLOBAL(threads, 1)
-clear_arrivals(uint32_t* arrivals, int tiles) {
-  const int i = arch::block_x() * threads + arch::thread_index();
-  if (i < tiles) arch::store_global(arrivals + i, 0u);
-}
 
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
 inline WorkspaceCursor assign_workspace(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
@@ -54,10 +46,6 @@ void launch_layout(const GemmParams& params, const GemmPlan& plan, rt::Stream st
   }
 }
 
-inline bool is_empty(const GemmParams& params) {
-  return params.m == 0 || params.n == 0 || product_of(params.batch_dims, params.batch_sizes) == 0;
-}
-
 inline void check_operand(const char* name, const Operand& operand, int64_t rows, int64_t columns) {
   if (rows > 0 && columns > 0 && !gemm_sm80_reads(operand, rows, columns))
     throw std::invalid_argument("expected a row or column stride of 1 in " + std::string(name) + ", got " +
@@ -80,12 +68,7 @@ void launch_with(const GemmParams& params, Workspace workspace, rt::Stream strea
   GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
   assign_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan)
       .expect_fits("gemm_sm80", workspace);
-  if (plan.splits > 1) {
-    constexpr int kThreads = 256;
-    const int blocks = int(ceil_div(plan.tiles, kThreads));
-    rt::launch<clear_arrivals<kThreads>>("clear_arrivals", {.grid = {blocks}, .threads = kThreads, .stream = stream},
-                                         plan.arrivals, plan.tiles);
-  }
+  if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles, stream);
   const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
                                                                     : launch_layout<T, arithmetic, true, false>
                       : is_k_major_b(params) ? launch_layout<T, arithmetic, false, true>

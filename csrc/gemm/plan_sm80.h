@@ -5,11 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
-#include <string>
 
 #include "arch/target.cuh"
-#include "gemm/gemm.h"
+#include "gemm/problem.h"
 #include "rt/device.h"
 
 namespace cuda_ext::sm80 {
@@ -110,37 +108,6 @@ inline Rates rates_of(const rt::Device& device) {
   if (device.compute_capability >= 86) return {device.num_sms, {256, 128, 128.0 / 3}, 16};
   // A100.
   return {device.num_sms, {1024, 512, 512.0 / 3}, 36};
-}
-
-inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
-inline int64_t product_of(int dims, const int64_t* sizes) {
-  int64_t count = 1;
-  for (int d = 0; d < dims; ++d) count *= sizes[d];
-  return count;
-}
-
-// Whether the columns of the product are pairs, gate and up, that the epilogue combines to one column of the output.
-HOST_DEVICE bool has_pairs(const GemmParams& params) { return params.gated && params.preact.data == nullptr; }
-
-// Whether an operand is read along k. If only the other dim is contiguous, it is read along that one.
-inline bool is_k_major(int64_t k, int64_t k_stride, int64_t other_stride) {
-  return k == 1 ? other_stride != 1 : k_stride == 1;
-}
-inline bool is_k_major_a(const GemmParams& params) {
-  return is_k_major(params.k, params.a.column_stride, params.a.row_stride);
-}
-inline bool is_k_major_b(const GemmParams& params) {
-  return is_k_major(params.k, params.b.row_stride, params.b.column_stride);
-}
-
-// Checks the limit that keeps the kernel's int arithmetic from overflowing, with a margin of a factor of 8.
-inline int checked_count(int64_t count, const char* what) {
-  constexpr int64_t kMax = 1 << 27;
-  if (count > kMax)
-    throw std::invalid_argument("expected at most 2^27 " + std::string(what) + ", got " + std::to_string(count) +
-                                "; divide the product");
-  return int(count);
 }
 
 // `line_stride` in elements; `pairs`: the number of column pairs, 0 if columns are not paired; `extent`: of the tile.

@@ -6,7 +6,7 @@
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
 #include "gemm/activation_grad.h"
-#include "gemm/gemm_sm80.h"
+#include "gemm/gemm_cuda.h"
 
 namespace cuda_ext {
 
@@ -35,8 +35,8 @@ struct CudaKernels {
 inline CudaKernels linked_cuda_kernels() {
   return {
       .layout = CudaKernels::kLayout,
-      .gemm_workspace = gemm_sm80_workspace,
-      .gemm = launch_gemm_sm80,
+      .gemm_workspace = gemm_cuda_workspace,
+      .gemm = launch_gemm_cuda,
       .activation_grad_workspace = activation_grad_workspace,
       .activation_grad = launch_activation_grad_cuda,
       .attention_forward_workspace = attention_forward_sm80_workspace,

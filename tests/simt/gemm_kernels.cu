@@ -2,7 +2,7 @@
 #include <cstdio>
 
 #include "gemm/activation_grad.h"
-#include "gemm/gemm_sm80.h"
+#include "gemm/gemm_cuda.h"
 #include "gemm/plan_sm80.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -27,12 +27,38 @@ int report(char* error, size_t error_size, F&& f) {
 EXPORT size_t gemm_params_size() { return sizeof(GemmParams); }
 EXPORT size_t activation_grad_params_size() { return sizeof(ActivationGradParams); }
 
+// The tests' restriction of the choice of a plan for wgmma.
+static sm90::Restriction restriction;
+EXPORT void gemm_restrict(int config, int cluster, int splits, int batch_invariant) {
+  restriction = {config, cluster, splits, batch_invariant != 0};
+}
+static sm90::GemmChoice choice_of(const GemmParams& params, int tf32) {
+  return sm90::choose_plan(params, tf32, rt::describe_device("gemm"), restriction);
+}
+
+// 1: wgmma, 0: mma.sync; then the config, the cluster and the splits.
+EXPORT int gemm_choice_sm90(const GemmParams* params, int tf32, int* out, char* refusal, size_t size) {
+  const sm90::GemmChoice choice = choice_of(*params, tf32);
+  std::snprintf(refusal, size, "%s", choice.refusal.c_str());
+  if (!choice.plan) return 0;
+  out[0] = choice.plan->config;
+  out[1] = choice.plan->cluster;
+  out[2] = choice.plan->splits;
+  out[3] = choice.plan->tma_store;
+  return 1;
+}
 EXPORT size_t gemm_workspace(const GemmParams* params, int tf32) {
+  if (is_empty(*params)) return 0;
+  if (const auto choice = choice_of(*params, tf32); choice.plan) return gemm_sm90_workspace(*params, *choice.plan);
   return gemm_sm80_workspace(*params, tf32 ? Float32Product::kTf32 : Float32Product::kThreeTf32);
 }
 EXPORT int gemm_run(const GemmParams* params, void* workspace, size_t bytes, int tf32, char* error, size_t size) {
   return report(error, size, [&] {
-    launch_gemm_sm80(*params, {workspace, bytes}, nullptr, tf32 ? Float32Product::kTf32 : Float32Product::kThreeTf32);
+    if (is_empty(*params)) return;
+    if (const auto choice = choice_of(*params, tf32); choice.plan)
+      launch_gemm_sm90(*params, *choice.plan, {workspace, bytes}, nullptr);
+    else
+      launch_gemm_sm80(*params, {workspace, bytes}, nullptr, tf32 ? Float32Product::kTf32 : Float32Product::kThreeTf32);
   });
 }
 EXPORT size_t activation_grad_workspace_bytes(const ActivationGradParams* params) {

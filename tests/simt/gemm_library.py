@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,13 +221,7 @@ class GemmLibrary(Library):
 
     @classmethod
     def make(cls, hooks: bool = False) -> GemmLibrary:
-        sources = [
-            "gemm_sm80_f16.cu",
-            "gemm_sm80_bf16.cu",
-            "gemm_sm80_f32.cu",
-            "gemm_sm80_tf32.cu",
-            "activation_grad.cu",
-        ]
+        sources = sorted(path.name for path in (CSRC / "gemm").glob("*.cu"))
         name = "gemm-hooks" if hooks else "gemm"
         library = cls.build(name, [HERE / "gemm_kernels.cu", *(CSRC / "gemm" / s for s in sources)], hooks)
         assert isinstance(library, GemmLibrary)
@@ -243,6 +238,25 @@ class GemmLibrary(Library):
             ctypes.byref(params), pointer, ctypes.c_size_t(size), call.tf32, error, ctypes.c_size_t(8192)
         ):
             raise Fault(error.value.decode())
+
+    @contextmanager
+    def restricted(
+        self, config: int = -1, cluster: int = 0, splits: int = 0, batch_invariant: bool = False
+    ) -> Iterator[None]:
+        """Restricts the choice of a plan for wgmma within the block; see csrc/gemm/plan_sm90.h."""
+        self._c.gemm_restrict(config, cluster, splits, batch_invariant)
+        try:
+            yield
+        finally:
+            self._c.gemm_restrict(-1, 0, 0, 0)
+
+    def plan_sm90(self, call: Gemm) -> tuple[int, int, int, bool] | str:
+        """Config, cluster, splits and whether TMA stores the output; or why wgmma cannot compute the product."""
+        out, refusal = (ctypes.c_int * 4)(), ctypes.create_string_buffer(512)
+        params = call.params()
+        if self._c.gemm_choice_sm90(ctypes.byref(params), call.tf32, out, refusal, ctypes.c_size_t(512)):
+            return out[0], out[1], out[2], bool(out[3])
+        return refusal.value.decode()
 
     def activation_grad(
         self,

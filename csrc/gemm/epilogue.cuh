@@ -31,17 +31,18 @@ struct TilePosition {
   int columns;
 };
 
-// `stride`: floats between rows in shared memory. The tile consists of runs of warp_rows rows (one per row of warps);
-// shared memory has pass_rows of each run at a time.
-template <int threads, int stride, int staged_rows, int warp_rows, int pass_rows>
+// The epilogue of a tile that Threads share. `stride`: floats between rows in shared memory. The tile consists of runs of
+// warp_rows rows (one per row of warps); shared memory has pass_rows of each run at a time. `rows_at_once`: as many as fit
+// in registers next to the accumulators that are still to be staged.
+template <class Threads, int stride, int staged_rows, int warp_rows, int pass_rows, int rows_at_once = 2>
 class TileEpilogue {
  public:
-  static constexpr int kRowsAtOnce = 2;  // more do not fit in registers next to the sums of the next pass
+  static constexpr int kRowsAtOnce = rows_at_once;
 
   DEVICE TileEpilogue(const GemmParams& params, const TilePosition& at)
       : params_(params),
         at_(at),
-        mine_(threads, at.columns),
+        mine_(Threads::kThreads, Threads::index(), at.columns),
         column_(at.column + mine_.column),
         offset_c_(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.c.batch_strides)),
         offset_residual_(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.residual.batch_strides)),
@@ -80,7 +81,7 @@ class TileEpilogue {
 
   // Stores the sums of the tile's columns, which belong to its row of tiles.
   DEVICE void store_sums(float* shared, float* bias_sums) const {
-    store_block_sums<threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
+    store_block_sums<Threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
   }
 
  private:

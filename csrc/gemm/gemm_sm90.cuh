@@ -1,0 +1,406 @@
+// GEMM with fused epilogues for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16, bfloat16 and tf32.
+//
+// Problem        GemmParams in gemm.h.
+// Tile           (block_m, block_n) of a product a @ b; k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
+//                config is swapped, a is the problem's b and the other way round, and the tile is transposed when it is
+//                staged. If columns are paired, half of a tile's lines of the problem's b are gate and half up.
+// Blocks         are persistent: cluster c of the grid computes work items c, c + clusters, ... A work item is a tile
+//                for each block of the cluster, adjacent along m, or with split k a part of their k tiles.
+// Warpgroups     0: its first thread loads. 1, 2: consumers, (warpgroup_m, block_n) each. In cooperative configs they
+//                are the two halves of a tile; in ping-pong configs they take the items in turn, and each multiplies
+//                while the other one stores its tile.
+// Cluster        blocks of a cluster have the same columns: each loads its part of b's tile for all of them.
+// Barriers       full[stage]: 1 arrival, by the producer, and the bytes of both operands.
+//                empty[stage]: an arrival per warpgroup that reads the stage, from each block of the cluster.
+//                named barriers 1, 2: the 128 threads of a consumer, around what it stages. 3, 4: 256 threads, ping-pong:
+//                a consumer's turn to multiply; the other one arrives when it has issued its last product.
+// Shared memory  (stages, operand tiles); per consumer: 16 KB to stage the output, bias, split-k arrival; barriers.
+// Registers      168 at launch; then 40 for the producer's warpgroup and 232 for consumers, of which up to 192
+//                accumulators.
+// Operands       are read in place by TMA, whichever of their dims has stride 1; zeros outside of the matrix. Tensor
+//                maps are kernel parameters.
+// Products       A stage is a group of wgmma; one group is in flight while the next stage is awaited, and then the
+//                stage before is released. The first product of a tile overwrites the accumulators.
+// Epilogue       Scale, bias and activation alone: from registers by stmatrix to shared memory and by TMA to the output,
+//                16 rows of a warp at a time, while the warps go on. Otherwise the tile goes through shared memory in
+//                float32, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
+// Split k        as in gemm_sm80.cuh; each consumer adds up its own part of the tile.
+#pragma once
+
+#include "arch/cluster.cuh"
+#include "arch/tma.cuh"
+#include "arch/wgmma.cuh"
+#include "gemm/epilogue_sm90.cuh"
+
+namespace cuda_ext::sm90 {
+
+// Of a, b and the output (columns, rows, batch).
+struct TensorMaps {
+  arch::TensorMap a, b, out;
+};
+
+// A stage of the ring and the parity of its phase.
+template <int stages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+  DEVICE void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  DEVICE void skip(int count) {
+    stage += count;
+    parity ^= uint32_t(stage / stages) & 1;
+    stage %= stages;
+  }
+};
+
+constexpr int kTurnBarriers = 1 + kConsumers;  // the first of the named barriers 3 and 4
+
+// The coordinates of the batch and product in the outer dimensions of a tensor map. In shared memory, because the
+// producer has no registers for them.
+struct OuterCoordinates {
+  int at[3];
+
+  // At this index of the dims, of which `slots` says which coordinate they are.
+  DEVICE void set(int index, int dims, const int64_t (&sizes)[kMaxBatchDims], const int8_t (&slots)[kMaxBatchDims]) {
+#pragma unroll 1
+    for (int d = 0; d < dims; ++d) {
+      const int size = int(sizes[d]);
+      if (slots[d] >= 0) arch::store_shared(arch::shared_address(at + slots[d]), index % size);
+      index /= size;
+    }
+  }
+  DEVICE int get(int i) const { return arch::load_shared<int>(arch::shared_address(at + i)); }
+};
+
+// One instantiation of the kernel: its constants and types.
+template <class T, Major a_major, Major b_major, GemmConfig config>
+struct Gemm {
+  using Element = T;
+  static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  static constexpr bool kPingPong = config.ping_pong;
+  static constexpr bool kSwapped = config.swapped;
+  static constexpr bool kTmaOnly = config.tma_only;
+  static constexpr int kStages = config.stages;
+  static constexpr int kBlockM = config.block_m;
+  static constexpr int kBlockN = config.block_n;
+  static constexpr int kBlockK = kLineBytes / sizeof(T);
+  static constexpr int kWarpgroupM = config.warpgroup_m();
+  static constexpr int kRowBlocks = kWarpgroupM / kRowBlock;
+  static constexpr int kSteps = 4;                                         // wgmma along a k tile: 32 bytes each
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // (24 + 2 * 240) * 128 fit in 64 K
+  static constexpr Major kAMajor = a_major, kBMajor = b_major;
+
+  static constexpr int kRegisters = kBlockN / 2;  // accumulators of a row block per thread
+  using Accumulators = float[kRowBlocks][kRegisters];
+
+  // The first row of this consumer's part of the tile.
+  DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
+
+  using Rows = StagedRows<kSwapped, kBlockN>;
+  static constexpr int kStagingBytes = kSwapped ? Rows::kBytes : kSlabsBytes;
+  static_assert(Rows::kBytes <= kStagingBytes);
+
+  struct Stage {
+    unsigned char a[kBlockM * kLineBytes];
+    unsigned char b[kBlockN * kLineBytes];
+  };
+  struct Storage {
+    alignas(1024) Stage stages[kStages];
+    alignas(1024) unsigned char staging[kConsumers][kStagingBytes];
+    float bias[kConsumers][kBlockN];
+    Barrier full[kStages], empty[kStages];
+    OuterCoordinates outer[2];     // of a and b
+    uint32_t arrived[kConsumers];  // split k: the number of blocks of this part that arrived before this one
+  };
+  static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024);
+
+  // acc (kRowBlocks, 64, block_n) = or += the tile of a at `a`, `b`, both in the first stage, `stage` bytes further.
+  DEVICE static void multiply(Accumulators& sums, uint64_t a, uint64_t b, int overwrite) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i) {
+        const uint64_t at_a = arch::advance_descriptor(a, i * kRowBlock * kLineBytes + step * kStepBytesA);
+        const uint64_t at_b = arch::advance_descriptor(b, step * kStepBytesB);
+        const int scale_d = step > 0 ? 1 : 1 - overwrite;
+        if constexpr (sizeof(T) == 2)
+          arch::wgmma_m64k16<T, a_major, b_major>(sums[i], at_a, at_b, scale_d);
+        else
+          arch::wgmma_m64k8_tf32(sums[i], at_a, at_b, scale_d);
+      }
+  }
+
+  // Atoms are 8 lines of 128 bytes. Along k a step is 32 bytes of a line, or 16 lines.
+  static constexpr int kAtomBytes = 8 * kLineBytes;
+  static constexpr int kStepBytesA = kAMajor == Major::kK ? 32 : 16 * kLineBytes;
+  static constexpr int kStepBytesB = kBMajor == Major::kK ? 32 : 16 * kLineBytes;
+  DEVICE static uint64_t descriptor(const unsigned char* tile, Major major) {
+    const uint32_t next_piece = major == Major::kK ? 0 : kBlockK * kLineBytes;  // 64 lines further along m or n
+    return arch::make_descriptor(arch::shared_address(tile), next_piece, kAtomBytes, arch::Swizzle::k128);
+  }
+};
+
+// What a block computes for work item `item` of its cluster.
+struct WorkItem {
+  int split;
+  int batch;
+  int row_tile;
+  int column_tile;
+  int first_k_tile;
+  int k_tiles;
+
+  // Consecutive clusters should share operands in L2: they go through the tiles column by column within groups of
+  // plan.raster rows.
+  DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
+    const int tiles = plan.row_groups * plan.column_tiles, group_tiles = plan.raster * plan.column_tiles;
+    const int t = item % tiles, outer = item / tiles, group = t / group_tiles, in_group = t % group_tiles;
+    const int left = plan.row_groups - group * plan.raster, rows = left < plan.raster ? left : plan.raster;
+    batch = outer % plan.batches;
+    split = outer / plan.batches;
+    row_tile = (group * plan.raster + in_group % rows) * plan.cluster + rank;
+    column_tile = in_group / rows;
+    first_k_tile = split * plan.split_k_tiles;
+    const int k_left = plan.all_k_tiles - first_k_tile;
+    k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
+  }
+
+  // Its index among the tiles of the output.
+  DEVICE int tile(const GemmPlan& plan) const {
+    return (batch * plan.column_tiles + column_tile) * plan.row_groups * plan.cluster + row_tile;
+  }
+};
+
+// Loads a box of an operand, for the blocks of the cluster in `blocks`, or if that is 0 for this one.
+DEVICE void load_box(SharedAddress to, const arch::TensorMap& map, Barrier& full, bool batched, int x, int y,
+                     const OuterCoordinates& outer, uint16_t blocks) {
+  if (batched) {
+    const int at[5] = {x, y, outer.get(0), outer.get(1), outer.get(2)};
+    if (blocks != 0)
+      arch::tma_load_multicast(to, map, full, at, blocks);
+    else
+      arch::tma_load(to, map, full, at);
+  } else {
+    const int at[2] = {x, y};
+    if (blocks != 0)
+      arch::tma_load_multicast(to, map, full, at, blocks);
+    else
+      arch::tma_load(to, map, full, at);
+  }
+}
+
+// Loads pieces first, first + step, ... of the tile that begins at `line` and `k`.
+template <int extent, Major major>
+DEVICE void load_tile(SharedAddress to, const arch::TensorMap& map, Barrier& full, const OperandLoads& loads, int line,
+                      int k, const OuterCoordinates& outer, int first, int step, uint16_t blocks) {
+  constexpr bool kKMajor = major == Major::kK;
+  const int lines = kKMajor ? loads.piece_lines : kLineBytes / 2;
+#pragma unroll 1
+  for (int piece = first; piece * lines < extent; piece += step) {
+    const int run = piece >> loads.run_shift;
+    const int at =
+        line + (run >> 1) * loads.run_lines + (piece - (run << loads.run_shift)) * lines + (run & 1) * int(loads.upper);
+    load_box(to + piece * lines * kLineBytes, map, full, loads.batched, kKMajor ? k : at, kKMajor ? at : k, outer,
+             blocks);
+  }
+}
+
+// The producer, one thread: fills the ring with the operands of all work items.
+template <class Gemm>
+DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                    typename Gemm::Storage& shared) {
+  const uint16_t all_blocks = plan.cluster > 1 ? uint16_t((1 << plan.cluster) - 1) : uint16_t(0);
+  OuterCoordinates& outer_a = shared.outer[0];
+  OuterCoordinates& outer_b = shared.outer[1];
+  if (plan.a.batched || plan.b.batched)
+    for (int i = 0; i < 6; ++i) arch::store_shared(arch::shared_address(shared.outer[i / 3].at + i % 3), 0);
+  RingPosition<Gemm::kStages> at;
+#pragma unroll 1
+  for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters) {
+    const WorkItem work(plan, item, arch::cluster_rank());
+    outer_a.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots);
+    outer_b.set(work.batch, params.batch_dims, params.batch_sizes, plan.b.batch_slots);
+#pragma unroll 1
+    for (int index = work.first_k_tile; index < work.first_k_tile + work.k_tiles; ++index, at.advance()) {
+      const int product = index / plan.k_tiles;
+      if (params.reduced_dims > 0) {
+        outer_a.set(product, params.reduced_dims, params.reduced_sizes, plan.a.reduced_slots);
+        outer_b.set(product, params.reduced_dims, params.reduced_sizes, plan.b.reduced_slots);
+      }
+      if (plan.cluster > 1)
+        arch::barrier_wait_cluster(shared.empty[at.stage], at.parity ^ 1);
+      else
+        arch::barrier_wait(shared.empty[at.stage], at.parity ^ 1);
+      Barrier& full = shared.full[at.stage];
+      typename Gemm::Stage& stage = shared.stages[at.stage];
+      arch::barrier_arrive_expect(full, sizeof stage);
+      const int k = index % plan.k_tiles * Gemm::kBlockK;
+      load_tile<Gemm::kBlockM, Gemm::kAMajor>(arch::shared_address(stage.a), maps.a, full, plan.a,
+                                              work.row_tile * plan.a.tile_lines, k, outer_a, 0, 1, 0);
+      load_tile<Gemm::kBlockN, Gemm::kBMajor>(arch::shared_address(stage.b), maps.b, full, plan.b,
+                                              work.column_tile * plan.b.tile_lines, k, outer_b, arch::cluster_rank(),
+                                              plan.cluster, all_blocks);
+    }
+  }
+}
+
+// sums = the products of a work item. `at` advances by its k tiles. Calls `issued` when its last product is issued.
+template <class Gemm, class F>
+DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, int k_tiles,
+                          RingPosition<Gemm::kStages>& at, typename Gemm::Accumulators& sums, const F& issued) {
+  const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
+  const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
+  // Allows every block that writes this stage to overwrite it.
+  const int rank = arch::thread_index() % kWarpgroup;
+  const auto release = [&](int stage) {
+    if (rank < plan.cluster)
+      arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), rank));
+  };
+  int before = -1;  // the stage that products in flight may still read
+  int left = k_tiles;
+  do {  // there is at least one; ptxas serialises the products of a loop that could have none
+    arch::barrier_wait(shared.full[at.stage], at.parity);
+    const int offset = at.stage * int(sizeof(typename Gemm::Stage));
+    arch::wgmma_fence(sums);
+    Gemm::multiply(sums, arch::advance_descriptor(a, offset), arch::advance_descriptor(b, offset), before < 0);
+    arch::wgmma_commit();
+    arch::wgmma_wait<1>();
+    if (before >= 0) release(before);
+    before = at.stage;
+    at.advance();
+  } while (--left > 0);
+  issued();
+  arch::wgmma_wait<0>(sums);
+  release(before);
+}
+
+// Stores this consumer's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are
+// then the total over all blocks.
+template <class Gemm>
+DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arrived,
+                       typename Gemm::Accumulators& sums) {
+  constexpr int64_t kTile = Gemm::kBlockM * Gemm::kBlockN;
+  constexpr int kVectors = Gemm::kRegisters / 4;
+  const int tile = work.tile(plan), part = Gemm::first_row() / Gemm::kWarpgroupM;
+  const int64_t split_floats = plan.tiles() * kTile;
+  // (splits, tiles, parts, kRowBlocks, kVectors, kWarpgroup) vectors of 4
+  float* const first =
+      plan.partials + tile * kTile + part * (Gemm::kWarpgroupM * Gemm::kBlockN) + ConsumerThreads::index() * 4;
+  float* const mine = first + work.split * split_floats;
+#pragma unroll
+  for (int i = 0; i < Gemm::kRowBlocks; ++i)
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      arch::Words4 words;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) words.data[q] = arch::float_bits(sums[i][4 * v + q]);
+      arch::store_global(mine + (i * kVectors + v) * (kWarpgroup * 4), words);
+    }
+  ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
+  if (ConsumerThreads::index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + tile * kConsumers + part, 1u);
+  ConsumerThreads::sync();
+  if (arrived + 1 < uint32_t(plan.splits)) return false;
+#pragma unroll
+  for (auto& row : sums)
+#pragma unroll
+    for (float& x : row) x = 0.0f;
+  const float* partial = first;
+#pragma unroll 1
+  for (int split = 0; split < plan.splits; ++split, partial += split_floats)
+#pragma unroll
+    for (int i = 0; i < Gemm::kRowBlocks; ++i)
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const auto words = arch::load_global_streaming<arch::Words4>(partial + (i * kVectors + v) * (kWarpgroup * 4));
+#pragma unroll
+        for (int q = 0; q < 4; ++q) sums[i][4 * v + q] += arch::bits_float(words.data[q]);
+      }
+  return true;
+}
+
+// A consumer: multiplies its part of the work items and stores it.
+template <class Gemm>
+DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                    typename Gemm::Storage& shared) {
+  const int consumer = ConsumerThreads::consumer();
+  RingPosition<Gemm::kStages> at;
+  int turn = 0;
+  for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters, turn ^= 1) {
+    const WorkItem next(plan, item, arch::cluster_rank());
+    if (Gemm::kPingPong && turn != consumer) {
+      at.skip(next.k_tiles);
+      continue;
+    }
+    if (plan.tma_store) stage_bias<Gemm>(params, next.column_tile, shared);
+    // The first item needs no turn, and the last one hands none over, so that each arrival is awaited.
+    const bool is_first = item < plan.clusters, is_last = item + plan.clusters >= plan.items;
+    if (Gemm::kPingPong && !is_first) arch::named_barrier_sync(kTurnBarriers + consumer, kConsumers * kWarpgroup);
+    typename Gemm::Accumulators sums;
+    multiply_item<Gemm>(plan, shared, next.k_tiles, at, sums, [&] {
+      if (Gemm::kPingPong && !is_last)
+        arch::named_barrier_arrive(kTurnBarriers + 1 - consumer, kConsumers * kWarpgroup);
+    });
+    const WorkItem work(plan, arch::opaque(item),
+                        arch::cluster_rank());  // again: the products leave no registers to keep it
+    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[consumer], sums)) continue;
+    const epilogue::TilePosition tile =
+        position_of<Gemm>(params, work.batch, work.row_tile, work.column_tile, Gemm::first_row());
+    if constexpr (!Gemm::kTmaOnly)
+      if (!plan.tma_store) {
+        store_rows<Gemm>(params, plan, tile, shared, sums);
+        continue;
+      }
+    if constexpr (!Gemm::kSwapped) {
+      if (params.out.dtype == Dtype::kFloat32)
+        store_by_tma<Gemm, float>(params, maps.out, tile, shared, sums);
+      else
+        store_by_tma<Gemm, typename Gemm::Element>(params, maps.out, tile, shared, sums);
+    }
+  }
+  if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
+}
+
+// Grid: (plan.clusters * plan.cluster,).
+template <class Gemm>
+GLOBAL(Gemm::kThreads, 1)
+gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
+  SHARED_STORAGE(typename Gemm::Storage, shared);
+  if (arch::thread_index() == 0) {
+    arch::tma_prefetch(maps.a);
+    arch::tma_prefetch(maps.b);
+    if (plan.tma_store) arch::tma_prefetch(maps.out);
+    for (int stage = 0; stage < Gemm::kStages; ++stage) {
+      arch::barrier_init(shared.full[stage], 1);
+      arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
+    }
+    arch::fence_barrier_init();
+  }
+  if (plan.cluster > 1) {
+    arch::cluster_arrive_relaxed();
+    arch::cluster_wait();
+  } else {
+    arch::sync_threads();
+  }
+  arch::grid_dependency_wait();  // until here, nothing depends on the kernel before this one
+
+  if (arch::thread_index() < kWarpgroup) {
+    arch::decrease_registers<Gemm::kProducerRegisters>();
+    if (arch::thread_index() == 0) {
+      produce<Gemm>(params, plan, maps, shared);
+      arch::grid_launch_dependents();
+    }
+  } else {
+    arch::increase_registers<Gemm::kConsumerRegisters>();
+    consume<Gemm>(params, plan, maps, shared);
+  }
+  // Other blocks may still write to this block's shared memory and arrive at its barriers.
+  if (plan.cluster > 1) {
+    arch::cluster_arrive();
+    arch::cluster_wait();
+  }
+}
+
+}  // namespace cuda_ext::sm90

@@ -1,0 +1,8 @@
+// bfloat16; a contiguous along k, b along n.
+#include "gemm/gemm_sm90_launch.cuh"
+
+namespace cuda_ext::sm90 {
+
+template struct Layout<bfloat16_t, Major::kK, Major::kMn>;
+
+}  // namespace cuda_ext::sm90

@@ -1,0 +1,8 @@
+// float32 operands in tf32, both contiguous along k.
+#include "gemm/gemm_sm90_launch.cuh"
+
+namespace cuda_ext::sm90 {
+
+template struct Layout<float, Major::kK, Major::kK>;
+
+}  // namespace cuda_ext::sm90

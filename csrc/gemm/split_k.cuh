@@ -1,0 +1,24 @@
+// Split k: the counters by which the last block of a tile to arrive recognises itself.
+#pragma once
+
+#include "arch/memory.cuh"
+#include "rt/launch.cuh"
+
+namespace cuda_ext {
+
+// Resets the counters.
+template <int threads>
+GLOBAL(threads, 1)
+clear_arrivals(uint32_t* arrivals, int count) {
+  const int i = arch::block_x() * threads + arch::thread_index();
+  if (i < count) arch::store_global(arrivals + i, 0u);
+}
+
+inline void launch_clear_arrivals(uint32_t* arrivals, int count, rt::Stream stream) {
+  constexpr int kThreads = 256;
+  rt::launch<clear_arrivals<kThreads>>(
+      "clear_arrivals", {.grid = {(count + kThreads - 1) / kThreads}, .threads = kThreads, .stream = stream}, arrivals,
+      count);
+}
+
+}  // namespace cuda_ext
