@@ -82,18 +82,21 @@ void launch_config(const GemmParams& params, const GemmPlan& plan, rt::Stream st
                                 params, plan, maps);
 }
 
-// One instantiation per file, named after the majors of the kernel's a and b.
+// One instantiation per file, named after the majors of the kernel's a and b. The function is not inline: an inline one
+// would be instantiated where it is called too, despite extern template.
 template <class T, Major a_major, Major b_major>
 struct Layout {
-  static void launch(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
-    static_assert(kNumConfigs == 4);
-    switch (plan.config) {
-      case 0: return launch_config<T, a_major, b_major, 0>(params, plan, stream);
-      case 1: return launch_config<T, a_major, b_major, 1>(params, plan, stream);
-      case 2: return launch_config<T, a_major, b_major, 2>(params, plan, stream);
-      default: return launch_config<T, a_major, b_major, 3>(params, plan, stream);
-    }
-  }
+  static void launch(const GemmParams& params, const GemmPlan& plan, rt::Stream stream);
 };
+template <class T, Major a_major, Major b_major>
+void Layout<T, a_major, b_major>::launch(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+  static_assert(kNumConfigs == 4);
+  switch (plan.config) {
+    case 0: return launch_config<T, a_major, b_major, 0>(params, plan, stream);
+    case 1: return launch_config<T, a_major, b_major, 1>(params, plan, stream);
+    case 2: return launch_config<T, a_major, b_major, 2>(params, plan, stream);
+    default: return launch_config<T, a_major, b_major, 3>(params, plan, stream);
+  }
+}
 
 }  // namespace cuda_ext::sm90
