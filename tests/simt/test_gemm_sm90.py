@@ -117,7 +117,7 @@ def odd_columns(m: int, n: int, *problem: int | str) -> Gemm:
 def bias_and_activation(m: int, n: int, *problem: int | str) -> Gemm:
     call = product(m, n, *problem)
     call.activation, call.alpha = "relu", 0.5
-    call.bias = place(integers((2 * n,)), random.choice(("float32", "float16", "bfloat16")))[:: random.choice((1, 2))]
+    call.bias = place(integers((2 * n,)), random.choice(("float32", "float16", "bfloat16")))[:: random.choice((1, 2))][:n]
     return call
 
 
