@@ -155,7 +155,12 @@ DEVICE void store_by_tma(const GemmParams& params, const arch::TensorMap& out, c
     const int64_t row = tile.row + part / kParts * kRowBlock + warp * kSlabRows;
     const int column = part % kParts * kColumns;  // of the tile
     const int slab_column = column / (kColumns * kPartsOfSlab) * (kColumns * kPartsOfSlab);
-    if (row >= params.m || tile.column + slab_column >= params.n) continue;
+    const int of_slab = part % kPartsOfSlab;
+    if (row >= params.m || tile.column + slab_column >= params.n) {
+      // An empty group in place of the store: the groups belong to the buffers in turn.
+      if (of_slab == 0 && lane == 0) arch::bulk_commit();
+      continue;
+    }
     float v[kCount];
     select(sums, part, v);
 #pragma unroll
@@ -174,7 +179,6 @@ DEVICE void store_by_tma(const GemmParams& params, const arch::TensorMap& out, c
 #pragma unroll
       for (float& x : v) x = f.value(x);
     });
-    const int of_slab = part % kPartsOfSlab;
     const SharedAddress slab =
         arch::shared_address(shared.staging[consumer]) + (warp * kSlabs + part / kPartsOfSlab % kSlabs) * kSlabBytes;
     if (of_slab == 0) {
