@@ -34,7 +34,7 @@ inline arch::TensorMap operand_map(const GemmParams& params, const Side& side, c
   layout.sizes = {side.k_major ? params.k : side.lines, side.k_major ? side.lines : params.k};
   layout.box = {run, side.k_major ? loads.piece_lines : run};
   // The stride of a dim of size 1 is not used; the tensor may have any.
-  layout.strides = {layout.sizes[1] == 1 ? layout.sizes[0] * size : side.line_stride * size};
+  layout.strides = {layout.sizes[1] == 1 ? ceil_div(layout.sizes[0] * size, 16) * 16 : side.line_stride * size};
   if (loads.batched) {
     layout.rank = 5;
     for (int d = 2; d < 5; ++d) {
