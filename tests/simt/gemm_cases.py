@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gemm_library import Expected, Gemm, GemmLibrary, Target, decode, dtype_of, encode, expected, place
+from gemm_library import Expected, Gemm, GemmLibrary, decode, dtype_of, encode, expected, place
 from harness import Fault, SyncSite
 
 ARITHMETICS = {"float16": ("float16", False), "bfloat16": ("bfloat16", False)}

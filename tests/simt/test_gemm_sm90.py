@@ -63,16 +63,20 @@ def has_pairs(call: Gemm) -> bool:
 
 
 def stores_by_tma(call: Gemm) -> bool:
-    """Whether the output is one that TMA can write, and the epilogue consists of scale, bias and activation."""
+    """Whether TMA can write the outputs, and the epilogue consists of scale, bias, activation, and a gate; or adds to
+    the output in place."""
     assert call.out is not None
-    out, params = call.out.storage, call.params()
-    others = (call.c, call.residual, call.preact_out, call.preact)
+    out = call.out.storage
+    targets = [out] if call.preact_out is None else [out, call.preact_out.storage]
+    adds = call.c is out and call.beta == 1 and out.dtype == np.float32 and call.bias is None
+    adds &= call.activation == "none" and call.preact_out is None
     return (
-        not call.gated
-        and all(term is None for term in others)
-        and dtype_of(out) in (dtype_of(call.a), "float32")
-        and params.n * out.itemsize % 16 == 0
-        and out.ctypes.data % 16 == 0
+        call.residual is None
+        and call.preact is None
+        and (call.c is None or adds)
+        and dtype_of(out) in (dtype_of(call.a), *([] if call.gated else ["float32"]))
+        and all(target.dtype == out.dtype and target.ctypes.data % 16 == 0 for target in targets)
+        and call.params().n * out.itemsize % 16 == 0
     )
 
 
@@ -81,7 +85,7 @@ def is_legal(config: Config, cluster: int, call: Gemm) -> bool:
     if config.swapped:
         b_is_k_major = call.b.strides[-2] == call.b.itemsize
         return m <= 64 and cluster == 1 and (not has_pairs(call) or b_is_k_major)
-    return cluster <= -(-m // config.block_m) and (not config.tma_only or stores_by_tma(call))
+    return cluster <= -(-m // config.block_m) and (not config.tma_only or (stores_by_tma(call) and not has_pairs(call)))
 
 
 # Epilogues: functions of m, n, k, the arithmetic and the layout.
@@ -117,7 +121,9 @@ def odd_columns(m: int, n: int, *problem: int | str) -> Gemm:
 def bias_and_activation(m: int, n: int, *problem: int | str) -> Gemm:
     call = product(m, n, *problem)
     call.activation, call.alpha = "relu", 0.5
-    call.bias = place(integers((2 * n,)), random.choice(("float32", "float16", "bfloat16")))[:: random.choice((1, 2))][:n]
+    call.bias = place(integers((2 * n,)), random.choice(("float32", "float16", "bfloat16")))[:: random.choice((1, 2))][
+        :n
+    ]
     return call
 
 
@@ -127,12 +133,12 @@ def added_matrix(m: int, n: int, *problem: int | str) -> Gemm:
     return call
 
 
-def in_place(dtype: str) -> Callable[..., Gemm]:
+def in_place(dtype: str, beta: float = -2.0) -> Callable[..., Gemm]:
     def make(m: int, n: int, *problem: int | str) -> Gemm:
         call = product(m, n, *problem)
-        call.out = Target((m, n), dtype, random.choice((0, 1)))
+        call.out = Target((m, n), dtype, random.choice((0, 0, 1)))
         call.out.storage[...] = encode(integers((m, n)), dtype)
-        call.c, call.beta = call.out.storage, 3.0
+        call.c, call.beta, call.alpha = call.out.storage, beta, 0.5
         return call
 
     return make
@@ -151,16 +157,28 @@ def residual(m: int, n: int, *problem: int | str) -> Gemm:
     return call
 
 
+def with_preact(*problem: int | str) -> Gemm:
+    call = bias_and_activation(*problem)
+    call.out, call.preact_out = (Target(call.out.storage.shape, dtype_of(call.a)) for _ in range(2))
+    return call
+
+
 def gated(m: int, n: int, *problem: int | str) -> Gemm:
     call = product(m, 2 * n, *problem)
-    call.out, call.n, call.gated, call.activation = Target((m, n), "float32"), n, True, "relu"
+    call.out, call.n, call.gated, call.activation = Target((m, n), dtype_of(call.a)), n, True, "relu"
     call.bias = place(integers((2 * n,)), "float32")
     return call
 
 
 def gated_with_preact(*problem: int | str) -> Gemm:
     call = gated(*problem)
-    call.preact_out = Target((call.a.shape[0], call.b.shape[1]), "bfloat16")
+    call.preact_out = Target((call.a.shape[0], call.b.shape[1]), dtype_of(call.a))
+    return call
+
+
+def gated_to_other_types(*problem: int | str) -> Gemm:
+    call = gated_with_preact(*problem)
+    call.out = Target(call.out.storage.shape, "bfloat16" if dtype_of(call.a) == "float32" else "float32")
     return call
 
 
@@ -191,10 +209,12 @@ EPILOGUES: dict[str, Callable[..., Gemm]] = {
     each.__name__: each
     for each in (
         *(product, to_float32, to_other_16_bit, misaligned_output, odd_columns, bias_and_activation, added_matrix),
-        *(every_term, residual, gated, gated_with_preact, backward, gated_backward, batches, reduced_batches),
+        *(every_term, with_preact, residual, gated, gated_with_preact, gated_to_other_types, backward, gated_backward),
+        *(batches, reduced_batches),
     )
 }
 EPILOGUES |= {f"in_place_{dtype}": in_place(dtype) for dtype in ("float32", "float16", "bfloat16")}
+EPILOGUES["added_in_place"] = in_place("float32", 1.0)
 
 
 def sizes(config: Config, splits: int, arithmetic: str, is_large: bool) -> tuple[int, int, int]:
@@ -279,6 +299,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "ping-pong, cluster": lambda: case("ping_pong", "product", 300, 392, 250, "tf32", "nt", cluster=2),
     "split k": lambda: case("ping_pong", "to_float32", 200, 200, 700, "bfloat16", "nn", cluster=2, splits=3),
     "split k of batches": lambda: case("cooperative", "reduced_batches", 140, 40, 200, "bfloat16", "nt", splits=2),
+    "pairs": lambda: case("cooperative", "gated_with_preact", 300, 264, 200, "bfloat16", "nt", cluster=2),
+    "in place": lambda: case("ping_pong", "added_in_place", 260, 264, 500, "bfloat16", "tn"),
     "swapped": lambda: case("swapped", "every_term", 33, 400, 1000, "bfloat16", "nn", splits=3),
     "swapped backward": lambda: case("swapped", "backward", 20, 600, 200, "bfloat16", "nt"),
 }
