@@ -185,6 +185,8 @@ inline bool can_store_by_tma(const GemmParams& params) {
   if (params.c.data != nullptr && !can_add_by_tma(params)) return false;
   if (params.out.dtype != params.a.dtype && (params.gated || params.out.dtype != Dtype::kFloat32)) return false;
   if (params.preact_out.data != nullptr && params.preact_out.dtype != params.out.dtype) return false;
+  // Three slabs of float32 do not fit in the buffers.
+  if (params.preact_out.data != nullptr && params.gated && params.out.dtype == Dtype::kFloat32) return false;
   const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   return params.n * int64_t(size_of(params.out.dtype)) % 16 == 0 && is_aligned(params.out.data) &&
          is_aligned(params.preact_out.data);
