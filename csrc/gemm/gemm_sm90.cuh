@@ -34,11 +34,6 @@
 
 namespace cuda_ext::sm90 {
 
-// Of a, b and the output (columns, rows, batch).
-struct TensorMaps {
-  arch::TensorMap a, b, out;
-};
-
 // A stage of the ring and the parity of its phase.
 template <int stages>
 struct RingPosition {
@@ -101,7 +96,7 @@ struct Gemm {
   DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
 
   using Rows = StagedRows<kSwapped, kBlockN>;
-  static constexpr int kStagingBytes = kSwapped ? Rows::kBytes : kSlabsBytes;
+  static constexpr int kStagingBytes = kSwapped ? Rows::kBytes : 4 * kSlabsBytes;
   static_assert(Rows::kBytes <= kStagingBytes);
 
   struct Stage {
@@ -141,36 +136,6 @@ struct Gemm {
   DEVICE static uint64_t descriptor(const unsigned char* tile, Major major) {
     const uint32_t next_piece = major == Major::kK ? 0 : kBlockK * kLineBytes;  // 64 lines further along m or n
     return arch::make_descriptor(arch::shared_address(tile), next_piece, kAtomBytes, arch::Swizzle::k128);
-  }
-};
-
-// What a block computes for work item `item` of its cluster.
-struct WorkItem {
-  int split;
-  int batch;
-  int row_tile;
-  int column_tile;
-  int first_k_tile;
-  int k_tiles;
-
-  // Consecutive clusters should share operands in L2: they go through the tiles column by column within groups of
-  // plan.raster rows.
-  DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
-    const int tiles = plan.row_groups * plan.column_tiles, group_tiles = plan.raster * plan.column_tiles;
-    const int t = item % tiles, outer = item / tiles, group = t / group_tiles, in_group = t % group_tiles;
-    const int left = plan.row_groups - group * plan.raster, rows = left < plan.raster ? left : plan.raster;
-    batch = outer % plan.batches;
-    split = outer / plan.batches;
-    row_tile = (group * plan.raster + in_group % rows) * plan.cluster + rank;
-    column_tile = in_group / rows;
-    first_k_tile = split * plan.split_k_tiles;
-    const int k_left = plan.all_k_tiles - first_k_tile;
-    k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
-  }
-
-  // Its index among the tiles of the output.
-  DEVICE int tile(const GemmPlan& plan) const {
-    return (batch * plan.column_tiles + column_tile) * plan.row_groups * plan.cluster + row_tile;
   }
 };
 
@@ -254,7 +219,7 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
-  const int rank = arch::thread_index() % kWarpgroup;
+  const int rank = ConsumerThreads::index();
   const auto release = [&](int stage) {
     if (rank < plan.cluster)
       arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), rank));
@@ -325,39 +290,42 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
 template <class Gemm>
 DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  const int consumer = ConsumerThreads::consumer();
   RingPosition<Gemm::kStages> at;
   int turn = 0;
   for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters, turn ^= 1) {
     const WorkItem next(plan, item, arch::cluster_rank());
-    if (Gemm::kPingPong && turn != consumer) {
+    if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
       at.skip(next.k_tiles);
       continue;
     }
     if (plan.tma_store) stage_bias<Gemm>(params, next.column_tile, shared);
     // The first item needs no turn, and the last one hands none over, so that each arrival is awaited.
     const bool is_first = item < plan.clusters, is_last = item + plan.clusters >= plan.items;
-    if (Gemm::kPingPong && !is_first) arch::named_barrier_sync(kTurnBarriers + consumer, kConsumers * kWarpgroup);
+    if (Gemm::kPingPong && !is_first)
+      arch::named_barrier_sync(kTurnBarriers + ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     typename Gemm::Accumulators sums;
     multiply_item<Gemm>(plan, shared, next.k_tiles, at, sums, [&] {
       if (Gemm::kPingPong && !is_last)
-        arch::named_barrier_arrive(kTurnBarriers + 1 - consumer, kConsumers * kWarpgroup);
+        arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
-    const WorkItem work(plan, arch::opaque(item),
-                        arch::cluster_rank());  // again: the products leave no registers to keep it
-    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[consumer], sums)) continue;
-    const epilogue::TilePosition tile =
-        position_of<Gemm>(params, work.batch, work.row_tile, work.column_tile, Gemm::first_row());
+    // The position is computed again, because the products leave no registers to keep it.
+    const WorkItem work(plan, arch::opaque(item), arch::cluster_rank());
+    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums)) continue;
+    const epilogue::TilePosition tile = position_of<Gemm>(params, work);
     if constexpr (!Gemm::kTmaOnly)
       if (!plan.tma_store) {
         store_rows<Gemm>(params, plan, tile, shared, sums);
         continue;
       }
     if constexpr (!Gemm::kSwapped) {
-      if (params.out.dtype == Dtype::kFloat32)
-        store_by_tma<Gemm, float>(params, maps.out, tile, shared, sums);
-      else
-        store_by_tma<Gemm, typename Gemm::Element>(params, maps.out, tile, shared, sums);
+      using T = typename Gemm::Element;
+      if (has_pairs(params)) {
+        if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
+      } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
+        store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);
+      } else {
+        store_by_tma<Gemm, T, false>(params, plan, maps, tile, shared, sums);
+      }
     }
   }
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();

@@ -40,24 +40,29 @@ inline arch::TensorMap operand_map(const GemmParams& params, const Side& side, c
   return rt::make_tensor_map("gemm_sm90", layout);
 }
 
-inline arch::TensorMap output_map(const GemmParams& params, const GemmPlan& plan) {
-  const int64_t size = size_of(params.out.dtype);
-  return rt::make_tensor_map("gemm_sm90", {.data = params.out.data,
-                                           .element = element_of(params.out.dtype),
-                                           .rank = 3,
-                                           .sizes = {params.n, params.m, plan.batches},
-                                           .strides = {params.n * size, params.m * params.n * size},
-                                           .box = {int(kLineBytes / size), kSlabRows, 1},
-                                           .swizzle_bytes = 128});
+// Gate and up are two matrices, so that a box at the end of the one does not reach into the other.
+inline arch::TensorMap output_map(const GemmParams& params, const GemmPlan& plan, const Output& out, int halves) {
+  const int64_t size = size_of(out.dtype), row = halves * params.n * size;
+  return rt::make_tensor_map("gemm_sm90", {.data = out.data,
+                                           .element = element_of(out.dtype),
+                                           .rank = 4,
+                                           .sizes = {params.n, halves, params.m, plan.batches},
+                                           .strides = {params.n * size, row, params.m * row},
+                                           .box = {kSlabColumns, 1, kSlabRows, 1},
+                                           .swizzle_bytes = kSlabColumns * int(size)});
 }
 
 template <class T, Major a_major, Major b_major, int config>
 void launch_config(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
   using Kernel = Gemm<T, a_major, b_major, kConfigs[config]>;
   const Side a = side_a(params), b = side_b(params);
-  TensorMaps maps{
-      operand_map(params, Kernel::kSwapped ? b : a, plan.a), operand_map(params, Kernel::kSwapped ? a : b, plan.b), {}};
-  if (plan.tma_store) maps.out = output_map(params, plan);
+  TensorMaps maps{operand_map(params, Kernel::kSwapped ? b : a, plan.a),
+                  operand_map(params, Kernel::kSwapped ? a : b, plan.b),
+                  {},
+                  {}};
+  if (plan.tma_store) maps.out = output_map(params, plan, params.out, 1);
+  if (plan.tma_store && params.preact_out.data != nullptr)
+    maps.preact = output_map(params, plan, params.preact_out, params.gated ? 2 : 1);
   rt::launch<gemm_sm90<Kernel>>("gemm_sm90",
                                 {.grid = {plan.clusters * plan.cluster},
                                  .threads = Kernel::kThreads,
