@@ -1,34 +1,44 @@
 // Workspace, and the choice of the instantiation.
-#include "gemm/gemm_sm90_launch.cuh"
+#include "gemm/gemm_sm90.h"
+
+#include "gemm/column_sums.cuh"
+#include "gemm/split_k.h"
 
 namespace cuda_ext {
 
 namespace sm90 {
+namespace {
 
-extern template struct Layout<half_t, Major::kK, Major::kK>;
-extern template struct Layout<half_t, Major::kK, Major::kMn>;
-extern template struct Layout<half_t, Major::kMn, Major::kK>;
-extern template struct Layout<half_t, Major::kMn, Major::kMn>;
-extern template struct Layout<bfloat16_t, Major::kK, Major::kK>;
-extern template struct Layout<bfloat16_t, Major::kK, Major::kMn>;
-extern template struct Layout<bfloat16_t, Major::kMn, Major::kK>;
-extern template struct Layout<bfloat16_t, Major::kMn, Major::kMn>;
-extern template struct Layout<float, Major::kK, Major::kK>;
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+WorkspaceCursor assign_workspace(const GemmParams& params, void* data, GemmPlan& plan) {
+  const GemmConfig& config = kConfigs[plan.config];
+  WorkspaceCursor cursor(data);
+  if (plan.splits > 1) {
+    cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
+    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * config.block_m * config.block_n);
+  }
+  if (params.bias_grad.data != nullptr)
+    cursor.allocate(plan.bias_sums, ceil_div(params.m, kRowBlock) * (params.gated ? 2 : 1) * params.n);
+  return cursor;
+}
 
 template <class T>
-void launch_layout(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+void launch_layout(const GemmParams& params, const GemmPlan& plan, void* stream) {
   const bool swapped = kConfigs[plan.config].swapped;
   const bool a_k_major = swapped ? is_k_major_b(params) : is_k_major_a(params);
   const bool b_k_major = swapped ? is_k_major_a(params) : is_k_major_b(params);
   if constexpr (sizeof(T) == 2) {
-    if (!a_k_major && !b_k_major) return Layout<T, Major::kMn, Major::kMn>::launch(params, plan, stream);
-    if (!a_k_major) return Layout<T, Major::kMn, Major::kK>::launch(params, plan, stream);
-    if (!b_k_major) return Layout<T, Major::kK, Major::kMn>::launch(params, plan, stream);
+    if (!a_k_major && !b_k_major) return GemmSm90<T, false, false>::launch(params, plan, stream);
+    if (!a_k_major) return GemmSm90<T, false, true>::launch(params, plan, stream);
+    if (!b_k_major) return GemmSm90<T, true, false>::launch(params, plan, stream);
   }
-  return Layout<T, Major::kK, Major::kK>::launch(params, plan, stream);
+  return GemmSm90<T, true, true>::launch(params, plan, stream);
 }
 
+}  // namespace
 }  // namespace sm90
+
+bool has_gemm_sm90() { return true; }
 
 size_t gemm_sm90_workspace(const GemmParams& params, sm90::GemmPlan plan) {
   return sm90::assign_workspace(params, nullptr, plan).used();

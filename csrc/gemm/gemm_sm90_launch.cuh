@@ -1,9 +1,8 @@
-// Launches the kernel of gemm_sm90.cuh: tensor maps, workspace, and the instantiation for dtype, layout and config.
+// Launches the kernel of gemm_sm90.cuh: tensor maps, and the instantiation for the config.
 #pragma once
 
 #include "gemm/gemm_sm90.cuh"
 #include "gemm/gemm_sm90.h"
-#include "gemm/split_k.cuh"
 #include "rt/tensor_map.cuh"
 
 namespace cuda_ext::sm90 {
@@ -12,19 +11,6 @@ constexpr rt::Element element_of(Dtype dtype) {
   return dtype == Dtype::kFloat16    ? rt::Element::kFloat16
          : dtype == Dtype::kBFloat16 ? rt::Element::kBFloat16
                                      : rt::Element::kFloat32;
-}
-
-// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-inline WorkspaceCursor assign_workspace(const GemmParams& params, void* data, GemmPlan& plan) {
-  const GemmConfig& config = kConfigs[plan.config];
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
-    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * config.block_m * config.block_n);
-  }
-  if (params.bias_grad.data != nullptr)
-    cursor.allocate(plan.bias_sums, ceil_div(params.m, kRowBlock) * (params.gated ? 2 : 1) * params.n);
-  return cursor;
 }
 
 inline arch::TensorMap operand_map(const GemmParams& params, const Side& side, const OperandLoads& loads) {
@@ -87,18 +73,17 @@ void launch_config(const GemmParams& params, const GemmPlan& plan, rt::Stream st
                                 params, plan, maps);
 }
 
-// One instantiation per file, named after the majors of the kernel's a and b.
-template <class T, Major a_major, Major b_major>
-struct Layout {
-  static void launch(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
-    static_assert(kNumConfigs == 4);
-    switch (plan.config) {
-      case 0: return launch_config<T, a_major, b_major, 0>(params, plan, stream);
-      case 1: return launch_config<T, a_major, b_major, 1>(params, plan, stream);
-      case 2: return launch_config<T, a_major, b_major, 2>(params, plan, stream);
-      default: return launch_config<T, a_major, b_major, 3>(params, plan, stream);
-    }
+template <class T, bool a_k_major, bool b_k_major>
+void GemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan, void* stream) {
+  constexpr Major kMajors[] = {Major::kMn, Major::kK};
+  constexpr Major kA = kMajors[a_k_major], kB = kMajors[b_k_major];
+  static_assert(kNumConfigs == 4);
+  switch (plan.config) {
+    case 0: return launch_config<T, kA, kB, 0>(params, plan, stream);
+    case 1: return launch_config<T, kA, kB, 1>(params, plan, stream);
+    case 2: return launch_config<T, kA, kB, 2>(params, plan, stream);
+    default: return launch_config<T, kA, kB, 3>(params, plan, stream);
   }
-};
+}
 
 }  // namespace cuda_ext::sm90
