@@ -1,7 +1,8 @@
-// Launches the kernel of gemm_sm90.cuh: the instantiation for dtype, layout and config.
+// Launches the kernel of gemm_sm90.cuh: the instantiation for the config.
 #pragma once
 
 #include "gemm/gemm_sm90.cuh"
+#include "gemm/gemm_sm90.h"
 
 namespace cuda_ext::sm90 {
 
@@ -18,21 +19,16 @@ void launch_config(const GemmParams& params, const GemmPlan& plan, const TensorM
                                 params, plan, maps);
 }
 
-// One instantiation per file, named after the majors of the kernel's a and b. The function is not inline: an inline one
-// would be instantiated where it is called too, despite extern template.
-template <class T, Major a_major, Major b_major>
-struct Layout {
-  static void launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, rt::Stream stream);
-};
-template <class T, Major a_major, Major b_major>
-void Layout<T, a_major, b_major>::launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
-                                         rt::Stream stream) {
+template <class T, bool a_k_major, bool b_k_major>
+void GemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, void* stream) {
+  constexpr Major kMajors[] = {Major::kMn, Major::kK};
+  constexpr Major kA = kMajors[a_k_major], kB = kMajors[b_k_major];
   static_assert(kNumConfigs == 4);
   switch (plan.config) {
-    case 0: return launch_config<T, a_major, b_major, 0>(params, plan, maps, stream);
-    case 1: return launch_config<T, a_major, b_major, 1>(params, plan, maps, stream);
-    case 2: return launch_config<T, a_major, b_major, 2>(params, plan, maps, stream);
-    default: return launch_config<T, a_major, b_major, 3>(params, plan, maps, stream);
+    case 0: return launch_config<T, kA, kB, 0>(params, plan, maps, stream);
+    case 1: return launch_config<T, kA, kB, 1>(params, plan, maps, stream);
+    case 2: return launch_config<T, kA, kB, 2>(params, plan, maps, stream);
+    default: return launch_config<T, kA, kB, 3>(params, plan, maps, stream);
   }
 }
 
