@@ -10,7 +10,7 @@
 #include "arch/warp.cuh"
 #include "arch/wgmma.cuh"
 #include "gemm/epilogue.cuh"
-#include "gemm/plan_sm90.h"
+#include "gemm/maps_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
@@ -29,11 +29,6 @@ struct ConsumerThreads {
   DEVICE static bool is_first_lane() { return arch::opaque_thread_index() % arch::kWarpSize == 0; }
   DEVICE static void sync() { arch::named_barrier_sync(1 + consumer(), kThreads); }
 };
-// Of a and b; of the outputs (columns, gate or up, rows, batches), if they are stored by TMA.
-struct TensorMaps {
-  arch::TensorMap a, b, out, preact;
-};
-
 // What a block computes for work item `item` of its cluster.
 struct WorkItem {
   int split;
@@ -75,10 +70,8 @@ struct StagedRows {
   using Epilogue = epilogue::TileEpilogue<ConsumerThreads, kStride, kRows, kRows, kRows, 1>;
 };
 
-// For TMA, each warp stages slabs of its 16 rows and 32 columns, swizzled, in as many buffers as fit.
-constexpr int kSlabRows = 16;
-constexpr int kSlabColumns = 32;
-constexpr int kSlabsBytes = 4096;  // of a warp
+// Buffers of a warp for slabs (maps_sm90.cuh), as many as fit.
+constexpr int kSlabsBytes = 4096;
 
 // v = part `part` of the accumulators, in groups of `count`.
 template <int count, int rows, int registers>

@@ -1,30 +1,37 @@
 // GEMM with fused epilogues for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16, bfloat16 and tf32.
 //
 // Problem        GemmParams in gemm.h.
-// Tile           (block_m, block_n) of a product a @ b; k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
-//                config is swapped, a is the problem's b and the other way round, and the tile is transposed when it is
-//                staged. If columns are paired, half of a tile's lines of the problem's b are gate and half up.
-// Blocks         are persistent: cluster c of the grid computes work items c, c + clusters, ... A work item is a tile
-//                for each block of the cluster, adjacent along m, or with split k a part of their k tiles.
-// Warpgroups     0: its first thread loads. 1, 2: consumers, (warpgroup_m, block_n) each. In cooperative configs they
-//                are the two halves of a tile; in ping-pong configs they take the items in turn, and each multiplies
-//                while the other one stores its tile.
-// Cluster        blocks of a cluster have the same columns: each loads its part of b's tile for all of them.
-// Barriers       full[stage]: 1 arrival, by the producer, and the bytes of both operands.
-//                empty[stage]: an arrival per warpgroup that reads the stage, from each block of the cluster.
-//                named barriers 1, 2: the 128 threads of a consumer, around what it stages. 3, 4: 256 threads, ping-pong:
-//                a consumer's turn to multiply; the other one arrives when it has issued its last product.
-// Shared memory  (stages, operand tiles); per consumer: 16 KB to stage the output, bias, split-k arrival; barriers.
-// Registers      168 at launch; then 40 for the producer's warpgroup and 232 for consumers, of which up to 192
-//                accumulators.
-// Operands       are read in place by TMA, whichever of their dims has stride 1; zeros outside of the matrix. Tensor
+// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
+//                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is transposed
+//                when it is staged. If columns are pairs, half of the tile's lines of the problem's b are gate columns
+//                and half are the corresponding up columns.
+// Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each block
+//                of the cluster, adjacent along m, or if k is split a part of their k tiles.
+// Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
+//                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
+//                items in turn, and one multiplies while the other stores.
+// Cluster        Its blocks have the same columns. Each loads its part of b's tile for all of them.
+// Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
+//                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
+//                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
+//                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other arrive
+//                when they have issued their last product.
+// Shared memory  (stages, tile of a + tile of b), 24 to 48 KB each; per consumer 16 KB to stage the output, a bias of
+//                block_n floats and a split-k arrival; barriers; coordinates of the producer. 225 to 228 KB in all.
+// Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are accumulators
+//                (192 if block_n is 192, 32 if swapped).
+// Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix. Tensor
 //                maps are kernel parameters.
-// Products       A stage is a group of wgmma; one group is in flight while the next stage is awaited, and then the
-//                stage before is released. The first product of a tile overwrites the accumulators.
-// Epilogue       Scale, bias and activation alone: from registers by stmatrix to shared memory and by TMA to the output,
-//                16 rows of a warp at a time, while the warps go on. Otherwise the tile goes through shared memory in
-//                float32, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
-// Split k        as in gemm_sm80.cuh; each consumer adds up its own part of the tile.
+// Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before, releases
+//                it, and waits for the next to arrive. The first product of an item overwrites the accumulators.
+// Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to shared
+//                memory and by TMA to the outputs, while the warps go on. Others go through shared memory as floats, 32
+//                columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
+// Split k        As in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
+//                adds its own part of the tile.
+//
+// Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
+// (multiply_item, produce); a grouped product another WorkItem, which finds its group from offsets on the device.
 #pragma once
 
 #include "arch/cluster.cuh"
@@ -340,6 +347,7 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
     arch::tma_prefetch(maps.a);
     arch::tma_prefetch(maps.b);
     if (plan.tma_store) arch::tma_prefetch(maps.out);
+    if (plan.tma_store && params.preact_out.data != nullptr) arch::tma_prefetch(maps.preact);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       arch::barrier_init(shared.full[stage], 1);
       arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
