@@ -14,19 +14,6 @@ constexpr rt::Element element_of(Dtype dtype) {
                                      : rt::Element::kFloat32;
 }
 
-// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-inline WorkspaceCursor assign_workspace(const GemmParams& params, void* data, GemmPlan& plan) {
-  const GemmConfig& config = kConfigs[plan.config];
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
-    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * config.block_m * config.block_n);
-  }
-  if (params.bias_grad.data != nullptr)
-    cursor.allocate(plan.bias_sums, ceil_div(params.m, kRowBlock) * (params.gated ? 2 : 1) * params.n);
-  return cursor;
-}
-
 inline arch::TensorMap operand_map(const GemmParams& params, const Side& side, const OperandLoads& loads) {
   const int64_t size = size_of(side.operand->dtype);
   const int run = int(kLineBytes / size);  // elements of a line

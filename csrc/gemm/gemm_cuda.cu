@@ -1,0 +1,28 @@
+#include "gemm/gemm_cuda.h"
+
+#include "rt/device.h"
+
+namespace cuda_ext {
+
+rt::Device gemm_cuda_device() { return rt::describe_device("gemm"); }
+
+sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32) {
+  return sm90::choose_plan(params, float32 == Float32Product::kTf32, gemm_cuda_device());
+}
+
+size_t gemm_cuda_workspace(const GemmParams& params, Float32Product float32) {
+  if (is_empty(params)) return 0;
+  const sm90::GemmChoice choice = choose_gemm_sm90(params, float32);
+  return choice.plan ? gemm_sm90_workspace(params, *choice.plan) : gemm_sm80_workspace(params, float32);
+}
+
+void launch_gemm_cuda(const GemmParams& params, Workspace workspace, void* stream, Float32Product float32) {
+  if (is_empty(params)) return;
+  const sm90::GemmChoice choice = choose_gemm_sm90(params, float32);
+  if (choice.plan)
+    launch_gemm_sm90(params, *choice.plan, workspace, stream);
+  else
+    launch_gemm_sm80(params, workspace, stream, float32);
+}
+
+}  // namespace cuda_ext
