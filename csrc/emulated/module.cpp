@@ -225,8 +225,9 @@ PYBIND11_MODULE(_simt, m) {
   m.def("gemm_choice", gemm_choice, py::arg("arithmetic"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("compute_capability"), py::arg("processors"),
         "The index into gemm_configs that the launcher chooses for a device, and the number of blocks that split k.");
-  m.def("gemm_order", gemm_order, py::arg("plan"),
-        "(split, batch, row group, column tile) of the work items of a plan of torch.ops.cuda_ext._gemm_plan, in order.");
+  m.def(
+      "gemm_order", gemm_order, py::arg("plan"),
+      "(split, batch, row group, column tile) of the work items of a plan of torch.ops.cuda_ext._gemm_plan, in order.");
   m.def("bucket_config", bucket_config);
   py::class_<AttentionChoice>(m, "AttentionChoice")
       .def_readonly("kernel", &AttentionChoice::kernel)

@@ -73,12 +73,13 @@ void launch_config(const GemmParams& params, const GemmPlan& plan, rt::Stream st
 template <class T, Major a_major, Major b_major>
 struct Layout {
   static void launch(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
-    static_assert(kNumConfigs == 4);
+    static_assert(kNumConfigs == 5);
     switch (plan.config) {
       case 0: return launch_config<T, a_major, b_major, 0>(params, plan, stream);
       case 1: return launch_config<T, a_major, b_major, 1>(params, plan, stream);
       case 2: return launch_config<T, a_major, b_major, 2>(params, plan, stream);
-      default: return launch_config<T, a_major, b_major, 3>(params, plan, stream);
+      case 3: return launch_config<T, a_major, b_major, 3>(params, plan, stream);
+      default: return launch_config<T, a_major, b_major, 4>(params, plan, stream);
     }
   }
 };

@@ -63,8 +63,11 @@ GemmCall describe_gemm(const char* op, const Tensor& given_a, const Tensor& give
                        const OptionalTensor& bias, const ActivationName& activation, double alpha, double beta,
                        OptionalType out_dtype) {
   const GemmShape shape = check_product(op, given_a, given_b);
-  GemmCall call{left_operand(given_a), with_unit_stride(given_b), shape.out(),
-                output_type(op, out_dtype, given_a.scalar_type()), {}};
+  GemmCall call{left_operand(given_a),
+                with_unit_stride(given_b),
+                shape.out(),
+                output_type(op, out_dtype, given_a.scalar_type()),
+                {}};
   const Tensor &a = call.a, &b = call.b;
   const Sizes& sizes = call.sizes;
   GemmParams& params = call.params;

@@ -25,9 +25,7 @@ sm80::Arithmetic arithmetic_of(const GemmParams& params, Float32Product float32)
 Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Device& device) {
   const sm90::GemmConfig& config = sm90::kConfigs[plan.config];
   const sm90::Estimate cost = sm90::estimate(params, plan, config, {device.num_sms});
-  return {"sm_90",
-          cost.limit(),
-          "",
+  return {"sm_90", cost.limit(), "",
           numbers({{"config", plan.config},
                    {"block_m", config.block_m},
                    {"block_n", config.block_n},
@@ -58,9 +56,7 @@ Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::D
   sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic, rates);
   const sm80::GemmConfig& tile = sm80::kTiles[int(arithmetic)][plan.shape];
   const double cycles = sm80::expected_cycles(plan, tile, arithmetic, rates);
-  return {"sm_80",
-          sm80::cost_of_k_tile(tile, arithmetic, rates).limit(),
-          refusal,
+  return {"sm_80", sm80::cost_of_k_tile(tile, arithmetic, rates).limit(), refusal,
           numbers({{"config", plan.shape},
                    {"block_m", tile.block_m},
                    {"block_n", tile.block_n},
