@@ -115,6 +115,7 @@ def test_every_kernel_of_the_library_passes(kernels: list[Kernel]) -> None:
     assert {kernel.arch for kernel in kernels} == {_toolchain.sm_name(arch) for arch in stamp["archs"]}
     assert static_gates.faults(kernels) == []
     assert static_gates.compiler_complaints(static_gates.build_log(stamp)) == []
+    assert static_gates.shared_kernels(static_gates.cuda_objects(stamp)) == []
 
 
 def test_tables_are_current(kernels: list[Kernel]) -> None:
@@ -148,6 +149,14 @@ def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     assert fault.startswith("sm_90a kernel: expected at most 8 instructions before the first product of its loop, got")
     (fault,) = static_gates.faults(kernels, (Rule("kernel", pause=8),))
     assert fault.startswith("sm_90a kernel: expected at most 8 instructions between two products of its loop, got")
+
+
+def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
+    compiled(tmp_path, IS_FINE + IS_FINE.replace("kernel(", "gemm_sm90("))
+    for name in ("gemm_sm90_bf16.o", "gemm_sm80_bf16.o"):
+        shutil.copy(tmp_path / "kernel.o", tmp_path / name)
+    told = "gemm_sm90_bf16.o: expected only kernels for sm_90a, got kernel; launch it from another source"
+    assert static_gates.shared_kernels(sorted(tmp_path.glob("*.o"))) == [told]
 
 
 @pytest.mark.parametrize(("together", "burst"), [(False, 2), (True, 8)])

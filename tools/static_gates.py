@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -89,9 +90,26 @@ RULES = (
 )
 
 # Opcodes that characterize a kernel, in the order of the table.
-SHOWN = ("HGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM", "LDS", "STS", "LDG", "STG", "BAR")
-COLUMNS = ("kernel", "registers", "threads", "shared memory", "blocks", "loop", "lead", "pause", "gap")
-COLUMNS += ("instructions", "opcodes")
+SHOWN = (
+    "HGMMA",
+    "HMMA",
+    "FFMA",
+    "DFMA",
+    "UTMALDG",
+    "UTMASTG",
+    "STSM",
+    "LDGSTS",
+    "LDSM",
+    "LDS",
+    "STS",
+    "LDG",
+    "STG",
+    "BAR",
+)
+COLUMNS = (
+    *("kernel", "registers", "threads", "shared memory", "blocks", "loop", "lead", "pause", "gap"),
+    *("instructions", "opcodes"),
+)
 
 
 @dataclass(frozen=True)
@@ -496,9 +514,9 @@ def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
                 int(registers),
                 shared_bytes=int(shared or 0),
                 threads=int(threads),
-                loop=Loop(*(int(count or 0) for count in loop)),
+                loop=Loop(int(loop or 0), int(lead or 0), int(pause or 0), int(gap or 0)),
             )
-            for name, registers, threads, shared, *loop in row.findall(table)
+            for name, registers, threads, shared, loop, lead, pause, gap in row.findall(table)
         }
         for arch, table in read_document(path)[1].items()
     }
@@ -518,17 +536,39 @@ def stale(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> list[str]:
     return [arch for arch, table in new.items() if old.get(arch) != table] if old_cuda == cuda else []
 
 
-def build_log(stamp: dict[str, object]) -> str:
+def cuda_objects(stamp: dict[str, Any]) -> list[Path]:
+    """The objects of the library's CUDA sources."""
+    plan = _build.Plan(stamp["torch"], stamp["compiler"], None, tuple(stamp["archs"]), jobs=1)
+    folder = ROOT / "build" / plan.name / "csrc"
+    sources = sorted(source for source in _build.CSRC.rglob("*.cu") if plan.archs_of(source))
+    return [(folder / source.relative_to(_build.CSRC)).with_suffix(".o") for source in sources]
+
+
+def build_log(stamp: dict[str, Any]) -> str:
     """nvcc's messages for the objects of the library; raises FileNotFoundError if there are none."""
-    plan = _build.Plan(str(stamp["torch"]), str(stamp["compiler"]), None, (), jobs=1)
-    objects = ROOT / "build" / plan.name / "csrc"
     text = ""
-    for source in sorted(_build.CSRC.rglob("*.cu")):
-        log = (objects / source.relative_to(_build.CSRC)).with_suffix(".o" + _build.LOG_SUFFIX)
+    for path in cuda_objects(stamp):
+        log = path.with_suffix(".o" + _build.LOG_SUFFIX)
         if not log.exists():
             raise FileNotFoundError(f"{log}: no compiler messages; build with CUDA_EXT_CUDA=1 make build")
         text += log.read_text()
     return text
+
+
+def shared_kernels(objects: Iterable[Path]) -> list[str]:
+    """The faults of objects for sm_90a alone: kernels that are not of these sources, so that others launch them too."""
+    found = []
+    for path in objects:
+        if _build.SM90A_SOURCES not in path.name:
+            continue
+        symbols = re.findall(r"^\s*Function (\S+):$", _dump(path, "-res-usage"), re.MULTILINE)
+        names = readable(symbols) if symbols else []
+        found += [
+            f"{path.name}: expected only kernels for sm_90a, got {name}; launch it from another source"
+            for name in names
+            if _build.SM90A_SOURCES not in name.partition("<")[0]
+        ]
+    return found
 
 
 def main() -> int:
@@ -542,7 +582,7 @@ def main() -> int:
     kernels = read_kernels(_stamp.LIBRARY)
     missing = {_toolchain.sm_name(arch) for arch in stamp["archs"]} - {kernel.arch for kernel in kernels}
     found = [f"{arch}: expected kernels, got none" for arch in sorted(missing)]
-    found += faults(kernels) + compiler_complaints(build_log(stamp))
+    found += faults(kernels) + compiler_complaints(build_log(stamp)) + shared_kernels(cuda_objects(stamp))
     if arguments.write:
         write_document(stamp["cuda"], tables(kernels))
     found += [

@@ -38,16 +38,12 @@ struct WorkItem {
   int first_k_tile;
   int k_tiles;
 
-  // Consecutive clusters should share operands in L2: they go through the tiles column by column within groups of
-  // plan.raster rows.
   DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
-    const int tiles = plan.row_groups * plan.column_tiles, group_tiles = plan.raster * plan.column_tiles;
-    const int t = item % tiles, outer = item / tiles, group = t / group_tiles, in_group = t % group_tiles;
-    const int left = plan.row_groups - group * plan.raster, rows = left < plan.raster ? left : plan.raster;
-    batch = outer % plan.batches;
-    split = outer / plan.batches;
-    row_tile = (group * plan.raster + in_group % rows) * plan.cluster + rank;
-    column_tile = in_group / rows;
+    const ItemPlace place = place_of_item(plan, item);
+    batch = place.batch;
+    split = place.split;
+    row_tile = place.row_group * plan.cluster + rank;
+    column_tile = place.column_tile;
     first_k_tile = split * plan.split_k_tiles;
     const int k_left = plan.all_k_tiles - first_k_tile;
     k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
