@@ -105,9 +105,9 @@ def test_attention(pairs: Any, queries: int, keys: int, dim: int, dim_v: int) ->
     # Logits are as exact as in float32; everything else is rounded to bfloat16 once.
     torch.testing.assert_close(lse, want_lse[0].detach().float(), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(out.double(), want[0].detach(), rtol=2**-8, atol=1e-6)
-    for got, expected in zip((grad_query, grad_key, grad_value), grads):
+    for got, exact_grad in zip((grad_query, grad_key, grad_value), grads):
         # A row's gradients use its rounded output, whose error of 2^-9 is multiplied by sums of a few values below 4.
-        torch.testing.assert_close(got.double(), expected[0], rtol=2**-8, atol=2**-6)
+        torch.testing.assert_close(got.double(), exact_grad[0], rtol=2**-8, atol=2**-6)
 
 
 # The smallest normal number, and half of it in bfloat16, which is subnormal.
