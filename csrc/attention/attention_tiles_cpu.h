@@ -4,9 +4,9 @@
 // width). S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane,
 // so that no horizontal operation is needed, and neither head dimension needs padding.
 //
-// Where the CPU multiplies pairs of bfloat16, K Q^T and V dO^T do so in half the steps: their operands are bfloat16, and
-// products and sums are as exact as float32 ones. The other products have an operand in float32, the weights or their
-// gradient, which stay float32.
+// Where the CPU multiplies pairs of bfloat16, K Q^T and V dO^T do so, in half the steps: their operands are bfloat16,
+// and products and sums are as exact as float32 ones. The other products have an operand in float32, the weights or
+// their gradient, which stay float32.
 #pragma once
 
 #include "attention/attention.h"
