@@ -12,7 +12,7 @@ template <int threads>
 struct BlockThreads {
   static constexpr int kThreads = threads;
   DEVICE static int index() { return arch::thread_index(); }
-  DEVICE static void sync() { arch::sync_threads(); }
+  DEVICE static void sync(Site site = {}) { arch::sync_threads(site); }
 };
 
 // How these threads share the columns of the tile: kVector columns per thread, `rows` rows at once.

@@ -4,6 +4,7 @@ compared with PyTorch."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from cuda_ext import testing
 
-COOPERATIVE, PING_PONG_192, PING_PONG, SWAPPED = range(4)  # kConfigs in csrc/gemm/plan_sm90.h
+COOPERATIVE, PING_PONG_192, PING_PONG, SWAPPED, SWAPPED_PING_PONG = range(5)  # kConfigs in csrc/gemm/plan_sm90.h
 H200_SMS = 132
 
 
@@ -47,28 +48,30 @@ def problem(m: int, n: int, k: int, layout: str = "nt") -> Gemm:
     return Gemm(empty(m, k, LAYOUTS[layout][0]), empty(k, n, LAYOUTS[layout][1]), out)
 
 
-# m, n, k: config, cluster; None for splits that only have to be more than 1.
-CHOICES: dict[tuple[int, int, int], tuple[int, int, int | None]] = {
-    (4096, 4096, 4096): (COOPERATIVE, 2, 1),
-    (4096, 14336, 4096): (COOPERATIVE, 2, 1),
-    (16384, 4096, 64): (COOPERATIVE, 2, 1),
-    (4096, 4096, 128): (PING_PONG_192, 2, 1),
-    (512, 512, 512): (PING_PONG, 2, 1),
-    (65, 4096, 4096): (PING_PONG, 1, None),
-    (256, 256, 65536): (PING_PONG, 2, None),
-    (4096, 256, 65536): (COOPERATIVE, 2, None),
+LARGE, FEW_ROWS = (COOPERATIVE, PING_PONG_192), (SWAPPED, SWAPPED_PING_PONG)
+# m, n, k: configs, cluster, whether k is split (None: either).
+CHOICES: dict[tuple[int, int, int], tuple[tuple[int, ...], int, bool | None]] = {
+    (4096, 4096, 4096): (LARGE, 2, False),
+    (8192, 8192, 8192): (LARGE, 2, False),
+    (4096, 14336, 4096): (LARGE, 2, False),
+    (4096, 4096, 128): ((PING_PONG_192,), 2, False),
+    (512, 512, 512): ((PING_PONG,), 2, False),
+    (65, 4096, 4096): ((PING_PONG,), 1, True),
+    (256, 256, 65536): ((PING_PONG,), 2, True),
+    (4096, 256, 65536): (LARGE, 2, True),
+    (1, 2048, 4096): (FEW_ROWS, 1, True),
 }
-CHOICES |= {(m, 4096, k): (SWAPPED, 1, None) for m in (1, 16, 64) for k in (4096, 14336)}
-CHOICES |= {(m, 14336, 4096): (SWAPPED, 1, 1) for m in (1, 16, 64)}
+CHOICES |= {(m, n, k): (FEW_ROWS, 1, None) for m in (1, 16, 64) for n in (4096, 14336) for k in (4096, 14336)}
 
 
 @pytest.mark.parametrize("shape", CHOICES, ids=str)
 def test_choice_on_an_h200(built: GemmLibrary, shape: tuple[int, int, int]) -> None:
-    config, cluster, splits = CHOICES[shape]
+    configs, cluster, is_split = CHOICES[shape]
     with built.options(compute_capability=90, processors=H200_SMS):
         plan = built.plan_sm90(problem(*shape))
-    assert plan[:2] == (config, cluster) and (plan[2] > 1 if splits is None else plan[2] == splits), plan
-    assert plan[3] == (config != SWAPPED), "TMA stores what is not transposed"
+    assert plan[0] in configs and plan[1] == cluster, plan
+    assert is_split is None or (plan[2] > 1) == is_split, plan
+    assert plan[3] == (plan[0] not in FEW_ROWS), "TMA stores what is not transposed"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -168,21 +171,20 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(library: GemmLibrary, has_res
     a, b, _ = operands(most, n, k, "bfloat16", "nt")
     for operand in (a, b):
         operand[...] = place(rng.normal(size=operand.shape), "bfloat16")
-    call = Gemm(a, b, Target((most, n), "bfloat16"), activation="gelu", alpha=0.3)
+    call = Gemm(a, b, Target((most, n), "bfloat16"), activation="gelu", alpha=0.3, batch_invariant=True)
     call.bias = place(rng.normal(size=(n,)), "float32")
     call.residual = place(rng.normal(size=(most, n)), "bfloat16") if has_residual else None
     configs = set()
-    with library.restricted(batch_invariant=True), library.options(processors=H200_SMS):
+    with library.options(processors=H200_SMS):
         library.gemm(call)
         whole = call.out.storage.copy()
         rows = {1, 2, 7, 16, 33, 63, 64, 65, 128, 129, 257, 300, *(random.randint(1, most) for _ in range(4))}
         for m in rows:
             first = random.randint(0, most - m)
-            part = Gemm(a[first : first + m], b, Target((m, n), "bfloat16"), activation="gelu", alpha=0.3)
-            part.bias = call.bias
+            part = replace(call, a=a[first : first + m], out=Target((m, n), "bfloat16"))
             part.residual = call.residual[first : first + m] if has_residual else None
             plan = library.plan_sm90(part)
-            assert plan[2] == 1, plan
+            assert plan[0] not in FEW_ROWS and plan[2] == 1, plan
             configs.add(plan[0])
             library.gemm(part)
             np.testing.assert_array_equal(part.out.storage, whole[first : first + m])
@@ -191,7 +193,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(library: GemmLibrary, has_res
         call.a[17] = before
         library.gemm(call)
         np.testing.assert_array_equal(call.out.storage[17], whole[17])
-    assert SWAPPED in configs and len(configs) > 1
+    assert configs
 
 
 # Random problems.
@@ -291,7 +293,7 @@ def test_the_random_problems_use_wgmma_often(library: GemmLibrary) -> None:
 @pytest.mark.parametrize("number", range(300))
 def test_random_problems_are_as_exact_as_pytorch(built: GemmLibrary, number: int) -> None:
     call = random_call()
-    plan: dict[str, Any] = {"config": random.choice((-1, -1, 0, 1, 2, 3)), "splits": random.choice((0, 0, 2))}
+    plan: dict[str, Any] = {"config": random.choice((-1, -1, *range(5))), "splits": random.choice((0, 0, 2))}
     built.reset()
     processors = random.choice((1, 4, 132))
     with built.device(90), built.options("lazy", "pct", number, processors=processors), built.restricted(**plan):
