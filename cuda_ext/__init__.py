@@ -2,6 +2,8 @@
 
     import cuda_ext
     cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
+    cuda_ext.gemm_plan              # what a product would run on a GPU, and why
+    cuda_ext.batch_invariant        # a row of a product does not depend on the other rows, to the bit
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
     cuda_ext.patch, cuda_ext.unpatch    # an existing model on these ops
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
@@ -25,13 +27,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing
     from cuda_ext.attention import flash_attention, flash_attention_varlen
-    from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
+    from cuda_ext.gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.integrations.patching import patch, unpatch
+    from cuda_ext.plan import gemm_plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "batch_invariant",
     "bucket",
     "compat",
     "dev",
@@ -41,6 +45,7 @@ __all__ = [
     "gated_linear",
     "gated_mlp",
     "gemm",
+    "gemm_plan",
     "info",
     "integrations",
     "linear",
@@ -53,10 +58,12 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "batch_invariant": "gemm",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",
     "gated_linear": "gemm",
     "gated_mlp": "gemm",
+    "gemm_plan": "plan",
     "linear": "gemm",
     "mlp": "gemm",
     "patch": "integrations.patching",

@@ -19,7 +19,7 @@ and the transforms of `torch.func`. The first derivative by `backward` is fused;
 package's products and PyTorch's elementwise ops, and recompute the pre-activation. Results have the same bits for any
 number of threads, unless a large float32 or float64 product goes to the BLAS of the CPU: K >= 256, and M and N >= 256
 (64 without an epilogue; 9 if b is row-major and takes 4 MB or has rows whole pages apart). On the CPU the bits of a row
-may depend on the batch size.
+may depend on the batch size, and so they may on a GPU, except under `batch_invariant`.
 
 In addition to its arguments an op saves the pre-activation for backward, in the dtype of the output; for ``"relu"`` its
 output instead, unless a residual was added; for ``activation=None`` nothing.
@@ -30,14 +30,16 @@ NotImplementedError for CUDA tensors if no CUDA kernel is built. Under autocast 
 
 from __future__ import annotations
 
+from types import TracebackType
+
 import torch
 from torch import Tensor
 
 import cuda_ext._rules  # noqa: F401
-from cuda_ext._checks import check_constants
+from cuda_ext._checks import check, check_constants
 from cuda_ext._load import ops
 
-__all__ = ["gated_linear", "gated_mlp", "gemm", "linear", "mlp"]
+__all__ = ["batch_invariant", "gated_linear", "gated_mlp", "gemm", "linear", "mlp"]
 
 _gemm = ops.gemm.default
 _linear = ops.linear.default
@@ -180,3 +182,38 @@ def gated_mlp(
         ``(..., N)``.
     """
     return _gated_mlp(input, weight1, weight2, bias1, bias2, residual, activation=activation)
+
+
+class batch_invariant:
+    """Switches products to a mode in which the bits of an output row do not depend on the other rows.
+
+    ``batch_invariant()`` switches for the process, all threads included; as a context manager, until its end::
+
+        with cuda_ext.batch_invariant():
+            one = cuda_ext.linear(x[:1], w)
+        # equal to cuda_ext.linear(x, w)[:1] in the same mode
+
+    In this mode a row of `gemm`, `linear`, `gated_linear`, `mlp` and `gated_mlp`, and of the gradient with respect to
+    their first argument, is the same however many rows there are and whatever is in them. It holds for a given device,
+    build and floating-point precision, and arguments that are equal but for the rows; not for gradients of weights and
+    biases, which are sums over rows, nor for attention. Deterministic the ops are in either mode.
+
+    The cost on a GPU: k is not split, so few rows use only as many SMs as there are tiles of the output, and tall k
+    with a small output is slow; up to 64 rows take the tiles of 128; and a first argument that is not contiguous, or
+    does not begin at a multiple of 16 bytes, is copied. On the CPU: the BLAS and the method for few rows are not used.
+
+    Args:
+        enabled: whether to switch on or off.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        check(isinstance(enabled, bool), "batch_invariant", f"expected enabled to be a bool, got {enabled!r}")
+        self._before = ops._set_batch_invariant(enabled)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ops._set_batch_invariant(self._before)

@@ -27,6 +27,10 @@ class Gpu:
     memory_latency: float  # cycles from a load to its data
     launch: float  # seconds for one more kernel in a stream that does almost nothing
     library_flops: float  # per second: the fastest known product of 16-bit random matrices by a library
+    # Of wgmma; 0 on GPUs without it.
+    wgmma_clock: float = 0.0  # hertz, sustained while wgmma multiplies random numbers
+    wgmma_multiply_adds: float = 0.0  # per cycle, as multiply_adds
+    port_bytes: float = 0.0  # per cycle, from L2 to one SM while few others read
     sources: dict[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -54,6 +58,12 @@ _HOPPER_L2 = (
     f"between 34.5 (H100 PCIe: 6.9 TB/s, 1755 MHz, 114 SMs) and 37.3 (H200: 9.75 TB/s, if at 1980 MHz), "
     f"{_BENCHES}, gpu-l2-cache"
 )
+_WGMMA_CLOCK = (
+    "about 1600 MHz under load (FlashMLA, docs/20250422-new-kernel-deep-dive.md, H800 SXM), below the boost clock because "
+    "of the power limit; fast.cu's 808 TFLOP/s need at least 1552"
+)
+_WGMMA = "96.3 % of 4096 / 2: m64n256k16 on zeros, which the power limit does not slow down (arXiv 2402.13499)"
+_PORT = "assumed: 64 bytes per cycle, as DeepGEMM's cost model does (csrc/jit_kernels/heuristics/sm90.hpp)"
 _HOPPER_LATENCY = f"H100 PCIe, {_BENCHES}, gpu-latency"
 
 GPUS = {
@@ -94,6 +104,9 @@ GPUS = {
         memory_latency=(650, _HOPPER_LATENCY),
         launch=(1.8e-6, _LAUNCH),
         library_flops=(794.5e12, _MAMF),
+        wgmma_clock=(1600e6, _WGMMA_CLOCK),
+        wgmma_multiply_adds=(1972, _WGMMA),
+        port_bytes=(64, _PORT),
     ),
     "h200": _gpu(
         name="H200 SXM",
@@ -113,6 +126,9 @@ GPUS = {
         memory_latency=(650, _HOPPER_LATENCY),
         launch=(1.8e-6, _LAUNCH),
         library_flops=(794.5e12, _MAMF),
+        wgmma_clock=(1600e6, _WGMMA_CLOCK),
+        wgmma_multiply_adds=(1972, _WGMMA),
+        port_bytes=(64, _PORT),
     ),
     "4090": _gpu(
         name="RTX 4090",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from benchmarks.model.attention_work import attention_choice, attention_work
 from benchmarks.model.bucket_work import Pack, bucket_work
 from benchmarks.model.evidence import DTYPES, Evidence, GemmConfig
+from benchmarks.model.gemm_sm90_work import NUM_CONFIGS, PlanSm90, choose, gemm_sm90_work
 from benchmarks.model.gemm_work import gemm_work
 from benchmarks.model.gpus import Gpu
-from benchmarks.model.work import RESOURCES, time_of
+from benchmarks.model.work import RESOURCES, Work, time_of
 from benchmarks.suites.bench_attention import Problem
+
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # that are compared with the launcher's choice
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,25 @@ def predict_gemm(
     layout: str = "nn",
     evidence: Evidence | None = None,
     all_configs: bool = False,
+    wgmma: bool = True,
 ) -> list[Prediction]:
-    """The prediction for the launcher's choice, then, if all_configs, for the others, each with its best split."""
+    """The prediction for the launcher's choice, then, if all_configs, for the others, each with its best split. Without
+    wgmma: for the kernel on mma.sync."""
     evidence = evidence or Evidence.recorded()
     arithmetic = DTYPES[dtype]
-    configs = evidence.configs[arithmetic.index]
-    choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, gpu.compute_capability, gpu.sms)
-    size = configs[0].element_bytes
+    size = evidence.configs[arithmetic.index][0].element_bytes
     lines = (k if layout[0] == "n" else m, n if layout[1] == "n" else k)
     flops, moved = 2.0 * m * n * k, float((m * k + k * n + m * n) * size)
     ideal = max(flops * arithmetic.products / gpu.library_flops, moved / gpu.memory_bytes)
 
-    def predict(config: GemmConfig, splits: int, chosen: bool) -> Prediction:
-        work = gemm_work(evidence, gpu, m, n, k, dtype, layout, config, splits)
+    def predict(work: Work, config: str, splits: int, chosen: bool) -> Prediction:
         time = time_of(work, gpu)
         return Prediction(
             gpu=gpu.name,
             op="gemm",
             case=f"{m} x {n} x {k}",
             dtype=dtype,
-            config=str(config),
+            config=config,
             splits=splits,
             chosen=chosen,
             waves=time.waves,
@@ -91,12 +94,30 @@ def predict_gemm(
             aligned=all(line * size % 16 == 0 for line in lines),
         )
 
+    def with_wgmma(plan: PlanSm90, chosen: bool) -> Prediction:
+        work = gemm_sm90_work(gpu, evidence.simt.gemm_order, m, n, k, dtype, plan)
+        return predict(work, str(plan), plan.splits, chosen)
+
+    def with_mma_sync(config: GemmConfig, splits: int, chosen: bool) -> Prediction:
+        work = gemm_work(evidence, gpu, m, n, k, dtype, layout, config, splits)
+        return predict(work, str(config), splits, chosen)
+
+    def best(predictions: list[Prediction]) -> list[Prediction]:
+        return sorted(predictions, key=lambda p: p.seconds)[:1]
+
+    if wgmma and (plan := choose(gpu, m, n, k, dtype, layout)):
+        found = [with_wgmma(plan, True)]
+        for index, cluster in itertools.product(range(NUM_CONFIGS), (1, 2)) if all_configs else ():
+            plans = [choose(gpu, m, n, k, dtype, layout, index, cluster, splits) for splits in SPLITS]
+            found += best([with_wgmma(p, False) for p in plans if p and p.numbers != plan.numbers])
+        return found
+    choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, gpu.compute_capability, gpu.sms)
+    configs = evidence.configs[arithmetic.index]
     taken = (configs[choice["shape"]], choice["splits"])
-    found = [predict(*taken, True)]
+    found = [with_mma_sync(*taken, True)]
     for config in configs if all_configs else ():
-        splits = [s for s in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if s == 1 or s * 4 * config.block_k <= k]
-        others = [predict(config, s, False) for s in splits if (config, s) != taken]
-        found += sorted(others, key=lambda p: p.seconds)[:1]
+        splits = [s for s in SPLITS if s == 1 or s * 4 * config.block_k <= k]
+        found += best([with_mma_sync(config, s, False) for s in splits if (config, s) != taken])
     return found
 
 

@@ -13,6 +13,9 @@ from benchmarks.model.gpus import Gpu
 # Resources in use at the same time contend: together they take the p-norm of their separate times, with this p. With
 # infinity only the largest would count, with 1 nothing would overlap.
 OVERLAP = 4
+# The same for kernels whose loads (TMA) and products (wgmma) run beside their instructions. github.com/pranjalssh/fast.cu
+# gained 4 % when multicast reduced its L2 time, which had equalled that of its products, to two thirds; with 8 it is 7 %.
+OVERLAP_ASYNCHRONOUS = 8
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,17 @@ class Amounts:
 
 
 @dataclass(frozen=True)
+class Persistent:
+    """How a kernel runs whose `blocks` are the tiles that fewer persistent blocks compute one after the other, with loads
+    by TMA and products by wgmma. wgmma reads shared memory as it multiplies, so the two do not contend: the slower
+    counts."""
+
+    workers: int  # blocks that run
+    hides_epilogues: bool  # a tile is multiplied while the one before is stored
+    restart: float  # cycles per tile whose epilogue is not hidden: waiting for the last products, issuing the first
+
+
+@dataclass(frozen=True)
 class Work:
     """The work of a launch."""
 
@@ -49,6 +63,7 @@ class Work:
     tail_waits: int = 0  # round trips to memory in the tail
     lead: float = 0.0  # cycles per iteration before a block's first product, when its tensor cores idle
     lone_cycles: float = 0.0  # cycles per iteration of a block that has its SM to itself; 0: its loads decide
+    persistent: Persistent | None = None  # else each block computes one tile, by mma.sync
 
 
 RESOURCES = (*(field.name for field in dataclasses.fields(Amounts)), "memory", "latency")
@@ -67,30 +82,45 @@ class Time:
 
 def time_of(work: Work, gpu: Gpu) -> Time:
     """The time until the busiest SM finishes."""
-    rates = Amounts(gpu.multiply_adds, gpu.shared_bytes / 128, gpu.issued, gpu.special, gpu.l2_bytes, gpu.reduced_bytes)
+    persistent = work.persistent
+    l2_bytes, sms, overlap = gpu.l2_bytes, gpu.sms, OVERLAP
+    if persistent:
+        # L2 has its own clock.
+        at_clock = gpu.clock / gpu.wgmma_clock
+        gpu = dataclasses.replace(gpu, clock=gpu.wgmma_clock, multiply_adds=gpu.wgmma_multiply_adds)
+        l2_bytes = min(gpu.port_bytes, l2_bytes * at_clock * gpu.sms / persistent.workers)
+        sms, overlap = persistent.workers, OVERLAP_ASYNCHRONOUS
+    rates = Amounts(gpu.multiply_adds, gpu.shared_bytes / 128, gpu.issued, gpu.special, l2_bytes, gpu.reduced_bytes)
 
     def seconds(amounts: Amounts) -> list[float]:
         return [a / rate / gpu.clock for a, rate in zip(dataclasses.astuple(amounts), dataclasses.astuple(rates))]
 
     def together(times: Sequence[float]) -> float:
-        return sum(t**OVERLAP for t in times) ** (1 / OVERLAP)
+        if persistent:
+            times = [max(times[0], times[1]), *times[2:]]
+        return sum(t**overlap for t in times) ** (1 / overlap)
 
     wait = gpu.memory_latency / gpu.clock
-    blocks, iterations = _busiest(work, gpu.sms, together(seconds(work.iteration)), together(seconds(work.outside)))
+    blocks, iterations = _busiest(work, sms, together(seconds(work.iteration)), together(seconds(work.outside)))
     # The prologue and epilogue of a block that is alone on an SM overlap with nothing; of several blocks, those of all
     # but one overlap with the loops of the others.
     exposed = max(1.0, blocks / work.blocks_per_sm)
+    waits = exposed
+    if persistent:  # the loads of the next tile do not wait for the end of this one
+        exposed, waits = 1.0 if persistent.hides_epilogues else blocks, 1.0
     memory = work.memory_bytes / gpu.memory_bytes
     of_iteration = max(wait / work.in_flight, work.lone_cycles / gpu.clock)
     pipeline = math.ceil(blocks / work.blocks_per_sm) * iterations / max(1, blocks) * of_iteration
     main = seconds(work.iteration * iterations + work.outside * (blocks - exposed))
-    idle = work.launches * gpu.launch + (exposed + work.tail_waits) * wait
-    if work.blocks_per_sm == 1:
+    idle = work.launches * gpu.launch + (waits + work.tail_waits) * wait
+    if persistent:
+        idle += exposed * persistent.restart / gpu.clock
+    elif work.blocks_per_sm == 1:
         idle += iterations * work.lead / gpu.clock
     total = idle + together([*main, memory, pipeline]) + together(seconds(work.outside * exposed))
     total += together(seconds(work.tail))
     each = seconds(work.iteration * iterations + work.outside * blocks + work.tail)
-    waves = work.blocks / (gpu.sms * work.blocks_per_sm)
+    waves = work.blocks / (sms * work.blocks_per_sm)
     return Time(total, dict(zip(RESOURCES, [*each, memory, pipeline + idle])), waves)
 
 

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@
 #include "launchers/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"
+#include "gemm/plan_sm90.h"
 #include "simt/options.h"
 
 namespace py = pybind11;
@@ -94,6 +96,21 @@ Numbers gemm_choice(int arithmetic, int64_t m, int64_t n, int64_t k, int compute
       sm80::choose_plan(params, sm80::Arithmetic(arithmetic),
                         sm80::rates_of({.compute_capability = compute_capability, .num_sms = processors}));
   return {{"shape", plan.shape}, {"splits", plan.splits}};
+}
+
+// The places of the work items of the kernel on wgmma, in the order in which clusters take them.
+std::vector<std::array<int, 4>> gemm_order(const Numbers& plan) {
+  sm90::GemmPlan p;
+  p.row_groups = int(plan.at("row_groups"));
+  p.column_tiles = int(plan.at("column_tiles"));
+  p.raster = int(plan.at("raster"));
+  p.batches = 1;
+  std::vector<std::array<int, 4>> places;
+  for (int item = 0; item < int(plan.at("items")); ++item) {
+    const sm90::ItemPlace place = sm90::place_of_item(p, item);
+    places.push_back({place.split, place.batch, place.row_group, place.column_tile});
+  }
+  return places;
 }
 
 Numbers bucket_config() {
@@ -208,6 +225,9 @@ PYBIND11_MODULE(_simt, m) {
   m.def("gemm_choice", gemm_choice, py::arg("arithmetic"), py::arg("m"), py::arg("n"), py::arg("k"),
         py::arg("compute_capability"), py::arg("processors"),
         "The index into gemm_configs that the launcher chooses for a device, and the number of blocks that split k.");
+  m.def(
+      "gemm_order", gemm_order, py::arg("plan"),
+      "(split, batch, row group, column tile) of the work items of a plan of torch.ops.cuda_ext._gemm_plan, in order.");
   m.def("bucket_config", bucket_config);
   py::class_<AttentionChoice>(m, "AttentionChoice")
       .def_readonly("kernel", &AttentionChoice::kernel)

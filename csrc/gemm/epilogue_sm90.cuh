@@ -38,16 +38,12 @@ struct WorkItem {
   int first_k_tile;
   int k_tiles;
 
-  // Consecutive clusters should share operands in L2: they go through the tiles column by column within groups of
-  // plan.raster rows.
   DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
-    const int tiles = plan.row_groups * plan.column_tiles, group_tiles = plan.raster * plan.column_tiles;
-    const int t = item % tiles, outer = item / tiles, group = t / group_tiles, in_group = t % group_tiles;
-    const int left = plan.row_groups - group * plan.raster, rows = left < plan.raster ? left : plan.raster;
-    batch = outer % plan.batches;
-    split = outer / plan.batches;
-    row_tile = (group * plan.raster + in_group % rows) * plan.cluster + rank;
-    column_tile = in_group / rows;
+    const ItemPlace place = place_of_item(plan, item);
+    batch = place.batch;
+    split = place.split;
+    row_tile = place.row_group * plan.cluster + rank;
+    column_tile = place.column_tile;
     first_k_tile = split * plan.split_k_tiles;
     const int k_left = plan.all_k_tiles - first_k_tile;
     k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
@@ -122,15 +118,16 @@ DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
     for (int q = 0; q < 4; ++q) m[q] = arch::pack<Out>(v[2 * q], v[2 * q + 1]);
     arch::stmatrix<4>(slab + lane % 16 * kLine + chunk * 16, m);
   } else {
+    // Rows 2i and 2i + 1 use the same pairs of chunks, so odd rows begin with the second column: 8 rows fill all banks.
+    const int odd = lane / 4 % 2;
     const SharedAddress line = slab + lane / 4 * kLine + lane % 2 * 8;
     const int chunk = (column / 4 + lane % 4 / 2) ^ lane / 4;
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int below = 0; below < 2; ++below)
-        arch::store_shared(
-            line + below * 8 * kLine + (chunk ^ 2 * j) * 16,
-            arch::Words2{{arch::float_bits(v[4 * j + 2 * below]), arch::float_bits(v[4 * j + 2 * below + 1])}});
+    for (int r = 0; r < 8; r += 2) {
+      const SharedAddress at = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
+      arch::store_shared(at + odd * 4, odd ? v[r + 1] : v[r]);
+      arch::store_shared(at + (4 - odd * 4), odd ? v[r] : v[r + 1]);
+    }
   }
 }
 

@@ -55,6 +55,7 @@ struct GemmParams {
   double beta = 1.0;
   Activation activation = Activation::kNone;
   bool gated = false;
+  bool batch_invariant = false;  // the bits of a row must not depend on m, nor on the other rows and batches
   Output out;
 
   Operand c;          // (batch, m, n), gated: absent

@@ -6,6 +6,9 @@
 
 namespace cuda_ext {
 
+// The current device, as plans see it.
+rt::Device gemm_cuda_device();
+
 // The plan of the kernel on wgmma for the current device, or why it cannot run.
 sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32);
 

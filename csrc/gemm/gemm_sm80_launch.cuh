@@ -12,18 +12,6 @@
 
 namespace cuda_ext::sm80 {
 
-// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-inline WorkspaceCursor assign_workspace(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.arrivals, plan.tiles);
-    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
-  }
-  if (params.bias_grad.data != nullptr)
-    cursor.allocate(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
-  return cursor;
-}
-
 template <class T, Arithmetic arithmetic, bool a_k_major, bool b_k_major, int shape>
 void launch_shape(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
   if constexpr (shape < kNumShapes[int(arithmetic)]) {

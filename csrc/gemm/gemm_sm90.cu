@@ -10,19 +10,6 @@ namespace cuda_ext {
 namespace sm90 {
 namespace {
 
-// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-WorkspaceCursor assign_workspace(const GemmParams& params, void* data, GemmPlan& plan) {
-  const GemmConfig& config = kConfigs[plan.config];
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
-    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * config.block_m * config.block_n);
-  }
-  if (params.bias_grad.data != nullptr)
-    cursor.allocate(plan.bias_sums, ceil_div(params.m, kRowBlock) * (params.gated ? 2 : 1) * params.n);
-  return cursor;
-}
-
 template <class T>
 void launch_layout(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, void* stream) {
   const bool swapped = kConfigs[plan.config].swapped;

@@ -20,15 +20,17 @@ void launch_config(const GemmParams& params, const GemmPlan& plan, const TensorM
 }
 
 template <class T, bool a_k_major, bool b_k_major>
-void GemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, void* stream) {
+void GemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                                               void* stream) {
   constexpr Major kMajors[] = {Major::kMn, Major::kK};
   constexpr Major kA = kMajors[a_k_major], kB = kMajors[b_k_major];
-  static_assert(kNumConfigs == 4);
+  static_assert(kNumConfigs == 5);
   switch (plan.config) {
     case 0: return launch_config<T, kA, kB, 0>(params, plan, maps, stream);
     case 1: return launch_config<T, kA, kB, 1>(params, plan, maps, stream);
     case 2: return launch_config<T, kA, kB, 2>(params, plan, maps, stream);
-    default: return launch_config<T, kA, kB, 3>(params, plan, maps, stream);
+    case 3: return launch_config<T, kA, kB, 3>(params, plan, maps, stream);
+    default: return launch_config<T, kA, kB, 4>(params, plan, maps, stream);
   }
 }
 

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <limits>
 
-#include "arch/target.cuh"
+#include "base/device.h"
+#include "base/workspace.h"
 #include "gemm/problem.h"
-#include "rt/device.h"
 
 namespace cuda_ext::sm80 {
 
@@ -129,18 +129,27 @@ inline ByteStrides byte_strides(const GemmParams& params, const Operand& operand
   return strides;
 }
 
-// Predicted cycles until the busiest SM has finished. A k tile costs the maximum of its arithmetic, its transfer from
-// L2, and its traffic in shared memory, where each row is read by all warps that use it. At the end, the sums of a tile
-// are written; if k is split, they also go to the workspace and back.
+// Cycles that each resource takes for a k tile. In shared memory each row is read by all warps that use it.
+struct TileCost {
+  double tensor, l2, shared;
+  double most() const { return std::max({tensor, l2, shared}); }
+  const char* limit() const { return most() == tensor ? "tensor cores" : most() == l2 ? "L2" : "shared memory"; }
+};
+inline TileCost cost_of_k_tile(const GemmConfig& tile, Arithmetic arithmetic, const Rates& rates) {
+  const double depth_bytes = tile.block_k * element_bytes(arithmetic);
+  const double written = (tile.block_m + tile.block_n) * depth_bytes;
+  const double read = (tile.block_m * tile.warps_n + tile.block_n * tile.warps_m) * depth_bytes;
+  return {double(tile.block_m) * tile.block_n * tile.block_k / rates.multiply_adds[int(arithmetic)],
+          written / rates.l2_bytes, (written + read) / Rates::kSharedBytes};
+}
+
+// Predicted cycles until the busiest SM has finished. At the end, the sums of a tile are written; if k is split, they
+// also go to the workspace and back.
 inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arithmetic arithmetic, const Rates& rates) {
   constexpr double kStart = 1500;  // filling the pipeline and draining the stores, once per wave
   constexpr double kSplit = 4000;  // clear_arrivals, and waiting for the last block
   const double area = double(tile.block_m) * tile.block_n;
-  const double depth_bytes = tile.block_k * element_bytes(arithmetic);
-  const double written = (tile.block_m + tile.block_n) * depth_bytes;
-  const double read = (tile.block_m * tile.warps_n + tile.block_n * tile.warps_m) * depth_bytes;
-  const double k_tile = std::max({area * tile.block_k / rates.multiply_adds[int(arithmetic)], written / rates.l2_bytes,
-                                  (written + read) / Rates::kSharedBytes});
+  const double k_tile = cost_of_k_tile(tile, arithmetic, rates).most();
   const double sums = area * sizeof(float) / rates.l2_bytes;
   const double blocks = double(ceil_div(int64_t(plan.tiles) * plan.splits, rates.num_sms));
   double cycles = blocks * (plan.split_k_tiles * k_tile + sums) + std::ceil(blocks / tile.min_blocks) * kStart;
@@ -169,7 +178,8 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
     plan.all_k_tiles = checked_count(k_tiles * product_of(params.reduced_dims, params.reduced_sizes), "tiles along k");
     plan.k_tiles = int(k_tiles);
     plan.k_tail = int(params.k - (k_tiles - 1) * tile.block_k);
-    for (int splits = 1; splits <= kMaxSplits; ++splits) {
+    // All shapes add the terms of a row in the same order, but a split of k would depend on the number of tiles.
+    for (int splits = 1; splits <= (params.batch_invariant ? 1 : kMaxSplits); ++splits) {
       plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, splits));
       if (splits > 1) {
         if (plan.split_k_tiles < kMinSplitTiles) break;
@@ -193,6 +203,18 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
                    b_k_major ? params.b.column_stride : params.b.row_stride, pairs ? params.n : 0, tile.block_n, tile);
   return best;
+}
+
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
+  WorkspaceCursor cursor(data);
+  if (plan.splits > 1) {
+    cursor.allocate(plan.arrivals, plan.tiles);
+    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
+  }
+  if (params.bias_grad.data != nullptr)
+    cursor.allocate(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
+  return cursor;
 }
 
 }  // namespace cuda_ext::sm80

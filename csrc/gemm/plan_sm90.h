@@ -7,8 +7,9 @@
 #include <optional>
 #include <string>
 
-#include "gemm/problem.h"
-#include "rt/device.h"
+#include "base/device.h"
+#include "base/workspace.h"
+#include "gemm/operands_sm90.h"
 
 namespace cuda_ext::sm90 {
 
@@ -39,21 +40,10 @@ constexpr GemmConfig kConfigs[] = {
     {.block_m = 128, .block_n = 128, .stages = 6, .ping_pong = true, .swapped = false},
     // Up to 64 rows: limited by reading b, which is the side with 128 lines, so that little of the tile is empty.
     {.block_m = 128, .block_n = 64, .stages = 7, .ping_pong = false, .swapped = true},
+    // Twice as many tiles: for small n, where to split k would take longer than to read b.
+    {.block_m = 64, .block_n = 64, .stages = 11, .ping_pong = true, .swapped = true},
 };
 constexpr int kNumConfigs = int(sizeof kConfigs / sizeof kConfigs[0]);
-
-// How the boxes of an operand's tile are loaded: pieces of `lines` lines each. Of column pairs, gate and up, a tile has
-// runs of 2^run_shift pieces of the one and of the other in turn.
-struct OperandLoads {
-  bool batched = false;  // the tensor map has 5 dimensions, else 2
-  int tile_lines = 0;    // from one tile to the next
-  int piece_lines = 0;
-  int run_shift = 30;                        // no pairs: one run
-  int run_lines = 0;                         // lines of the output from one pair of runs to the next
-  int64_t upper = 0;                         // lines from gate to up
-  int8_t batch_slots[kMaxBatchDims] = {};    // which of the 3 outer dimensions of the map a batch dim is; -1: broadcast
-  int8_t reduced_slots[kMaxBatchDims] = {};  // the same for reduced dims
-};
 
 // Everything the host decides; the same for all blocks.
 struct GemmPlan {
@@ -82,96 +72,47 @@ struct GemmPlan {
   HOST_DEVICE int tiles() const { return row_groups * cluster * column_tiles * batches; }
 };
 
-// Device properties the heuristic uses; rates are per cycle and SM, of an H200. Only their ratios matter.
-struct Rates {
-  int num_sms;
-  static constexpr double kMultiplyAdds = 0.95 * 2048;  // of 16-bit operands; half of tf32
-  static constexpr double kL2Bytes = 36;
-  static constexpr double kSharedBytes = 128;
-  static constexpr double kMemoryBytes = 17.6;
+// The place of a work item: a part of k, a batch, and a tile for each block of the cluster, adjacent along m.
+struct ItemPlace {
+  int split;
+  int batch;
+  int row_group;
+  int column_tile;
 };
 
-// Restricts the choice of a plan, for tests, for measurements, and for results that do not depend on m.
+// Consecutive items, which concurrent clusters compute, should share operands in L2: they go through the tiles column by
+// column within `plan.raster` row groups.
+HOST_DEVICE ItemPlace place_of_item(const GemmPlan& plan, int item) {
+  const int tiles = plan.row_groups * plan.column_tiles, band_tiles = plan.raster * plan.column_tiles;
+  const int t = item % tiles, outer = item / tiles, band = t / band_tiles, in_band = t % band_tiles;
+  const int left = plan.row_groups - band * plan.raster, rows = left < plan.raster ? left : plan.raster;
+  return {outer / plan.batches, outer % plan.batches, band * plan.raster + in_band % rows, in_band / rows};
+}
+
+// Device properties the cost model uses: those of an H200 while wgmma multiplies random numbers; sources are in
+// benchmarks/model/gpus.py. Rates are per cycle and SM, and only their ratios matter.
+struct Rates {
+  int num_sms;
+  static constexpr double kMultiplyAdds = 0.963 * 2048;  // of 16-bit operands; half of tf32
+  static constexpr double kL2Bytes = 39.5;               // while all SMs read
+  static constexpr double kL2PortBytes = 64;             // of one SM, while few read
+  static constexpr double kSharedBytes = 128;
+  static constexpr double kMemoryBytes = 19.3;
+  static constexpr double kL2Capacity = 50 << 20;
+};
+
+// Restricts the choice of a plan, for tests and for measurements.
 struct Restriction {
   int config = -1;               // of kConfigs; -1: any
   int cluster = 0;               // 0: any
   int splits = 0;                // 0: any
-  bool batch_invariant = false;  // the bits of a row of the output must not depend on m: k is not split
+  bool batch_invariant = false;  // as GemmParams::batch_invariant
 };
 
 struct GemmChoice {
   std::optional<GemmPlan> plan;
   std::string refusal;  // why there is none
 };
-
-// A product as the kernel sees it: out = a @ b, or its transpose.
-struct Side {
-  const char* name;
-  const Operand* operand;
-  const int64_t* reduced_strides;
-  bool k_major;
-  int64_t lines;        // along the contiguous dim of the other layout: rows of a, columns of b
-  int64_t line_stride;  // elements
-};
-inline Side side_a(const GemmParams& params) {
-  const bool k_major = is_k_major_a(params);
-  return {"a",     &params.a, params.reduced_strides_a,
-          k_major, params.m,  k_major ? params.a.row_stride : params.a.column_stride};
-}
-inline Side side_b(const GemmParams& params) {
-  const bool k_major = is_k_major_b(params);
-  return {"b",
-          &params.b,
-          params.reduced_strides_b,
-          k_major,
-          has_pairs(params) ? 2 * params.n : params.n,
-          k_major ? params.b.column_stride : params.b.row_stride};
-}
-
-// Why TMA cannot read an operand; empty if it can. Fills the slots of `loads`.
-inline std::string tma_refusal(const GemmParams& params, const Side& side, OperandLoads& loads) {
-  const int64_t size = size_of(side.operand->dtype);
-  const auto refuse = [&](const std::string& what) { return std::string(side.name) + " " + what; };
-  if (reinterpret_cast<uintptr_t>(side.operand->data) % 16 != 0)
-    return refuse("does not begin at a multiple of 16 bytes");
-  // The stride of a single line has no meaning if it is less than the line; then that of lines without gaps decides, so
-  // that the choice does not depend on the number of lines.
-  const int64_t inner = side.k_major ? params.k : side.lines, outer = side.k_major ? side.lines : params.k;
-  const int64_t stride = outer == 1 ? std::max(inner, side.line_stride) : side.line_stride;
-  if (stride <= 0) return refuse("has rows or columns with a stride of 0");
-  if (stride * size % 16 != 0) return refuse("has a stride that is no multiple of 16 bytes");
-  int slots = 0;
-  const auto assign = [&](int dims, const int64_t* sizes, const int64_t* strides, int8_t* of_dim) {
-    for (int d = 0; d < dims; ++d) of_dim[d] = sizes[d] > 1 && strides[d] != 0 ? int8_t(slots++) : int8_t(-1);
-    for (int d = 0; d < dims; ++d)
-      if (of_dim[d] >= 0 && (strides[d] < 0 || strides[d] * size % 16 != 0)) return false;
-    return true;
-  };
-  if (!assign(params.batch_dims, params.batch_sizes, side.operand->batch_strides, loads.batch_slots) ||
-      !assign(params.reduced_dims, params.reduced_sizes, side.reduced_strides, loads.reduced_slots))
-    return refuse("has a batch stride that is no multiple of 16 bytes");
-  if (slots > 3) return refuse("has more than 3 batch dims");
-  loads.batched = slots > 0;
-  return "";
-}
-
-// Why the kernel cannot run a problem; empty if it can.
-inline std::string refusal_of(const GemmParams& params, bool tf32, const rt::Device& device, OperandLoads& a,
-                              OperandLoads& b) {
-  if (device.compute_capability != 90)
-    return "the device has no wgmma; it is sm_" + std::to_string(device.compute_capability);
-  if (params.a.dtype == Dtype::kFloat32 && !tf32) return "float32 takes three products of tf32";
-  if (params.k == 0) return "k is 0";
-  const Side sides[] = {side_a(params), side_b(params)};
-  OperandLoads* const loads[] = {&a, &b};
-  for (int i = 0; i < 2; ++i) {
-    if (tf32 && !sides[i].k_major)
-      return std::string(sides[i].name) + " is not contiguous along k, as wgmma needs it for tf32";
-    if (sides[i].lines >= int64_t(1) << 31 || params.k >= int64_t(1) << 31) return "a size is 2^31 or more";
-    if (std::string refusal = tma_refusal(params, sides[i], *loads[i]); !refusal.empty()) return refusal;
-  }
-  return "";
-}
 
 // Whether TMA can add the product to the output: c is the output itself.
 inline bool can_add_by_tma(const GemmParams& params) {
@@ -192,46 +133,133 @@ inline bool can_store_by_tma(const GemmParams& params) {
          is_aligned(params.preact_out.data);
 }
 
-// Predicted cycles until the busiest SM has finished. A k tile costs the maximum of its arithmetic, its transfer from
-// L2, and its traffic in shared memory, where each row block of 64 reads all columns. Epilogues come on top, except
-// where the other consumer multiplies meanwhile.
-inline double expected_cycles(const GemmParams& params, const GemmPlan& plan, const GemmConfig& config,
-                              const Rates& rates) {
+// Predicted cycles of the busiest SM.
+struct Estimate {
+  // What each resource would take alone.
+  double tensor, shared, l2, memory;
+  double epilogue;  // during which no products are computed
+  double latency;   // filling the pipeline; of split k, waiting for the last part
+  double total;
+
+  const char* limit() const {
+    const double most = std::max({tensor, shared, l2, memory, epilogue, latency});
+    return most == tensor     ? "tensor cores"
+           : most == memory   ? "memory"
+           : most == l2       ? "L2"
+           : most == shared   ? "shared memory"
+           : most == epilogue ? "epilogue"
+                              : "latency";
+  }
+};
+
+// Bytes of a row of the output in all tensors that the epilogue reads and writes, per column.
+inline double epilogue_bytes(const GemmParams& params) {
+  const double size = double(size_of(params.out.dtype));
+  double bytes = params.gated && params.preact.data != nullptr ? 2 * size : size;
+  const auto add = [&](const void* data, Dtype dtype, int columns) {
+    if (data != nullptr) bytes += columns * double(size_of(dtype));
+  };
+  const int of_pair = params.gated ? 2 : 1;
+  add(params.c.data, params.c.dtype, 1);
+  add(params.residual.data, params.residual.dtype, 1);
+  add(params.preact_out.data, params.preact_out.dtype, of_pair);
+  add(params.preact.data, params.preact.dtype, of_pair);
+  add(params.hidden.data, params.hidden.dtype, 1);
+  return bytes;
+}
+
+// The time of two resources in use at the same time, which contend if they take equally long: the 8-norm.
+inline double together(double x, double y) {
+  const auto eighth_power = [](double z) { return std::pow(z * z, 4); };
+  const double most = std::max(x, y);
+  return most * std::sqrt(std::sqrt(std::sqrt(eighth_power(x / most) + eighth_power(y / most))));
+}
+
+// A k tile costs its arithmetic or its traffic in shared memory, where each row block of 64 reads all columns, and its
+// transfer from L2. Epilogues come on top, except where the other consumer multiplies meanwhile.
+inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const GemmConfig& config, const Rates& rates) {
   constexpr double kStart = 1500;  // filling the pipeline
-  constexpr double kSplit = 4000;  // clear_arrivals, and waiting for the last block
+  constexpr double kSplit = 5500;  // clear_arrivals, and waiting for the last block
   const double element = double(size_of(params.a.dtype)), depth = kLineBytes / element;
   const double area = double(config.block_m) * config.block_n;
   const double lines = config.block_m + config.block_n;
-  const double tensor = area * depth / (Rates::kMultiplyAdds * 2 / element);
-  const double l2 = (config.block_m + double(config.block_n) / plan.cluster) * kLineBytes / Rates::kL2Bytes;
+  const double items = double(ceil_div(plan.items, plan.clusters)), k_tiles = items * plan.split_k_tiles;
+  // Few SMs share all of L2, up to what one can receive.
+  const double l2_rate =
+      std::min(Rates::kL2PortBytes, Rates::kL2Bytes * rates.num_sms / (double(plan.clusters) * plan.cluster));
+  // Lines of a tile beyond the matrix are not transferred.
+  const double columns = config.swapped ? double(params.m) : double(params.n) * (has_pairs(params) ? 2 : 1);
+  const double rows = config.swapped ? double(params.n) * (has_pairs(params) ? 2 : 1) : double(params.m);
+  const double loaded =
+      std::min<double>(config.block_m, rows) + std::min<double>(config.block_n, columns) / plan.cluster;
   const double row_blocks = double(config.block_m) / kRowBlock;
-  const double shared = (lines + row_blocks * (kRowBlock + config.block_n)) * kLineBytes / Rates::kSharedBytes;
-  const double products = plan.split_k_tiles * std::max({tensor, l2, shared});
 
-  const double out_bytes = double(size_of(params.out.dtype)) * (params.preact_out.data || params.hidden.data ? 3 : 1);
+  Estimate cost;
+  cost.tensor = k_tiles * area * depth / (Rates::kMultiplyAdds * 2 / element);
+  cost.shared = k_tiles * (lines + row_blocks * (kRowBlock + config.block_n)) * kLineBytes / Rates::kSharedBytes;
+  cost.l2 = k_tiles * loaded * kLineBytes / l2_rate;
+
+  const double out_bytes = epilogue_bytes(params);
   const double staged = plan.tma_store ? 2 * double(size_of(params.out.dtype)) : 2 * sizeof(float);
-  const double epilogue = area * std::max(staged / Rates::kSharedBytes, out_bytes / Rates::kL2Bytes) +
+  const double epilogue = area * std::max(staged / Rates::kSharedBytes, out_bytes / l2_rate) +
                           (plan.tma_store ? 500 : 500 + 10 * config.block_n);
-  const double items = double(ceil_div(plan.items, plan.clusters));
-  const double busy = config.ping_pong ? std::max(items * products, (items + 1) / 2 * (products + epilogue)) + epilogue
-                                       : items * (products + epilogue);
+  const double products = together(std::max(cost.tensor, cost.shared), cost.l2);
+  double busy = products + items * epilogue;
+  if (config.ping_pong)
+    busy = std::max(products, ceil_div(int64_t(items), 2) * (products / items + epilogue)) + epilogue;
+  cost.epilogue = busy - products;
+
   // All blocks together cannot read faster than memory.
   const double bytes = (double(params.m) * params.k + double(params.k) * params.n * (has_pairs(params) ? 2 : 1)) *
-                           element * double(plan.batches) +
+                           element * double(plan.batches) * plan.all_k_tiles / plan.k_tiles +
                        double(params.m) * params.n * plan.batches * out_bytes;
-  double cycles = kStart + std::max(busy, bytes / (Rates::kMemoryBytes * rates.num_sms));
+  cost.memory = bytes / (Rates::kMemoryBytes * rates.num_sms);
+  cost.latency = kStart;
   if (plan.splits > 1) {
     const double sums = area * sizeof(float) / Rates::kL2Bytes;
-    cycles += kSplit + (items + plan.splits) * sums;
+    cost.latency += kSplit + (items + plan.splits) * sums;
   }
-  return cycles;
+  cost.total = together(busy, cost.memory) + cost.latency;
+  return cost;
 }
 
-// Row groups to cover before the next column, such that concurrent blocks cover about a square of the output and read
-// the least from L2 and memory.
-inline int choose_raster(const GemmPlan& plan, const GemmConfig& config, int num_sms) {
-  const double rows = std::sqrt(double(num_sms) * config.block_n / config.block_m) / plan.cluster;
-  return std::clamp(int(std::lround(rows)), 1, plan.row_groups);
+// Bytes of the operands that a product without batches reads from memory, with bands of `raster` row groups. Concurrent
+// blocks advance through k together, and so share what they read. What later blocks read again must stay in L2 until
+// then, beside the operands and the output of all concurrent blocks.
+inline double operand_bytes(const GemmPlan& plan, const GemmConfig& config, int raster) {
+  const double k_bytes = double(plan.all_k_tiles) * kLineBytes;
+  const double row_bytes = double(plan.cluster) * config.block_m * k_bytes, column_bytes = config.block_n * k_bytes;
+  const int64_t band = int64_t(raster) * plan.column_tiles, clusters = plan.clusters;
+  const int64_t bands = std::max<int64_t>(1, clusters / band);  // at once
+  // Where bands and sets of concurrent blocks do not end together, the blocks share two bands more often.
+  const int64_t live_bands = bands + (band % clusters != 0 && clusters % band != 0);
+  const double live_rows = double(std::min<int64_t>(live_bands * raster, plan.row_groups));
+  const double columns = double(std::min<int64_t>(ceil_div(clusters, raster), plan.column_tiles));
+  const double written = double(clusters) * plan.cluster * config.block_m * config.block_n * 2;
+  const double kept = Rates::kL2Capacity - live_rows * row_bytes - written;
+  const double a_passes = columns * column_bytes <= kept ? 1 : std::ceil(plan.column_tiles / columns);
+  const double b_passes =
+      plan.column_tiles * column_bytes <= kept ? 1 : double(ceil_div(plan.row_groups, bands * raster));
+  return plan.row_groups * row_bytes * a_passes + plan.column_tiles * column_bytes * b_passes;
+}
+
+// Row groups of a band. Of those that read the least from memory, the one that makes the tiles of concurrent blocks most
+// nearly a square.
+inline int choose_raster(const GemmPlan& plan, const GemmConfig& config) {
+  const double square = std::sqrt(double(plan.clusters) * config.block_n / (plan.cluster * config.block_m));
+  const auto distance = [&](int raster) { return std::abs(std::log(raster / square)); };
+  int best = 0;
+  double least = 0;
+  for (int bands = 1; bands <= 64; ++bands) {
+    const int raster = int(ceil_div(plan.row_groups, bands));
+    if (raster == best) continue;
+    const double bytes = operand_bytes(plan, config, raster);
+    if (best == 0 || bytes < least || (bytes == least && distance(raster) < distance(best))) {
+      best = raster;
+      least = bytes;
+    }
+  }
+  return best;
 }
 
 inline void assign_pieces(const GemmParams& params, const GemmConfig& config, GemmPlan& plan) {
@@ -268,7 +296,7 @@ inline bool is_legal(const GemmParams& params, const GemmConfig& config, int clu
 
 // A plan for one config and cluster, without splits.
 inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, const OperandLoads& a,
-                          const OperandLoads& b, const rt::Device& device) {
+                          const OperandLoads& b) {
   const GemmConfig& config = kConfigs[index];
   const int of_pair = has_pairs(params) ? 2 : 1;
   const int64_t rows = config.swapped ? params.n * of_pair : params.m;
@@ -287,7 +315,6 @@ inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, cons
       checked_count(plan.k_tiles * product_of(params.reduced_dims, params.reduced_sizes), "tiles along k");
   plan.tma_store = !config.swapped && can_store_by_tma(params);
   plan.tma_add = plan.tma_store && params.c.data != nullptr;
-  plan.raster = choose_raster(plan, config, device.num_sms);
   assign_pieces(params, config, plan);
   return plan;
 }
@@ -302,16 +329,19 @@ inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Dev
   choice.refusal = refusal_of(params, tf32, device, a, b);
   if (!choice.refusal.empty()) return choice;
   const Rates rates{device.num_sms};
+  // Without splits the terms of a row are added in the same order in all configs. Swapped ones are left out, because
+  // nothing is documented about the order inside of a wgmma whose operands are exchanged.
+  const bool batch_invariant = only.batch_invariant || params.batch_invariant;
   for (int index = 0; index < kNumConfigs; ++index) {
     const GemmConfig& config = kConfigs[index];
-    if (only.config >= 0 && index != only.config) continue;
+    if ((only.config >= 0 && index != only.config) || (batch_invariant && config.swapped)) continue;
     const int64_t row_tiles = ceil_div(config.swapped ? params.n : params.m, config.block_m);
     for (int cluster = 1; cluster <= 2; ++cluster) {
       if (only.cluster > 0 && cluster != only.cluster) continue;
       if (!is_legal(params, config, cluster, row_tiles) || cluster > device.num_sms) continue;
-      GemmPlan plan = make_plan(params, index, cluster, a, b, device);
+      GemmPlan plan = make_plan(params, index, cluster, a, b);
       const int64_t tiles = int64_t(plan.row_groups) * plan.column_tiles * plan.batches;  // of a block
-      for (int splits = 1; splits <= (only.batch_invariant ? 1 : kMaxSplits); ++splits) {
+      for (int splits = 1; splits <= (batch_invariant ? 1 : kMaxSplits); ++splits) {
         plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, splits));
         if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;  // a split would be empty
         if (only.splits > 0 && splits != only.splits) continue;
@@ -321,14 +351,31 @@ inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Dev
         }
         plan.splits = splits;
         plan.items = checked_count(tiles * splits, "work items");
-        plan.clusters = int(std::min<int64_t>(plan.items, device.num_sms / cluster));
-        plan.cycles = expected_cycles(params, plan, config, rates);
+        // As few as finish in the same time: equal work keeps them in step, so that they share operands in L2.
+        plan.clusters = int(ceil_div(plan.items, ceil_div(plan.items, device.num_sms / cluster)));
+        plan.cycles = estimate(params, plan, config, rates).total;
         if (!choice.plan || plan.cycles < choice.plan->cycles) choice.plan = plan;
       }
     }
   }
-  if (!choice.plan) choice.refusal = "no tile shape fits the restriction";
+  if (choice.plan)
+    choice.plan->raster = choose_raster(*choice.plan, kConfigs[choice.plan->config]);
+  else
+    choice.refusal = "no tile shape fits the restriction";
   return choice;
+}
+
+// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
+inline WorkspaceCursor assign_workspace(const GemmParams& params, void* data, GemmPlan& plan) {
+  const GemmConfig& config = kConfigs[plan.config];
+  WorkspaceCursor cursor(data);
+  if (plan.splits > 1) {
+    cursor.allocate(plan.arrivals, int64_t(plan.tiles()) * kConsumers);
+    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles() * config.block_m * config.block_n);
+  }
+  if (params.bias_grad.data != nullptr)
+    cursor.allocate(plan.bias_sums, ceil_div(params.m, kRowBlock) * (params.gated ? 2 : 1) * params.n);
+  return cursor;
 }
 
 }  // namespace cuda_ext::sm90

@@ -19,6 +19,8 @@ struct CudaKernels {
 
   size_t (*gemm_workspace)(const GemmParams&, Float32Product);
   void (*gemm)(const GemmParams&, Workspace, void* stream, Float32Product);
+  sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product);
+  rt::Device (*gemm_device)();
   size_t (*activation_grad_workspace)(const ActivationGradParams&);
   void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
   size_t (*attention_forward_workspace)(const AttentionParams&);
@@ -37,6 +39,8 @@ inline CudaKernels linked_cuda_kernels() {
       .layout = CudaKernels::kLayout,
       .gemm_workspace = gemm_cuda_workspace,
       .gemm = launch_gemm_cuda,
+      .choose_gemm_sm90 = choose_gemm_sm90,
+      .gemm_device = gemm_cuda_device,
       .activation_grad_workspace = activation_grad_workspace,
       .activation_grad = launch_activation_grad_cuda,
       .attention_forward_workspace = attention_forward_sm80_workspace,

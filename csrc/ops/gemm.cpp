@@ -6,6 +6,7 @@
 // order of the arguments, and empty tensors for the others.
 #include <ATen/ops/mul.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "ops/gemm_autograd.h"
@@ -56,26 +57,26 @@ void check_scale(const char* op, const char* argument, double value) {
   CUDA_EXT_CHECK(!std::isnan(value), op, "expected ", argument, " to be a number, got nan");
 }
 
-std::tuple<Tensor, Tensor> gemm_on_device(const char* op, const Tensor& given_a, const Tensor& given_b,
-                                          const OptionalTensor& c, const OptionalTensor& bias,
-                                          const ActivationName& activation_name, double alpha, double beta,
-                                          OptionalType out_dtype, bool for_backward) {
+}  // namespace
+
+GemmCall describe_gemm(const char* op, const Tensor& given_a, const Tensor& given_b, const OptionalTensor& c,
+                       const OptionalTensor& bias, const ActivationName& activation, double alpha, double beta,
+                       OptionalType out_dtype) {
   const GemmShape shape = check_product(op, given_a, given_b);
-  const Tensor a = with_unit_stride(given_a), b = with_unit_stride(given_b);
-  const Sizes sizes = shape.out();
-  const Activation activation = parse_activation(op, activation_name);
-  const auto type = output_type(op, out_dtype, a.scalar_type());
-  if (is_given(c)) check_addend(op, "c", *c, a, type, sizes);
-  if (is_given(bias)) check_bias(op, "bias", *bias, a, type, shape.n);
+  GemmCall call{left_operand(given_a),
+                with_unit_stride(given_b),
+                shape.out(),
+                output_type(op, out_dtype, given_a.scalar_type()),
+                {}};
+  const Tensor &a = call.a, &b = call.b;
+  const Sizes& sizes = call.sizes;
+  GemmParams& params = call.params;
+  params.activation = parse_activation(op, activation);
+  if (is_given(c)) check_addend(op, "c", *c, a, call.type, sizes);
+  if (is_given(bias)) check_bias(op, "bias", *bias, a, call.type, shape.n);
   check_scale(op, "alpha", alpha);
   check_scale(op, "beta", beta);
 
-  const bool save_preact = for_backward && needs_preact(activation, false, false);
-  Tensor out = empty_beside(a, sizes, type);
-  Tensor preact = save_preact ? empty_beside(a, sizes, type) : for_backward ? absent(a, type) : Tensor();
-  if (out.numel() == 0) return {out, preact};
-
-  GemmParams params;
   params.m = shape.m;
   params.n = shape.n;
   params.k = alpha == 0.0 ? 0 : shape.k;
@@ -93,13 +94,27 @@ std::tuple<Tensor, Tensor> gemm_on_device(const char* op, const Tensor& given_a,
   for (int64_t d = 0; d < dims - 2; ++d)
     batch.push_back({sizes[d], false, broadcast_stride(a, d, dims), broadcast_stride(b, d, dims),
                      has_c ? broadcast_stride(*c, d, dims) : 0, 0});
-  set_batch(op, params, batch);
+  const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  if (!empty) set_batch(op, params, batch);
   params.alpha = alpha;
   params.beta = beta;
-  params.activation = activation;
-  params.out = output(out);
-  if (save_preact) params.preact_out = output(preact);
-  run_gemm(op, out, params);
+  params.batch_invariant = is_batch_invariant();
+  return call;
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> gemm_on_device(const char* op, const Tensor& a, const Tensor& b, const OptionalTensor& c,
+                                          const OptionalTensor& bias, const ActivationName& activation, double alpha,
+                                          double beta, OptionalType out_dtype, bool for_backward) {
+  GemmCall call = describe_gemm(op, a, b, c, bias, activation, alpha, beta, out_dtype);
+  const bool save_preact = for_backward && needs_preact(call.params.activation, false, false);
+  Tensor out = empty_beside(a, call.sizes, call.type);
+  Tensor preact = save_preact ? empty_beside(a, call.sizes, call.type) : for_backward ? absent(a, call.type) : Tensor();
+  if (out.numel() == 0) return {out, preact};
+  call.params.out = output(out);
+  if (save_preact) call.params.preact_out = output(preact);
+  run_gemm(op, out, call.params);
   return {out, preact};
 }
 
@@ -118,7 +133,8 @@ std::tuple<Tensor, Tensor> gemm_forward(const Tensor& a, const Tensor& b, const 
 // left operand, alpha * other^T @ grad for the right one.
 Tensor operand_gradient(const char* op, const Tensor& given_grad, const Tensor& operand, const Tensor& given_other,
                         double alpha, bool is_left) {
-  const Tensor grad = with_unit_stride(given_grad), other = with_unit_stride(given_other);
+  const Tensor grad = is_left ? left_operand(given_grad) : with_unit_stride(given_grad);
+  const Tensor other = with_unit_stride(given_other);
   Tensor result = empty_beside(grad, operand.sizes(), operand.scalar_type());
   if (result.numel() == 0) return result;
   const int64_t dims = grad.dim();
@@ -137,6 +153,7 @@ Tensor operand_gradient(const char* op, const Tensor& given_grad, const Tensor& 
   }
   set_batch(op, params, batch);
   params.alpha = alpha;
+  params.batch_invariant = is_left && is_batch_invariant();
   params.out = output(result);
   run_gemm(op, result, params);
   return result;

@@ -86,7 +86,7 @@ HiddenGradients run_hidden_backward(const Tensor& grad, const Tensor& weight2, c
     if (wants_bias1) grad_bias1 = at::zeros({width}, is_given(bias1) ? bias1->options() : weight2.options());
     if (grad_preact.numel() > 0) {
       // (rows, N) @ (N, hidden), with the backward epilogue.
-      const Tensor grad_rows = with_unit_stride(grad.reshape({preact.numel() / width, weight2.size(0)}));
+      const Tensor grad_rows = left_operand(grad.reshape({preact.numel() / width, weight2.size(0)}));
       const Tensor preact_rows = preact.reshape({preact.numel() / width, width});
       GemmParams params;
       params.m = grad_rows.size(0);
@@ -97,6 +97,7 @@ HiddenGradients run_hidden_backward(const Tensor& grad, const Tensor& weight2, c
       params.b = matrix(weight);
       params.activation = activation;
       params.gated = gated;
+      params.batch_invariant = is_batch_invariant();
       params.preact = matrix(preact_rows);
       params.out = output(grad_preact);
       if (wants_weight2) params.hidden = output(hidden);

@@ -2,9 +2,29 @@
 
 #include <ATen/Context.h>
 
+#include <torch/library.h>
+
 #include <algorithm>
+#include <atomic>
 
 namespace cuda_ext {
+
+namespace {
+std::atomic<bool> batch_invariant = false;
+}
+
+bool is_batch_invariant() { return batch_invariant.load(std::memory_order_relaxed); }
+
+Tensor left_operand(const Tensor& tensor) {
+  if (!is_batch_invariant()) return with_unit_stride(tensor);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  return tensor.is_contiguous() && is_aligned ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+Float32Product float32_product() {
+  const bool exact = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
+  return exact ? Float32Product::kThreeTf32 : Float32Product::kTf32;
+}
 
 void check_addend(const char* op, const char* argument, const Tensor& addend, const Tensor& input,
                   at::ScalarType out_type, at::IntArrayRef out) {
@@ -138,8 +158,7 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   const auto type = params.a.dtype == Dtype::kFloat64 ? at::kDouble : out.scalar_type();
   const CudaKernels* kernels = cuda_kernels(op, device, type);
   if (kernels == nullptr) return launch_gemm(params);
-  const bool exact = at::globalContext().float32MatmulPrecision() == at::Float32MatmulPrecision::HIGHEST;
-  const auto float32 = exact ? Float32Product::kThreeTf32 : Float32Product::kTf32;
+  const Float32Product float32 = float32_product();
   LaunchScope scope(device);
   launch_for(op, [&] {
     kernels->gemm(params, scope.workspace(kernels->gemm_workspace(params, float32)), scope.stream(), float32);
@@ -148,7 +167,7 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
 
 Projection project(const char* op, const Tensor& given_input, const Tensor& given_weight, const OptionalTensor& bias,
                    const OptionalTensor& residual, Activation activation, bool gated, bool save_preact) {
-  const Tensor input = with_unit_stride(given_input), weight = with_unit_stride(given_weight);
+  const Tensor input = left_operand(given_input), weight = with_unit_stride(given_weight);
   const auto type = input.scalar_type();
   const int64_t width = weight.size(0);
   GemmParams params;
@@ -161,6 +180,7 @@ Projection project(const char* op, const Tensor& given_input, const Tensor& give
   if (is_given(bias)) params.bias = matrix(*bias);
   params.activation = activation;
   params.gated = gated;
+  params.batch_invariant = is_batch_invariant();
   params.out = output(result.out);
   if (save_preact) params.preact_out = output(result.preact);
   run_gemm(op, result.out, params);
@@ -168,10 +188,11 @@ Projection project(const char* op, const Tensor& given_input, const Tensor& give
 }
 
 Tensor input_gradient(const char* op, const Tensor& given_grad, const Tensor& given_weight, at::ScalarType type) {
-  const Tensor grad = with_unit_stride(given_grad), weight = with_unit_stride(given_weight);
+  const Tensor grad = left_operand(given_grad), weight = with_unit_stride(given_weight);
   Tensor result = empty_beside(grad, replace_last(grad.sizes(), 1, {weight.size(1)}), type);
   if (result.numel() == 0) return result;
   GemmParams params;
+  params.batch_invariant = is_batch_invariant();
   params.n = weight.size(1);
   set_rows(op, params, grad, Tensor());
   params.b = matrix(weight);
@@ -262,3 +283,9 @@ Tensor bias_gradient(const char* op, const Tensor& grad, bool wanted, at::Scalar
 }
 
 }  // namespace cuda_ext
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  // Sets whether the bits of an output row may depend on the other rows, for the whole process; returns what was set.
+  m.def("_set_batch_invariant(bool enabled) -> bool",
+        [](bool enabled) { return cuda_ext::batch_invariant.exchange(enabled); });
+}

@@ -95,8 +95,30 @@ void check_gradient(const char* op, const Tensor& grad_out, at::IntArrayRef out)
 // with each other where strides allow.
 void set_batch(const char* op, GemmParams& params, const BatchDims& dims);
 
+// Whether the bits of an output row must not depend on the other rows (set by the op _set_batch_invariant).
+bool is_batch_invariant();
+
+// The left operand of a product, copied if the kernels cannot read it (with_unit_stride). Batch-invariant products also
+// copy one that is not contiguous or not aligned: which kernel can read it would depend on strides, and those of a
+// single row are unknown.
+Tensor left_operand(const Tensor& tensor);
+
+// How products of float32 operands are computed: torch.set_float32_matmul_precision.
+Float32Product float32_product();
+
 // Runs the kernel for the device of the output `out`.
 void run_gemm(const char* op, const Tensor& out, const GemmParams& params);
+
+// A call of gemm, checked: everything but its outputs.
+struct GemmCall {
+  Tensor a, b;  // as the kernels read them; params points into them
+  Sizes sizes;  // of the output
+  at::ScalarType type;
+  GemmParams params;
+};
+GemmCall describe_gemm(const char* op, const Tensor& a, const Tensor& b, const OptionalTensor& c,
+                       const OptionalTensor& bias, const ActivationName& activation, double alpha, double beta,
+                       OptionalType out_dtype);
 
 // epilogue(input (..., K) @ weight^T), weight (N, K) or, gated, (2N, K): (..., N), and the pre-activation if asked for.
 struct Projection {

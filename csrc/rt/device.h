@@ -1,15 +1,10 @@
-// Device properties from which launchers choose a kernel.
+// Asks the current device for the properties from which launchers choose a kernel.
 #pragma once
 
+#include "base/device.h"
 #include "rt/launch.cuh"
 
 namespace cuda_ext::rt {
-
-struct Device {
-  int compute_capability;  // 86 for 8.6
-  int num_sms;
-  int shared_bytes;  // per SM
-};
 
 #if defined(__CUDACC__)
 

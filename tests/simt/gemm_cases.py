@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gemm_library import Expected, Gemm, GemmLibrary, decode, dtype_of, encode, expected, place
+from gemm_library import POISON, Expected, Gemm, GemmLibrary, decode, dtype_of, encode, expected, place
 from harness import Fault, SyncSite
 
 ARITHMETICS = {"float16": ("float16", False), "bfloat16": ("bfloat16", False)}
@@ -121,11 +121,14 @@ class Case:
     def __post_init__(self) -> None:
         self.call = self.make()
         self.want = expected(self.call)
+        self.added = self.call.c.copy() if self.call.c is not None else None  # c may be the output itself
 
     def run(self, library: GemmLibrary) -> None:
         for target in (self.call.out, self.call.hidden, self.call.bias_grad):
             if target is not None:
-                target.storage.view(np.uint8)[...] = 0xFF
+                target.storage.view(np.uint8)[...] = POISON
+        if self.call.out is not None and self.call.c is self.call.out.storage:
+            self.call.c[...] = self.added
         with library.restricted(**self.plan):
             library.gemm(self.call)
 

@@ -200,7 +200,7 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 
 
 def to_torch(array: np.ndarray) -> Tensor:
-    values = torch.from_numpy(np.ascontiguousarray(array.view(np.int16) if array.dtype == np.uint16 else array))
+    values = torch.from_numpy((array.view(np.int16) if array.dtype == np.uint16 else array).copy())
     return values.view(torch.bfloat16) if array.dtype == np.uint16 else values
 
 
@@ -219,7 +219,14 @@ def in_pytorch(call: Gemm, dtype: torch.dtype) -> dict[str, Tensor]:
     def read(array: np.ndarray) -> Tensor:
         return to_torch(array).to(dtype)
 
-    product = call.alpha * (read(call.a) @ read(call.b)).sum(tuple(range(call.reduced_dims)))
+    def operand(array: np.ndarray) -> Tensor:
+        """Of float32 the tensor cores read the upper 19 bits; here only the plain computation does."""
+        exact = dtype == torch.float64 or array.dtype != np.float32
+        return read(array if exact else (array.view(np.uint32) & 0xFFFFE000).view(np.float32))
+
+    product = call.alpha * (operand(call.a) @ operand(call.b))
+    if call.reduced_dims:
+        product = product.sum(tuple(range(call.reduced_dims)))
     n, act = call.params().n, ACTIVATION[call.activation]
     if call.preact is not None:
         z = read(call.preact).requires_grad_()

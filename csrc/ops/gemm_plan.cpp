@@ -1,0 +1,149 @@
+// What would run for a product, and why: the op behind cuda_ext.gemm_plan. It asks the plans that the launchers ask.
+#include <torch/library.h>
+
+#include "gemm/plan_sm80.h"
+#include "gemm/plan_sm90.h"
+#include "ops/product.h"
+
+namespace cuda_ext {
+namespace {
+
+using Numbers = c10::Dict<std::string, int64_t>;
+using Answer = std::tuple<std::string, std::string, std::string, Numbers, double>;
+
+Numbers numbers(std::initializer_list<std::pair<const char*, int64_t>> values) {
+  Numbers result;
+  for (const auto& [name, value] : values) result.insert(name, value);
+  return result;
+}
+
+sm80::Arithmetic arithmetic_of(const GemmParams& params, Float32Product float32) {
+  if (params.a.dtype != Dtype::kFloat32) return sm80::Arithmetic::k16Bit;
+  return float32 == Float32Product::kTf32 ? sm80::Arithmetic::kTf32 : sm80::Arithmetic::kThreeTf32;
+}
+
+Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Device& device) {
+  const sm90::GemmConfig& config = sm90::kConfigs[plan.config];
+  const sm90::Estimate cost = sm90::estimate(params, plan, config, {device.num_sms});
+  return {"sm_90", cost.limit(), "",
+          numbers({{"config", plan.config},
+                   {"block_m", config.block_m},
+                   {"block_n", config.block_n},
+                   {"block_k", sm90::kLineBytes / size_of(params.a.dtype)},
+                   {"stages", config.stages},
+                   {"ping_pong", config.ping_pong},
+                   {"swapped", config.swapped},
+                   {"cluster", plan.cluster},
+                   {"clusters", plan.clusters},
+                   {"splits", plan.splits},
+                   {"raster", plan.raster},
+                   {"row_groups", plan.row_groups},
+                   {"column_tiles", plan.column_tiles},
+                   {"k_tiles", plan.split_k_tiles},
+                   {"items", plan.items},
+                   {"tma_store", plan.tma_store},
+                   {"threads", 128 * (1 + sm90::kConsumers)},
+                   {"grid_x", plan.clusters * plan.cluster},
+                   {"grid_y", 1},
+                   {"workspace", int64_t(sm90::assign_workspace(params, nullptr, plan).used())}}),
+          cost.total};
+}
+
+Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::Device& device,
+                   const std::string& refusal) {
+  const sm80::Arithmetic arithmetic = arithmetic_of(params, float32);
+  const sm80::Rates rates = sm80::rates_of(device);
+  sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic, rates);
+  const sm80::GemmConfig& tile = sm80::kTiles[int(arithmetic)][plan.shape];
+  const double cycles = sm80::expected_cycles(plan, tile, arithmetic, rates);
+  return {"sm_80", sm80::cost_of_k_tile(tile, arithmetic, rates).limit(), refusal,
+          numbers({{"config", plan.shape},
+                   {"block_m", tile.block_m},
+                   {"block_n", tile.block_n},
+                   {"block_k", tile.block_k},
+                   {"stages", tile.stages},
+                   {"cluster", 1},
+                   {"splits", plan.splits},
+                   {"k_tiles", plan.split_k_tiles},
+                   {"vector_bytes", std::min(plan.a.vector_bytes, plan.b.vector_bytes)},
+                   {"threads", tile.threads()},
+                   {"grid_x", plan.tiles},
+                   {"grid_y", plan.splits},
+                   {"workspace", int64_t(sm80::assign_workspace(params, tile, nullptr, plan).used())}}),
+          cycles};
+}
+
+// Tensors of the meta device have no addresses, but null means absent. Fresh memory is aligned to 256 bytes.
+void set_if_null(const void*& data) {
+  if (data == nullptr) data = reinterpret_cast<const void*>(256);
+}
+
+// `compute_capability` and `num_sms`: of the device to plan for; 0: that of the tensors. `config`, `cluster` and
+// `splits`: as in sm90::Restriction.
+Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
+                 const OptionalTensor& residual, ActivationName activation, double alpha, double beta,
+                 OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability, int64_t num_sms,
+                 int64_t config, int64_t cluster, int64_t splits) {
+  constexpr const char* op = "gemm_plan";
+  check_given(op, "a", a);
+  check_given(op, "b", b);
+  GemmCall call = describe_gemm(op, a, b, c, bias, activation, alpha, beta, out_dtype);
+  GemmParams& params = call.params;
+  if (gated) {
+    CUDA_EXT_CHECK(params.n % 2 == 0, op, "expected b of shape (..., K, 2N), [gate, up], got ", shape_string(b));
+    CUDA_EXT_CHECK(!is_given(c), op, "expected c to be None with gated=True");
+    params.gated = true;
+    params.n /= 2;
+    call.sizes.back() = params.n;
+  }
+  const auto aligned = reinterpret_cast<void*>(256);
+  params.out = {aligned, to_dtype(call.type)};
+  set_if_null(params.a.data);
+  set_if_null(params.b.data);
+  if (is_given(c) && beta != 0.0) set_if_null(params.c.data);
+  if (is_given(bias)) set_if_null(params.bias.data);
+  if (is_given(residual)) {
+    check_addend(op, "residual", *residual, a, call.type, call.sizes);
+    params.residual = matrix(*residual);
+    set_if_null(params.residual.data);
+  }
+  if (save_preact && needs_preact(params.activation, gated, is_given(residual)))
+    params.preact_out = {aligned, to_dtype(call.type)};
+  if (is_empty(params)) return {"none", "", "", {}, 0};
+
+  const Float32Product float32 = float32_product();
+  const bool named = compute_capability != 0;
+  const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device(), a.scalar_type());
+  if (!named && kernels == nullptr) return {"cpu", "", "", {}, 0};
+  CUDA_EXT_CHECK(a.scalar_type() != at::kDouble, op,
+                 "expected a of a dtype of at most 32 bits for the CUDA kernels, got float64; convert it with .to()");
+  std::optional<Answer> answer;
+  launch_for(op, [&] {
+    if (named) {
+      const rt::Device device{int(compute_capability), int(num_sms), 0};
+      const sm90::GemmChoice choice =
+          sm90::choose_plan(params, float32 == Float32Product::kTf32, device,
+                            {.config = int(config), .cluster = int(cluster), .splits = int(splits)});
+      answer = choice.plan ? answer_sm90(params, *choice.plan, device)
+                           : answer_sm80(params, float32, device, choice.refusal);
+    } else {
+      const LaunchScope scope(a.device());
+      const rt::Device device = kernels->gemm_device();
+      const sm90::GemmChoice choice = kernels->choose_gemm_sm90(params, float32);
+      answer = choice.plan ? answer_sm90(params, *choice.plan, device)
+                           : answer_sm80(params, float32, device, choice.refusal);
+    }
+  });
+  return *answer;
+}
+
+}  // namespace
+}  // namespace cuda_ext
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  m.def(
+      "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, str? activation, float alpha, "
+      "float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, int num_sms, "
+      "int config=-1, int cluster=0, int splits=0) -> (str, str, str, Dict(str, int), float)",
+      cuda_ext::gemm_plan);
+}
