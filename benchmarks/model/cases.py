@@ -11,6 +11,9 @@ SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
 SHAPES += [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192)]
 SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (512, 4096, 14336), (1000,) * 3]
 
+# Decoding: few rows, square weights of language models.
+DECODE_SHAPES = [(m, size, size) for size in (4096, 5120, 6144, 8192, 14336) for m in (1, 16, 64)]
+
 # All of GPT-2, a bucket of 25 MiB, and a small bucket.
 PACKS = [
     Pack("pack", "bfloat16", "bfloat16", 124_439_808, 148),

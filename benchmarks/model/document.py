@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.model.cases import FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
+from benchmarks.model.cases import DECODE_SHAPES, FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
 from benchmarks.model.evidence import ModelError
 from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.model.prediction import Prediction, predict_attention, predict_bucket, predict_gemm
@@ -61,6 +61,30 @@ def recorded_plausibility() -> str:
     return markdown(["", *(f"S={length}" for length in LENGTHS)], rows)
 
 
+def recorded_wgmma() -> str:
+    """The plans of products on wgmma on an H200, and how far they are from the best one."""
+    gpu = GPUS["h200"]
+    rows = []
+    for shape in (*SHAPES, *(shape for shape in DECODE_SHAPES if shape not in SHAPES)):
+        taken, *others = predict_gemm(gpu, *shape, layout="nt", all_configs=True)
+        best = min([taken, *others], key=lambda p: p.seconds)
+        floor = taken.bytes / gpu.memory_bytes
+        rows.append(
+            [
+                taken.case,
+                taken.kernel,
+                microseconds(taken.seconds),
+                taken.rate,
+                taken.binding,
+                f"{taken.resources['memory'] / floor:.2f}",
+                f"{floor / taken.seconds:.2f}, {floor / (taken.seconds - gpu.launch):.2f}",
+                f"{taken.seconds / best.seconds:.2f}",
+            ]
+        )
+    head = ["product", "plan", "µs", "rate", "bound by", "bytes / ideal", "of memory's roofline", "time / best plan's"]
+    return markdown(head, rows)
+
+
 def recorded_doubts() -> str:
     """Choices of a launcher that the model predicts to be at least a tenth slower than another."""
     doubts: dict[tuple[str, str, str], list[str]] = {}
@@ -77,6 +101,9 @@ def recorded_doubts() -> str:
 def document_tables() -> str:
     return (
         f"{recorded_predictions()}\n"
+        "Products on wgmma, H200, bfloat16, layout nt: the plan; the bytes from and to memory relative to reading each "
+        "operand once; the time at memory's speed relative to the predicted time, with the launch and without it; the "
+        f"predicted time relative to that of the best plan:\n\n{recorded_wgmma()}\n"
         "Attention, 16384 tokens, heads x head dim = 2048, bfloat16; in parentheses the tile of queries by keys on an "
         "A100:\n\n"
         f"{recorded_attention()}\n"

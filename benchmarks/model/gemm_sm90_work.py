@@ -47,6 +47,9 @@ class PlanSm90:
         except KeyError:
             raise AttributeError(name) from None
 
+    def waves(self, sms: int) -> float:
+        return self.items * self.cluster / sms
+
     def __str__(self) -> str:
         """As the column "kernel" shows it: 128x256x64 cluster 2."""
         notes = [

@@ -59,8 +59,8 @@ _HOPPER_L2 = (
     f"{_BENCHES}, gpu-l2-cache"
 )
 _WGMMA_CLOCK = (
-    "about 1600 MHz under load (FlashMLA, docs/20250422-new-kernel-deep-dive.md, H800 SXM), below the boost clock because "
-    "of the power limit; fast.cu's 808 TFLOP/s need at least 1552"
+    "about 1600 MHz under load, by the power limit (FlashMLA, docs/20250422-new-kernel-deep-dive.md, H800 SXM); "
+    "808 TFLOP/s at 8192^3 (github.com/pranjalssh/fast.cu, H100 SXM) need at least 1552"
 )
 _WGMMA = "96.3 % of 4096 / 2: m64n256k16 on zeros, which the power limit does not slow down (arXiv 2402.13499)"
 _PORT = "assumed: 64 bytes per cycle, as DeepGEMM's cost model does (csrc/jit_kernels/heuristics/sm90.hpp)"

@@ -109,7 +109,9 @@ def predict_gemm(
         found = [with_wgmma(plan, True)]
         for index, cluster in itertools.product(range(NUM_CONFIGS), (1, 2)) if all_configs else ():
             plans = [choose(gpu, m, n, k, dtype, layout, index, cluster, splits) for splits in SPLITS]
-            found += best([with_wgmma(p, False) for p in plans if p and p.numbers != plan.numbers])
+            others = [p for p in plans if p and p.numbers != plan.numbers]
+            # More than four waves of blocks would only make split sums.
+            found += best([with_wgmma(p, False) for p in others if p.splits == 1 or p.waves(gpu.sms) <= 4])
         return found
     choice = evidence.simt.gemm_choice(arithmetic.index, m, n, k, gpu.compute_capability, gpu.sms)
     configs = evidence.configs[arithmetic.index]

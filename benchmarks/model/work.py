@@ -13,8 +13,9 @@ from benchmarks.model.gpus import Gpu
 # Resources in use at the same time contend: together they take the p-norm of their separate times, with this p. With
 # infinity only the largest would count, with 1 nothing would overlap.
 OVERLAP = 4
-# The same for kernels whose loads (TMA) and products (wgmma) run beside their instructions. github.com/pranjalssh/fast.cu
-# gained 4 % when multicast reduced its L2 time, which had equalled that of its products, to two thirds; with 8 it is 7 %.
+# The same for kernels whose loads (TMA) and products (wgmma) run beside their instructions. Without multicast, which
+# loads 1.5 times as much from L2, github.com/pranjalssh/fast.cu reached 704 TFLOP/s, with it 734; 8 gives 685 and 797
+# for the loop alone, 4 gives 633 and 752.
 OVERLAP_ASYNCHRONOUS = 8
 
 
@@ -38,9 +39,8 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Persistent:
-    """How a kernel runs whose `blocks` are the tiles that fewer persistent blocks compute one after the other, with loads
-    by TMA and products by wgmma. wgmma reads shared memory as it multiplies, so the two do not contend: the slower
-    counts."""
+    """How a kernel runs whose `blocks` are tiles that fewer persistent blocks compute one after the other, with loads
+    by TMA and products by wgmma. wgmma reads shared memory as it multiplies: the slower of the two counts."""
 
     workers: int  # blocks that run
     hides_epilogues: bool  # a tile is multiplied while the one before is stored

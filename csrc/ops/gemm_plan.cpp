@@ -109,12 +109,12 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
   }
   if (save_preact && needs_preact(params.activation, gated, is_given(residual)))
     params.preact_out = {aligned, to_dtype(call.type)};
-  if (is_empty(params)) return {"none", "", "", {}, 0};
+  if (is_empty(params)) return {"none", "", "", Numbers(), 0};
 
   const Float32Product float32 = float32_product();
   const bool named = compute_capability != 0;
   const CudaKernels* kernels = named ? nullptr : cuda_kernels(op, a.device(), a.scalar_type());
-  if (!named && kernels == nullptr) return {"cpu", "", "", {}, 0};
+  if (!named && kernels == nullptr) return {"cpu", "", "", Numbers(), 0};
   CUDA_EXT_CHECK(a.scalar_type() != at::kDouble, op,
                  "expected a of a dtype of at most 32 bits for the CUDA kernels, got float64; convert it with .to()");
   std::optional<Answer> answer;
