@@ -125,9 +125,11 @@ DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
 #pragma unroll
     for (int r = 0; r < 8; r += 2) {
       const SharedAddress at = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
-      const float left = v[r], right = v[r + 1];  // of v[r + odd], the compiler would make an array in local memory
-      arch::store_shared(at + odd * 4, odd ? right : left);
-      arch::store_shared(at + (4 - odd * 4), odd ? left : right);
+      // Values, not references to an element that `odd` chooses: for those v would have to be on the stack.
+      const float left = v[r], right = v[r + 1];
+      const float first = odd ? +right : +left, second = odd ? +left : +right;
+      arch::store_shared(at + odd * 4, first);
+      arch::store_shared(at + (4 - odd * 4), second);
     }
   }
 }

@@ -170,9 +170,9 @@ inline double epilogue_bytes(const GemmParams& params) {
 
 // The time of two resources in use at the same time, which contend if they take equally long: the 8-norm.
 inline double together(double x, double y) {
-  const auto eighth_power = [](double z) { return std::pow(z * z, 4); };
-  const double most = std::max(x, y);
-  return most * std::sqrt(std::sqrt(std::sqrt(eighth_power(x / most) + eighth_power(y / most))));
+  const double most = std::max(x, y), ratio = std::min(x, y) / most;
+  const double square = ratio * ratio, fourth = square * square;
+  return most * std::sqrt(std::sqrt(std::sqrt(1 + fourth * fourth)));
 }
 
 // A k tile costs its arithmetic or its traffic in shared memory, where each row block of 64 reads all columns, and its
