@@ -1,5 +1,5 @@
-// Stands in for the kernels on wgmma in a build for devices without it. Their plan is then refused, so that nothing
-// calls the launcher.
+// Stands in for the kernels on wgmma in a build for devices without it. Their plan is then refused, so nothing calls
+// the launcher.
 #include "build_config.h"
 
 #if CUDA_EXT_WITH_CUDA && !CUDA_EXT_WITH_SM90A
