@@ -54,7 +54,7 @@ struct GemmPlan {
   int row_groups = 0;  // of `cluster` row tiles
   int column_tiles = 0;
   int batches = 0;
-  int raster = 1;         // row groups that blocks cover before the next column
+  int raster = 1;         // row groups of a band, which blocks cover before the next column
   int k_tiles = 0;        // of one product
   int all_k_tiles = 0;    // of all reduced products
   int split_k_tiles = 0;  // of a work item
@@ -81,7 +81,7 @@ struct ItemPlace {
 };
 
 // Consecutive items, which concurrent clusters compute, should share operands in L2: they go through the tiles column
-// by column within `plan.raster` row groups.
+// by column within bands of `plan.raster` row groups.
 HOST_DEVICE ItemPlace place_of_item(const GemmPlan& plan, int item) {
   const int tiles = plan.row_groups * plan.column_tiles, band_tiles = plan.raster * plan.column_tiles;
   const int t = item % tiles, outer = item / tiles, band = t / band_tiles, in_band = t % band_tiles;
