@@ -109,7 +109,8 @@ def assert_exact(call: Gemm, want: Expected | None = None) -> None:
         if target is None:
             continue
         assert values is not None
-        rounded = encode(values, dtype_of(target.storage))
+        with np.errstate(over="ignore"):  # infinite in float16
+            rounded = encode(values, dtype_of(target.storage))
         np.testing.assert_array_equal(target.values(), decode(rounded))  # equal numbers, so -0 and 0 are the same
 
 

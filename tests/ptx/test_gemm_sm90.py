@@ -1,0 +1,80 @@
+"""nvcc's code of the GEMM on wgmma, under the plans of tests/simt/test_gemm_sm90.py: exact, without races, and with the
+bits of the direct emulation. In bfloat16, with --all-ptx."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptx import build, kernels
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
+from gemm_cases import LAYOUTS, Case
+from gemm_library import Gemm, GemmLibrary, dtype_of, encode
+from test_gemm_sm90 import CONFIGS, EPILOGUES, is_legal, sizes
+
+
+@pytest.fixture(scope="module")
+def direct() -> Iterator[GemmLibrary]:
+    library = GemmLibrary.make()
+    with library.device(90):
+        yield library
+
+
+@pytest.fixture(scope="module")
+def compiled(pytestconfig: pytest.Config) -> Iterator[GemmLibrary]:
+    if not pytestconfig.getoption("--all-ptx"):
+        pytest.skip("needs kernels for sm_90a, which --all-ptx compiles")
+    if build.find_toolkit() is None:
+        pytest.skip(build.NO_NVCC)
+    sources = [path for path in kernels.sources(False) if path.parent.name == "gemm"]
+    others = [(kernels.SIMT / name, ()) for name in ("library.cpp", "gemm_kernels.cu")]
+    library = GemmLibrary(build.build_library("gemm-sm_90a-bf16", sources, others, arch="sm_90a", stubs=True))
+    with library.device(90):
+        yield library
+
+
+def random_plan(config: str, epilogue: str) -> tuple[Gemm, dict[str, int]]:
+    """A legal product, and the plan it must have."""
+    tile = CONFIGS[config]
+    while True:
+        cluster, splits = random.choice((1, 2)), random.choice((1, 2, 3))
+        m, n, k = sizes(tile, splits, "bfloat16", False)
+        call = EPILOGUES[epilogue](m, n, k, "bfloat16", random.choice(tuple(LAYOUTS)))
+        if is_legal(tile, cluster, call):
+            return call, {"config": tile.index, "cluster": cluster, "splits": splits}
+
+
+def outputs(library: GemmLibrary, case: Case) -> bytes:
+    case.run(library)
+    targets = (case.call.out, case.call.preact_out, case.call.hidden, case.call.bias_grad)
+    return b"".join(target.storage.tobytes() for target in targets if target is not None)
+
+
+# The tile that leaves registers only for the epilogue through TMA has no others.
+THROUGH_TMA = ("product", "to_float32", "bias_and_activation", "with_preact", "batches", "reduced_batches")
+TESTED = [(c, e) for c in CONFIGS for e in EPILOGUES if e in THROUGH_TMA or not CONFIGS[c].tma_only]
+
+
+@pytest.mark.parametrize(("config", "epilogue"), TESTED)
+def test_exact_without_races_and_with_the_same_bits(
+    compiled: GemmLibrary, direct: GemmLibrary, config: str, epilogue: str
+) -> None:
+    call, plan = random_plan(config, epilogue)
+    case, seed = Case(lambda: call, plan), random.randrange(2**31)
+    for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
+        with compiled.options(mode, schedule, seed, check_races=True):
+            assert case.is_right(compiled), (mode, plan)
+    rng = np.random.default_rng(seed)
+    for operand in (call.a, call.b):
+        if operand.flags.writeable:  # b of batches is a broadcast array
+            operand[...] = encode(rng.normal(size=operand.shape), dtype_of(operand))
+    expected = outputs(direct, case)
+    for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
+        with compiled.options(mode, schedule, seed):
+            assert outputs(compiled, case) == expected, (mode, plan)
