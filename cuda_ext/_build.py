@@ -41,8 +41,10 @@ NVCC_FLAGS = ("-O3", "-std=c++20", "-lineinfo", f"-DCUDA_EXT_NAMESPACE={toolchai
 # Suffix of the files next to CUDA objects that keep nvcc's messages. Only there does ptxas report that it serialised
 # matrix products; it calls that information, which no flag turns into an error (tools/static_gates.py does).
 LOG_SUFFIX = ".log"
+# CUDA sources whose name contains this use instructions of sm_90a alone, and are compiled for no other architecture.
+SM90A_SOURCES = "_sm90"
 # Average CPU seconds per file, to estimate the build time. A CUDA file also takes SECONDS_PER_ARCH per architecture.
-SECONDS_PER_CXX_FILE, SECONDS_PER_CUDA_FILE, SECONDS_PER_ARCH = 15, 4, 13
+SECONDS_PER_CXX_FILE, SECONDS_PER_CUDA_FILE, SECONDS_PER_ARCH = 15, 4, 12
 # The head dims of attention's CUDA kernels, each in its own sources; other head dims use the next larger one.
 HEAD_DIMS = (64, 128, 192, 256)
 LINK_FLAGS = ("-fopenmp", "-Wl,--no-undefined", "-Wl,--as-needed")
@@ -77,13 +79,20 @@ class Plan:
         emulator = {CSRC / "simt", CSRC / "emulated"}  # built by cuda_ext._emulator
         found = [path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator]
         left_out = set(HEAD_DIMS) - set(self.head_dims)
-        return sorted((path for path in found if _head_dim(path) not in left_out), key=_build_order)
+        found = [path for path in found if _head_dim(path) not in left_out]
+        return sorted((path for path in found if path.suffix != ".cu" or self.archs_of(path)), key=_build_order)
+
+    def archs_of(self, source: Path) -> tuple[str, ...]:
+        """The architectures that a CUDA source is compiled for; none if its kernels need one that the build lacks."""
+        return tuple(arch for arch in self.archs if _is_sm90a(arch) or SM90A_SOURCES not in source.name)
 
     @property
     def minutes(self) -> int:
         """An estimate of the time to compile everything."""
-        seconds = {".cpp": SECONDS_PER_CXX_FILE, ".cu": SECONDS_PER_CUDA_FILE + SECONDS_PER_ARCH * len(self.archs)}
-        return max(1, round(sum(seconds[path.suffix] for path in self.sources) / self.jobs / 60))
+        cuda = [len(self.archs_of(path)) for path in self.sources if path.suffix == ".cu"]
+        seconds = SECONDS_PER_CXX_FILE * (len(self.sources) - len(cuda))
+        seconds += sum(SECONDS_PER_CUDA_FILE + SECONDS_PER_ARCH * archs for archs in cuda)
+        return max(1, round(seconds / self.jobs / 60))
 
     @property
     def nvcc_flags(self) -> list[str]:
@@ -118,6 +127,7 @@ class Plan:
             f"#define CUDA_EXT_WITH_CUDA {int(self.cuda)}\n"
             f'#define CUDA_EXT_CUDA_VERSION "{cuda_version}"\n'
             f'#define CUDA_EXT_CUDA_ARCHS "{self.arch_names}"\n'
+            f"#define CUDA_EXT_WITH_SM90A {int(any(map(_is_sm90a, self.archs)))}\n"
             f'#define CUDA_EXT_HEAD_DIMS "{self.head_dim_names}"\n'
             + "".join(f"#define CUDA_EXT_HEAD_DIM_{dim} {int(dim in self.head_dims)}\n" for dim in HEAD_DIMS),
         )
@@ -135,6 +145,9 @@ class Plan:
                 nvcc,
                 "#!/bin/sh\n# Written by the build: runs nvcc and also keeps its messages next to the object.\n"
                 'for argument; do [ "$option" = -o ] && object=$argument; option=$argument; done\n'
+                f"case ${{object##*/}} in *{SM90A_SOURCES}*)  # for no other architecture\n"
+                "  for argument; do\n    shift\n    case $argument in -gencode=arch=compute_90a,*) ;;"
+                ' -gencode=*) continue ;; esac\n    set -- "$@" "$argument"\n  done ;;\nesac\n'
                 f'{shlex.quote(str(self.toolkit.home / "bin" / "nvcc"))} "$@" >"$object{LOG_SUFFIX}" 2>&1\n'
                 f'status=$?\ncat "$object{LOG_SUFFIX}"\nexit $status\n',
             )
@@ -224,6 +237,10 @@ def _head_dim(source: Path) -> int:
     """The head dim that a source is for, or 0."""
     match = re.search(r"_d(\d+)\.cu$", source.name)
     return int(match[1]) if match else 0
+
+
+def _is_sm90a(arch: str) -> bool:
+    return toolchain.sm_name(arch) == "sm_90a"
 
 
 def _build_order(source: Path) -> tuple[bool, bool, Path]:

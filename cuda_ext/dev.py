@@ -50,7 +50,7 @@ def load(
         )
     plan = _build.make_plan()
     files = [Path(source).resolve() for source in sources] if sources is not None else plan.sources
-    _check(files)
+    _check(plan, files)
     root = Path(build_root or os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     folder = (root / "cuda_ext" / _folder_name(plan, extra_cflags, extra_cuda_cflags)).absolute()
     with _build.lock(folder):
@@ -79,12 +79,16 @@ def _folder_name(plan: _build.Plan, extra_cflags: Sequence[str], extra_cuda_cfla
     return f"{plan.name}-{archs}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def _check(files: Sequence[Path]) -> None:
+def _check(plan: _build.Plan, files: Sequence[Path]) -> None:
     if missing := [str(file) for file in files if not file.is_file()]:
         raise _build.BuildError(f"cuda_ext.dev.load: expected sources that exist, got {', '.join(missing)}")
     if not files:
         raise _build.BuildError(
             f"cuda_ext.dev.load: no sources in {_build.CSRC}; use a source checkout, or pass sources="
+        )
+    if left_out := [file.name for file in files if plan.cuda and file.suffix == ".cu" and not plan.archs_of(file)]:
+        raise _build.BuildError(
+            f"cuda_ext.dev.load: expected 9.0a in TORCH_CUDA_ARCH_LIST for {', '.join(left_out)}, got {plan.arch_names}"
         )
     names = [file.name for file in files]
     if twice := sorted({name for name in names if names.count(name) > 1}):

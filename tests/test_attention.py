@@ -690,7 +690,7 @@ def test_more_threads_than_heads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.sampled(count=1)
-@pytest.mark.parametrize("isa", ["generic", "avx2"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512"] * torch.cpu._is_avx512_bf16_supported()])
 def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     """Each but the widest, which all other tests run; one that the processor lacks falls back to the widest it has."""
     tests = [

@@ -376,6 +376,7 @@ class TestPrepare:
         make_plan(toolkit).prepare(tmp_path / "build")
         assert "#define CUDA_EXT_WITH_CUDA 1\n" in header.read_text()
         assert '#define CUDA_EXT_CUDA_ARCHS "sm_80, sm_90a"\n' in header.read_text()
+        assert "#define CUDA_EXT_WITH_SM90A 1\n" in header.read_text()
 
     def test_header_that_stays_the_same_is_not_written_again(self, tmp_path: Path) -> None:
         make_plan().prepare(tmp_path)
@@ -394,6 +395,20 @@ class TestPrepare:
         assert done.returncode == 3
         assert done.stdout == (tmp_path / "a b.o.log").read_text() == f"said of {' '.join(command[1:])}\nand more\n"
 
+    @pytest.mark.parametrize("name", ["gemm_sm90_bf16_kk.o", "gemm_sm90.cuda.o", "gemm_sm80_bf16.o", "attention.o"])
+    def test_kernels_for_sm_90a_are_compiled_for_nothing_else(self, tmp_path: Path, name: str) -> None:
+        home = make_toolkit(tmp_path / "cuda")
+        (home / "bin/nvcc").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        plan = make_plan(Toolkit("pip", home, "13.0"))
+        plan.prepare(tmp_path / "not_sm90")
+        target = tmp_path / "not_sm90" / name
+        given = [*plan.nvcc_flags, "--compiler-options", "'-fPIC -O2'", "-c", "a b.cu", "-o", str(target)]
+        command = [str(plan.nvcc(tmp_path / "not_sm90")), *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        dropped = [] if "_sm90" not in name else ["-gencode=arch=compute_80,code=sm_80"]
+        assert done.stdout.splitlines() == [argument for argument in given if argument not in dropped]
+        assert len(set(given) - set(done.stdout.splitlines())) == len(dropped)
+
     def test_links_follow_the_toolkit(self, tmp_path: Path) -> None:
         for name in ("one", "two"):
             home = make_toolkit(tmp_path / name)
@@ -402,6 +417,71 @@ class TestPrepare:
             assert (tmp_path / "build/cudart/libcudart.so").resolve() == home / "lib64/libcudart.so"
         make_plan().prepare(tmp_path / "build")
         assert not (tmp_path / "build/cuda").is_symlink()
+
+
+class TestSm90a:
+    """Sources whose kernels need sm_90a."""
+
+    def test_they_are_left_out_of_builds_without_it(self, tmp_path: Path) -> None:
+        plan = make_plan(Toolkit("pip", tmp_path, "13.0"))
+        older = dataclasses.replace(plan, archs=("8.0", "8.9+PTX"))
+        left_out = set(plan.sources) - set(older.sources)
+        assert left_out == {path for path in plan.sources if path.suffix == ".cu" and "_sm90" in path.name}
+        kernel, other = (_build.CSRC / "gemm" / name for name in ("gemm_sm90_bf16_kk.cu", "gemm_sm80_bf16.cu"))
+        assert kernel in left_out
+        assert plan.archs_of(kernel) == ("9.0a", "9.0a+PTX") and older.archs_of(kernel) == ()
+        assert older.archs_of(other) == older.archs
+
+    def test_the_plan_then_says_so(self, tmp_path: Path) -> None:
+        toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
+        dataclasses.replace(make_plan(toolkit), archs=("8.0",)).prepare(tmp_path / "build")
+        caller = tmp_path / "caller.cpp"
+        caller.write_text(
+            """
+#include <cstdio>
+#include "gemm/gemm_cuda.h"
+#include "rt/device.h"
+using namespace cuda_ext;
+// The device has wgmma; the kernel on mma.sync asks for 80 bytes.
+simt::Options& simt::options() {
+  static Options hopper;
+  hopper.compute_capability = 90;
+  return hopper;
+}
+template <class T, Float32Product float32>
+size_t GemmSm80<T, float32>::workspace(const GemmParams&) { return 80; }
+template <class T, Float32Product float32>
+void GemmSm80<T, float32>::launch(const GemmParams&, Workspace, void*) {}
+template struct cuda_ext::GemmSm80<half_t>;
+template struct cuda_ext::GemmSm80<bfloat16_t>;
+template struct cuda_ext::GemmSm80<float>;
+template struct cuda_ext::GemmSm80<float, Float32Product::kTf32>;
+int main() {
+  GemmParams p;
+  p.m = p.n = p.k = 64;
+  p.a.dtype = p.b.dtype = p.out.dtype = Dtype::kBFloat16;
+  p.a.row_stride = p.b.row_stride = 64;
+  p.a.column_stride = p.b.column_stride = 1;
+  std::puts(choose_gemm_sm90(p, Float32Product::kTf32).refusal.c_str());
+  std::printf("%zu\\n", gemm_cuda_workspace(p, Float32Product::kTf32));
+  try {
+    launch_gemm_sm90(p, {}, {}, nullptr);
+  } catch (const std::exception& error) {
+    std::puts(error.what());
+  }
+}
+"""
+        )
+        sources = [caller, *(_build.CSRC / "gemm" / name for name in ("gemm_left_out.cpp", "gemm_cuda.cu"))]
+        flags = ["-std=c++20", f"-I{_build.CSRC}", f"-I{tmp_path / 'build/include'}", "-x", "c++"]
+        command = [os.environ.get("CXX", "c++"), *flags, *map(str, sources), "-o", str(tmp_path / "caller")]
+        subprocess.run(command, check=True)
+        done = subprocess.run([str(tmp_path / "caller")], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines() == [
+            "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST",
+            "80",
+            "gemm_sm90: the library has no kernels for sm_90a",
+        ]
 
 
 class TestHeadDims:

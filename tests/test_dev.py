@@ -11,6 +11,7 @@ import pytest
 import cuda_ext.dev
 from cuda_ext import _build, _stamp
 from cuda_ext._load import ops
+from cuda_ext._toolchain import Toolkit
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -29,6 +30,7 @@ import cuda_ext
 
 library = cuda_ext.dev.load([sys.argv[1]], build_root=sys.argv[2])
 from cuda_ext._load import ops
+from cuda_ext._toolchain import Toolkit
 print("result", ops.add_one(41), library.is_relative_to(sys.argv[2]))
 try:
     cuda_ext.dev.load([sys.argv[1]], build_root=sys.argv[2])
@@ -93,6 +95,14 @@ class TestRefusals:
         monkeypatch.setattr(_build, "CSRC", tmp_path / "csrc")
         with pytest.raises(_build.BuildError, match=f"no sources in {tmp_path}/csrc; use a source checkout"):
             cuda_ext.dev.load()
+
+    def test_kernels_for_another_architecture(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = _build.Plan("2.11.0", "g++ 12.2.0", Toolkit("pip", tmp_path, "13.0"), ("8.0", "8.9"), 2)
+        monkeypatch.setattr(_build, "make_plan", lambda: plan)
+        source = _build.CSRC / "gemm/gemm_sm90_bf16_kk.cu"
+        told = "expected 9.0a in TORCH_CUDA_ARCH_LIST for gemm_sm90_bf16_kk.cu, got sm_80, sm_89"
+        with pytest.raises(_build.BuildError, match=told):
+            cuda_ext.dev.load([_build.CSRC / "gemm/gemm_cuda.cu", source])
 
 
 def test_folders_of_different_builds_differ() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import shutil
 import subprocess
 import sys
@@ -40,27 +42,8 @@ __global__ void __launch_bounds__(128) kernel(const int* at, float* p) {
 }
 """
 HAS_NO_BOUNDS = "__global__ void kernel(float* p) { p[threadIdx.x] = 1; }"
+WGMMA_CONTROLS = ROOT / "tests" / "wgmma_controls.cu"
 IS_FINE = "__global__ void __launch_bounds__(128) kernel(float* p) { p[threadIdx.x] = 1; }"
-# The sum of two products, whose accumulator is modified between them if TOUCHED.
-PRODUCTS = """
-__device__ void product(float (&d)[4], unsigned long long a, unsigned long long b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
-}
-__global__ void __launch_bounds__(128) kernel(float* out, unsigned long long a, unsigned long long b) {
-  float d[4] = {};
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-  product(d, a, b);
-#ifdef TOUCHED
-  d[0] += 1.0f;
-#endif
-  product(d, a, b);
-  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  for (int i = 0; i < 4; ++i) out[4 * threadIdx.x + i] = d[i];
-}
-"""
-
-
 READS_BEFORE_IT_MULTIPLIES = """
 __global__ void __launch_bounds__(32) kernel(const unsigned* from, const int* where, float* to, int turns) {
   float d[4] = {};
@@ -74,6 +57,38 @@ __global__ void __launch_bounds__(32) kernel(const unsigned* from, const int* wh
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]));
   }
   for (int i = 0; i < 4; ++i) to[threadIdx.x * 4 + i] = d[i];
+}
+"""
+
+
+# Loads the fragments of four products: all of them before the first one, or those of each just before it, where ptxas
+# keeps them only if their address depends on the product before.
+LOADS_FRAGMENTS = """
+__device__ void load(unsigned (&x)[4], unsigned at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+}
+__global__ void __launch_bounds__(32) kernel(unsigned at, float* to, int turns) {
+  float d[4][4] = {};
+  unsigned a[4][4], b[4][4];
+#pragma unroll 1
+  for (int turn = 0; turn < turns; ++turn, at += 4096) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      for (int other = TOGETHER ? 0 : step; other < (TOGETHER ? 4 * (step == 0) : step + 1); ++other) {
+        const unsigned from = at + 1024 * other + (TOGETHER ? 0 : __float_as_uint(d[(step + 3) % 4][0]));
+        load(a[other], from);
+        load(b[other], from + 512);
+      }
+      if (TOGETHER && step == 0) __syncwarp();
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                   "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                   : "+f"(d[step][0]), "+f"(d[step][1]), "+f"(d[step][2]), "+f"(d[step][3])
+                   : "r"(a[step][0]), "r"(a[step][1]), "r"(a[step][2]), "r"(a[step][3]),
+                     "r"(b[step][0]), "r"(b[step][1]) : "memory");
+    }
+  }
+  for (int i = 0; i < 16; ++i) to[threadIdx.x * 16 + i] = d[i / 4][i % 4];
 }
 """
 
@@ -100,6 +115,7 @@ def test_every_kernel_of_the_library_passes(kernels: list[Kernel]) -> None:
     assert {kernel.arch for kernel in kernels} == {_toolchain.sm_name(arch) for arch in stamp["archs"]}
     assert static_gates.faults(kernels) == []
     assert static_gates.compiler_complaints(static_gates.build_log(stamp)) == []
+    assert static_gates.shared_kernels(static_gates.cuda_objects(stamp)) == []
 
 
 def test_tables_are_current(kernels: list[Kernel]) -> None:
@@ -135,6 +151,23 @@ def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     assert fault.startswith("sm_90a kernel: expected at most 8 instructions between two products of its loop, got")
 
 
+def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
+    compiled(tmp_path, IS_FINE + IS_FINE.replace("kernel(", "gemm_sm90("))
+    for name in ("gemm_sm90_bf16.o", "gemm_sm80_bf16.o"):
+        shutil.copy(tmp_path / "kernel.o", tmp_path / name)
+    told = "gemm_sm90_bf16.o: expected only kernels for sm_90a, got kernel; launch it from another source"
+    assert static_gates.shared_kernels(sorted(tmp_path.glob("*.o"))) == [told]
+
+
+@pytest.mark.parametrize(("together", "burst"), [(False, 2), (True, 8)])
+def test_loop_that_loads_all_at_once_is_a_fault(tmp_path: Path, together: bool, burst: int) -> None:
+    (kernel,), _ = compiled(tmp_path, LOADS_FRAGMENTS, f"-DTOGETHER={int(together)}")
+    assert (kernel.loop.burst, kernel.count("LDSM"), kernel.count("HMMA")) == (burst, 8, 4)
+    found = static_gates.faults([kernel], [Rule("kernel", burst=4)])
+    told = f"sm_90a kernel: expected at most 4 LDSM and LDGSTS between two products of its loop, got {burst}"
+    assert [fault.partition(";")[0] for fault in found] == ([told] if together else [])
+
+
 def test_kernel_without_its_instructions_is_a_fault(tmp_path: Path) -> None:
     (kernel,), _ = compiled(tmp_path, IS_FINE)
     assert (kernel.name, kernel.threads, kernel.count("STG")) == ("kernel", 128, 1)
@@ -145,12 +178,116 @@ def test_kernel_without_its_instructions_is_a_fault(tmp_path: Path) -> None:
     assert "expected a rule" in fault
 
 
-def test_serialised_products_are_a_fault(tmp_path: Path) -> None:
-    fine, log = compiled(tmp_path, PRODUCTS)
-    assert fine[0].count("HGMMA") == 2
-    assert static_gates.compiler_complaints(log) == []
-    complaints = static_gates.compiler_complaints(compiled(tmp_path, PRODUCTS, "-DTOUCHED")[1])
-    assert any("serialized" in line for line in complaints)
+@pytest.fixture(scope="module")
+def controls(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Kernel], list[str]]:
+    """The kernels of wgmma_controls.cu by name, and ptxas's complaints about them."""
+    folder = tmp_path_factory.mktemp("controls")
+    kernels, log = compiled(folder, WGMMA_CONTROLS.read_text(), f"-I{ROOT / 'csrc'}")
+    return {kernel.name: kernel for kernel in kernels}, static_gates.compiler_complaints(log)
+
+
+WAITS = "expected at least 4 products with each accumulator from one wait to the next"
+SPILLED = "expected everything in registers"
+SIGNALS = "expected only the last product of a group to signal gsb0"
+# Kernel -> the codes of ptxas's complaints about it, and what the gates find in its machine code.
+WGMMA_FAULTS: dict[str, tuple[set[str], set[str]]] = {
+    "is_fine": (set(), set()),
+    "has_no_fence": ({"C7519"}, set()),
+    "reads_before_the_wait": ({"C7517"}, set()),
+    "scales_between_products": ({"C7517", "C7519"}, {WAITS, "expected at most 16 instructions from one product"}),
+    "scales_in_flight": ({"C7514"}, {WAITS}),
+    "never_waits": ({"C7517"}, set()),
+    "calls_a_function": ({"C7510", "C7519"}, {WAITS, SPILLED}),
+    "diverges": ({"C7520"}, {WAITS}),
+    "has_too_many_sums": ({"C7511"}, {WAITS, SPILLED}),
+    "commits_each_product": (set(), {SIGNALS}),
+    "waits_in_between": (set(), {WAITS}),
+    "branches_in_between": ({"C7519"}, {SIGNALS, "expected no branch between the products of a group, got @!P0 BRA"}),
+    "computes_in_between": (
+        set(),
+        {"expected at most 16 instructions from one product", "expected at most 64 instructions between two products"},
+    ),
+    "releases_with_a_fence": (
+        set(),
+        {"expected no MEMBAR in its loop, got MEMBAR", "expected no ERRBAR in its loop, got ERRBAR"},
+    ),
+    "loads_an_operand": (set(), {"expected both operands in shared memory, got HGMMA.64x64x16.F32.BF16 R"}),
+}
+
+
+@pytest.mark.parametrize("name", WGMMA_FAULTS)
+def test_gates_of_wgmma(controls: tuple[dict[str, Kernel], list[str]], name: str) -> None:
+    kernels, complaints = controls
+    codes, faults = WGMMA_FAULTS[name]
+    said = [line for line in complaints if re.search(rf"'_Z\d+{name}[A-Z]", line)]
+    assert {match[0] for line in said if (match := re.search(r"C7\d+", line))} == codes
+    assert {name for name in kernels if "roles" not in name and "gives" not in name} == WGMMA_FAULTS.keys()
+    rule = dataclasses.replace(static_gates.WGMMA, name="", contains=("HGMMA",), registers_from=None)
+    found = static_gates.faults([kernels[name]], [rule])
+    for fault in faults:
+        assert [text for text in found if text.startswith(f"sm_90a {name}: {fault}")], found
+    if SPILLED not in faults:  # which lengthens all parts of the loop
+        assert len(found) == len(faults), found
+
+
+def test_registers_of_roles(controls: tuple[dict[str, Kernel], list[str]], tmp_path: Path) -> None:
+    kernels, complaints = controls
+    source = tmp_path / "kernel.cuh"
+
+    def faults(name: str, producer: int, consumer: int) -> list[str]:
+        source.write_text(f"constexpr int kProducerRegisters = {producer}, kConsumerRegisters = {consumer};")
+        return static_gates.register_faults(kernels[name], str(source))
+
+    assert faults("has_roles", 24, 240) == faults("has_other_roles", 40, 232) == []
+    assert faults("has_other_roles", 24, 240) == [
+        f"expected setmaxnreg to 24 and to 240, as in {source}, got USETMAXREG.TRY_ALLOC 232, USETMAXREG.DEALLOC 40"
+    ]
+    too_many = dataclasses.replace(kernels["has_roles"], role_registers=[("DEALLOC", 32), ("TRY_ALLOC", 240)])
+    kernels["has_more_roles"] = too_many
+    assert faults("has_more_roles", 32, 240) == [
+        "expected at most 504 registers of 3 warpgroups, 168 each at launch, got 32 + 2 * 240 = 512 in " + str(source)
+    ]
+    # ptxas ignores setmaxnreg, and does not name the kernel.
+    unnamed = {match[0] for line in complaints if "'_Z" not in line and (match := re.search(r"C7\d+", line))}
+    assert unnamed == {"C7507", "C7508"}
+    for name in ("has_roles_without_bounds", "gives_up_registers_it_uses"):
+        assert f"expected setmaxnreg to 24 and to 240, as in {source}, got none" in faults(name, 24, 240)
+    source.write_text("constexpr int kConsumerRegisters = 240;")
+    with pytest.raises(RuntimeError, match="expected kProducerRegisters and kConsumerRegisters, got none"):
+        static_gates.register_plan(str(source))
+
+
+def test_too_many_threads_is_a_complaint(tmp_path: Path) -> None:
+    log = "ptxas fatal   : (C7602) Insufficient registers (128) to compile instruction at line 26906 in function _Z4k\n"
+    assert static_gates.compiler_complaints(f"ptxas info : 1 bytes gmem\n{log}") == [log.strip()]
+    with pytest.raises(AssertionError, match=re.escape("(C7602) Insufficient registers")):
+        compiled(tmp_path, WGMMA_CONTROLS.read_text(), f"-I{ROOT / 'csrc'}", "-DTOO_MANY_THREADS")
+
+
+def test_gates_of_groups_of_products() -> None:
+    """What nvcc does not make of any source."""
+
+    def faults(*texts: str) -> list[str]:
+        kernel = Kernel("sm_90a", "k")
+        for end in range(len(texts)):
+            kernel.opcodes[texts[end].split()[0]] += 1
+            if "DEPBAR" in texts[end]:
+                kernel.groups.append(static_gates.find_group(code(*texts[: end + 1])))
+        return static_gates.wgmma_faults(kernel, 2)
+
+    ready, wait = "WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    first = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR20].tnspA.tnspB, R24, UP0"
+    last = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR20].tnspA.tnspB, R24, gsb0"
+    assert faults(ready, first, last, wait) == []
+    assert faults(ready, first.replace("R24, UP0", "RZ, !UPT"), last, wait) == [], "overwrites the sums"
+    moved = first.replace("R24, UP0", "R88, UP0")
+    assert faults(ready, moved, last, wait) == [f"expected products that add to their own accumulators, got {moved}"]
+    assert faults(ready, first, last) == ["expected a wait for all 2 products, got one for 0"]
+    # Another accumulator has its products in another group.
+    others = [text.replace("R24", "R88") for text in (first, last)]
+    assert faults(ready, first, others[0], last, others[1].replace(", gsb0", ""), wait)[0].startswith(SIGNALS)
+    (fault,) = faults(ready, first, last, wait, ready, *others, wait)
+    assert fault.startswith("expected at least 2 products with each accumulator from one wait to the next, got 0")
 
 
 def test_missing_log_is_an_error() -> None:
@@ -196,6 +333,7 @@ LOOP = code(
 
 def test_the_path_with_whole_vectors_counts() -> None:
     assert static_gates.find_loop(LOOP) == Loop(3 + 3 + 2, lead=3 + 3, pause=1 + 3 + 3)
+    assert static_gates.find_loop(LOOP).burst == 3  # one LDSM, two LDGSTS
     # Another branch closes no loop, and another loop does not multiply.
     for end in range(1, 13):
         assert static_gates.find_loop(LOOP[:end]) == Loop()
@@ -205,7 +343,7 @@ def test_the_path_with_whole_vectors_counts() -> None:
     without_copies = [(a, t.replace("LDGSTS", "LDG")) for a, t in LOOP]
     assert static_gates.find_loop(without_copies) == Loop(4, lead=2, pause=3), "the shortest way"
     products_first = [LOOP[0], (LOOP[1][0], LOOP[11][1]), *LOOP[2:]]
-    assert static_gates.find_loop(products_first) == Loop(8, lead=0, pause=5)
+    assert static_gates.find_loop(products_first) == Loop(8, lead=0, pause=5, gap=5)
     between = [LOOP[0], (LOOP[1][0], LOOP[11][1]), LOOP[2], (LOOP[3][0], LOOP[11][1]), *LOOP[4:]]
     assert static_gates.find_loop(between).pause > static_gates.find_loop(between).lead == 0
 

@@ -242,13 +242,15 @@ def linear() -> Drawing:
 
     d.line((425, 298), (425, 346))
     d.note(435, 318, "table: CUDA tensors,\nor CPU tensors inside testing.emulated()")
-    d.box((220, 346, 420, 48), KERNEL, "csrc/gemm/gemm_sm80.h", "launch_gemm_sm80: by dtype, GemmSm80<T>::launch")
+    d.box(
+        (220, 346, 420, 48), KERNEL, "csrc/gemm/gemm_cuda.h", "launch_gemm_cuda: on wgmma if it can, else on mma.sync"
+    )
     d.line((425, 394), (425, 416))
     d.box(
         (220, 416, 420, 64),
         KERNEL,
-        "csrc/gemm/gemm_sm80_launch.cuh",
-        "launch_with: choose_plan (plan_sm80.h), then\nlaunch_layout, launch_shape: one instantiation",
+        "csrc/gemm/gemm_sm90_launch.cuh, gemm_sm80_launch.cuh",
+        "choose_plan (plan_sm90.h, plan_sm80.h): tile and split of k;\nthen one instantiation",
     )
     d.line((425, 480), (425, 502))
     d.box((220, 502, 420, 36), HARDWARE, "csrc/rt/launch.cuh: rt::launch")
@@ -261,7 +263,10 @@ def linear() -> Drawing:
     d.line((325, 612), (325, 632))
     d.line((535, 612), (535, 632))
     d.box(
-        (220, 632, 420, 48), KERNEL, "csrc/gemm/gemm_sm80.cuh", "kernel gemm_sm80: multiply_tiles, add_splits, epilogue"
+        (220, 632, 420, 48),
+        KERNEL,
+        "csrc/gemm/gemm_sm90.cuh, gemm_sm80.cuh",
+        "the kernel: products, add_splits, epilogue",
     )
 
     d.text(700, 26, "Backward", size=14, bold=True)

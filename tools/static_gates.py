@@ -16,8 +16,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,9 +37,26 @@ class Rule:
     contains: tuple[str, ...] = ()  # regular expressions; an opcode must begin with a match of each
     contains_sm90: tuple[str, ...] = ()  # the same for sm_90 and later
     shared_bytes: int | None = None  # dynamic shared memory, if all instances use the same
-    lead: int | None = None  # upper limit of `Loop.lead`
-    pause: int | None = None  # upper limit of `Loop.pause`
+    lead: int | None = None  # upper limits of what `Loop` counts
+    pause: int | None = None
+    gap: int | None = None
+    burst: int | None = None
+    loop_excludes: tuple[str, ...] = ()  # regular expressions; no opcode of the loop may begin with a match of one
+    steps: int | None = None  # wgmma: products of an accumulator from one wait to the next, both operands in memory
+    registers_from: str | None = None  # wgmma: the source, relative to csrc, with the registers of each role
 
+
+# The kernels on wgmma. One group of products is in flight while the lead of the next is issued.
+WGMMA = Rule(
+    "",
+    ("HGMMA", "UTMALDG", r"SYNCS\.PHASECHK", "UTMASTG", "STSM"),
+    lead=48,
+    pause=64,
+    gap=16,
+    loop_excludes=("MEMBAR", "ERRBAR", "BAR", "UCGABAR", "LDL", "STL"),
+    steps=4,
+    registers_from="gemm/gemm_sm90.cuh",
+)
 
 # The first rule that matches a kernel applies; a kernel without a rule is a fault.
 RULES = (
@@ -50,12 +68,16 @@ RULES = (
     Rule("bucket_kernel<2", (r"LDG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     Rule("bucket_kernel", (r"LDG\.E\.EF\.128", r"STG\.E\.EF\.128", "DFMA", "ATOMG"), shared_bytes=72),
     # Both operands of this layout would have to be transposed, which ldmatrix cannot do with 4-byte elements.
-    Rule("gemm_sm80<Gemm<float, [12], false, false", ("HMMA", "LDGSTS"), lead=8, pause=112),
-    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, ", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=12),
+    Rule("gemm_sm80<Gemm<float, [12], false, false", ("HMMA", "LDGSTS"), lead=8, pause=112, burst=8),
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t).*GemmConfig{128, ", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=12, burst=4),
     # Several blocks of smaller tiles share an SM: the products of one fill the pauses of the others.
-    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=32),
+    Rule("gemm_sm80<Gemm<(half_t|bfloat16_t)", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=32, burst=10),
     # ptxas moves most of the rounding and splitting after the products of a step, whatever the source order.
-    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=112),
+    Rule("gemm_sm80", ("HMMA", "LDSM", "LDGSTS"), lead=8, pause=112, burst=10),
+    # A swapped tile leaves through shared memory and registers; staged for TMA, float32 needs no stmatrix.
+    replace(WGMMA, name=r"gemm_sm90<.*GemmConfig{\d+, \d+, \d+, \w+, true", contains=WGMMA.contains[:3]),
+    replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
+    replace(WGMMA, name="gemm_sm90"),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
     Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128"), (r"REDG\.E\.ADD\.F32x4",)),
@@ -68,7 +90,26 @@ RULES = (
 )
 
 # Opcodes that characterize a kernel, in the order of the table.
-SHOWN = ("HGMMA", "HMMA", "FFMA", "DFMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDSM", "LDS", "STS", "LDG", "STG", "BAR")
+SHOWN = (
+    "HGMMA",
+    "HMMA",
+    "FFMA",
+    "DFMA",
+    "UTMALDG",
+    "UTMASTG",
+    "STSM",
+    "LDGSTS",
+    "LDSM",
+    "LDS",
+    "STS",
+    "LDG",
+    "STG",
+    "BAR",
+)
+COLUMNS = (
+    *("kernel", "registers", "threads", "shared memory", "blocks", "loop", "lead", "pause", "gap"),
+    *("instructions", "opcodes"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +119,9 @@ class Loop:
     instructions: int = 0
     lead: int = 0  # instructions before the first matrix product, while the tensor cores idle
     pause: int = 0  # most consecutive instructions without one, including the next iteration
+    gap: int = 0  # the same, without those before the first and after the last one
+    burst: int = field(default=0, compare=False)  # most LDSM and LDGSTS that follow each other without one
+    body: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass
@@ -92,6 +136,8 @@ class Kernel:
     threads: int = 0  # upper limit per block; 0: no launch bounds
     opcodes: Counter[str] = field(default_factory=Counter)
     loop: Loop = Loop()  # empty if no loop multiplies
+    groups: list[tuple[str, ...]] = field(default_factory=list)  # find_group of each wait for wgmma
+    role_registers: list[tuple[str, int]] = field(default_factory=list)  # setmaxnreg: "DEALLOC" or "TRY_ALLOC", count
 
     def count(self, opcode: str) -> int:
         """The number of occurrences of `opcode`, with any modifiers."""
@@ -147,6 +193,10 @@ def read_kernels(binary: Path) -> list[Kernel]:
             code.append((int(match[1], 16), match[2].strip()))
             if match[3].startswith("BRA"):
                 kernel.loop = kernel.loop if kernel.loop.instructions else find_loop(code)  # innermost first
+            elif match[3] == "WARPGROUP.DEPBAR.LE" and (group := find_group(code)):
+                kernel.groups.append(group)
+            elif change := re.match(r"USETMAXREG\.(DEALLOC|TRY_ALLOC).* 0x([0-9a-f]+)", code[-1][1]):
+                kernel.role_registers.append((change[1], int(change[2], 16)))
     bounded = False
     for arch, line in _by_arch(_dump(binary, "-elf")):
         if line.startswith(".nv.info."):
@@ -172,25 +222,53 @@ def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
     body = [(address, text) for address, text in code if address >= first]
     if not any("MMA." in text for _, text in body):
         return Loop()
-    # address -> the best path to it: its copies, its instructions (negative: fewer are better), and how many of them
-    # are before the first product, between products, and after the last.
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {first: (0, 0, (0,))}
+    # address -> the best path to it: its copies, its instructions (negative: fewer are better), and the address before.
+    best: dict[int, tuple[int, int, int]] = {first: (0, 0, first)}
     for (address, text), (following, _) in zip(body, body[1:]):
         if address not in best:
             continue
-        copies, instructions, pauses = best[address]
-        pauses = (*pauses, 0) if "MMA." in text else (*pauses[:-1], pauses[-1] + 1)
-        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, pauses)
+        copies, instructions, _ = best[address]
+        way = (copies + len(re.findall(r"LDGSTS\S*\.128 ", text)), instructions - 1, address)
         target = _branch_target(text)
         for successor in {target} if text.startswith("BRA 0x") else {target, following}:
             if successor is not None and successor > address:  # an inner loop counts once
                 best[successor] = max(best.get(successor, way), way)
     if last not in best:
         return Loop()
-    _, instructions, (lead, *others) = best[last]
-    if not others:  # this path has no products
-        return Loop(1 - instructions, lead, lead)
-    return Loop(1 - instructions, lead, max(*others, others[-1] + 1 + lead))  # + 1: the branch back
+    texts, path = dict(body), [last]
+    while path[-1] != first:
+        path.append(best[path[-1]][2])
+    return measure_loop([texts[address] for address in reversed(path)])
+
+
+def measure_loop(body: Sequence[str]) -> Loop:
+    """The counts for these instructions of one iteration."""
+    pauses, bursts = [0], [0]  # before the first product, between products, and after the last one
+    for text in body:
+        if "MMA." in text:
+            pauses.append(0)
+            bursts.append(0)
+        else:
+            pauses[-1] += 1
+            bursts[-1] += bool(re.search(r"\b(LDSM|LDGSTS)\b", text))
+    if len(pauses) == 1:  # this path has no products
+        return Loop(len(body), len(body) - 1, len(body) - 1, body=tuple(body))
+    gap = max(pauses[1:-1], default=0)
+    pause = max(gap, pauses[-1] + pauses[0])
+    burst = max([*bursts[1:-1], bursts[-1] + bursts[0]])
+    return Loop(len(body), pauses[0], pause, gap, burst, tuple(body))
+
+
+def find_group(code: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """The instructions from the first to the last product of wgmma between the last instruction of `code`, a wait, and
+    the wait before it; empty if there are no products."""
+    group: list[str] = []
+    for _, text in reversed(code[:-1]):
+        if "WARPGROUP.DEPBAR" in text:
+            break
+        group.append(text)
+    products = [i for i, text in enumerate(group) if "GMMA." in text]
+    return tuple(reversed(group[products[0] : products[-1] + 1])) if products else ()
 
 
 def _branch_target(text: str) -> int | None:
@@ -226,7 +304,7 @@ def readable(symbols: Sequence[str]) -> list[str]:
 
 def compiler_complaints(text: str) -> list[str]:
     """The lines in which ptxas reports that it serialized wgmma, or ignored a register count."""
-    return [line.strip() for line in text.splitlines() if re.search(r"\(C75\d\d\)", line)]
+    return [line.strip() for line in text.splitlines() if re.search(r"\(C(75\d\d|7602)\)", line)]
 
 
 def rule_of(kernel: Kernel, rules: Sequence[Rule]) -> Rule | None:
@@ -261,10 +339,89 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
                 f"{where}expected at most {rule.pause} instructions between two products of its loop, got "
                 f"{kernel.loop.pause}; they depend on each other, or the compiler has grouped them"
             )
+        if rule.gap is not None and kernel.loop.gap > rule.gap:
+            found.append(
+                f"{where}expected at most {rule.gap} instructions from one product of an iteration to the next, got "
+                f"{kernel.loop.gap}; compute what they need before the first one"
+            )
+        if rule.burst is not None and kernel.loop.burst > rule.burst:
+            found.append(
+                f"{where}expected at most {rule.burst} LDSM and LDGSTS between two products of its loop, got "
+                f"{kernel.loop.burst}; distribute loads and copies among the products"
+            )
+        for pattern in rule.loop_excludes:
+            if within := [text for text in kernel.loop.body if re.match(rf"(@!?U?P\w+\s+)?{pattern}", text)]:
+                found.append(f"{where}expected no {pattern} in its loop, got {within[0]}")
+        if rule.steps is not None:
+            found += [where + fault for fault in wgmma_faults(kernel, rule.steps)]
+        if rule.registers_from is not None:
+            found += [where + fault for fault in register_faults(kernel, rule.registers_from)]
         newer = int(re.sub(r"\D", "", kernel.arch)) >= 90
         for pattern in (*rule.contains, *(rule.contains_sm90 if newer else ())):
             if not any(re.match(pattern, opcode) for opcode in kernel.opcodes):
                 found.append(f"{where}expected an instruction {pattern}, got none among {kernel.opcodes.total()}")
+    return found
+
+
+def wgmma_faults(kernel: Kernel, steps: int) -> list[str]:
+    """What is wrong with the groups of wgmma: ptxas keeps a group in flight only if each accumulator stays in its
+    registers and nothing branches, and then only the last product signals the wait's scoreboard, gsb0."""
+    product = re.compile(r"GMMA\.\S+ (R\d+), (\S+?), (?:gdesc\S+ )?(\w+)")  # the sums, a, and the sums they add to
+    found = []
+    waited = sum("GMMA." in text for group in kernel.groups for text in group)
+    if waited < kernel.count("HGMMA"):
+        found.append(f"expected a wait for all {kernel.count('HGMMA')} products, got one for {waited}")
+    moved, loaded, signals, branches, counts = [], [], [], [], []
+    for group in kernel.groups:
+        products = [text for text in group if "GMMA." in text]
+        operands = [match.groups() for text in products if (match := product.search(text))]
+        counts.append(Counter(sums for sums, _, _ in operands))
+        moved += [text for text, (sums, _, of) in zip(products, operands) if of not in (sums, "RZ")]
+        loaded += [text for text, (_, a, _) in zip(products, operands) if not a.startswith("gdesc")]
+        signals += [text for text in products[:-1] if "gsb0" in text]
+        branches += [text for text in group if re.search(r"\b(BRA|BRX|JMP|CALL|BSYNC|WARPSYNC)\b", text)]
+    if moved:
+        found.append(f"expected products that add to their own accumulators, got {moved[0]}")
+    if loaded:
+        found.append(f"expected both operands in shared memory, got {loaded[0]}")
+    if signals:
+        found.append(f"expected only the last product of a group to signal gsb0, got {signals[0]}")
+    if branches:
+        found.append(f"expected no branch between the products of a group, got {branches[0]}")
+    accumulators = set().union(*counts)
+    least = min((count[sums] for count in counts for sums in accumulators), default=steps)
+    if least < steps:
+        found.append(
+            f"expected at least {steps} products with each accumulator from one wait to the next, got {least}; the "
+            "source waits earlier, or ptxas has serialised them, and its message C75xx says why"
+        )
+    return found
+
+
+def register_plan(source: str) -> tuple[int, int]:
+    """The registers of a thread of the producer and of a consumer in a source, relative to csrc."""
+    text = (_build.CSRC / source).read_text()
+    match = re.search(r"kProducerRegisters = (\d+), kConsumerRegisters = (\d+);", text)
+    if match is None:
+        raise RuntimeError(f"{source}: expected kProducerRegisters and kConsumerRegisters, got none")
+    return int(match[1]), int(match[2])
+
+
+def register_faults(kernel: Kernel, source: str) -> list[str]:
+    """What is wrong with setmaxnreg: its counts differ from the source, or a block has too few registers for them, and
+    would wait for more without end."""
+    producer, consumer = register_plan(source)
+    found = []
+    if sorted(kernel.role_registers) != [("DEALLOC", producer), ("TRY_ALLOC", consumer)]:
+        got = ", ".join(f"USETMAXREG.{kind} {count}" for kind, count in kernel.role_registers) or "none"
+        found.append(f"expected setmaxnreg to {producer} and to {consumer}, as in {source}, got {got}")
+    warpgroups = kernel.threads // 128
+    needed, limit = producer + (warpgroups - 1) * consumer, warpgroups * kernel.registers
+    if needed > limit:
+        found.append(
+            f"expected at most {limit} registers of {warpgroups} warpgroups, {kernel.registers} each at launch, got "
+            f"{producer} + {warpgroups - 1} * {consumer} = {needed} in {source}"
+        )
     return found
 
 
@@ -308,8 +465,8 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
         lines = [
             f"## {arch}",
             "",
-            "| kernel | registers | threads | shared memory | blocks | loop | lead | pause | instructions | opcodes |",
-            "|---|---|---|---|---|---|---|---|---|---|",
+            f"| {' | '.join(COLUMNS)} |",
+            f"|{'---|' * len(COLUMNS)}",
         ]
         for kernel in (k for k in kernels if k.arch == arch):
             rule = rule_of(kernel, rules)
@@ -322,7 +479,7 @@ def tables(kernels: Sequence[Kernel], rules: Sequence[Rule] = RULES) -> dict[str
                 f"{shared if dynamic is not None else '?'} | "
                 f"{'' if dynamic is not None else '≤ '}{'?' if blocks is None else blocks} | "
                 f"{kernel.loop.instructions or ''} | {kernel.loop.lead if kernel.loop.instructions else ''} | "
-                f"{kernel.loop.pause or ''} | "
+                f"{kernel.loop.pause or ''} | {kernel.loop.gap or ''} | "
                 f"{kernel.opcodes.total()} | {mix} |"
             )
         out[arch] = "\n".join(lines) + "\n"
@@ -346,7 +503,7 @@ def read_document(path: Path = DOCUMENT) -> tuple[str, dict[str, str]]:
 def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
     """architecture -> name -> kernel of the document; its shared memory is the total, or 0 for ?."""
     row = re.compile(
-        r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE
+        r"^\| `(.+?)` \| (\d+) \| (\d+) \| (?:\?|(\d+)) \| [^|]* \| (\d*) \| (\d*) \| (\d*) \| (\d*) \|", re.MULTILINE
     )
     return {
         arch: {
@@ -357,9 +514,9 @@ def documented_kernels(path: Path = DOCUMENT) -> dict[str, dict[str, Kernel]]:
                 int(registers),
                 shared_bytes=int(shared or 0),
                 threads=int(threads),
-                loop=Loop(int(loop or 0), int(lead or 0), int(pause or 0)),
+                loop=Loop(int(loop or 0), int(lead or 0), int(pause or 0), int(gap or 0)),
             )
-            for name, registers, threads, shared, loop, lead, pause in row.findall(table)
+            for name, registers, threads, shared, loop, lead, pause, gap in row.findall(table)
         }
         for arch, table in read_document(path)[1].items()
     }
@@ -379,17 +536,39 @@ def stale(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> list[str]:
     return [arch for arch, table in new.items() if old.get(arch) != table] if old_cuda == cuda else []
 
 
-def build_log(stamp: dict[str, object]) -> str:
+def cuda_objects(stamp: dict[str, Any]) -> list[Path]:
+    """The objects of the library's CUDA sources."""
+    plan = _build.Plan(stamp["torch"], stamp["compiler"], None, tuple(stamp["archs"]), jobs=1)
+    folder = ROOT / "build" / plan.name / "csrc"
+    sources = sorted(source for source in _build.CSRC.rglob("*.cu") if plan.archs_of(source))
+    return [(folder / source.relative_to(_build.CSRC)).with_suffix(".o") for source in sources]
+
+
+def build_log(stamp: dict[str, Any]) -> str:
     """nvcc's messages for the objects of the library; raises FileNotFoundError if there are none."""
-    plan = _build.Plan(str(stamp["torch"]), str(stamp["compiler"]), None, (), jobs=1)
-    objects = ROOT / "build" / plan.name / "csrc"
     text = ""
-    for source in sorted(_build.CSRC.rglob("*.cu")):
-        log = (objects / source.relative_to(_build.CSRC)).with_suffix(".o" + _build.LOG_SUFFIX)
+    for path in cuda_objects(stamp):
+        log = path.with_suffix(".o" + _build.LOG_SUFFIX)
         if not log.exists():
             raise FileNotFoundError(f"{log}: no compiler messages; build with CUDA_EXT_CUDA=1 make build")
         text += log.read_text()
     return text
+
+
+def shared_kernels(objects: Iterable[Path]) -> list[str]:
+    """The faults of objects for sm_90a alone: kernels that are not of these sources, so that others launch them too."""
+    found = []
+    for path in objects:
+        if _build.SM90A_SOURCES not in path.name:
+            continue
+        symbols = re.findall(r"^\s*Function (\S+):$", _dump(path, "-res-usage"), re.MULTILINE)
+        names = readable(symbols) if symbols else []
+        found += [
+            f"{path.name}: expected only kernels for sm_90a, got {name}; launch it from another source"
+            for name in names
+            if _build.SM90A_SOURCES not in name.partition("<")[0]
+        ]
+    return found
 
 
 def main() -> int:
@@ -403,7 +582,7 @@ def main() -> int:
     kernels = read_kernels(_stamp.LIBRARY)
     missing = {_toolchain.sm_name(arch) for arch in stamp["archs"]} - {kernel.arch for kernel in kernels}
     found = [f"{arch}: expected kernels, got none" for arch in sorted(missing)]
-    found += faults(kernels) + compiler_complaints(build_log(stamp))
+    found += faults(kernels) + compiler_complaints(build_log(stamp)) + shared_kernels(cuda_objects(stamp))
     if arguments.write:
         write_document(stamp["cuda"], tables(kernels))
     found += [

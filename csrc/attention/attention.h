@@ -92,7 +92,7 @@ struct AttentionBackwardParams : AttentionParams {
   int64_t grad_bias_elements = 0;
 };
 
-CUDA_EXT_CPU_LAUNCHER(attention_forward, AttentionParams)
-CUDA_EXT_CPU_LAUNCHER(attention_backward, AttentionBackwardParams)
+CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(attention_forward, AttentionParams)
+CUDA_EXT_CPU_LAUNCHER_WITH_BFLOAT16(attention_backward, AttentionBackwardParams)
 
 }  // namespace cuda_ext

@@ -45,29 +45,43 @@ void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
   });
 }
 
-// The buffers of one thread.
-template <class T>
+// The buffers of one thread. _of_logits: for K Q^T and V dO^T, in elements of kDepth values.
+template <class Storage, class T = Compute<Storage>>
 struct BackwardScratch {
-  T *k, *v, *grad_k, *grad_v;         // (kBackwardKeys, pitch or pitch_v)
-  T *q, *grad_out;                    // (kPanelQueries, pitch or pitch_v)
-  T *q_t, *grad_out_t;                // (dim or dim_v, width)
+  T *k, *grad_k, *grad_v;        // (kBackwardKeys, pitch or pitch_v)
+  T *k_of_logits, *v_of_logits;  // (kBackwardKeys, pitch of packed_dim); k_of_logits is k if the layout is the same
+  T *q, *grad_out;               // (kPanelQueries, pitch or pitch_v)
+  T *q_t, *grad_out_t;           // (packed_dim of dim or dim_v, width)
   T *weights, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
   T* mask;                            // (kBackwardKeys, width), dropout
   Scratch scratch;
 
   explicit BackwardScratch(const AttentionParams& p)
       : scratch(allocate<T>({{&k, kBackwardKeys * row_pitch<T>(p.dim)},
-                             {&v, kBackwardKeys * row_pitch<T>(p.dim_v)},
+                             {&k_of_logits, kSharesK ? 0 : kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
+                             {&v_of_logits, kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim_v))},
                              {&grad_k, kBackwardKeys * row_pitch<T>(p.dim)},
                              {&grad_v, kBackwardKeys * row_pitch<T>(p.dim_v)},
                              {&q, kPanelQueries<T> * row_pitch<T>(p.dim)},
                              {&grad_out, kPanelQueries<T> * row_pitch<T>(p.dim_v)},
-                             {&q_t, kPanelQueries<T> * p.dim},
-                             {&grad_out_t, kPanelQueries<T> * p.dim_v},
+                             {&q_t, kPanelQueries<T> * packed_dim<Storage>(p.dim)},
+                             {&grad_out_t, kPanelQueries<T> * packed_dim<Storage>(p.dim_v)},
                              {&weights, kBackwardKeys * kPanelQueries<T>},
                              {&grad_logits, kBackwardKeys * kPanelQueries<T>},
                              {&slopes, p.softcap > 0 ? kBackwardKeys * kPanelQueries<T> : 0},
-                             {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0}})) {}
+                             {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0}})) {
+    if (kSharesK) k_of_logits = k;
+  }
+
+  void pack_keys(Rows<const Storage> keys, Rows<const Storage> values, int64_t count, int64_t dim,
+                 int64_t dim_v) const {
+    pack_rows<1>(keys, count, dim, k);
+    if (!kSharesK) pack_rows<kDepth<Storage>>(keys, count, dim, k_of_logits);
+    pack_rows<kDepth<Storage>>(values, count, dim_v, v_of_logits);
+  }
+
+ private:
+  static constexpr bool kSharesK = kDepth<Storage> == 1;
 };
 
 // The gradient of a bias, at one head.
@@ -114,8 +128,8 @@ struct BiasGradient {
 
 // Turns the logits (in scratch.weights) and dP (in scratch.grad_logits) of a block into P and dS, and adds to the
 // gradient of the bias.
-template <int Vectors, class T>
-void softmax_gradient(const HeadContext<T>& head, const BackwardScratch<T>& scratch, const T* lse, const T* delta,
+template <class Storage, int Vectors, class T = Compute<Storage>>
+void softmax_gradient(const HeadContext<T>& head, const BackwardScratch<Storage>& scratch, const T* lse, const T* delta,
                       int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys, const BiasGradient<T>& grad_bias) {
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
@@ -240,7 +254,7 @@ class BackwardPass {
     });
 
     run_workers(heads_.groups * shares_ * splits_, [&](TaskQueue& queue) {
-      const BackwardScratch<T> scratch(p_);
+      const BackwardScratch<Storage> scratch(p_);
       T* head_grad_q;
       const int64_t group = p_.heads / p_.heads_kv;
       const Scratch head_scratch =
@@ -263,7 +277,7 @@ class BackwardPass {
 
   // One key head of one sequence, in one split of its keys.
   struct KeyHead {
-    const BackwardScratch<T>& scratch;
+    const BackwardScratch<Storage>& scratch;
     T* head_grad_q;  // of this thread
     int64_t b, kv_head, split;
     T* grad_bias;
@@ -285,15 +299,14 @@ class BackwardPass {
     const Sequence s(p_, at.b);
     const auto k = rows_of<const Storage>(p_.key, at.b, s.k_begin, at.kv_head),
                v = rows_of<const Storage>(p_.value, at.b, s.k_begin, at.kv_head);
-    const BackwardScratch<T>& scratch = at.scratch;
+    const BackwardScratch<Storage>& scratch = at.scratch;
     const int64_t group = p_.heads / p_.heads_kv, h_begin = at.kv_head * group, h_end = h_begin + group;
     for (int64_t h = h_begin; h < h_end; ++h)
       for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(at, s, h)[i], padded<T>(p_.dim), T(0));
 
     for (int64_t j = at.split * kBackwardKeys; j < s.k_len; j += splits_ * kBackwardKeys) {
       const int64_t keys = std::min(kBackwardKeys, s.k_len - j);
-      pack_rows(k.from(j), keys, p_.dim, scratch.k);
-      pack_rows(v.from(j), keys, p_.dim_v, scratch.v);
+      scratch.pack_keys(k.from(j), v.from(j), keys, p_.dim, p_.dim_v);
       std::fill_n(scratch.grad_k, keys * pitch_, T(0));
       std::fill_n(scratch.grad_v, keys * pitch_v_, T(0));
       for (int64_t h = h_begin; h < h_end; ++h) visit_queries(at, s, h, j, keys);
@@ -306,11 +319,19 @@ class BackwardPass {
     }
   }
 
+  // K Q^T or V dO^T, times factor: out (keys, width).
+  static void product_of_logits(int64_t keys, int64_t dim, const T* a, const T* b, int64_t width, T* out, T factor) {
+    using Element = Packed<kDepth<Storage>, T>;
+    const int64_t steps = packed_dim<Storage>(dim);
+    block_product<false>(keys, width / kLanes<T>, steps, reinterpret_cast<const Element*>(a), row_pitch<T>(steps), 1,
+                         reinterpret_cast<const Element*>(b), width, out, width, factor);
+  }
+
   // Adds what queries of head h and keys [j, j + keys), which are packed in scratch, contribute to all gradients.
   void visit_queries(const KeyHead& at, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
     const int64_t vectors = padded<T>(p_.dim) / lanes, vectors_v = padded<T>(p_.dim_v) / lanes;
-    const BackwardScratch<T>& scratch = at.scratch;
+    const BackwardScratch<Storage>& scratch = at.scratch;
     const HeadContext<T> head(p_, s, at.b, h);
     const auto q = rows_of<const Storage>(p_.query, at.b, s.q_begin, h),
                grad_out = rows_of<const Storage>(p_.grad_out, at.b, s.q_begin, h);
@@ -326,18 +347,16 @@ class BackwardPass {
     for (int64_t i = i_first; i < i_last; i += kPanelQueries<T>) {
       const int64_t i_end = std::min(s.q_len, i + kPanelQueries<T>), queries = i_end - i;
       const int64_t width = padded<T>(queries);
-      pack_transposed(q.from(i), queries, p_.dim, head.q_factor, scratch.q_t, width);
-      pack_transposed(grad_out.from(i), queries, p_.dim_v, T(1), scratch.grad_out_t, width);
-      pack_rows(q.from(i), queries, p_.dim, scratch.q);
-      pack_rows(grad_out.from(i), queries, p_.dim_v, scratch.grad_out);
+      pack_transposed(q.from(i), queries, p_.dim, scratch.q_t, width);
+      pack_transposed(grad_out.from(i), queries, p_.dim_v, scratch.grad_out_t, width);
+      pack_rows<1>(q.from(i), queries, p_.dim, scratch.q);
+      pack_rows<1>(grad_out.from(i), queries, p_.dim_v, scratch.grad_out);
 
-      block_product<false>(keys, width / lanes, p_.dim, scratch.k, pitch_, 1, scratch.q_t, width, scratch.weights,
-                           width);
-      block_product<false>(keys, width / lanes, p_.dim_v, scratch.v, pitch_v_, 1, scratch.grad_out_t, width,
-                           scratch.grad_logits, width);
+      product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.weights, head.logit_factor);
+      product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
       with_vectors(width / lanes, [&](auto count) {
-        softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
-                                                 grad_bias);
+        softmax_gradient<Storage, decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j,
+                                                          keys, grad_bias);
       });
       block_product<true>(keys, vectors_v, queries, scratch.weights, width, 1, scratch.grad_out, pitch_v_,
                           scratch.grad_v, pitch_v_);

@@ -205,7 +205,7 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
     for (int64_t i = 0; i < count; ++i) prefetch_row(rows[i + kRowsAhead], dim);
     return f(rows);
   }
-  pack_rows(rows, count, dim, packed);
+  pack_rows<1>(rows, count, dim, packed);
   f(Rows<const T>{packed, row_pitch<T>(dim)});
 }
 

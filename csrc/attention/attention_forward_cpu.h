@@ -16,7 +16,7 @@ constexpr int64_t kBlockPanels = 8;  // at most; the panels of a block share eac
 // A panel of queries, and its softmax over the keys visited so far.
 template <class T>
 struct Panel {
-  T* q_t;    // (dim, width)
+  T* q_t;    // (packed_dim, width)
   T* out_t;  // (dim_v, width); divided by row_sum at the end
   T row_max[kPanelQueries<T>];
   T row_sum[kPanelQueries<T>];
@@ -28,14 +28,18 @@ struct Panel {
 };
 
 // Updates the panel's softmax and output with keys [j_begin, j_begin + keys), which pack_rows has packed into k and v.
-template <int Vectors, class T>
+template <class Storage, int Vectors, class T = Compute<Storage>>
 void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v, int64_t j_begin, int64_t keys,
             T* logits) {
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
 
-  panel_product<T, Vectors, false>(keys, p.dim, k, row_pitch<T>(p.dim), 1, panel.q_t, width, logits, width);
+  using Element = Packed<kDepth<Storage>, T>;
+  const int64_t dim = packed_dim<Storage>(p.dim);
+  panel_product<T, Vectors, false>(keys, dim, reinterpret_cast<const Element*>(k), row_pitch<T>(dim), 1,
+                                   reinterpret_cast<const Element*>(panel.q_t), width, logits, width,
+                                   head.logit_factor);
   if (head.softcap > 0) apply_softcap<Vectors>(logits, keys, head.softcap);
   head.template apply_bias_and_mask<Vectors>(logits, panel.i_begin, panel.i_end, j_begin, keys);
 
@@ -90,9 +94,9 @@ class ForwardWorker {
  public:
   ForwardWorker(const AttentionParams& p, int64_t max_panels)
       : p_(p),
-        scratch_(allocate<T>({{&q_t_, max_panels * p.dim * kPanelQueries<T>},
+        scratch_(allocate<T>({{&q_t_, max_panels * packed_dim<Storage>(p.dim) * kPanelQueries<T>},
                               {&out_t_, max_panels * p.dim_v * kPanelQueries<T>},
-                              {&k_block_, kBlockKeys * row_pitch<T>(p.dim)},
+                              {&k_block_, kBlockKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
                               {&v_block_, kBlockKeys * row_pitch<T>(p.dim_v)},
                               {&logits_, kBlockKeys * kPanelQueries<T>}})) {}
 
@@ -117,11 +121,10 @@ class ForwardWorker {
       if (panel.i_begin >= s.q_len) break;
       panel.i_end = std::min(s.q_len, panel.i_begin + kPanelQueries<T>);
       panel.head = kv_head * group + n % group;
-      panel.q_t = q_t_ + count_ * p_.dim * kPanelQueries<T>;
+      panel.q_t = q_t_ + count_ * packed_dim<Storage>(p_.dim) * kPanelQueries<T>;
       panel.out_t = out_t_ + count_ * p_.dim_v * kPanelQueries<T>;
-      const HeadContext<T> head(p_, s, b, panel.head);
       pack_transposed(rows_of<const Storage>(p_.query, b, s.q_begin + panel.i_begin, panel.head),
-                      panel.i_end - panel.i_begin, p_.dim, head.q_factor, panel.q_t, panel.width());
+                      panel.i_end - panel.i_begin, p_.dim, panel.q_t, panel.width());
       std::fill_n(panel.out_t, p_.dim_v * panel.width(), T(0));
       // A sink is a key before all others that has no value.
       std::fill_n(panel.row_max, kPanelQueries<T>,
@@ -132,7 +135,7 @@ class ForwardWorker {
   }
 
   void visit_keys(const Sequence& s, int64_t b, int64_t kv_head) {
-    const int64_t pitch = row_pitch<T>(p_.dim), pitch_v = row_pitch<T>(p_.dim_v);
+    const int64_t pitch = row_pitch<T>(packed_dim<Storage>(p_.dim)), pitch_v = row_pitch<T>(p_.dim_v);
     const auto k = rows_of<const Storage>(p_.key, b, s.k_begin, kv_head),
                v = rows_of<const Storage>(p_.value, b, s.k_begin, kv_head);
     // Blocks of keys start at a multiple of 4, as apply_dropout requires; the mask hides the keys this adds.
@@ -141,8 +144,8 @@ class ForwardWorker {
                   keys_end = visible.key_end(panels_[count_ - 1].i_end);
     for (int64_t j = keys_begin; j < keys_end; j += kBlockKeys) {
       const int64_t j_end = std::min(keys_end, j + kBlockKeys);
-      pack_rows(k.from(j), j_end - j, p_.dim, k_block_);
-      pack_rows(v.from(j), j_end - j, p_.dim_v, v_block_);
+      pack_rows<kDepth<Storage>>(k.from(j), j_end - j, p_.dim, k_block_);
+      pack_rows<1>(v.from(j), j_end - j, p_.dim_v, v_block_);
       for (int64_t n = 0; n < count_; ++n) {
         Panel<T>& panel = panels_[n];
         const int64_t from = std::max(j, visible.key_begin(panel.i_begin) / 4 * 4);
@@ -150,8 +153,8 @@ class ForwardWorker {
         if (from >= to) continue;
         const HeadContext<T> head(p_, s, b, panel.head);
         with_vectors(panel.vectors(), [&](auto vectors) {
-          attend<decltype(vectors)::value>(head, panel, k_block_ + (from - j) * pitch, v_block_ + (from - j) * pitch_v,
-                                           from, to - from, logits_);
+          attend<Storage, decltype(vectors)::value>(head, panel, k_block_ + (from - j) * pitch,
+                                                    v_block_ + (from - j) * pitch_v, from, to - from, logits_);
         });
       }
     }

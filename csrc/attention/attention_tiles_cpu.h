@@ -3,6 +3,10 @@
 // Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim,
 // width). S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane,
 // so that no horizontal operation is needed, and neither head dimension needs padding.
+//
+// Where the CPU multiplies pairs of bfloat16, K Q^T and V dO^T do so, in half the steps: their operands are bfloat16,
+// and products and sums are as exact as float32 ones. The other products have an operand in float32, the weights or
+// their gradient, which stay float32.
 #pragma once
 
 #include "attention/attention.h"
@@ -11,6 +15,20 @@
 #include "cpu/microkernel.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+// The `depth` (cpu/bfloat16_pair.h) of the operands of K Q^T and V dO^T.
+#if defined(CUDA_EXT_BFLOAT16_PAIRS)
+template <class Storage>
+constexpr int kDepth = std::is_same_v<Storage, bfloat16_t> ? 2 : 1;
+#else
+template <class Storage>
+constexpr int kDepth = 1;
+#endif
+// The number of elements in which `dim` values are packed.
+template <class Storage>
+constexpr int64_t packed_dim(int64_t dim) {
+  return (dim + kDepth<Storage> - 1) / kDepth<Storage>;
+}
 
 // Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
 // rescaling.
@@ -129,25 +147,28 @@ CUDA_EXT_INLINE void prefetch_row(const Storage* row, int64_t dim) {
   for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d);
 }
 
-// (n, dim) rows of storage -> rows of T, row_pitch apart, padded with zeros to a whole vector.
-template <class Storage, class T = Compute<Storage>>
+// (n, dim) rows of storage -> rows of elements of `depth` values, row_pitch apart, padded with zeros to a whole vector.
+template <int depth, class Storage, class T = Compute<Storage>>
 void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
-  const int64_t pitch = row_pitch<T>(dim);
+  const int64_t elements = (dim + depth - 1) / depth, pitch = row_pitch<T>(elements);
   for (int64_t i = 0; i < n; ++i) {
     prefetch_row(rows[i + kRowsAhead], dim);
-    for_vectors<T>(dim,
-                   [&](int64_t d, int64_t count) { store(packed + i * pitch + d, load_partial(rows[i] + d, count)); });
+    for_vectors<T>(elements, [&](int64_t d, int64_t count) {
+      store(packed + i * pitch + d, load_along_k<depth>(rows[i] + depth * d, dim - depth * d, count));
+    });
   }
 }
 
-// (n, dim) rows of storage -> factor * transpose, (dim, width) of T; lanes from n on are zeros. width: whole vectors.
+// (n, dim) rows of storage -> their transpose, (packed_dim, width) of T; lanes from n on are zeros. width: whole
+// vectors.
 template <class Storage, class T = Compute<Storage>>
-void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T factor, T* packed, int64_t width) {
-  constexpr int lanes = kLanes<T>;
+void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed, int64_t width) {
+  constexpr int lanes = kLanes<T>, depth = kDepth<Storage>;
   for (int64_t i = 0; i < width; i += lanes) {
-    for_vectors<T>(dim, [&](int64_t d, int64_t count) {
+    for_vectors<T>(packed_dim<Storage>(dim), [&](int64_t d, int64_t count) {
       Vec<T> square[lanes];
-      for (int r = 0; r < lanes; ++r) square[r] = i + r < n ? load_partial(rows[i + r] + d, count) * factor : Vec<T>{};
+      for (int r = 0; r < lanes; ++r)
+        square[r] = i + r < n ? load_along_k<depth>(rows[i + r] + depth * d, dim - depth * d, count) : Vec<T>{};
       transpose<T>(square);
       for (int64_t r = 0; r < count; ++r) store(packed + (d + r) * width + i, square[r]);
     });
@@ -170,7 +191,7 @@ void unpack_transposed(const T* packed, int64_t width, const T* lane_scale, int6
   }
 }
 
-// The inverse of pack_rows.
+// The inverse of pack_rows<1>.
 template <class Storage, class T = Compute<Storage>>
 void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
   const int64_t pitch = row_pitch<T>(dim);
@@ -309,7 +330,7 @@ template <class T>
 struct HeadContext {
   const AttentionParams& p;
   Visibility visible;
-  T q_factor;  // multiplied into the packed queries: the scale, divided by the softcap if there is one
+  T logit_factor;  // of query @ key^T: the scale, divided by the softcap if there is one
   T softcap;
   T slope;
   int64_t diagonal;   // Sk - Sq
@@ -319,7 +340,7 @@ struct HeadContext {
   HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
       : p(params),
         visible(params, s),
-        q_factor(T(params.softcap > 0 ? params.scale / params.softcap : params.scale)),
+        logit_factor(T(params.softcap > 0 ? params.scale / params.softcap : params.scale)),
         softcap(T(params.softcap)),
         slope(params.alibi_slopes == nullptr
                   ? T(0)

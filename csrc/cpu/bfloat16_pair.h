@@ -1,6 +1,10 @@
 // Two consecutive bfloat16 values along k, the first in the low half: the operand type of VDPBF16PS, which multiplies
 // pairs and adds both products to a float32. Instruction sets that have it define CUDA_EXT_BFLOAT16_PAIRS. For tests,
 // CUDA_EXT_BFLOAT16_PAIRS_MODEL replaces the instruction by arithmetic that every CPU has.
+//
+// `depth` is the number of values along k in an element of a packed operand: 1, or 2 where bfloat16 values stay
+// unconverted. Such a pair is stored in a float32, which is only moved until the microkernel reads it as a
+// BFloat16Pair; an odd k is padded with a zero.
 #pragma once
 
 #include "cpu/simd.h"
@@ -39,5 +43,23 @@ CUDA_EXT_INLINE Vec<float> multiply_add(Vec<float> sum, Words a, Words b) {
 }
 
 #endif
+
+// The type as which the microkernel reads elements of a packed operand.
+template <int depth, class T>
+using Packed = std::conditional_t<depth == 1, T, BFloat16Pair>;
+
+// `count` consecutive elements of an operand whose values along k are adjacent; k values are left.
+template <int depth, class Storage, class T = Compute<Storage>>
+CUDA_EXT_INLINE Vec<T> load_along_k(const Storage* p, int64_t k, int64_t count) {
+  if constexpr (depth == 1) return load_partial(p, count);
+  if constexpr (depth == 2) {
+    Vec<T> elements{};
+    if (count >= kLanes<T> && k >= 2 * kLanes<T>)
+      std::memcpy(&elements, p, sizeof elements);
+    else
+      std::memcpy(&elements, p, size_t(std::min(k, 2 * count)) * sizeof(Storage));
+    return elements;
+  }
+}
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

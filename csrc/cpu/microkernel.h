@@ -39,7 +39,7 @@ CUDA_EXT_INLINE void add_products(int64_t k, const Element* a, int64_t a_row, in
 
 template <class T, int Rows, int Vectors, bool kAccumulate, class Element>
 CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b,
-                                  int64_t ldb, T* c, int64_t ldc) {
+                                  int64_t ldb, T* c, int64_t ldc, T factor = T(1)) {
   Vec<T> sum[Rows][Vectors];
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
@@ -54,44 +54,44 @@ CUDA_EXT_INLINE void tile_product(int64_t k, const Element* a, int64_t a_row, in
       // C is added at the end instead of being the initial sum, so that rounding errors grow with the number of blocks,
       // not with k.
       T* at = c + i * ldc + j * kLanes<T>;
-      store(at, kAccumulate ? load(at) + sum[i][j] : sum[i][j]);
+      store(at, kAccumulate ? load(at) + sum[i][j] : sum[i][j] * factor);
     }
   }
 }
 
-template <class T, int Rows, int Vectors, bool kAccumulate>
-CUDA_EXT_INLINE int64_t tiles_from(int64_t i, int64_t m, int64_t k, const T* a, int64_t a_row, int64_t a_col,
-                                   const T* b, int64_t ldb, T* c, int64_t ldc) {
+template <class T, int Rows, int Vectors, bool kAccumulate, class Element>
+CUDA_EXT_INLINE int64_t tiles_from(int64_t i, int64_t m, int64_t k, const Element* a, int64_t a_row, int64_t a_col,
+                                   const Element* b, int64_t ldb, T* c, int64_t ldc, T factor) {
   for (; i + Rows <= m; i += Rows)
-    tile_product<T, Rows, Vectors, kAccumulate>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc);
+    tile_product<T, Rows, Vectors, kAccumulate>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc, factor);
   return i;
 }
 
-template <class T, int Vectors, bool kAccumulate>
-void panel_product(int64_t m, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b, int64_t ldb, T* c,
-                   int64_t ldc) {
+template <class T, int Vectors, bool kAccumulate, class Element>
+void panel_product(int64_t m, int64_t k, const Element* a, int64_t a_row, int64_t a_col, const Element* b, int64_t ldb,
+                   T* c, int64_t ldc, T factor = T(1)) {
   constexpr int rows = tile_rows(Vectors);
-  int64_t i = tiles_from<T, rows, Vectors, kAccumulate>(0, m, k, a, a_row, a_col, b, ldb, c, ldc);
-  if constexpr (rows > 4) i = tiles_from<T, 4, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc);
-  if constexpr (rows > 2) i = tiles_from<T, 2, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc);
-  tiles_from<T, 1, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc);
+  int64_t i = tiles_from<T, rows, Vectors, kAccumulate>(0, m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
+  if constexpr (rows > 4) i = tiles_from<T, 4, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
+  if constexpr (rows > 2) i = tiles_from<T, 2, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
+  tiles_from<T, 1, Vectors, kAccumulate>(i, m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
 }
 
-// C (m, vectors * lanes) = or += A (m, k) @ B (k, vectors * lanes). A's element (i, j) is a[i * a_row + j * a_col];
-// B and C are row-major with whole vectors in every row.
-template <bool kAccumulate, class T>
-void block_product(int64_t m, int64_t vectors, int64_t k, const T* a, int64_t a_row, int64_t a_col, const T* b,
-                   int64_t ldb, T* c, int64_t ldc) {
+// C (m, vectors * lanes) = factor * A (m, k) @ B (k, vectors * lanes), or, without a factor, += it. A's element (i, j)
+// is a[i * a_row + j * a_col]; B and C are row-major with whole vectors in every row.
+template <bool kAccumulate, class T, class Element>
+void block_product(int64_t m, int64_t vectors, int64_t k, const Element* a, int64_t a_row, int64_t a_col,
+                   const Element* b, int64_t ldb, T* c, int64_t ldc, T factor = T(1)) {
   constexpr int lanes = kLanes<T>;
   for (; vectors >= kTileVectors; vectors -= kTileVectors, b += kTileVectors * lanes, c += kTileVectors * lanes)
-    panel_product<T, kTileVectors, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+    panel_product<T, kTileVectors, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
   if constexpr (kTileVectors > 3) {
-    if (vectors == 3) return panel_product<T, 3, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+    if (vectors == 3) return panel_product<T, 3, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
   }
   if constexpr (kTileVectors > 2) {
-    if (vectors == 2) return panel_product<T, 2, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+    if (vectors == 2) return panel_product<T, 2, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
   }
-  if (vectors == 1) panel_product<T, 1, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc);
+  if (vectors == 1) panel_product<T, 1, kAccumulate>(m, k, a, a_row, a_col, b, ldb, c, ldc, factor);
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

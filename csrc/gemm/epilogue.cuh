@@ -31,9 +31,9 @@ struct TilePosition {
   int columns;
 };
 
-// The epilogue of a tile that Threads share. `stride`: floats between rows in shared memory. The tile consists of runs of
-// warp_rows rows (one per row of warps); shared memory has pass_rows of each run at a time. `rows_at_once`: as many as fit
-// in registers next to the accumulators that are still to be staged.
+// The epilogue of a tile that Threads share. `stride`: floats between rows in shared memory. The tile consists of runs
+// of warp_rows rows (one per row of warps); shared memory has pass_rows of each run at a time. `rows_at_once`: as many
+// as fit in registers next to the accumulators that are still to be staged.
 template <class Threads, int stride, int staged_rows, int warp_rows, int pass_rows, int rows_at_once = 2>
 class TileEpilogue {
  public:
@@ -56,9 +56,26 @@ class TileEpilogue {
     }
   }
 
-  // Processes the rows of pass `pass`.
+  // Processes the rows of pass `pass`. Two loops, because each needs other registers.
   DEVICE void run(const float* staged, int pass) {
     if (count_ == 0) return;
+    if (params_.preact.data != nullptr)
+      for_rows(staged, pass, [&](const auto& position, const auto& products) { backward(position, products); });
+    else
+      for_rows(staged, pass, [&](const auto& position, const auto& products) { forward(position, products); });
+  }
+
+  // Stores the sums of the tile's columns, which belong to its row of tiles.
+  DEVICE void store_sums(float* shared, float* bias_sums) const {
+    store_block_sums<Threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
+  }
+
+ private:
+  using Rows = Piece<kRowsAtOnce>;
+  using Position = PiecePosition<kRowsAtOnce>;
+
+  template <class F>
+  DEVICE void for_rows(const float* staged, int pass, const F& f) const {
 #pragma unroll 1  // the code is long
     for (int i = mine_.row; i < staged_rows; i += kRowsAtOnce * mine_.rows) {
       Position position;
@@ -72,21 +89,9 @@ class TileEpilogue {
         position.exists[r] = position.row[r] < params_.m;
         products[r] = staged + row * stride + mine_.column;
       }
-      if (params_.preact.data != nullptr)
-        backward(position, products);
-      else
-        forward(position, products);
+      f(position, products);
     }
   }
-
-  // Stores the sums of the tile's columns, which belong to its row of tiles.
-  DEVICE void store_sums(float* shared, float* bias_sums) const {
-    store_block_sums<Threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
-  }
-
- private:
-  using Rows = Piece<kRowsAtOnce>;
-  using Position = PiecePosition<kRowsAtOnce>;
 
   DEVICE void read_bias(int64_t right, float (&bias)[kVector]) const {
     const Operand& operand = params_.bias;

@@ -10,7 +10,7 @@
 #include "arch/warp.cuh"
 #include "arch/wgmma.cuh"
 #include "gemm/epilogue.cuh"
-#include "gemm/plan_sm90.h"
+#include "gemm/maps_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
@@ -26,8 +26,35 @@ struct ConsumerThreads {
   // Opaque, because accumulators leave no registers for what could be computed before the products.
   DEVICE static int consumer() { return arch::opaque_thread_index() / kWarpgroup - 1; }
   DEVICE static int index() { return arch::opaque_thread_index() % kWarpgroup; }
-  DEVICE static void sync() { arch::named_barrier_sync(1 + consumer(), kThreads); }
+  DEVICE static bool is_first_lane() { return arch::opaque_thread_index() % arch::kWarpSize == 0; }
+  DEVICE static void sync(Site site = {}) { arch::named_barrier_sync(1 + consumer(), kThreads, site); }
 };
+// What a block computes for work item `item` of its cluster.
+struct WorkItem {
+  int split;
+  int batch;
+  int row_tile;
+  int column_tile;
+  int first_k_tile;
+  int k_tiles;
+
+  DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
+    const ItemPlace place = place_of_item(plan, item);
+    batch = place.batch;
+    split = place.split;
+    row_tile = place.row_group * plan.cluster + rank;
+    column_tile = place.column_tile;
+    first_k_tile = split * plan.split_k_tiles;
+    const int k_left = plan.all_k_tiles - first_k_tile;
+    k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
+  }
+
+  // Its index among the tiles of the output.
+  DEVICE int tile(const GemmPlan& plan) const {
+    return (batch * plan.column_tiles + column_tile) * plan.row_groups * plan.cluster + row_tile;
+  }
+};
+
 // How rows of the output are staged as floats: 64 rows and 32 columns at a time, of pairs 16 and 16; of a swapped tile
 // all of its rows and the 64 columns of the consumer. The padding avoids bank conflicts when fragments are stored.
 template <bool swapped, int block_n>
@@ -39,11 +66,8 @@ struct StagedRows {
   using Epilogue = epilogue::TileEpilogue<ConsumerThreads, kStride, kRows, kRows, kRows, 1>;
 };
 
-// For TMA, each warp stages slabs of its 16 rows and kLineBytes, swizzled, in two buffers.
-constexpr int kSlabRows = 16;
-constexpr int kSlabBytes = kSlabRows * kLineBytes;
-constexpr int kSlabs = 2;
-constexpr int kSlabsBytes = 4 * kSlabs * kSlabBytes;  // of the 4 warps
+// Buffers of a warp for slabs (maps_sm90.cuh), as many as fit.
+constexpr int kSlabsBytes = 4096;
 
 // v = part `part` of the accumulators, in groups of `count`.
 template <int count, int rows, int registers>
@@ -56,19 +80,19 @@ DEVICE void select(const float (&sums)[rows][registers], int part, float (&v)[co
 #pragma unroll
         for (int r = 0; r < count; ++r) v[r] = sums[i][j * count + r];
 }
-// The same for pairs: the first half of v is gate, the second half up.
+// The same for pairs.
 template <int count, int rows, int registers>
-DEVICE void select_pairs(const float (&sums)[rows][registers], int part, float (&v)[count]) {
-  constexpr int kHalf = registers / 2, kCount = count / 2;
+DEVICE void select_pairs(const float (&sums)[rows][registers], int part, float (&gate)[count], float (&up)[count]) {
+  constexpr int kHalf = registers / 2;
 #pragma unroll
   for (int i = 0; i < rows; ++i)
 #pragma unroll
-    for (int j = 0; j < kHalf / kCount; ++j)
-      if (part == i * (kHalf / kCount) + j)
+    for (int j = 0; j < kHalf / count; ++j)
+      if (part == i * (kHalf / count) + j)
 #pragma unroll
-        for (int r = 0; r < kCount; ++r) {
-          v[r] = sums[i][j * kCount + r];
-          v[kCount + r] = sums[i][kHalf + j * kCount + r];
+        for (int r = 0; r < count; ++r) {
+          gate[r] = sums[i][j * count + r];
+          up[r] = sums[i][kHalf + j * count + r];
         }
 }
 
@@ -81,114 +105,158 @@ DEVICE void for_fragment(const F& f) {
   for (int r = 0; r < count; ++r) f(r, row + r / 2 % 2 * 8, column + r / 4 * 8 + r % 2);
 }
 
-// Writes a fragment of 16 rows to a slab, from 16-byte chunk `first` of its lines on.
-template <class Out, int count>
-DEVICE void write_fragments(SharedAddress slab, int first, const float (&v)[count]) {
+// Writes a warp's fragment, 16 columns from `column` of a slab on, in the swizzle of its line length.
+template <class Out>
+DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
+  constexpr int kLine = kSlabColumns * sizeof(Out);
   const int lane = ConsumerThreads::index() % arch::kWarpSize;
   if constexpr (sizeof(Out) == 2) {
     // Lanes 8q to 8q + 7 have the rows of quadrant q: rows first, like the registers of a fragment.
-    const SharedAddress line = slab + lane % 16 * kLineBytes;
-    const int chunk = (first + lane / 16) ^ lane % 8;
+    const int chunk = (column / 8 + lane / 16) ^ lane / 2 % 4;
+    uint32_t m[4];
 #pragma unroll
-    for (int j = 0; j < count / 8; ++j) {
-      uint32_t m[4];
-#pragma unroll
-      for (int q = 0; q < 4; ++q) m[q] = arch::pack<Out>(v[8 * j + 2 * q], v[8 * j + 2 * q + 1]);
-      arch::stmatrix<4>(line + (chunk ^ 2 * j) * 16, m);
-    }
+    for (int q = 0; q < 4; ++q) m[q] = arch::pack<Out>(v[2 * q], v[2 * q + 1]);
+    arch::stmatrix<4>(slab + lane % 16 * kLine + chunk * 16, m);
   } else {
-    const SharedAddress line = slab + lane / 4 * kLineBytes + lane % 2 * 8;
-    const int chunk = (first + lane % 4 / 2) ^ lane / 4;
+    // Rows 2i and 2i + 1 use the same pairs of chunks, so odd rows begin with the second column: 8 rows fill all banks.
+    const int odd = lane / 4 % 2;
+    const SharedAddress line = slab + lane / 4 * kLine + lane % 2 * 8;
+    const int chunk = (column / 4 + lane % 4 / 2) ^ lane / 4;
 #pragma unroll
-    for (int j = 0; j < count / 4; ++j)
-#pragma unroll
-      for (int below = 0; below < 2; ++below)
-        arch::store_shared(
-            line + below * 8 * kLineBytes + (chunk ^ 2 * j) * 16,
-            arch::Words2{{arch::float_bits(v[4 * j + 2 * below]), arch::float_bits(v[4 * j + 2 * below + 1])}});
+    for (int r = 0; r < 8; r += 2) {
+      const SharedAddress at = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
+      // Values, not references to an element that `odd` chooses: for those v would have to be on the stack.
+      const float left = v[r], right = v[r + 1];
+      const float first = odd ? +right : +left, second = odd ? +left : +right;
+      arch::store_shared(at + odd * 4, first);
+      arch::store_shared(at + (4 - odd * 4), second);
+    }
   }
 }
 
-// The part of the output that this consumer computes. `first_row`: its first row in the tile.
+// The part of the output that this consumer computes of a work item.
 template <class Gemm>
-DEVICE epilogue::TilePosition position_of(const GemmParams& params, int batch, int row_tile, int column_tile,
-                                          int first_row) {
-  const int of_pair = has_pairs(params) ? 2 : 1;
+DEVICE epilogue::TilePosition position_of(const GemmParams& params, const WorkItem& work) {
+  const int of_pair = has_pairs(params) ? 2 : 1, columns = Gemm::Rows::kColumns / of_pair;
+  const int64_t row = int64_t(work.row_tile) * Gemm::kBlockM + Gemm::first_row();
+  const int64_t column = int64_t(work.column_tile) * Gemm::kBlockN;
   if constexpr (Gemm::kSwapped)
-    return {batch, int64_t(column_tile) * Gemm::kBlockN, (int64_t(row_tile) * Gemm::kBlockM + first_row) / of_pair,
-            Gemm::Rows::kColumns / of_pair};
+    return {work.batch, column, row / of_pair, columns};
   else
-    return {batch, int64_t(row_tile) * Gemm::kBlockM + first_row, int64_t(column_tile) * (Gemm::kBlockN / of_pair),
-            Gemm::Rows::kColumns / of_pair};
+    return {work.batch, row, column / of_pair, columns};
 }
 
 // Copies the bias of a tile to shared memory, before the products, for store_by_tma.
 template <class Gemm>
 DEVICE void stage_bias(const GemmParams& params, int column_tile, typename Gemm::Storage& shared) {
   if (params.bias.data == nullptr) return;
+  const int width = has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN;
   ConsumerThreads::sync();  // the bias of the tile before has been read
   epilogue::with_storage(params.bias.dtype, [&](auto tag) {
     using T = decltype(tag);
-#pragma unroll
     for (int i = ConsumerThreads::index(); i < Gemm::kBlockN; i += kWarpgroup) {
-      const int64_t column = int64_t(column_tile) * Gemm::kBlockN + i;
-      const float x = column < params.n ? arch::to_float(arch::load_global<T>(static_cast<const T*>(params.bias.data) +
-                                                                              column * params.bias.column_stride))
-                                        : 0.0f;
+      const int64_t column = int64_t(column_tile) * width + i % width, at = column + i / width * params.n;
+      const T* const bias = static_cast<const T*>(params.bias.data) + at * params.bias.column_stride;
+      const float x = column < params.n ? arch::to_float(arch::load_global<T>(bias)) : 0.0f;
       arch::store_shared(arch::shared_address(&shared.bias[ConsumerThreads::consumer()][i]), x);
     }
   });
   ConsumerThreads::sync();
 }
 
-// out = activation(alpha sums + bias), by TMA. The stores are in flight when this returns.
-template <class Gemm, class Out>
-DEVICE void store_by_tma(const GemmParams& params, const arch::TensorMap& out, const epilogue::TilePosition& tile,
-                         typename Gemm::Storage& shared, const typename Gemm::Accumulators& sums) {
-  constexpr int kColumns = 32, kCount = kColumns / 2;  // of a part; more do not fit in registers
-  constexpr int kParts = Gemm::kBlockN / kColumns, kPartsOfSlab = kLineBytes / (kColumns * int(sizeof(Out)));
-  const int thread = ConsumerThreads::index(), lane = thread % arch::kWarpSize, warp = thread / arch::kWarpSize;
-  const int consumer = ConsumerThreads::consumer();
+// v = alpha v + bias, where `bias` belongs to the first column of the fragment.
+template <int count>
+DEVICE void scale_and_add_bias(const GemmParams& params, const float* bias, float (&v)[count]) {
   const float alpha = float(params.alpha);
+#pragma unroll
+  for (float& x : v) x *= alpha;
+  if (params.bias.data == nullptr) return;
+  bias += ConsumerThreads::index() % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < count / 4; ++j) {
+    const auto words = arch::load_shared<arch::Words2>(arch::shared_address(bias + j * 8));
+#pragma unroll
+    for (int r = 0; r < 4; ++r) v[4 * j + r] += arch::bits_float(words.data[r % 2]);
+  }
+}
+
+// Starts the stores of the slabs of out, preact's gate and preact's up, as one group.
+template <int slab_bytes, bool pairs>
+DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, SharedAddress slabs,
+                       const int (&at)[4]) {
+  if (plan.tma_add)
+    arch::tma_store<true>(maps.out, slabs, at);
+  else
+    arch::tma_store(maps.out, slabs, at);
+  if (params.preact_out.data != nullptr) {
+    arch::tma_store(maps.preact, slabs + slab_bytes, at);
+    if constexpr (pairs) arch::tma_store(maps.preact, slabs + 2 * slab_bytes, {at[0], 1, at[2], at[3]});
+  }
+  arch::bulk_commit();
+}
+
+// out = activation(alpha sums + bias), or += alpha sums; and preact_out: by TMA. The stores are in flight when this
+// returns.
+template <class Gemm, class Out, bool pairs>
+DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
+                         const epilogue::TilePosition& tile, typename Gemm::Storage& shared,
+                         const typename Gemm::Accumulators& sums) {
+  constexpr int kCount = 8, kColumns = 2 * kCount;  // at once: more do not fit in registers next to the accumulators
+  constexpr int kSlabs = Gemm::kBlockN / kSlabColumns / (pairs ? 2 : 1);
+  constexpr int kSlabBytes = kSlabRows * kSlabColumns * sizeof(Out), kBuffers = kSlabsBytes / kSlabBytes;
+  const bool with_preact = params.preact_out.data != nullptr;
+  // A set of buffers has a slab of each output. All sets but one may be in flight.
+  const int sets = kBuffers / (with_preact ? pairs ? 3 : 2 : 1);
+  // Addresses are computed where they are used: there are no registers to keep them.
+  const auto slabs_of = [&](int set) {  // out, preact: gate, up
+    return arch::shared_address(shared.staging[ConsumerThreads::consumer()]) +
+           ConsumerThreads::index() / arch::kWarpSize * kSlabsBytes + set * (kBuffers / sets) * kSlabBytes;
+  };
+  const auto bias_of = [&](int column) { return shared.bias[ConsumerThreads::consumer()] + column; };
+  int set = 0;
+  if (ConsumerThreads::is_first_lane())
+    arch::bulk_wait_read<0>();  // the stores of the tile before have read the buffers
 #pragma unroll 1
-  for (int part = 0; part < Gemm::kRowBlocks * kParts; ++part) {
-    const int64_t row = tile.row + part / kParts * kRowBlock + warp * kSlabRows;
-    const int column = part % kParts * kColumns;  // of the tile
-    const int slab_column = column / (kColumns * kPartsOfSlab) * (kColumns * kPartsOfSlab);
-    if (row >= params.m || tile.column + slab_column >= params.n) continue;
-    float v[kCount];
-    select(sums, part, v);
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      float bias[2] = {};
-      if (params.bias.data != nullptr) {
-        const auto words = arch::load_shared<arch::Words2>(
-            arch::shared_address(&shared.bias[consumer][column + j * 8 + lane % 4 * 2]));
-        bias[0] = arch::bits_float(words.data[0]);
-        bias[1] = arch::bits_float(words.data[1]);
+  for (int i = 0; i < Gemm::kRowBlocks * kSlabs; ++i) {
+    const int first = i % kSlabs * kSlabColumns;  // of the tile
+    const int row = int(tile.row) + i / kSlabs * kRowBlock + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
+    if (row >= params.m || tile.column + first >= params.n) continue;
+    if (ConsumerThreads::is_first_lane()) {
+      if (sets == 1)
+        arch::bulk_wait_read<0>();
+      else if (sets == 2)
+        arch::bulk_wait_read<1>();
+      else
+        arch::bulk_wait_read<3>();
+    }
+    arch::sync_warp();
+#pragma unroll 1
+    for (int column = 0; column < kSlabColumns; column += kColumns) {
+      const int part = (i * kSlabColumns + column) / kColumns;
+      float v[kCount], up[kCount];
+      if constexpr (pairs) {
+        select_pairs(sums, part, v, up);
+        scale_and_add_bias(params, bias_of(Gemm::kBlockN / 2 + first + column), up);
+        if (with_preact) write_slab<Out>(slabs_of(set) + 2 * kSlabBytes, column, up);
+      } else {
+        select(sums, part, v);
       }
+      scale_and_add_bias(params, bias_of(first + column), v);
+      if (with_preact) write_slab<Out>(slabs_of(set) + kSlabBytes, column, v);
+      epilogue::with_activation(params.activation, [&](auto f) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) v[4 * j + r] = alpha * v[4 * j + r] + bias[r % 2];
-    }
-    epilogue::with_activation(params.activation, [&](auto f) {
+        for (float& x : v) x = f.value(x);
+      });
+      if constexpr (pairs)
 #pragma unroll
-      for (float& x : v) x = f.value(x);
-    });
-    const int of_slab = part % kPartsOfSlab;
-    const SharedAddress slab =
-        arch::shared_address(shared.staging[consumer]) + (warp * kSlabs + part / kPartsOfSlab % kSlabs) * kSlabBytes;
-    if (of_slab == 0) {
-      if (lane == 0) arch::bulk_wait_read<kSlabs - 1>();  // the store from this buffer has read it
-      arch::sync_warp();
+        for (int r = 0; r < kCount; ++r) v[r] *= up[r];
+      write_slab<Out>(slabs_of(set), column, v);
     }
-    write_fragments<Out>(slab, of_slab * (kColumns * int(sizeof(Out)) / 16), v);
-    if (of_slab + 1 < kPartsOfSlab) continue;
     arch::fence_async_shared();
     arch::sync_warp();
-    if (lane == 0) {
-      arch::tma_store(out, slab, {int(tile.column) + slab_column, int(row), tile.batch});
-      arch::bulk_commit();
-    }
+    if (ConsumerThreads::is_first_lane())
+      send_slabs<kSlabBytes, pairs>(params, plan, maps, slabs_of(set), {int(tile.column) + first, 0, row, tile.batch});
+    set = set + 1 < sets ? set + 1 : 0;
   }
 }
 
@@ -204,13 +272,17 @@ DEVICE void store_rows(const GemmParams& params, const GemmPlan& plan, const epi
   for (int part = 0; part < Gemm::kRowBlocks * kParts; ++part) {
     epilogue::TilePosition at = tile;
     at.row += part / kParts * kRowBlock;
-    at.column += part % kParts * tile.columns;
+    at.column += part % kParts * at.columns;
     if (at.row >= params.m || at.column >= params.n) continue;
     float v[kCount];
-    if (!Gemm::kSwapped && has_pairs(params))
-      select_pairs(sums, part, v);
-    else
+    if (!Gemm::kSwapped && has_pairs(params)) {
+      float gate[kCount / 2], up[kCount / 2];
+      select_pairs(sums, part, gate, up);
+#pragma unroll
+      for (int r = 0; r < kCount; ++r) v[r] = r < kCount / 2 ? gate[r] : up[r - kCount / 2];
+    } else {
       select(sums, part, v);
+    }
     ConsumerThreads::sync();  // the part before has been read
     if constexpr (Gemm::kSwapped) {
       for_fragment<kCount>([&](int r, int row, int column) {

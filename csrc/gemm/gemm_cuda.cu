@@ -7,6 +7,8 @@ namespace cuda_ext {
 rt::Device gemm_cuda_device() { return rt::describe_device("gemm"); }
 
 sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32) {
+  if (!has_gemm_sm90())
+    return {.plan = {}, .refusal = "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST"};
   return sm90::choose_plan(params, float32 == Float32Product::kTf32, gemm_cuda_device());
 }
 

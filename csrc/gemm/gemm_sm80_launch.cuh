@@ -7,7 +7,7 @@
 
 #include "gemm/gemm_sm80.cuh"
 #include "gemm/gemm_sm80.h"
-#include "gemm/split_k.cuh"
+#include "gemm/split_k.h"
 #include "rt/device.h"
 
 namespace cuda_ext::sm80 {

@@ -1,34 +1,32 @@
-// Workspace, and the choice of the instantiation.
-#include "gemm/gemm_sm90_launch.cuh"
+// Tensor maps, workspace, and the choice of the instantiation.
+#include "gemm/gemm_sm90.h"
+
+#include "gemm/column_sums.cuh"
+#include "gemm/maps_sm90.cuh"
+#include "gemm/split_k.h"
 
 namespace cuda_ext {
 
 namespace sm90 {
-
-extern template struct Layout<half_t, Major::kK, Major::kK>;
-extern template struct Layout<half_t, Major::kK, Major::kMn>;
-extern template struct Layout<half_t, Major::kMn, Major::kK>;
-extern template struct Layout<half_t, Major::kMn, Major::kMn>;
-extern template struct Layout<bfloat16_t, Major::kK, Major::kK>;
-extern template struct Layout<bfloat16_t, Major::kK, Major::kMn>;
-extern template struct Layout<bfloat16_t, Major::kMn, Major::kK>;
-extern template struct Layout<bfloat16_t, Major::kMn, Major::kMn>;
-extern template struct Layout<float, Major::kK, Major::kK>;
+namespace {
 
 template <class T>
-void launch_layout(const GemmParams& params, const GemmPlan& plan, rt::Stream stream) {
+void launch_layout(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, void* stream) {
   const bool swapped = kConfigs[plan.config].swapped;
   const bool a_k_major = swapped ? is_k_major_b(params) : is_k_major_a(params);
   const bool b_k_major = swapped ? is_k_major_a(params) : is_k_major_b(params);
   if constexpr (sizeof(T) == 2) {
-    if (!a_k_major && !b_k_major) return Layout<T, Major::kMn, Major::kMn>::launch(params, plan, stream);
-    if (!a_k_major) return Layout<T, Major::kMn, Major::kK>::launch(params, plan, stream);
-    if (!b_k_major) return Layout<T, Major::kK, Major::kMn>::launch(params, plan, stream);
+    if (!a_k_major && !b_k_major) return GemmSm90<T, false, false>::launch(params, plan, maps, stream);
+    if (!a_k_major) return GemmSm90<T, false, true>::launch(params, plan, maps, stream);
+    if (!b_k_major) return GemmSm90<T, true, false>::launch(params, plan, maps, stream);
   }
-  return Layout<T, Major::kK, Major::kK>::launch(params, plan, stream);
+  return GemmSm90<T, true, true>::launch(params, plan, maps, stream);
 }
 
+}  // namespace
 }  // namespace sm90
+
+bool has_gemm_sm90() { return true; }
 
 size_t gemm_sm90_workspace(const GemmParams& params, sm90::GemmPlan plan) {
   return sm90::assign_workspace(params, nullptr, plan).used();
@@ -36,11 +34,12 @@ size_t gemm_sm90_workspace(const GemmParams& params, sm90::GemmPlan plan) {
 
 void launch_gemm_sm90(const GemmParams& params, sm90::GemmPlan plan, Workspace workspace, void* stream) {
   sm90::assign_workspace(params, workspace.data, plan).expect_fits("gemm_sm90", workspace);
+  const sm90::TensorMaps maps = sm90::make_maps(params, plan);  // before anything is launched, because it can fail
   if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles() * sm90::kConsumers, stream);
   switch (params.a.dtype) {
-    case Dtype::kFloat16: sm90::launch_layout<half_t>(params, plan, stream); break;
-    case Dtype::kBFloat16: sm90::launch_layout<bfloat16_t>(params, plan, stream); break;
-    default: sm90::launch_layout<float>(params, plan, stream);
+    case Dtype::kFloat16: sm90::launch_layout<half_t>(params, plan, maps, stream); break;
+    case Dtype::kBFloat16: sm90::launch_layout<bfloat16_t>(params, plan, maps, stream); break;
+    default: sm90::launch_layout<float>(params, plan, maps, stream);
   }
   if (plan.bias_sums != nullptr)
     epilogue::launch_add_block_sums(plan.bias_sums, ceil_div(params.m, sm90::kRowBlock),

@@ -1,30 +1,38 @@
 // GEMM with fused epilogues for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16, bfloat16 and tf32.
 //
 // Problem        GemmParams in gemm.h.
-// Tile           (block_m, block_n) of a product a @ b; k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
-//                config is swapped, a is the problem's b and the other way round, and the tile is transposed when it is
-//                staged. If columns are paired, half of a tile's lines of the problem's b are gate and half up.
-// Blocks         are persistent: cluster c of the grid computes work items c, c + clusters, ... A work item is a tile
-//                for each block of the cluster, adjacent along m, or with split k a part of their k tiles.
-// Warpgroups     0: its first thread loads. 1, 2: consumers, (warpgroup_m, block_n) each. In cooperative configs they
-//                are the two halves of a tile; in ping-pong configs they take the items in turn, and each multiplies
-//                while the other one stores its tile.
-// Cluster        blocks of a cluster have the same columns: each loads its part of b's tile for all of them.
-// Barriers       full[stage]: 1 arrival, by the producer, and the bytes of both operands.
-//                empty[stage]: an arrival per warpgroup that reads the stage, from each block of the cluster.
-//                named barriers 1, 2: the 128 threads of a consumer, around what it stages. 3, 4: 256 threads, ping-pong:
-//                a consumer's turn to multiply; the other one arrives when it has issued its last product.
-// Shared memory  (stages, operand tiles); per consumer: 16 KB to stage the output, bias, split-k arrival; barriers.
-// Registers      168 at launch; then 40 for the producer's warpgroup and 232 for consumers, of which up to 192
+// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
+//                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
+//                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
+//                gate columns and half are the corresponding up columns.
+// Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
+//                block of the cluster, adjacent along m, or if k is split a part of their k tiles.
+// Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
+//                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
+//                items in turn, and one multiplies while the other stores.
+// Cluster        Its blocks have the same columns. Each loads its part of b's tile for all of them.
+// Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
+//                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
+//                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
+//                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
+//                arrive when they have issued their last product.
+// Shared memory  (stages, tile of a + tile of b), 16 to 48 KB each; per consumer 16 or 17 KB to stage the output, a
+//                bias of block_n floats and a split-k arrival; barriers; coordinates of the producer. At most 227 KB.
+// Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are
+//                accumulators (192 if block_n is 192, 32 if swapped).
+// Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix.
+//                Tensor maps are kernel parameters.
+// Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
+//                releases it, and waits for the next to arrive. The first product of an item overwrites the
 //                accumulators.
-// Operands       are read in place by TMA, whichever of their dims has stride 1; zeros outside of the matrix. Tensor
-//                maps are kernel parameters.
-// Products       A stage is a group of wgmma; one group is in flight while the next stage is awaited, and then the
-//                stage before is released. The first product of a tile overwrites the accumulators.
-// Epilogue       Scale, bias and activation alone: from registers by stmatrix to shared memory and by TMA to the output,
-//                16 rows of a warp at a time, while the warps go on. Otherwise the tile goes through shared memory in
-//                float32, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
-// Split k        as in gemm_sm80.cuh; each consumer adds up its own part of the tile.
+// Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
+//                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
+//                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
+// Split k        As in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
+//                adds its own part of the tile.
+//
+// Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
+// (multiply_item, produce); a grouped product another WorkItem, which finds its group from offsets on the device.
 #pragma once
 
 #include "arch/cluster.cuh"
@@ -33,11 +41,6 @@
 #include "gemm/epilogue_sm90.cuh"
 
 namespace cuda_ext::sm90 {
-
-// Of a, b and the output (columns, rows, batch).
-struct TensorMaps {
-  arch::TensorMap a, b, out;
-};
 
 // A stage of the ring and the parity of its phase.
 template <int stages>
@@ -101,7 +104,7 @@ struct Gemm {
   DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
 
   using Rows = StagedRows<kSwapped, kBlockN>;
-  static constexpr int kStagingBytes = kSwapped ? Rows::kBytes : kSlabsBytes;
+  static constexpr int kStagingBytes = kSwapped ? Rows::kBytes : 4 * kSlabsBytes;
   static_assert(Rows::kBytes <= kStagingBytes);
 
   struct Stage {
@@ -141,32 +144,6 @@ struct Gemm {
   DEVICE static uint64_t descriptor(const unsigned char* tile, Major major) {
     const uint32_t next_piece = major == Major::kK ? 0 : kBlockK * kLineBytes;  // 64 lines further along m or n
     return arch::make_descriptor(arch::shared_address(tile), next_piece, kAtomBytes, arch::Swizzle::k128);
-  }
-};
-
-// What a block computes for work item `item` of its cluster.
-struct WorkItem {
-  int split;
-  int batch;
-  int row_tile;
-  int column_tile;
-  int first_k_tile;
-  int k_tiles;
-
-  DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
-    const ItemPlace place = place_of_item(plan, item);
-    batch = place.batch;
-    split = place.split;
-    row_tile = place.row_group * plan.cluster + rank;
-    column_tile = place.column_tile;
-    first_k_tile = split * plan.split_k_tiles;
-    const int k_left = plan.all_k_tiles - first_k_tile;
-    k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
-  }
-
-  // Its index among the tiles of the output.
-  DEVICE int tile(const GemmPlan& plan) const {
-    return (batch * plan.column_tiles + column_tile) * plan.row_groups * plan.cluster + row_tile;
   }
 };
 
@@ -250,7 +227,7 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
-  const int rank = arch::thread_index() % kWarpgroup;
+  const int rank = ConsumerThreads::index();
   const auto release = [&](int stage) {
     if (rank < plan.cluster)
       arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), rank));
@@ -321,39 +298,42 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
 template <class Gemm>
 DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  const int consumer = ConsumerThreads::consumer();
   RingPosition<Gemm::kStages> at;
   int turn = 0;
   for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters, turn ^= 1) {
     const WorkItem next(plan, item, arch::cluster_rank());
-    if (Gemm::kPingPong && turn != consumer) {
+    if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
       at.skip(next.k_tiles);
       continue;
     }
     if (plan.tma_store) stage_bias<Gemm>(params, next.column_tile, shared);
     // The first item needs no turn, and the last one hands none over, so that each arrival is awaited.
     const bool is_first = item < plan.clusters, is_last = item + plan.clusters >= plan.items;
-    if (Gemm::kPingPong && !is_first) arch::named_barrier_sync(kTurnBarriers + consumer, kConsumers * kWarpgroup);
+    if (Gemm::kPingPong && !is_first)
+      arch::named_barrier_sync(kTurnBarriers + ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     typename Gemm::Accumulators sums;
     multiply_item<Gemm>(plan, shared, next.k_tiles, at, sums, [&] {
       if (Gemm::kPingPong && !is_last)
-        arch::named_barrier_arrive(kTurnBarriers + 1 - consumer, kConsumers * kWarpgroup);
+        arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
-    const WorkItem work(plan, arch::opaque(item),
-                        arch::cluster_rank());  // again: the products leave no registers to keep it
-    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[consumer], sums)) continue;
-    const epilogue::TilePosition tile =
-        position_of<Gemm>(params, work.batch, work.row_tile, work.column_tile, Gemm::first_row());
+    // The position is computed again, because the products leave no registers to keep it.
+    const WorkItem work(plan, arch::opaque(item), arch::cluster_rank());
+    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums)) continue;
+    const epilogue::TilePosition tile = position_of<Gemm>(params, work);
     if constexpr (!Gemm::kTmaOnly)
       if (!plan.tma_store) {
         store_rows<Gemm>(params, plan, tile, shared, sums);
         continue;
       }
     if constexpr (!Gemm::kSwapped) {
-      if (params.out.dtype == Dtype::kFloat32)
-        store_by_tma<Gemm, float>(params, maps.out, tile, shared, sums);
-      else
-        store_by_tma<Gemm, typename Gemm::Element>(params, maps.out, tile, shared, sums);
+      using T = typename Gemm::Element;
+      if (has_pairs(params)) {
+        if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
+      } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
+        store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);
+      } else {
+        store_by_tma<Gemm, T, false>(params, plan, maps, tile, shared, sums);
+      }
     }
   }
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
@@ -368,6 +348,7 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
     arch::tma_prefetch(maps.a);
     arch::tma_prefetch(maps.b);
     if (plan.tma_store) arch::tma_prefetch(maps.out);
+    if (plan.tma_store && params.preact_out.data != nullptr) arch::tma_prefetch(maps.preact);
     for (int stage = 0; stage < Gemm::kStages; ++stage) {
       arch::barrier_init(shared.full[stage], 1);
       arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);

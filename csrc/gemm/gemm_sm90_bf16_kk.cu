@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<bfloat16_t, Major::kK, Major::kK>;
+template struct GemmSm90<bfloat16_t, true, true>;
 
 }  // namespace cuda_ext::sm90

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<bfloat16_t, Major::kK, Major::kMn>;
+template struct GemmSm90<bfloat16_t, true, false>;
 
 }  // namespace cuda_ext::sm90

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<bfloat16_t, Major::kMn, Major::kK>;
+template struct GemmSm90<bfloat16_t, false, true>;
 
 }  // namespace cuda_ext::sm90

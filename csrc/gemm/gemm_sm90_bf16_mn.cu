@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<bfloat16_t, Major::kMn, Major::kMn>;
+template struct GemmSm90<bfloat16_t, false, false>;
 
 }  // namespace cuda_ext::sm90

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<half_t, Major::kK, Major::kMn>;
+template struct GemmSm90<half_t, true, false>;
 
 }  // namespace cuda_ext::sm90

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<half_t, Major::kMn, Major::kK>;
+template struct GemmSm90<half_t, false, true>;
 
 }  // namespace cuda_ext::sm90

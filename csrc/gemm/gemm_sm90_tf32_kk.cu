@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct Layout<float, Major::kK, Major::kK>;
+template struct GemmSm90<float, true, true>;
 
 }  // namespace cuda_ext::sm90

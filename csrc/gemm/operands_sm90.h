@@ -1,6 +1,7 @@
 // The operands of a GEMM on wgmma: how TMA reads them, or why it cannot. No header of CUDA is needed.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "base/device.h"
@@ -51,10 +52,12 @@ inline std::string tma_refusal(const GemmParams& params, const Side& side, Opera
   const auto refuse = [&](const std::string& what) { return std::string(side.name) + " " + what; };
   if (reinterpret_cast<uintptr_t>(side.operand->data) % 16 != 0)
     return refuse("does not begin at a multiple of 16 bytes");
-  // A single line has any stride: its length decides, so that the choice does not depend on the number of lines.
+  // The stride of a single line has no meaning if it is less than the line; then that of lines without gaps decides, so
+  // that the choice does not depend on the number of lines.
   const int64_t inner = side.k_major ? params.k : side.lines, outer = side.k_major ? side.lines : params.k;
-  if ((outer == 1 ? inner : side.line_stride) * size % 16 != 0)
-    return refuse("has a stride that is no multiple of 16 bytes");
+  const int64_t stride = outer == 1 ? std::max(inner, side.line_stride) : side.line_stride;
+  if (stride <= 0) return refuse("has rows or columns with a stride of 0");
+  if (stride * size % 16 != 0) return refuse("has a stride that is no multiple of 16 bytes");
   int slots = 0;
   const auto assign = [&](int dims, const int64_t* sizes, const int64_t* strides, int8_t* of_dim) {
     for (int d = 0; d < dims; ++d) of_dim[d] = sizes[d] > 1 && strides[d] != 0 ? int8_t(slots++) : int8_t(-1);

@@ -1,9 +1,5 @@
 // Packing: copies blocks of a and b, of any dtype and strides, to float32 (float64) panels in the layout that the
-// microkernel reads.
-//
-// `depth` is the number of values along k in an element of a panel: 1, or 2 where bfloat16 values stay unconverted.
-// Such a pair is stored in a float32, which is only moved until the microkernel reads it as a BFloat16Pair; an odd k is
-// padded with a zero.
+// microkernel reads. `depth`: see cpu/bfloat16_pair.h.
 #pragma once
 
 #include "cpu/microkernel.h"
@@ -38,20 +34,6 @@ CUDA_EXT_INLINE Vec<T> load_across_k(const Storage* p, int64_t k_stride, int64_t
     return (Vec<T>)((Words)first >> 16 | (Words)second);
   }
 }
-// `count` consecutive elements along k; k_stride is 1.
-template <int depth, class Storage, class T = Compute<Storage>>
-CUDA_EXT_INLINE Vec<T> load_along_k(const Storage* p, int64_t k, int64_t count) {
-  if constexpr (depth == 1) return load_partial(p, count);
-  if constexpr (depth == 2) {
-    Vec<T> elements{};
-    if (count >= kLanes<T> && k >= 2 * kLanes<T>)
-      std::memcpy(&elements, p, sizeof elements);
-    else
-      std::memcpy(&elements, p, size_t(std::min(k, 2 * count)) * sizeof(Storage));
-    return elements;
-  }
-}
-
 // to (columns, lines) = the transpose of from (lines, `columns` elements), where k values are left and lines, columns
 // <= lanes. Writes a whole vector for each column, with zeros after the last line.
 template <int depth, class Storage, class T = Compute<Storage>>

@@ -21,7 +21,7 @@ using MultiplyPanels = void (*)(int64_t k, const T* a, const T* b, T* tile, bool
 template <class T, int depth, PanelOrder order, int rows, int vectors>
 void multiply_panels(int64_t k, const T* a, const T* b, T* tile, bool accumulate) {
   constexpr int64_t width = kPanelColumns<T>, row = kPanelRowStride<order>, step = kPanelStepStride<order>;
-  using Element = std::conditional_t<depth == 1, T, BFloat16Pair>;
+  using Element = Packed<depth, T>;
   const auto* const element_a = reinterpret_cast<const Element*>(a);
   const auto* const element_b = reinterpret_cast<const Element*>(b);
   if (accumulate)

@@ -1,5 +1,5 @@
-// Chooses how a GEMM runs on wgmma (sm_90a): which tile, and how the work is divided among persistent blocks. Decided on
-// the host, from sizes, strides and alignments; no header of CUDA is needed.
+// Chooses how a GEMM runs on wgmma (sm_90a): which tile, and how the work is divided among persistent blocks. Decided
+// on the host, from sizes, strides and alignments; no header of CUDA is needed.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct GemmConfig {
   int stages;
   bool ping_pong;  // a tile belongs to one consumer, and the other stores its own meanwhile; else they share each tile
   bool swapped;    // the tile is transposed: its rows are columns of the output
-  bool tma_only = false;  // the accumulators leave no registers for other epilogues than GemmPlan::tma_store
+  bool tma_only = false;  // the accumulators leave registers only for GemmPlan::tma_store without pairs
 
   constexpr int warpgroup_m() const { return ping_pong ? block_m : block_m / kConsumers; }
 };
@@ -60,7 +60,8 @@ struct GemmPlan {
   int split_k_tiles = 0;  // of a work item
   int splits = 1;
   int items = 0;           // work items of a cluster: (splits, batches, row_groups x column_tiles)
-  bool tma_store = false;  // the epilogue consists of scale, bias and activation, and TMA can write the output
+  bool tma_store = false;  // the epilogue is of scale, bias and activation alone, and TMA can write the outputs
+  bool tma_add = false;    // TMA adds the product to the output
   OperandLoads a, b;       // of the product
   double cycles = 0;       // predicted
   // In the workspace; null if not needed.
@@ -113,13 +114,23 @@ struct GemmChoice {
   std::string refusal;  // why there is none
 };
 
+// Whether TMA can add the product to the output: c is the output itself.
+inline bool can_add_by_tma(const GemmParams& params) {
+  return params.c.data == params.out.data && params.out.dtype == Dtype::kFloat32 && params.beta == 1.0 &&
+         params.bias.data == nullptr && params.activation == Activation::kNone && params.preact_out.data == nullptr;
+}
+
 // Whether the epilogue can go from registers through shared memory to TMA.
 inline bool can_store_by_tma(const GemmParams& params) {
-  const bool plain = params.c.data == nullptr && params.residual.data == nullptr && params.preact_out.data == nullptr &&
-                     params.preact.data == nullptr && !params.gated;
-  const bool same = params.out.dtype == params.a.dtype || params.out.dtype == Dtype::kFloat32;
-  return plain && same && params.n * int64_t(size_of(params.out.dtype)) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(params.out.data) % 16 == 0;
+  if (params.residual.data != nullptr || params.preact.data != nullptr) return false;
+  if (params.c.data != nullptr && !can_add_by_tma(params)) return false;
+  if (params.out.dtype != params.a.dtype && (params.gated || params.out.dtype != Dtype::kFloat32)) return false;
+  if (params.preact_out.data != nullptr && params.preact_out.dtype != params.out.dtype) return false;
+  // Three slabs of float32 do not fit in the buffers.
+  if (params.preact_out.data != nullptr && params.gated && params.out.dtype == Dtype::kFloat32) return false;
+  const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  return params.n * int64_t(size_of(params.out.dtype)) % 16 == 0 && is_aligned(params.out.data) &&
+         is_aligned(params.preact_out.data);
 }
 
 // Predicted cycles of the busiest SM.
@@ -276,7 +287,7 @@ inline void assign_pieces(const GemmParams& params, const GemmConfig& config, Ge
 inline bool is_legal(const GemmParams& params, const GemmConfig& config, int cluster, int64_t row_tiles) {
   constexpr int64_t kMaxSwapped = 64;
   if (config.swapped && (params.m > kMaxSwapped || cluster > 1)) return false;
-  if (config.tma_only && !can_store_by_tma(params)) return false;
+  if (config.tma_only && (has_pairs(params) || !can_store_by_tma(params))) return false;
   if (cluster > row_tiles) return false;
   const int run = has_pairs(params) ? (config.swapped ? kRowBlock / 2 : config.block_n / 2) : config.block_n;
   const int piece = kLineBytes / size_of(params.b.dtype);
@@ -303,6 +314,7 @@ inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, cons
   plan.all_k_tiles =
       checked_count(plan.k_tiles * product_of(params.reduced_dims, params.reduced_sizes), "tiles along k");
   plan.tma_store = !config.swapped && can_store_by_tma(params);
+  plan.tma_add = plan.tma_store && params.c.data != nullptr;
   assign_pieces(params, config, plan);
   return plan;
 }

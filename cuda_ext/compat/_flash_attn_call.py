@@ -30,25 +30,28 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a packed one."""
     dim, dim_v = q.shape[-1], v.shape[-1]
-    if softmax_scale is None and dim % 8:
-        softmax_scale = 1.0 / math.sqrt(dim)  # of the head dim before it is padded
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": _window(function, window_size),
-        "scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "dropout_p": dropout_p,
-        # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
-        "deterministic": deterministic or None,
-        "return_lse": True,
-    }
-    if k.shape[-1] == dim:  # otherwise the op raises
+    # Only what differs from the defaults: every argument costs time in small calls.
+    options: dict[str, Any] = {}
+    if type(window_size) is not tuple or window_size != (-1, -1):
+        options["window"] = _window(function, window_size)
+    if softcap != 0.0:
+        options["softcap"] = softcap
+    if dropout_p != 0.0:
+        options["dropout_p"] = dropout_p
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if deterministic:  # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
+        options["deterministic"] = True
+    if (dim % 8 or dim_v % 8) and k.shape[-1] == dim:  # with another dim of k, the op raises
+        if softmax_scale is None:
+            softmax_scale = 1.0 / math.sqrt(dim)  # of the head dim before it is padded
         q, k, v = _multiple_of_8(q), _multiple_of_8(k), _multiple_of_8(v)
+    if softmax_scale is not None:
+        options["scale"] = softmax_scale
     if sequences is None:
-        out, lse = flash_attention(q, k, v, **options)
+        out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
     else:
-        out, lse = flash_attention_varlen(q, k, v, **sequences, **options)
+        out, lse = flash_attention_varlen(q, k, v, **sequences, causal=causal, return_lse=True, **options)
     return (out[..., :dim_v] if dim_v % 8 else out), lse
 
 

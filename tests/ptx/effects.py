@@ -339,6 +339,10 @@ def _mbarrier(m: Modifiers, o: Operands, site: str) -> str | list[str]:
         _unused(o)
         return f"simt::barrier_arrive_remote({o.address()}, {site});"
     expect = m.may("expect_tx")
+    if not expect and m.may("shared::cluster"):
+        m.must("b64")
+        _unused(o)
+        return f"simt::barrier_arrive_remote({o.address()}, {site});"
     m.all("shared::cta", "b64")
     _unused(o)
     if expect:

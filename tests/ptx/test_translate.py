@@ -72,6 +72,12 @@ def test_labels_and_predicates() -> None:
     assert "if (!_p1) { goto L__BB0_2; }" in code and "L__BB0_2:;" in code and "if (_p1) { _r3 = _r1; }" in code
 
 
+def test_arrivals_at_barriers_of_the_cluster() -> None:
+    for order in ("", ".release.cluster"):
+        code = body_of(f"mbarrier.arrive{order}.shared::cluster.b64 _, [%r1];")
+        assert "simt::barrier_arrive_remote(_r1, " in code
+
+
 def test_accumulators_of_wgmma_are_arrays() -> None:
     wgmma = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p1, 1, 1, 0, 1;"
     code = emit.emit(module(f"{wgmma}\nadd.f32 %f8, %f2, %f9;"))
@@ -129,6 +135,7 @@ REFUSED = {
     "{%f1,%f2,%f3,%f4};": r"expected the modifier \.f16, got \.bf16",
     "mbarrier.try_wait.shared::cta.b64 %p1, [%r1], %rd1;": r"expected the modifier \.parity",
     "mbarrier.arrive.noComplete.shared::cta.b64 _, [%r1], %r2;": "noComplete",
+    "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%r1], %r2;": r"expected the modifier \.shared::cta",
     "fence.proxy.async.global;": r"got \.global",
     "barrier.cluster.arrive.aligned;": r"got \.aligned",
     "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%f0,%f1,%f2,%f3}, %rd1, %rd2, %p1, 1, -1, 0, 1;": (

@@ -33,7 +33,7 @@ EXPORT void gemm_restrict(int config, int cluster, int splits, int batch_invaria
   restriction = {config, cluster, splits, batch_invariant != 0};
 }
 static sm90::GemmChoice choice_of(const GemmParams& params, int tf32) {
-  return sm90::choose_plan(params, tf32, rt::describe_device("gemm"), restriction);
+  return sm90::choose_plan(params, tf32, gemm_cuda_device(), restriction);
 }
 
 // 1: wgmma, 0: mma.sync; then the config, the cluster and the splits.

@@ -51,6 +51,7 @@ class GemmParams(ctypes.Structure):
         ("beta", ctypes.c_double),
         ("activation", ctypes.c_uint8),
         ("gated", ctypes.c_bool),
+        ("batch_invariant", ctypes.c_bool),
         ("out", _Output),
         ("c", _Operand),
         ("bias", _Operand),
@@ -164,6 +165,7 @@ class Gemm:
     beta: float = 1.0
     activation: str = "none"
     gated: bool = False
+    batch_invariant: bool = False
     c: np.ndarray | None = None
     bias: np.ndarray | None = None
     residual: np.ndarray | None = None
@@ -194,6 +196,7 @@ class Gemm:
             beta=self.beta,
             activation=ACTIVATIONS.index(self.activation),
             gated=self.gated,
+            batch_invariant=self.batch_invariant,
             out=_output(self.out),
             c=_operand(self.c, len(batch)),
             bias=_operand(None if self.bias is None else self.bias[None]),

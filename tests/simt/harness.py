@@ -50,6 +50,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.compute_capability = 80  # of the emulated device, where no option says otherwise
         self._c = ctypes.CDLL(str(path))
         self._c.conformance_name.restype = ctypes.c_char_p
         self._c.conformance_in_bytes.restype = ctypes.c_size_t
@@ -120,12 +121,12 @@ class Library:
         check_races: bool = False,
         threads: int = 1,
         skip: SyncSite | None = None,
-        compute_capability: int = 80,
+        compute_capability: int | None = None,
+        processors: int = 4,
     ) -> Iterator[None]:
         """Sets the emulator's options within the block; see csrc/simt/options.h."""
-        self.configure(
-            mode == "lazy", schedule == "pct", seed, check_races, threads, compute_capability=compute_capability
-        )
+        device = {"compute_capability": compute_capability, "processors": processors}
+        self.configure(mode == "lazy", schedule == "pct", seed, check_races, threads, **device)
         self.skip(None if skip is None else (skip.file, skip.line, skip.instruction))
         try:
             yield
@@ -141,12 +142,25 @@ class Library:
         check_races: bool = False,
         threads: int = 1,
         ordered_sums: bool = False,
-        compute_capability: int = 80,
+        compute_capability: int | None = None,
         processors: int = 4,
     ) -> None:
         """Sets the emulator's options."""
+        if compute_capability is None:
+            compute_capability = self.compute_capability
         options = (check_races, threads, ordered_sums, compute_capability, processors)
         self._c.simt_configure(lazy, pct, ctypes.c_uint64(seed), *options)
+
+    @contextmanager
+    def device(self, compute_capability: int) -> Iterator[None]:
+        """Emulates a device of this compute capability within the block."""
+        before, self.compute_capability = self.compute_capability, compute_capability
+        self.configure()
+        try:
+            yield
+        finally:
+            self.compute_capability = before
+            self.configure()
 
     def skip(self, site: tuple[str, int, str] | None) -> None:
         """Skips the synchronisation call at this file, line and instruction from now on; None skips nothing."""

@@ -1,5 +1,5 @@
-"""The CPU GEMM's variant for AVX512-BF16, which multiplies pairs of bfloat16, with a C++ model of that instruction, so
-that it runs on every CPU."""
+"""The CPU kernels' variants for AVX512-BF16, which multiply pairs of bfloat16, with a C++ model of that instruction, so
+that they run on every CPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gemm_library import Gemm, Target, encode, expected, place
 from harness import HERE
 from test_gemm_kernels import LAYOUTS, assert_exact, integers
 
 from cuda_ext import _emulator
+from cuda_ext.testing import reference_attention
 
 
 @pytest.fixture(scope="module")
 def pairs() -> Any:
-    source = HERE / "gemm_bfloat16_pairs.cpp"
-    return ctypes.CDLL(str(_emulator.build_library("gemm-bfloat16-pairs", [], [(source, ("-std=c++17",))])))
+    source = HERE / "bfloat16_pairs.cpp"
+    return ctypes.CDLL(str(_emulator.build_library("bfloat16-pairs", [], [(source, ("-std=c++17",))])))
 
 
 def bfloat16(values: np.ndarray, order: tuple[int, ...] | None = None, offset: int = 0, gap: int = 0) -> np.ndarray:
@@ -79,6 +81,33 @@ def test_sums_are_as_exact_as_float32(pairs: Any) -> None:
     # The rounding errors of 700 sums of size sqrt(700) add up to about sqrt(700)^2 2^-24. With sequential float32 sums,
     # the largest of 2000 such errors was 2.3 times as large in 300 draws.
     np.testing.assert_allclose(call.out.values(), expected(call).out, rtol=0, atol=4 * 700 * 2.0**-24)
+
+
+# Head dims: one value, odd and even, a vector of pairs and around it, more than one; few queries have their own kernel.
+@pytest.mark.parametrize(("dim", "dim_v"), [(1, 3), (6, 8), (7, 7), (9, 2), (64, 80)])
+@pytest.mark.parametrize(("queries", "keys"), [(33, 33), (40, 300), (19, 5), (1, 50)])
+def test_attention(pairs: Any, queries: int, keys: int, dim: int, dim_v: int) -> None:
+    heads, heads_kv, scale, softcap = 4, 2, 0.7 / dim**0.5, 3.0
+    query, key, value, grad_out = (
+        torch.randn(n, h, d, dtype=torch.bfloat16)
+        for n, h, d in ((queries, heads, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v), (queries, heads, dim_v))
+    )
+    out, grad_query, grad_key, grad_value = (torch.full_like(t, torch.nan) for t in (grad_out, query, key, value))
+    lse = torch.full((heads, queries), torch.nan)
+    sizes = [ctypes.c_int64(n) for n in (queries, keys, heads, heads_kv, dim, dim_v)]
+    tensors = (query, key, value, grad_out, out, lse, grad_query, grad_key, grad_value)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+    pairs.pairs_attention(*sizes, ctypes.c_double(scale), ctypes.c_double(softcap), *pointers)
+
+    exact = [t.double()[None].requires_grad_() for t in (query, key, value)]
+    want, want_lse = reference_attention(*exact, causal=True, scale=scale, softcap=softcap, return_lse=True)
+    grads = torch.autograd.grad(want, exact, grad_out.double()[None])
+    # Logits are as exact as in float32; everything else is rounded to bfloat16 once.
+    torch.testing.assert_close(lse, want_lse[0].detach().float(), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(out.double(), want[0].detach(), rtol=2**-8, atol=1e-6)
+    for got, exact_grad in zip((grad_query, grad_key, grad_value), grads):
+        # A row's gradients use its rounded output, whose error of 2^-9 is multiplied by sums of a few values below 4.
+        torch.testing.assert_close(got.double(), exact_grad[0], rtol=2**-8, atol=2**-6)
 
 
 # The smallest normal number, and half of it in bfloat16, which is subnormal.

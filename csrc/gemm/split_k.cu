@@ -1,5 +1,4 @@
-// Split k: the counters by which the last block of a tile to arrive recognises itself.
-#pragma once
+#include "gemm/split_k.h"
 
 #include "arch/memory.cuh"
 #include "rt/launch.cuh"
@@ -14,7 +13,7 @@ clear_arrivals(uint32_t* arrivals, int count) {
   if (i < count) arch::store_global(arrivals + i, 0u);
 }
 
-inline void launch_clear_arrivals(uint32_t* arrivals, int count, rt::Stream stream) {
+void launch_clear_arrivals(uint32_t* arrivals, int count, void* stream) {
   constexpr int kThreads = 256;
   rt::launch<clear_arrivals<kThreads>>(
       "clear_arrivals", {.grid = {(count + kThreads - 1) / kThreads}, .threads = kThreads, .stream = stream}, arrivals,
