@@ -22,6 +22,7 @@ import torch
 
 COLLECTIVE_TIMEOUT = 60.0  # seconds after which a collective fails
 BODY_TIMEOUT = 300.0  # seconds after which all workers are killed
+EXIT_TIMEOUT = 30.0  # seconds for a worker to save its coverage and end
 
 # Workers are forked from a server that has imported PyTorch, which takes two seconds.
 FORK_SERVER = multiprocessing.get_context("forkserver")
@@ -88,7 +89,10 @@ class Workers:
                 process.kill()
             connection.close()
         for process, _ in self._workers:
-            process.join()
+            process.join(EXIT_TIMEOUT)
+            if process.is_alive():  # another process has inherited the connection, so that it did not end
+                process.kill()
+                process.join()
         self._workers.clear()
 
 

@@ -440,6 +440,7 @@ class TestSm90a:
             """
 #include <cstdio>
 #include "gemm/gemm_cuda.h"
+#include "rt/device.h"
 using namespace cuda_ext;
 // The device has wgmma; the kernel on mma.sync asks for 80 bytes.
 simt::Options& simt::options() {

@@ -456,19 +456,16 @@ def test_each_cost_of_wgmma_counts() -> None:
         return time_of(gemm_sm90_work.gemm_sm90_work(gpu, order, *shape, "bfloat16", changed), gpu).seconds
 
     before = seconds()
-    assert seconds(tma_store=0) > 1.01 * before
+    assert seconds(tma_store=0) > 1.005 * before
     for figure, less in (("wgmma_clock", 0.9), ("wgmma_multiply_adds", 0.9), ("shared_bytes", 0.8), ("l2_bytes", 0.7)):
         slower = dataclasses.replace(gpu, **{figure: less * getattr(gpu, figure)})
         assert seconds(slower) > 1.02 * before, figure
     assert seconds(dataclasses.replace(gpu, memory_bytes=gpu.memory_bytes / 8)) > 1.02 * before
-    ping_pong = gemm_sm90_work.choose(gpu, *LARGE, "bfloat16", "nt", config=1)
+    short = (8192, 8192, 512)
+    ping_pong = gemm_sm90_work.choose(gpu, *short, "bfloat16", "nt")
     assert ping_pong is not None and ping_pong.ping_pong
     exposed = gemm_sm90_work.PlanSm90({**ping_pong.numbers, "ping_pong": 0}, 0.0)
-    hidden_seconds, exposed_seconds = (
-        time_of(gemm_sm90_work.gemm_sm90_work(gpu, order, *LARGE, "bfloat16", p), gpu).seconds
-        for p in (ping_pong, exposed)
-    )
-    assert exposed_seconds > 1.01 * hidden_seconds
+    assert seconds(shape=short, **exposed.numbers) > 1.02 * seconds(shape=short, **ping_pong.numbers)
 
 
 # Product -> bytes from and to memory over those of reading each operand once, at most; with all of L2. K beyond what
@@ -682,8 +679,9 @@ def test_json_has_a_prediction_per_line(capsys: Capture) -> None:
         == 0
     )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    # On the 4090 three tiles beside the choice; on Hopper the legal ones of five, each without and with clusters.
-    assert len(lines) == 2 * (1 + 3) + (1 + 6) + (1 + 8)
+    # Beside the choice: on the 4090 three tiles; on Hopper three without and with clusters, and for one row all five,
+    # without.
+    assert len(lines) == 2 * (1 + 3) + (1 + 6) + (1 + 5)
     assert {line["gpu"] for line in lines} == {"H100 SXM", "RTX 4090"}
     assert all(line["seconds"] > 0 and line["binding"] in line["resources"] for line in lines)
     assert sum(line["chosen"] for line in lines) == 4

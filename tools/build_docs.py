@@ -43,6 +43,8 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gated_linear",
                 "mlp",
                 "gated_mlp",
+                "gemm_plan",
+                "batch_invariant",
                 "flash_attention",
                 "flash_attention_varlen",
                 "patch",

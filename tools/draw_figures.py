@@ -90,7 +90,7 @@ LAYERS = (
     ),
     Layer(
         "1 hardware",
-        Part("rt", "csrc/rt", "launch, device, tensor map", "arch, simt", HARDWARE),
+        Part("rt", "csrc/rt", "launch, device, tensor map", "arch, simt, base", HARDWARE),
         Part("arch", "csrc/arch", "one function per instruction", "simt, base", HARDWARE),
         Part("cpu", "csrc/cpu", "vectors, instruction sets", "base", HARDWARE),
     ),

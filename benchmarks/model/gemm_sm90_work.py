@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.model.evidence import DTYPES, PROLOGUE_INSTRUCTIONS
+from benchmarks.model.evidence import DTYPES
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.l2 import bytes_read
 from benchmarks.model.work import Amounts, Persistent, Work
@@ -24,7 +24,6 @@ RATE_OF_COLUMNS = {256: 1.0, 192: 1.0, 128: 0.992, 64: 0.975}
 # product of a tile and the first of the next, without the epilogue.
 TMA_STORE_INSTRUCTIONS, STAGED_INSTRUCTIONS = 6, 12
 RESTART = 500
-WARPS = 12
 NUM_CONFIGS = 5  # of kConfigs
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -121,7 +120,7 @@ def gemm_sm90_work(gpu: Gpu, order: Any, m: int, n: int, k: int, dtype: str, pla
     stored = m * n * size / tiles
     outside = Amounts(
         shared=2 * area * (size if plan.tma_store else 4) / 128,
-        issue=per_sum * area / 32 + PROLOGUE_INSTRUCTIONS * WARPS,
+        issue=per_sum * area / 32,
         l2=stored,
     )
     read = bytes_read(plan.numbers, order(plan.numbers), gpu.l2_capacity, size)

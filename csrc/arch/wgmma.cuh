@@ -35,7 +35,7 @@ DEVICE uint64_t make_descriptor(SharedAddress address, uint32_t leading_bytes, u
   const auto field = [](uint32_t bytes) { return uint64_t(bytes >> 4 & 0x3fff); };
   return field(address) | field(leading_bytes) << 16 | field(stride_bytes) << 32 | uint64_t(swizzle) << 62;
 }
-// The same layout `bytes` further, a multiple of 16. Addresses never overflow their field, so the upper half is constant.
+// The same layout `bytes` further, a multiple of 16. Addresses never overflow their field, so the upper half stays.
 DEVICE uint64_t advance_descriptor(uint64_t descriptor, int bytes) {
   return (descriptor & 0xffffffff00000000) | (uint32_t(descriptor) + uint32_t(bytes >> 4));
 }

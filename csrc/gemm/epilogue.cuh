@@ -31,9 +31,9 @@ struct TilePosition {
   int columns;
 };
 
-// The epilogue of a tile that Threads share. `stride`: floats between rows in shared memory. The tile consists of runs of
-// warp_rows rows (one per row of warps); shared memory has pass_rows of each run at a time. `rows_at_once`: as many as fit
-// in registers next to the accumulators that are still to be staged.
+// The epilogue of a tile that Threads share. `stride`: floats between rows in shared memory. The tile consists of runs
+// of warp_rows rows (one per row of warps); shared memory has pass_rows of each run at a time. `rows_at_once`: as many
+// as fit in registers next to the accumulators that are still to be staged.
 template <class Threads, int stride, int staged_rows, int warp_rows, int pass_rows, int rows_at_once = 2>
 class TileEpilogue {
  public:

@@ -164,6 +164,37 @@ DEVICE void stage_bias(const GemmParams& params, int column_tile, typename Gemm:
   ConsumerThreads::sync();
 }
 
+// v = alpha v + bias, where `bias` belongs to the first column of the fragment.
+template <int count>
+DEVICE void scale_and_add_bias(const GemmParams& params, const float* bias, float (&v)[count]) {
+  const float alpha = float(params.alpha);
+#pragma unroll
+  for (float& x : v) x *= alpha;
+  if (params.bias.data == nullptr) return;
+  bias += ConsumerThreads::index() % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < count / 4; ++j) {
+    const auto words = arch::load_shared<arch::Words2>(arch::shared_address(bias + j * 8));
+#pragma unroll
+    for (int r = 0; r < 4; ++r) v[4 * j + r] += arch::bits_float(words.data[r % 2]);
+  }
+}
+
+// Starts the stores of the slabs of out, preact's gate and preact's up, as one group.
+template <int slab_bytes, bool pairs>
+DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, SharedAddress slabs,
+                       const int (&at)[4]) {
+  if (plan.tma_add)
+    arch::tma_store<true>(maps.out, slabs, at);
+  else
+    arch::tma_store(maps.out, slabs, at);
+  if (params.preact_out.data != nullptr) {
+    arch::tma_store(maps.preact, slabs + slab_bytes, at);
+    if constexpr (pairs) arch::tma_store(maps.preact, slabs + 2 * slab_bytes, {at[0], 1, at[2], at[3]});
+  }
+  arch::bulk_commit();
+}
+
 // out = activation(alpha sums + bias), or += alpha sums; and preact_out: by TMA. The stores are in flight when this
 // returns.
 template <class Gemm, class Out, bool pairs>
@@ -176,24 +207,12 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
   const bool with_preact = params.preact_out.data != nullptr;
   // A set of buffers has a slab of each output. All sets but one may be in flight.
   const int sets = kBuffers / (with_preact ? pairs ? 3 : 2 : 1);
-  const float alpha = float(params.alpha);
-  const auto add_bias = [&](float (&v)[kCount], int column) {
-#pragma unroll
-    for (float& x : v) x *= alpha;
-    if (params.bias.data == nullptr) return;
-    const float* const bias = shared.bias[ConsumerThreads::consumer()] + column + ConsumerThreads::index() % 4 * 2;
-#pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
-      const auto words = arch::load_shared<arch::Words2>(arch::shared_address(bias + j * 8));
-#pragma unroll
-      for (int r = 0; r < 4; ++r) v[4 * j + r] += arch::bits_float(words.data[r % 2]);
-    }
-  };
   // Addresses are computed where they are used: there are no registers to keep them.
   const auto slabs_of = [&](int set) {  // out, preact: gate, up
     return arch::shared_address(shared.staging[ConsumerThreads::consumer()]) +
            ConsumerThreads::index() / arch::kWarpSize * kSlabsBytes + set * (kBuffers / sets) * kSlabBytes;
   };
+  const auto bias_of = [&](int column) { return shared.bias[ConsumerThreads::consumer()] + column; };
   int set = 0;
   if (ConsumerThreads::is_first_lane())
     arch::bulk_wait_read<0>();  // the stores of the tile before have read the buffers
@@ -217,12 +236,12 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
       float v[kCount], up[kCount];
       if constexpr (pairs) {
         select_pairs(sums, part, v, up);
-        add_bias(up, Gemm::kBlockN / 2 + first + column);
+        scale_and_add_bias(params, bias_of(Gemm::kBlockN / 2 + first + column), up);
         if (with_preact) write_slab<Out>(slabs_of(set) + 2 * kSlabBytes, column, up);
       } else {
         select(sums, part, v);
       }
-      add_bias(v, first + column);
+      scale_and_add_bias(params, bias_of(first + column), v);
       if (with_preact) write_slab<Out>(slabs_of(set) + kSlabBytes, column, v);
       epilogue::with_activation(params.activation, [&](auto f) {
 #pragma unroll
@@ -235,19 +254,8 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
     }
     arch::fence_async_shared();
     arch::sync_warp();
-    if (ConsumerThreads::is_first_lane()) {
-      const SharedAddress slabs = slabs_of(set);
-      const int at[4] = {int(tile.column) + first, 0, row, tile.batch};
-      if (sizeof(Out) == 4 && plan.tma_add)
-        arch::tma_store<true>(maps.out, slabs, at);
-      else
-        arch::tma_store(maps.out, slabs, at);
-      if (with_preact) {
-        arch::tma_store(maps.preact, slabs + kSlabBytes, at);
-        if constexpr (pairs) arch::tma_store(maps.preact, slabs + 2 * kSlabBytes, {at[0], 1, at[2], at[3]});
-      }
-      arch::bulk_commit();
-    }
+    if (ConsumerThreads::is_first_lane())
+      send_slabs<kSlabBytes, pairs>(params, plan, maps, slabs_of(set), {int(tile.column) + first, 0, row, tile.batch});
     set = set + 1 < sets ? set + 1 : 0;
   }
 }

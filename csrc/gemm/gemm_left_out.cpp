@@ -1,4 +1,4 @@
-// Stands in for the kernels on wgmma in a build for devices without it. Their plan is then refused, so that nothing calls
+// Stands in for the kernels on wgmma in a build for devices without it. Their plan is then refused, so nothing calls
 // the launcher.
 #include "build_config.h"
 

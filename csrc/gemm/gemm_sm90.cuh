@@ -2,11 +2,11 @@
 //
 // Problem        GemmParams in gemm.h.
 // Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
-//                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is transposed
-//                when it is staged. If columns are pairs, half of the tile's lines of the problem's b are gate columns
-//                and half are the corresponding up columns.
-// Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each block
-//                of the cluster, adjacent along m, or if k is split a part of their k tiles.
+//                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
+//                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
+//                gate columns and half are the corresponding up columns.
+// Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
+//                block of the cluster, adjacent along m, or if k is split a part of their k tiles.
 // Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
 //                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
 //                items in turn, and one multiplies while the other stores.
@@ -14,19 +14,20 @@
 // Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
 //                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
-//                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other arrive
-//                when they have issued their last product.
-// Shared memory  (stages, tile of a + tile of b), 24 to 48 KB each; per consumer 16 KB to stage the output, a bias of
-//                block_n floats and a split-k arrival; barriers; coordinates of the producer. 225 to 228 KB in all.
-// Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are accumulators
-//                (192 if block_n is 192, 32 if swapped).
-// Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix. Tensor
-//                maps are kernel parameters.
-// Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before, releases
-//                it, and waits for the next to arrive. The first product of an item overwrites the accumulators.
-// Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to shared
-//                memory and by TMA to the outputs, while the warps go on. Others go through shared memory as floats, 32
-//                columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
+//                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
+//                arrive when they have issued their last product.
+// Shared memory  (stages, tile of a + tile of b), 16 to 48 KB each; per consumer 16 or 17 KB to stage the output, a
+//                bias of block_n floats and a split-k arrival; barriers; coordinates of the producer. At most 227 KB.
+// Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are
+//                accumulators (192 if block_n is 192, 32 if swapped).
+// Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix.
+//                Tensor maps are kernel parameters.
+// Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
+//                releases it, and waits for the next to arrive. The first product of an item overwrites the
+//                accumulators.
+// Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
+//                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
+//                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
 // Split k        As in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
 //                adds its own part of the tile.
 //

@@ -1,5 +1,5 @@
-// Chooses how a GEMM runs on wgmma (sm_90a): which tile, and how the work is divided among persistent blocks. Decided on
-// the host, from sizes, strides and alignments; no header of CUDA is needed.
+// Chooses how a GEMM runs on wgmma (sm_90a): which tile, and how the work is divided among persistent blocks. Decided
+// on the host, from sizes, strides and alignments; no header of CUDA is needed.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ struct GemmPlan {
   int row_groups = 0;  // of `cluster` row tiles
   int column_tiles = 0;
   int batches = 0;
-  int raster = 1;         // row groups that blocks cover before the next column
+  int raster = 1;         // row groups of a band, which blocks cover before the next column
   int k_tiles = 0;        // of one product
   int all_k_tiles = 0;    // of all reduced products
   int split_k_tiles = 0;  // of a work item
@@ -80,8 +80,8 @@ struct ItemPlace {
   int column_tile;
 };
 
-// Consecutive items, which concurrent clusters compute, should share operands in L2: they go through the tiles column by
-// column within `plan.raster` row groups.
+// Consecutive items, which concurrent clusters compute, should share operands in L2: they go through the tiles column
+// by column within bands of `plan.raster` row groups.
 HOST_DEVICE ItemPlace place_of_item(const GemmPlan& plan, int item) {
   const int tiles = plan.row_groups * plan.column_tiles, band_tiles = plan.raster * plan.column_tiles;
   const int t = item % tiles, outer = item / tiles, band = t / band_tiles, in_band = t % band_tiles;
@@ -170,9 +170,9 @@ inline double epilogue_bytes(const GemmParams& params) {
 
 // The time of two resources in use at the same time, which contend if they take equally long: the 8-norm.
 inline double together(double x, double y) {
-  const auto eighth_power = [](double z) { return std::pow(z * z, 4); };
-  const double most = std::max(x, y);
-  return most * std::sqrt(std::sqrt(std::sqrt(eighth_power(x / most) + eighth_power(y / most))));
+  const double most = std::max(x, y), ratio = std::min(x, y) / most;
+  const double square = ratio * ratio, fourth = square * square;
+  return most * std::sqrt(std::sqrt(std::sqrt(1 + fourth * fourth)));
 }
 
 // A k tile costs its arithmetic or its traffic in shared memory, where each row block of 64 reads all columns, and its
@@ -243,8 +243,8 @@ inline double operand_bytes(const GemmPlan& plan, const GemmConfig& config, int 
   return plan.row_groups * row_bytes * a_passes + plan.column_tiles * column_bytes * b_passes;
 }
 
-// Row groups of a band. Of those that read the least from memory, the one that makes the tiles of concurrent blocks most
-// nearly a square.
+// Row groups of a band. Of those that read the least from memory, the one that makes the tiles of concurrent blocks
+// most nearly a square.
 inline int choose_raster(const GemmPlan& plan, const GemmConfig& config) {
   const double square = std::sqrt(double(plan.clusters) * config.block_n / (plan.cluster * config.block_m));
   const auto distance = [&](int raster) { return std::abs(std::log(raster / square)); };
