@@ -56,13 +56,24 @@ class TileEpilogue {
     }
   }
 
-  // Processes the rows of pass `pass`. Two loops, because each needs other registers.
+  // Processes the rows of pass `pass`.
   DEVICE void run(const float* staged, int pass) {
     if (count_ == 0) return;
-    if (params_.preact.data != nullptr)
-      for_rows(staged, pass, [&](const auto& position, const auto& products) { backward(position, products); });
-    else
-      for_rows(staged, pass, [&](const auto& position, const auto& products) { forward(position, products); });
+    const auto run_backward = [&](const auto& position, const auto& products) { backward(position, products); };
+    const auto run_forward = [&](const auto& position, const auto& products) { forward(position, products); };
+    if constexpr (kRowsAtOnce == 1) {  // registers are scarce: a loop for each, because each needs others
+      if (params_.preact.data != nullptr)
+        for_rows(staged, pass, run_backward);
+      else
+        for_rows(staged, pass, run_forward);
+    } else {
+      for_rows(staged, pass, [&](const auto& position, const auto& products) {
+        if (params_.preact.data != nullptr)
+          run_backward(position, products);
+        else
+          run_forward(position, products);
+      });
+    }
   }
 
   // Stores the sums of the tile's columns, which belong to its row of tiles.
