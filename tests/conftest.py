@@ -196,8 +196,8 @@ def backend(request: pytest.FixtureRequest, seeded: None) -> Iterator[str]:
 
 
 def emulation_of(name: str, all_ptx: bool) -> AbstractContextManager[testing.Emulation]:
-    """Runs the ops on the backend simt, ptx or ptx_sm_90a, with late completion and a random schedule. On simt the device
-    is of either architecture."""
+    """Runs the ops on the backend simt, ptx or ptx_sm_90a, with late completion and a random schedule. On simt the
+    device is of either architecture."""
     seed = random.randrange(2**31)
     if name == "simt":
         return testing.emulated(random.choice(("sm_80", "sm_90a")), mode="lazy", schedule="pct", seed=seed)
