@@ -79,7 +79,17 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
 }
 
 CONTENTS = {
-    "Use": ("overview", "install", "distributed", "buckets", "faults", "support", "benchmarks", "changelog"),
+    "Use": (
+        "overview",
+        "install",
+        "gemm_plan",
+        "distributed",
+        "buckets",
+        "faults",
+        "support",
+        "benchmarks",
+        "changelog",
+    ),
     "Existing models": ("transformers", "sdpa", "patch", "export"),
     "Examples": tuple(f"examples/{name}" for name in TITLES),
     "API": tuple(f"api/{name}" for name in API),
