@@ -29,6 +29,7 @@ struct ConsumerThreads {
   DEVICE static bool is_first_lane() { return arch::opaque_thread_index() % arch::kWarpSize == 0; }
   DEVICE static void sync(Site site = {}) { arch::named_barrier_sync(1 + consumer(), kThreads, site); }
 };
+
 // What a block computes for work item `item` of its cluster.
 struct WorkItem {
   int split;

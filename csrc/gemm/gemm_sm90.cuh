@@ -121,7 +121,7 @@ struct Gemm {
   };
   static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024);
 
-  // acc (kRowBlocks, 64, block_n) = or += the tile of a at `a`, `b`, both in the first stage, `stage` bytes further.
+  // sums (kRowBlocks, 64, block_n) = or += the products of a k tile, from descriptors of its operands.
   DEVICE static void multiply(Accumulators& sums, uint64_t a, uint64_t b, int overwrite) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
