@@ -64,10 +64,18 @@ def assert_as_exact_as_torch(inputs: dict[str, Any], *, grad: bool = True) -> Te
         # Gradients are sums that may cancel, down to 0: of a query that sees one key, or of a mask over all keys. The
         # gradient of a float32 mask is computed from an output in the dtype of query. Of PyTorch in float64 no error is
         # known.
-        size = largest[0] if number == 0 else 2 * max(largest)
-        if number == 4:
-            scores = inputs["query"][..., 0].numel() * inputs["key"].shape[-2]
-            size += (scores / mine.numel()) ** 0.5 / 16 * max(largest)  # so many numbers are added to one
+        size = largest[0]
+        if number > 0:
+            added, rows = 1.0, 1.0  # numbers and rows of scores that are added to one number of the mask's gradient
+            if number == 4:
+                keys = inputs["key"].shape[-2]
+                added = inputs["query"][..., 0].numel() * keys / mine.numel()
+                rows = added / (keys if mine.shape[-1] == 1 else 1)
+            # From each row of scores the product of output and its gradient is subtracted: its error does not cancel.
+            assert weight is not None
+            products = weight.norm(dim=-1) * exact[0].norm(dim=-1)
+            product = products.max().item() if products.numel() else 0.0
+            size = (2 + added**0.5 / 16) * max(largest) + rows**0.5 / 4 * product
         roundings = 64 if mine.dtype == torch.float64 else 4
         rounding = roundings * torch.finfo(ours[0].dtype).eps * size
         if true.numel():
