@@ -10,10 +10,13 @@ the library, and the build stores nvcc's messages next to each object.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,12 +162,14 @@ def find_tool(name: str) -> str:
     raise FileNotFoundError(f"{name} is neither on PATH nor in a triton wheel; pip install triton")
 
 
-def _dump(binary: Path, *flags: str) -> str:
-    command = [find_tool("cuobjdump"), *flags, str(binary)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return done.stdout
+def _dump(binary: Path, *flags: str, folder: Path | None = None) -> str:
+    command = [find_tool("cuobjdump"), *flags, str(binary.absolute())]
+    with tempfile.TemporaryFile("w+") as out:  # through a pipe it takes twice as long
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=folder)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+        out.seek(0)
+        return out.read()
 
 
 def read_kernels(binary: Path) -> list[Kernel]:
@@ -197,18 +202,43 @@ def read_kernels(binary: Path) -> list[Kernel]:
                 kernel.groups.append(group)
             elif change := re.match(r"USETMAXREG\.(DEALLOC|TRY_ALLOC).* 0x([0-9a-f]+)", code[-1][1]):
                 kernel.role_registers.append((change[1], int(change[2], 16)))
-    bounded = False
-    for arch, line in _by_arch(_dump(binary, "-elf")):
-        if line.startswith(".nv.info."):
-            kernel = of(arch, line.removeprefix(".nv.info."))
-        elif line.startswith("\tAttribute:"):
-            bounded = line.endswith(("EIATTR_MAX_THREADS", "EIATTR_REQNTID"))
-        elif bounded and (match := re.match(r"\s*Value:\s+0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)", line)):
-            kernel.threads = int(match[1], 16) * int(match[2], 16) * int(match[3], 16)
+    full_names = {arch.rstrip("a"): arch for arch, _ in kernels}
+    for arch, symbol, threads in _launch_bounds(binary):
+        of(full_names[arch], symbol).threads = threads
     names = readable([symbol for _, symbol in kernels])
     for kernel, name in zip(kernels.values(), names):
         kernel.name = name
     return sorted(kernels.values(), key=lambda k: (k.arch, k.name))
+
+
+def _launch_bounds(binary: Path) -> Iterator[tuple[str, str, int]]:
+    """(architecture without its "a", symbol, the most threads of a block) of the kernels that have launch bounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        _dump(binary, "-xelf", "all", folder=Path(folder))
+        for cubin in sorted(Path(folder).iterdir()):
+            arch = cubin.name.split(".")[-2]  # name.sm_90.cubin
+            for name, data in _elf_sections(cubin.read_bytes()):
+                if not name.startswith(".nv.info."):
+                    continue
+                at = 0
+                while at + 4 <= len(data):  # a format, an attribute, and a value or the size of one that follows
+                    form, attribute, size = struct.unpack_from("<BBH", data, at)
+                    at += 4
+                    if form != FOLLOWED_BY_VALUE:
+                        continue
+                    if attribute in MAX_OR_REQUIRED_THREADS:
+                        yield arch, name.removeprefix(".nv.info."), math.prod(struct.unpack_from("<3I", data, at))
+                    at += size
+
+
+def _elf_sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
+    """The names and contents of the sections of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, names_at = struct.unpack_from("<3H", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
+    names = elf[headers[names_at][4] :][: headers[names_at][5]]
+    for name, _, _, _, offset, length in headers:
+        yield names[name : names.index(b"\0", name)].decode(), elf[offset : offset + length]
 
 
 def find_loop(code: Sequence[tuple[int, str]]) -> Loop:
@@ -440,6 +470,10 @@ SM_LIMITS = {
     "sm_90a": SmLimits(228 * 1024),
 }
 RESERVED_SHARED_BYTES = 1024  # per block, for the system
+
+# Of the attributes in sections .nv.info.*: EIFMT_SVAL; EIATTR_MAX_THREADS and EIATTR_REQNTID, three sizes each.
+FOLLOWED_BY_VALUE = 4
+MAX_OR_REQUIRED_THREADS = (0x05, 0x10)
 
 
 def blocks_per_sm(kernel: Kernel, shared_bytes: int) -> int | None:

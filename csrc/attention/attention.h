@@ -44,6 +44,7 @@ struct AttentionParams {
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
   int64_t total_q = 0;  // rows in the packing
+  int64_t total_k = 0;
   const int32_t* cu_seqlens_q = nullptr;
   const int32_t* cu_seqlens_k = nullptr;
 

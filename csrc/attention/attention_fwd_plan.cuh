@@ -29,20 +29,31 @@ struct ForwardPlan {
   // In the workspace; null if there is only one split.
   float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
   float* partial_lse = nullptr;  // (splits, rows of lse)
+
+  HOST_DEVICE int items() const { return schedule.pairs * schedule.tiles * splits; }  // tiles, or parts of tiles
+};
+
+// What the plan depends on of a kernel.
+struct ForwardShape {
+  int block_m;
+  int block_n;
+  int64_t at_once;  // blocks that the device runs concurrently
+  bool packs_any_group = true;  // else only groups that divide block_m
 };
 
 inline int64_t lse_rows(const AttentionParams& p) {
   return p.heads * (p.cu_seqlens_q != nullptr ? p.total_q : p.batch * p.seqlen_q);
 }
 
-inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig& config, const rt::Device& device) {
+inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& shape) {
   constexpr double kLog2e = 1.4426950408889634;
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const int64_t group = p.heads / p.heads_kv;
-  const int64_t tiles = tiles_of(p.seqlen_q, config.block_m),
-                packed_tiles = tiles_of(p.seqlen_q * group, config.block_m);
+  const int64_t tiles = tiles_of(p.seqlen_q, shape.block_m),
+                packed_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
   ForwardPlan plan;
-  plan.pack = int(packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
+  const bool can_pack = shape.packs_any_group || shape.block_m % group == 0;
+  plan.pack = int(can_pack && packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
   plan.schedule.tiles = int(plan.pack > 1 ? packed_tiles : tiles);
   plan.schedule.heads = int(p.heads / plan.pack);
   const int64_t pairs = plan.schedule.heads * p.batch;
@@ -52,9 +63,9 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.schedule.pairs = int(pairs);
   plan.schedule.section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
   const bool general = needs_general_kernel(p);
-  plan.block_n = config.keys(general, device.shared_bytes);
-  plan.splits = choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
-                              tiles_of(p.seqlen_k, plan.block_n));
+  plan.block_n = shape.block_n;
+  plan.splits =
+      choose_splits(pairs * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
   plan.scale = float(p.scale);
   plan.factor = float(general ? kLog2e : p.scale * kLog2e);
   plan.softcap = float(p.softcap);
@@ -62,6 +73,12 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig&
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);
   return plan;
+}
+
+inline ForwardPlan plan_forward(const AttentionParams& p, const AttentionConfig& config, const rt::Device& device) {
+  return plan_forward(p, {.block_m = config.block_m,
+                          .block_n = config.keys(needs_general_kernel(p), device.shared_bytes),
+                          .at_once = int64_t(device.num_sms) * config.min_blocks});
 }
 
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.

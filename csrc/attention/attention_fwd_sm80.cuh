@@ -29,49 +29,10 @@
 
 #include <cstddef>
 
-#include "attention/attention_fwd_plan.cuh"
-#include "attention/bias.cuh"
-#include "attention/mask.cuh"
-#include "attention/rows.cuh"
-#include "attention/softmax.cuh"
-#include "attention/shared_struct.cuh"
+#include "attention/forward_rows.cuh"
 #include "tile/results.cuh"
 
 namespace cuda_ext::sm80 {
-
-// The rows of a tile: query and head of each.
-struct alignas(16) TileRows {
-  int first;  // the tile's first row, among the sequence's (queries x pack)
-  int count;  // all rows of the sequence
-  int pack;
-  int first_head;
-
-  DEVICE int query(int row) const { return pack == 1 ? first + row : (first + row) / pack; }
-  DEVICE int head(int row) const { return pack == 1 ? first_head : first_head + (first + row) % pack; }
-  DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
-};
-
-// The tiles of keys that any row of a tile sees.
-template <class Kernel>
-DEVICE Span key_tiles(const Visibility& visible, const TileRows& rows) {
-  constexpr int kBlockN = Kernel::kBlockN;
-  return {visible.key_begin(rows.query(0)) / kBlockN,
-          (visible.key_end(rows.last_query(Kernel::kBlockM)) + kBlockN - 1) / kBlockN};
-}
-
-// The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
-struct ForwardTask {
-  struct alignas(16) Position {
-    int batch, q_begin, k_begin, head_kv;
-  };
-  struct alignas(16) Keys {
-    Visibility visible;
-    int begin;  // this block's first tile
-  };
-  TileRows rows;
-  Position position;
-  Keys keys;
-};
 
 // One instantiation of the kernel.
 template <class T, AttentionConfig config, int block_n, bool general>
@@ -106,38 +67,6 @@ struct Forward {
   };
 };
 
-// Applies scale, softcap, ALiBi and bias to the logits of keys from `first_key` on. row_at(m, half): this thread's row
-// in the tile.
-template <class T, class Tiles, class RowAt>
-DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardPlan& plan,
-                          const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
-#pragma unroll
-  for (int m = 0; m < Tiles::kRowTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int column = first_key + Tiles::column(arch::opaque_thread_index());
-      const int row = row_at(m, half), head = rows.head(row), query = rows.query(row);
-      const float slope = p.alibi_slopes == nullptr
-                              ? 0.0f
-                              : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
-                                                         batch * p.alibi_batch_stride + head);
-      const int last_key = query + k_len - rows.count / rows.pack;  // the key on the diagonal
-      const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
-      const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
-#pragma unroll
-      for (int n = 0; n < Tiles::kColumnTiles; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int key = column + Tiles::column_step(n) + e;
-          float& x = s[m][n][2 * half + e];
-          x *= plan.scale;
-          if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
-          x -= slope * fabsf(float(last_key - key));
-          if (has_bias && key < k_len) x += bias_at<T>(p, bias + key * p.bias_strides[3]);
-        }
-    }
-}
-
 // Grid: (tiles of all heads and sequences, splits). One function, because all its parts share registers across the
 // loop.
 template <class Kernel>
@@ -160,21 +89,11 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
 
   int begin, end;  // tiles of keys
   {
-    const TileIndex at = plan.schedule.find(arch::block_x());
-    const Sequence sequence(p, at.batch);
-    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
-    if (rows.first >= rows.count) return;
-    const Visibility visible(p, sequence);
-    const Span seen = key_tiles<Kernel>(visible, rows);
-    const int split_tiles = (seen.end - seen.begin + plan.splits - 1) / plan.splits;
-    begin = seen.begin + arch::block_y() * split_tiles;
-    end = begin + split_tiles < seen.end ? begin + split_tiles : seen.end;
-    if (arch::thread_index() == 0) {
-      store_struct(shared.task.rows, rows);
-      store_struct(shared.task.position,
-                   {at.batch, sequence.q_begin, sequence.k_begin, rows.first_head / int(p.heads / p.heads_kv)});
-      store_struct(shared.task.keys, {visible, begin});
-    }
+    const auto task = ForwardTask::find<Kernel>(p, plan, arch::block_x(), arch::block_y());
+    if (task.has_no_rows()) return;
+    begin = task.keys.begin;
+    end = task.end.tile;
+    if (arch::thread_index() == 0) task.store(shared.task);
   }
   arch::sync_threads();  // the task is written
 
@@ -186,19 +105,8 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   RowSums<kRowTiles> sums;
   {
     const TileRows rows = load_struct(shared.task.rows);
-    const ForwardTask::Position position = load_struct(shared.task.position);
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int head = rows.head(row_at(m, half));
-        // A sink is a key before all others that has no value. One of the four lanes of a row counts it.
-        const bool has_sink = p.sinks != nullptr && arch::block_y() == 0;
-        constexpr float kLog2e = 1.4426950408889634f;
-        softmax.max[m][half] =
-            has_sink ? arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * kLog2e : -INFINITY;
-        sums.of[m][half] = has_sink && arch::lane_index() % 4 == 0 ? 1.0f : 0.0f;
-      }
+    const TilePosition position = load_struct(shared.task.position);
+    begin_rows(p, rows, arch::block_y() == 0, row_at, softmax, sums);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::thread_index()], sums);
     if (begin < end)
       copy_lines<TileQ, Kernel::kThreads>(
@@ -208,7 +116,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   }
 
   const auto copy = [&]<class Tile>(const HeadsView& view, int offset, int tile, int64_t width, const int64_t& pass) {
-    const ForwardTask::Position position = load_struct(shared.task.position);
+    const TilePosition position = load_struct(shared.task.position);
     const int first = tile * kBlockN;
     LinesCopy<Tile, Kernel::kThreads>::start(
         base + offset, row_of<const T>(view, position.batch, position.k_begin + first, position.head_kv),
@@ -253,7 +161,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if constexpr (Kernel::kGeneral)
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_struct(shared.task.rows);
-        const ForwardTask::Position position = load_struct(shared.task.position);
+        const TilePosition position = load_struct(shared.task.position);
         plan.dropout.drop(
             logits,
             [&](int m, int half) {
@@ -266,38 +174,9 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   }
 
   const TileRows rows = load_struct(shared.task.rows);
-  const ForwardTask::Position position = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
-  const int64_t split_rows =
-      arch::block_y() * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
-  const int pair = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row_at(m, half), query = rows.query(row);
-      const float sum = sums.row(m, half);
-      const float lse = softmax.log_sum_exp(m, half, sum);
-      const float weight = lse == -INFINITY ? 0.0f : (Kernel::kGeneral ? plan.kept_scale : 1.0f) / sum;
-#pragma unroll
-      for (int n = 0; n < Kernel::kOutTiles; ++n) {
-        out[m][n][2 * half] *= weight;
-        out[m][n][2 * half + 1] *= weight;
-      }
-      if (rows.first + row >= rows.count) continue;
-      const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
-      if (plan.splits > 1) {
-        if (pair == 0) arch::store_global(plan.partial_lse + split_rows + lse_index, lse);
-        float* const to = plan.partial_out + (split_rows + lse_index) * p.dim_v + pair;
-#pragma unroll
-        for (int n = 0; n < Kernel::kOutTiles; ++n)
-          if (n * 8 < p.dim_v)
-            arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
-                                                         arch::float_bits(out[m][n][2 * half + 1])}});
-      } else if (pair == 0) {
-        arch::store_global(static_cast<float*>(p.lse) + lse_index, lse);
-      }
-    }
+  finish_rows<OutTiles, Kernel::kGeneral>(p, plan, rows, position, arch::block_y(), row_at, softmax, sums, out);
   if (plan.splits > 1) return;
 
   // Staged in shared memory, so that rows are stored 16 bytes at a time.

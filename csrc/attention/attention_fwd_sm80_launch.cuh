@@ -38,12 +38,7 @@ void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Worksp
                                             .stream = stream},
                                            params, plan);
   });
-  if (plan.splits > 1) {
-    constexpr int kThreads = 128;
-    const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
-    rt::launch<attention_combine<T, kThreads>>(
-        "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
-  }
+  if (plan.splits > 1) launch_combine<T>(params, plan, stream);
 }
 
 }  // namespace cuda_ext::sm80

@@ -1,5 +1,5 @@
-// Stubs for the attention kernels of head dims that CUDA_EXT_HEAD_DIMS excludes from a build: they throw an error that
-// names the missing ones.
+// Stubs for the attention kernels that a build excludes. Those of head dims that CUDA_EXT_HEAD_DIMS leaves out throw an
+// error that names the missing ones; those on wgmma are not called if no architecture of the build has it.
 #include "build_config.h"
 
 #if CUDA_EXT_WITH_CUDA
@@ -8,8 +8,14 @@
 #include <string>
 
 #include "attention/attention_bwd_sm80.h"
+#include "attention/attention_fwd_sm90.h"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext {
+
+#if !CUDA_EXT_WITH_SM90A
+bool has_attention_sm90() { return false; }
+#endif
+
 namespace {
 
 [[noreturn]] void refuse(const char* op, const AttentionParams& p) {
@@ -20,6 +26,8 @@ namespace {
 }
 
 }  // namespace
+
+namespace sm80 {
 
 template <class T, int tile>
 size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
@@ -38,27 +46,60 @@ void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& param
   refuse("flash_attention_backward", params);
 }
 
-#define CUDA_EXT_LEFT_OUT(tile)                           \
-  template struct AttentionForwardSm80<half_t, tile>;     \
-  template struct AttentionForwardSm80<bfloat16_t, tile>; \
-  template struct AttentionBackwardSm80<half_t, tile>;    \
-  template struct AttentionBackwardSm80<bfloat16_t, tile>;
-static_assert(kForwardTiles[0].dim == 64 && kForwardTiles[1].dim == 128 && kForwardTiles[2].dim == 192 &&
-              kForwardTiles[3].dim == 256);
+}  // namespace sm80
+
+namespace sm90 {
+
+template <class T, int tile>
+size_t AttentionForwardSm90<T, tile>::workspace(const AttentionParams& params) {
+  refuse("flash_attention", params);
+}
+template <class T, int tile>
+void AttentionForwardSm90<T, tile>::launch(const AttentionParams& params, Workspace, void*) {
+  refuse("flash_attention", params);
+}
+
+}  // namespace sm90
+
+#define CUDA_EXT_LEFT_OUT_SM80(tile)                            \
+  template struct sm80::AttentionForwardSm80<half_t, tile>;     \
+  template struct sm80::AttentionForwardSm80<bfloat16_t, tile>; \
+  template struct sm80::AttentionBackwardSm80<half_t, tile>;    \
+  template struct sm80::AttentionBackwardSm80<bfloat16_t, tile>;
+#define CUDA_EXT_LEFT_OUT_SM90(tile)                        \
+  template struct sm90::AttentionForwardSm90<half_t, tile>; \
+  template struct sm90::AttentionForwardSm90<bfloat16_t, tile>;
+static_assert(sm80::kForwardTiles[0].dim == 64 && sm80::kForwardTiles[1].dim == 128 &&
+              sm80::kForwardTiles[2].dim == 192 && sm80::kForwardTiles[3].dim == 256);
+static_assert(sm90::kForwardTiles[0].dim == 64 && sm90::kForwardTiles[1].dim == 128 &&
+              sm90::kForwardTiles[2].dim == 192 && sm90::kForwardTiles[3].dim == 256);
 #if !CUDA_EXT_HEAD_DIM_64
-CUDA_EXT_LEFT_OUT(0)
+CUDA_EXT_LEFT_OUT_SM80(0)
 #endif
 #if !CUDA_EXT_HEAD_DIM_128
-CUDA_EXT_LEFT_OUT(1)
+CUDA_EXT_LEFT_OUT_SM80(1)
 #endif
 #if !CUDA_EXT_HEAD_DIM_192
-CUDA_EXT_LEFT_OUT(2)
+CUDA_EXT_LEFT_OUT_SM80(2)
 #endif
 #if !CUDA_EXT_HEAD_DIM_256
-CUDA_EXT_LEFT_OUT(3)
+CUDA_EXT_LEFT_OUT_SM80(3)
 #endif
-#undef CUDA_EXT_LEFT_OUT
+#if !CUDA_EXT_HEAD_DIM_64 || !CUDA_EXT_WITH_SM90A
+CUDA_EXT_LEFT_OUT_SM90(0)
+#endif
+#if !CUDA_EXT_HEAD_DIM_128 || !CUDA_EXT_WITH_SM90A
+CUDA_EXT_LEFT_OUT_SM90(1)
+#endif
+#if !CUDA_EXT_HEAD_DIM_192 || !CUDA_EXT_WITH_SM90A
+CUDA_EXT_LEFT_OUT_SM90(2)
+#endif
+#if !CUDA_EXT_HEAD_DIM_256 || !CUDA_EXT_WITH_SM90A
+CUDA_EXT_LEFT_OUT_SM90(3)
+#endif
+#undef CUDA_EXT_LEFT_OUT_SM80
+#undef CUDA_EXT_LEFT_OUT_SM90
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext
 
 #endif

@@ -32,6 +32,19 @@ struct OnlineSoftmax {
   template <int column_tiles, int out_tiles>
   DEVICE void update(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4],
                      RowSums<row_tiles>& sums, float factor) {
+    RowScales by;
+    if (raise_max(s, sums, factor, by)) scale(out, by);
+    weigh(s, sums, factor);
+  }
+
+  // The three parts of an update, for kernels whose `out` is not available between the first and the last.
+  using RowScales = float[row_tiles][2];
+
+  // Raises `max` if it lags behind the next columns s of any row of the warp. Then `sums` become relative to the new
+  // maximum, and the outputs must be scaled by `by`.
+  template <int column_tiles>
+  DEVICE bool raise_max(const float (&s)[row_tiles][column_tiles][4], RowSums<row_tiles>& sums, float factor,
+                        RowScales& by) {
     float new_max[row_tiles][2];
     bool lags = false;
 #pragma unroll
@@ -47,7 +60,21 @@ struct OnlineSoftmax {
         new_max[m][half] = fmaxf(max[m][half], largest * factor);
         lags |= new_max[m][half] - max[m][half] > kMaxLag;
       }
-    if (arch::any(lags)) rescale(new_max, out, sums);
+    if (!arch::any(lags)) return false;
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        by[m][half] = arch::fast_exp2(max[m][half] - finite(new_max[m][half]));
+        max[m][half] = new_max[m][half];
+        sums.of[m][half] *= by[m][half];
+      }
+    return true;
+  }
+
+  // The columns s become weights, which are added to `sums`.
+  template <int column_tiles>
+  DEVICE void weigh(float (&s)[row_tiles][column_tiles][4], RowSums<row_tiles>& sums, float factor) const {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
@@ -64,6 +91,16 @@ struct OnlineSoftmax {
       }
   }
 
+  template <int out_tiles>
+  DEVICE static void scale(float (&out)[row_tiles][out_tiles][4], const RowScales& by) {
+#pragma unroll
+    for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+      for (int n = 0; n < out_tiles; ++n)
+#pragma unroll
+        for (int q = 0; q < 4; ++q) out[m][n][q] *= by[m][q / 2];
+  }
+
   // The logarithm of the sum of exponentials; -inf if the row has seen no key.
   DEVICE float log_sum_exp(int m, int half, float row_sum) const {
     constexpr float kLn2 = 0.6931471805599453f;
@@ -77,24 +114,6 @@ struct OnlineSoftmax {
 
   // Avoids -inf - (-inf) = NaN.
   DEVICE static float finite(float x) { return x == -INFINITY ? 0.0f : x; }
-
-  template <int out_tiles>
-  DEVICE void rescale(const float (&new_max)[row_tiles][2], float (&out)[row_tiles][out_tiles][4],
-                      RowSums<row_tiles>& sums) {
-#pragma unroll
-    for (int m = 0; m < row_tiles; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float by = arch::fast_exp2(max[m][half] - finite(new_max[m][half]));
-        max[m][half] = new_max[m][half];
-        sums.of[m][half] *= by;
-#pragma unroll
-        for (int n = 0; n < out_tiles; ++n) {
-          out[m][n][2 * half] *= by;
-          out[m][n][2 * half + 1] *= by;
-        }
-      }
-  }
 };
 
 }  // namespace cuda_ext::sm80

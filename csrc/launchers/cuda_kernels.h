@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention_bwd_sm80.h"
+#include "attention/attention_cuda.h"
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
 #include "gemm/activation_grad.h"
@@ -23,6 +24,7 @@ struct CudaKernels {
   rt::Device (*gemm_device)();
   size_t (*activation_grad_workspace)(const ActivationGradParams&);
   void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
+  std::string (*attention_forward_sm90_refusal)(const AttentionParams&);
   size_t (*attention_forward_workspace)(const AttentionParams&);
   void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
   size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
@@ -43,8 +45,9 @@ inline CudaKernels linked_cuda_kernels() {
       .gemm_device = gemm_cuda_device,
       .activation_grad_workspace = activation_grad_workspace,
       .activation_grad = launch_activation_grad_cuda,
-      .attention_forward_workspace = attention_forward_sm80_workspace,
-      .attention_forward = launch_attention_forward_sm80,
+      .attention_forward_sm90_refusal = attention_forward_sm90_refusal,
+      .attention_forward_workspace = attention_forward_cuda_workspace,
+      .attention_forward = launch_attention_forward_cuda,
       .attention_backward_workspace = attention_backward_sm80_workspace,
       .attention_backward = launch_attention_backward_sm80,
       .bucket_workspace = bucket_cuda_workspace,

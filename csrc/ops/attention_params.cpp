@@ -72,6 +72,7 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
     p.cu_seqlens_q = operands.cu_seqlens_q.const_data_ptr<int32_t>();
     p.cu_seqlens_k = operands.cu_seqlens_k.const_data_ptr<int32_t>();
     p.total_q = query.size(0);
+    p.total_k = key.size(0);
   }
   p.window_left = o.window_left.value_or(AttentionParams::kUnbounded);
   p.window_right = o.causal ? 0 : o.window_right.value_or(AttentionParams::kUnbounded);

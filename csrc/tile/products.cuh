@@ -24,7 +24,9 @@ struct WarpTiles {
   DEVICE static int first_row(int thread = arch::thread_index()) {
     return thread / arch::kWarpSize % warps_m * kRowTiles * 16;
   }
-  DEVICE static int first_column(int thread = arch::thread_index()) { return thread / arch::kWarpSize / warps_m * 16; }
+  DEVICE static int first_column(int thread = arch::thread_index()) {
+    return thread / arch::kWarpSize / warps_m % warps_n * 16;
+  }
   DEVICE static int row(int m, int half, int thread = arch::thread_index()) {
     return first_row(thread) + m * 16 + half * 8 + thread % arch::kWarpSize / 4;
   }

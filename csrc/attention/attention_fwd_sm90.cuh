@@ -1,0 +1,435 @@
+// Flash attention forward for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16 and bfloat16 (Shah et
+// al., "FlashAttention-3", arXiv 2407.08608).
+//
+// Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
+// Tile           block_m rows: queries of one head or, if there are few queries, of all heads that share a key head,
+//                which is then read once for all of them ("packed"). It loops over the keys that any of its rows sees,
+//                block_n at a time, from the last to the first, so that only the first steps meet a causal mask.
+//                Sizes: kForwardTiles in tiles_sm90.h.
+// Blocks         are persistent: each computes one tile of each round, longest tiles first, in alternating order.
+// Warpgroups     0: its first thread is the producer, which loads. The others are consumers: each owns 64 rows of the
+//                tile.
+// Step           The consumer issues S' = Q K'^T for the next keys K' and O += P V for the current values; when S' has
+//                arrived, its softmax runs while P V is in flight. Then O is rescaled, and S' becomes P.
+// Turns          Consumers issue the products of a step in turn, so that tensor cores compute for one while another
+//                computes its softmax.
+// Barriers       q_full: 1 arrival, of the producer, and the bytes of the queries. q_empty: 1 arrival per consumer,
+//                when it has stored its output. {k,v}_full[stage]: 1 arrival and bytes. {k,v}_empty[stage]: 1 arrival
+//                per consumer.
+//                Named barriers 1 to 3: the 128 threads of a consumer. 4 to 6: its turn; its threads wait, and those
+//                of the consumer before it arrive. 7: all consumers.
+// Shared memory  queries (block_m, dim); rings of keys (block_n, dim) and of values (block_n, dim_v), in pieces of 64
+//                columns in the 128-byte swizzle; barriers. At the end each consumer stages its output in the memory of
+//                its queries.
+// Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: logits block_n / 2,
+//                weights block_n / 4, output dim_v / 2 per thread.
+// Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
+//                next one: keys are masked, values are cleared in shared memory, because 0 times infinity is NaN.
+// General, splits: as in attention_fwd_sm80.cuh.
+#pragma once
+
+#include "attention/attention_fwd_sm90.h"
+#include "attention/forward_rows.cuh"
+#include "attention/maps_sm90.cuh"
+#include "tile/products.cuh"
+#include "tile/warpgroups_sm90.cuh"
+
+namespace cuda_ext::sm90 {
+
+using sm80::ForwardTask;
+using sm80::load_struct;
+using sm80::store_struct;
+using sm80::TilePosition;
+using sm80::TileRows;
+using sm80::Visibility;
+
+struct ForwardMaps {
+  HeadsMap query, key, value, out;
+};
+
+// One instantiation of the kernel.
+template <class T, ForwardConfig config, bool general>
+struct Forward {
+  using Element = T;
+  static constexpr bool kGeneral = general;
+  static constexpr ForwardConfig kConfig = config;
+  static constexpr int kConsumers = config.consumers();
+  static constexpr int kThreads = config.threads();
+  static constexpr int kBlockM = config.block_m;
+  static constexpr int kBlockN = config.block_n;
+  static constexpr int kSteps = kBlockN / 16;  // of P V
+  static constexpr int kProducerRegisters = config.producer_registers();
+  static constexpr int kConsumerRegisters = config.consumer_registers();
+
+  using TileQ = PiecesTile<kBlockM, config.dim>;
+  using TileK = PiecesTile<kBlockN, config.dim>;
+  using TileV = PiecesTile<kBlockN, config.dim_v>;
+  using TileOut = PiecesTile<kBlockM, config.dim_v>;
+  static_assert(TileOut::kBytes <= TileQ::kBytes);
+
+  // Rows and columns of a thread's accumulators: those of mma.sync with a warp for each 16 rows.
+  using LogitTiles = sm80::WarpTiles<kBlockM, kBlockN, 4 * kConsumers, 1>;
+  using OutTiles = sm80::WarpTiles<kBlockM, config.dim_v, 4 * kConsumers, 1>;
+  using Logits = typename LogitTiles::Accumulators;
+  using Out = typename OutTiles::Accumulators;
+  using Weights = uint32_t[kSteps][4];  // fragments of P
+  DEVICE static int row_at(int m, int half) {
+    return LogitTiles::row(m, half, arch::opaque_thread_index() - kWarpgroupThreads);
+  }
+
+  struct Storage {
+    alignas(1024) unsigned char q[TileQ::kBytes];
+    alignas(1024) unsigned char k[config.stages][TileK::kBytes];
+    alignas(1024) unsigned char v[config.stages][TileV::kBytes];
+    ForwardTask task;  // without rows: the last
+    Barrier q_full, q_empty;
+    Barrier k_full[config.stages], k_empty[config.stages], v_full[config.stages], v_empty[config.stages];
+  };
+  static_assert(sizeof(Storage) <= 227 * 1024);
+
+  // s (64, block_n) = Q K^T for the consumer whose rows begin at `q`.
+  DEVICE static void multiply_keys(Logits& s, SharedAddress q, SharedAddress k) {
+    const uint64_t a = TileQ::descriptor(q, Major::kK), b = TileK::descriptor(k, Major::kK);
+#pragma unroll
+    for (int step = 0; step < config.dim / 16; ++step)
+      arch::wgmma_m64k16<T, Major::kK, Major::kK>(
+          registers_of(s), arch::advance_descriptor(a, TileQ::step_bytes(step, Major::kK)),
+          arch::advance_descriptor(b, TileK::step_bytes(step, Major::kK)), step > 0);
+  }
+  // out (64, dim_v) += P V
+  DEVICE static void multiply_values(Out& out, const Weights& weights, SharedAddress v) {
+    const uint64_t b = TileV::descriptor(v, Major::kMn);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      arch::wgmma_m64k16<T, Major::kMn>(registers_of(out), weights[step],
+                                        arch::advance_descriptor(b, TileV::step_bytes(step, Major::kMn)), 1);
+  }
+  DEVICE static void round_weights(const Logits& s, Weights& weights) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) sm80::operand_of<T>(s)(weights[step], 0, step);
+  }
+
+  // The accumulators of a consumer as wgmma numbers them.
+  template <int tiles>
+  DEVICE static float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
+    return reinterpret_cast<float(&)[4 * tiles]>(x);
+  }
+};
+
+// The item of a block in a round; at least plan.items() if there is none. In odd rounds blocks are in reverse order, so
+// that none has the longest tile of every round.
+DEVICE int item_of_round(int round) {
+  const int block = arch::block_x(), blocks = arch::grid_x();
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
+// Loads lines from `row` on of all pieces of a tile.
+template <class Tile>
+DEVICE void load_pieces(SharedAddress to, const HeadsMap& map, Barrier& full, int row, int group, int batch) {
+  arch::barrier_arrive_expect(full, Tile::kBytes);
+#pragma unroll 1
+  for (int piece = 0; piece < Tile::kPieces; ++piece) {
+    const int at[5] = {piece * Tile::kElements, 0, row, group * map.group_step, batch * map.batch_step};
+    arch::tma_load(to + piece * Tile::kPieceSize, map.map, full, at);
+  }
+}
+
+// The producer, one thread.
+template <class Kernel>
+DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardMaps& maps,
+                    typename Kernel::Storage& shared) {
+  using TileK = typename Kernel::TileK;
+  using TileV = typename Kernel::TileV;
+  Ring<Kernel::kConfig.stages> keys, values;
+  uint32_t q_parity = 1;
+  const auto wait_for_consumers = [&] {
+    arch::barrier_wait(shared.q_empty, q_parity);
+    q_parity ^= 1;
+  };
+#pragma unroll 1
+  for (int round = 0; round * arch::grid_x() < plan.items(); ++round) {
+    const int item = item_of_round(round);
+    if (item >= plan.items()) break;
+    const auto task = ForwardTask::find<Kernel>(p, plan, item / plan.splits, item % plan.splits);
+    if (task.has_no_rows()) continue;
+    const TilePosition& at = task.position;
+    wait_for_consumers();
+    task.store(shared.task);
+    load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
+                                        at.q_begin + task.rows.first / plan.pack, task.rows.first_head / plan.pack,
+                                        at.batch);
+    const auto load_keys = [&](int tile) {
+      arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
+      load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage],
+                         at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
+      keys.advance();
+    };
+    const int begin = task.keys.begin, end = task.end.tile;
+    if (begin < end) load_keys(end - 1);
+#pragma unroll 1
+    for (int tile = end - 1; tile >= begin; --tile) {
+      if (tile > begin) load_keys(tile - 1);  // needed before the values
+      arch::barrier_wait(shared.v_empty[values.stage], values.parity ^ 1);
+      load_pieces<TileV>(arch::shared_address(shared.v[values.stage]), maps.value, shared.v_full[values.stage],
+                         at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
+      values.advance();
+    }
+  }
+  wait_for_consumers();
+  store_struct(shared.task.rows, TileRows{});
+  arch::barrier_arrive(shared.q_full);
+}
+
+// A consumer's place among the others.
+struct Consumer {
+  DEVICE static int index() { return arch::opaque_thread_index() / kWarpgroupThreads - 1; }
+  DEVICE static int thread() { return arch::opaque_thread_index() % kWarpgroupThreads; }
+  DEVICE static void sync(Site site = {}) { arch::named_barrier_sync(1 + index(), kWarpgroupThreads, site); }
+  DEVICE static void arrive(Barrier& barrier, Site site = {}) {
+    if (thread() == 0) arch::barrier_arrive(barrier, site);
+  }
+};
+constexpr int kAllConsumersBarrier = 7;
+
+// The order in which consumers issue products. The very first turn, of consumer 0, is given to it by nobody, so it waits
+// for the last one, which nobody takes, at the end.
+template <int consumers, bool enabled>
+struct Turns {
+  static constexpr int kFirstBarrier = 4;
+  bool had_first = false;
+
+  DEVICE void wait() {
+    if constexpr (enabled) {
+      if (Consumer::index() > 0 || had_first)
+        arch::named_barrier_sync(kFirstBarrier + Consumer::index(), 2 * kWarpgroupThreads);
+      had_first = true;
+    }
+  }
+  DEVICE void pass() const {
+    if constexpr (enabled)
+      arch::named_barrier_arrive(kFirstBarrier + (Consumer::index() + 1) % consumers, 2 * kWarpgroupThreads);
+  }
+  DEVICE void finish() {
+    if (enabled && Consumer::index() == 0 && had_first) wait();
+  }
+};
+
+// Sets values from `line` on to 0, for all consumers.
+template <class Kernel>
+DEVICE void clear_values(SharedAddress tile, int line) {
+  using TileV = typename Kernel::TileV;
+  constexpr int kThreads = Kernel::kConsumers * kWarpgroupThreads, kChunks = TileV::kPieces * 8;
+#pragma unroll 1
+  for (int i = line * kChunks + int(arch::thread_index()) - kWarpgroupThreads; i < Kernel::kBlockN * kChunks;
+       i += kThreads)
+    arch::store_shared(TileV::chunk(tile, i / kChunks, i % kChunks), arch::Words4{});
+  arch::fence_async_shared();
+  arch::named_barrier_sync(kAllConsumersBarrier, kThreads);
+}
+
+// logits -> weights, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
+// output must be scaled by `by`.
+template <class Kernel>
+DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardTask& task, int tile,
+                       typename Kernel::Logits& s, sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums,
+                       float (&by)[1][2]) {
+  using LogitTiles = typename Kernel::LogitTiles;
+  const TileRows rows = load_struct(task.rows);
+  const Visibility visible = load_struct(task.keys).visible;
+  const int first_key = tile * Kernel::kBlockN;
+  if constexpr (Kernel::kGeneral)
+    sm80::modify_logits<typename Kernel::Element, LogitTiles>(
+        s, p, plan, rows, load_struct(task.position).batch, visible.k_len, Kernel::row_at, first_key);
+  if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + Kernel::kBlockN)) {
+    const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
+    sm80::apply_mask<LogitTiles>(
+        s, [&](int m, int half) { return visible.keys(rows.query(Kernel::row_at(m, half))).from(origin); });
+  }
+  const bool grew = softmax.raise_max(s, sums, plan.factor, by);
+  softmax.weigh(s, sums, plan.factor);
+  if constexpr (Kernel::kGeneral)
+    if (plan.dropout.drop_below > 0) {
+      const TileRows rows = load_struct(task.rows);
+      const TilePosition at = load_struct(task.position);
+      plan.dropout.drop(
+          s,
+          [&](int m, int half) {
+            const int row = Kernel::row_at(m, half);
+            return sm80::first_lse_row(p, at.q_begin, at.batch, rows.head(row)) + rows.query(row);
+          },
+          first_key);
+    }
+  return grew;
+}
+
+// out = the weighted sum of the values of an item that has keys.
+template <class Kernel>
+DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, typename Kernel::Storage& shared,
+                   Ring<Kernel::kConfig.stages>& keys, Ring<Kernel::kConfig.stages>& values,
+                   Turns<Kernel::kConsumers, Kernel::kConfig.turns>& turns,
+                   typename Kernel::Out& out, sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums) {
+  const SharedAddress q = arch::shared_address(shared.q) + Consumer::index() * kWarpgroupRows * kPieceBytes;
+  typename Kernel::Logits s;
+  typename Kernel::Weights weights;
+  float by[1][2];
+  const auto start_keys = [&] {
+    arch::barrier_wait(shared.k_full[keys.stage], keys.parity);
+    arch::wgmma_fence(Kernel::registers_of(s));
+    Kernel::multiply_keys(s, q, arch::shared_address(shared.k[keys.stage]));
+    arch::wgmma_commit();
+  };
+  const auto start_values = [&] {
+    arch::barrier_wait(shared.v_full[values.stage], values.parity);
+    arch::wgmma_fence(Kernel::registers_of(out), weights);
+    Kernel::multiply_values(out, weights, arch::shared_address(shared.v[values.stage]));
+    arch::wgmma_commit();
+  };
+  const auto release = [](Barrier* empty, Ring<Kernel::kConfig.stages>& ring) {
+    Consumer::arrive(empty[ring.stage]);
+    ring.advance();
+  };
+
+  int tile = load_struct(shared.task.end).tile - 1;
+  start_keys();
+  arch::wgmma_wait<0>(Kernel::registers_of(s));
+  release(shared.k_empty, keys);
+  weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+  Kernel::round_weights(s, weights);
+  const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
+  if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
+    arch::barrier_wait(shared.v_full[values.stage], values.parity);
+    clear_values<Kernel>(arch::shared_address(shared.v[values.stage]), left);
+  }
+
+#pragma unroll 1
+  for (--tile; tile >= load_struct(shared.task.keys).begin; --tile) {
+    turns.wait();
+    start_keys();
+    start_values();
+    turns.pass();
+    arch::wgmma_wait<1>(Kernel::registers_of(s));
+    release(shared.k_empty, keys);
+    const bool grew = weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+    arch::wgmma_wait<0>(Kernel::registers_of(out));
+    release(shared.v_empty, values);
+    if (grew) softmax.scale(out, by);
+    Kernel::round_weights(s, weights);
+  }
+  start_values();
+  arch::wgmma_wait<0>(Kernel::registers_of(out));
+  release(shared.v_empty, values);
+}
+
+// Stores the consumer's rows, staged in the memory of its queries.
+template <class Kernel>
+DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const TileRows& rows, const TilePosition& at,
+                      typename Kernel::Storage& shared, const typename Kernel::Out& out) {
+  using T = typename Kernel::Element;
+  using Tile = typename Kernel::TileOut;
+  const SharedAddress staged = arch::shared_address(shared.q);
+  const int first_row = Consumer::index() * kWarpgroupRows;
+  Consumer::sync();  // all warps have read their queries
+  {
+    // Lanes 8q to 8q + 7 have the lines of quadrant q, rows first, like the registers of a fragment.
+    const int lane = arch::lane_index();
+    const int line = first_row + Consumer::thread() / arch::kWarpSize * 16 + lane % 16;
+#pragma unroll
+    for (int step = 0; step < Kernel::kConfig.dim_v / 16; ++step) {
+      uint32_t fragment[4];
+      sm80::operand_of<T>(out)(fragment, 0, step);
+      arch::stmatrix<4>(Tile::chunk(staged, line, 2 * step + lane / 16), fragment);
+    }
+  }
+  arch::fence_async_shared();
+  Consumer::sync();
+  const bool packed_sequences = p.cu_seqlens_q != nullptr;
+  if (rows.pack == 1 && (!packed_sequences || rows.first + first_row + kWarpgroupRows <= rows.count)) {
+    if (Consumer::thread() == 0) {
+#pragma unroll 1
+      for (int piece = 0; piece < Tile::kPieces; ++piece) {
+        const int to[5] = {piece * Tile::kElements, 0, at.q_begin + rows.first + first_row,
+                           rows.first_head * maps.out.group_step, at.batch * maps.out.batch_step};
+        arch::tma_store(maps.out.map, staged + piece * Tile::kPieceSize + first_row * kPieceBytes, to);
+      }
+      arch::bulk_commit();
+      arch::bulk_wait_read<0>();
+    }
+  } else {
+    constexpr int kChunks = Tile::kPieces * 8;
+#pragma unroll 1
+    for (int i = Consumer::thread(); i < kWarpgroupRows * kChunks; i += kWarpgroupThreads) {
+      const int row = first_row + i / kChunks, chunk = i % kChunks;
+      if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
+      T* const to = sm80::row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
+      arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(Tile::chunk(staged, row, chunk)));
+    }
+    Consumer::sync();
+  }
+}
+
+template <class Kernel>
+DEVICE void consume(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardMaps& maps,
+                    typename Kernel::Storage& shared) {
+  Ring<Kernel::kConfig.stages> keys, values;
+  Turns<Kernel::kConsumers, Kernel::kConfig.turns> turns;
+#pragma unroll 1
+  for (uint32_t q_parity = 0;; q_parity ^= 1) {
+    arch::barrier_wait(shared.q_full, q_parity);
+    typename Kernel::Out out = {};
+    sm80::OnlineSoftmax<1> softmax;
+    sm80::RowSums<1> sums;
+    {
+      const TileRows rows = load_struct(shared.task.rows);
+      if (rows.count == 0) break;
+      sm80::begin_rows(p, rows, load_struct(shared.task.end).split == 0, Kernel::row_at, softmax, sums);
+    }
+    if (load_struct(shared.task.keys).begin < load_struct(shared.task.end).tile)
+      attend<Kernel>(p, plan, shared, keys, values, turns, out, softmax, sums);
+    const TileRows rows = load_struct(shared.task.rows);
+    const TilePosition at = load_struct(shared.task.position);
+    sm80::finish_rows<typename Kernel::OutTiles, Kernel::kGeneral>(
+        p, plan, rows, at, load_struct(shared.task.end).split, Kernel::row_at, softmax, sums, out);
+    if (plan.splits == 1)
+      store_out<Kernel>(p, maps, rows, at, shared, out);
+    else
+      Consumer::sync();  // all warps have read their queries and their task
+    Consumer::arrive(shared.q_empty);
+  }
+  turns.finish();
+}
+
+// Grid: at most one block per SM.
+template <class Kernel>
+GLOBAL(Kernel::kThreads, 1)
+attention_fwd_sm90(GRID_CONSTANT AttentionParams p, GRID_CONSTANT sm80::ForwardPlan plan,
+                   GRID_CONSTANT ForwardMaps maps) {
+  SHARED_STORAGE(typename Kernel::Storage, shared);
+  if constexpr (Kernel::kGeneral)
+    if (p.rng_state != nullptr && arch::block_x() == 0 && arch::thread_index() == 0)
+      sm80::store_rng(p.rng_state, sm80::load_rng(plan.dropout.rng));
+  if (arch::thread_index() == 0) {
+    arch::tma_prefetch(maps.query.map);
+    arch::tma_prefetch(maps.key.map);
+    arch::tma_prefetch(maps.value.map);
+    arch::tma_prefetch(maps.out.map);
+    arch::barrier_init(shared.q_full, 1);
+    arch::barrier_init(shared.q_empty, Kernel::kConsumers);
+    for (int stage = 0; stage < Kernel::kConfig.stages; ++stage) {
+      arch::barrier_init(shared.k_full[stage], 1);
+      arch::barrier_init(shared.k_empty[stage], Kernel::kConsumers);
+      arch::barrier_init(shared.v_full[stage], 1);
+      arch::barrier_init(shared.v_empty[stage], Kernel::kConsumers);
+    }
+    arch::fence_barrier_init();
+  }
+  arch::sync_threads();
+  if (arch::thread_index() < kWarpgroupThreads) {
+    arch::decrease_registers<Kernel::kProducerRegisters>();
+    if (arch::thread_index() == 0) produce<Kernel>(p, plan, maps, shared);
+  } else {
+    arch::increase_registers<Kernel::kConsumerRegisters>();
+    consume<Kernel>(p, plan, maps, shared);
+  }
+}
+
+}  // namespace cuda_ext::sm90

@@ -1,0 +1,45 @@
+// The tile sizes of attention on wgmma, with reasons.
+#pragma once
+
+namespace cuda_ext::sm90 {
+
+// A tile shape and everything derived from it.
+struct ForwardConfig {
+  int dim;      // of query and key, padded with zeros
+  int dim_v;    // of value and output
+  int block_m;  // rows: queries of a head, or of all heads that share a key head; 64 for each consumer
+  int block_n;  // keys
+  int stages;   // of keys, and of values
+  bool turns;   // consumers issue their products in turn, so that the softmax of one runs under those of another
+
+  constexpr int consumers() const { return block_m / 64; }
+  constexpr int threads() const { return 128 * (1 + consumers()); }
+  // The most that setmaxnreg can give: the sum over all threads is at most 64 K.
+  constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
+  constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
+};
+
+// By head dims, from small to large: one for the plain kernel, one for the general one, whose logits need registers
+// for softcap, ALiBi, dropout or a bias.
+struct ForwardTile {
+  int dim;
+  int dim_v;
+  ForwardConfig plain, general;
+};
+constexpr ForwardTile kForwardTiles[] = {
+    // 120 KiB. Logits take 64 registers, weights and output 32 each, of 160.
+    {64, 64, {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 128, .stages = 3, .turns = true},
+     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128, .stages = 3, .turns = true}},
+    // 160 KiB. Logits and output take 64 registers each, weights 32, of 240.
+    {128, 128, {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
+     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true}},
+    // 208 KiB.
+    {192, 128, {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
+     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true}},
+    // 224 KiB. The output takes 128 registers, logits 40, weights 20.
+    {256, 256, {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 80, .stages = 2, .turns = false},
+     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 64, .stages = 2, .turns = false}},
+};
+constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
+
+}  // namespace cuda_ext::sm90
