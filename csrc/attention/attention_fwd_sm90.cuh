@@ -176,7 +176,7 @@ DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, con
     }
   }
   wait_for_consumers();
-  store_struct(shared.task.rows, TileRows{});
+  store_struct(shared.task.rows, TileRows{.first = 0, .count = 0, .pack = 1, .first_head = 0});
   arch::barrier_arrive(shared.q_full);
 }
 
@@ -272,8 +272,8 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
   typename Kernel::Logits s;
   typename Kernel::Weights weights;
   float by[1][2];
+  const auto await_keys = [&] { arch::barrier_wait(shared.k_full[keys.stage], keys.parity); };
   const auto start_keys = [&] {
-    arch::barrier_wait(shared.k_full[keys.stage], keys.parity);
     arch::wgmma_fence(Kernel::registers_of(s));
     Kernel::multiply_keys(s, q, arch::shared_address(shared.k[keys.stage]));
     arch::wgmma_commit();
@@ -290,6 +290,7 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
   };
 
   int tile = load_struct(shared.task.end).tile - 1;
+  await_keys();
   start_keys();
   arch::wgmma_wait<0>(Kernel::registers_of(s));
   release(shared.k_empty, keys);
@@ -300,6 +301,7 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
     clear_values<Kernel>(arch::shared_address(shared.v[values.stage]), left);
   }
+  if (tile > load_struct(shared.task.keys).begin) await_keys();
 
 #pragma unroll 1
   for (--tile; tile >= load_struct(shared.task.keys).begin; --tile) {
@@ -310,6 +312,8 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
     arch::wgmma_wait<1>(Kernel::registers_of(s));
     release(shared.k_empty, keys);
     const bool grew = weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+    // A loop, across which ptxas does not move the exponentials: they belong before the wait for P V.
+    if (tile > load_struct(shared.task.keys).begin) await_keys();
     arch::wgmma_wait<0>(Kernel::registers_of(out));
     release(shared.v_empty, values);
     if (grew) softmax.scale(out, by);
