@@ -1,6 +1,7 @@
 // The derivatives of flash_attention and flash_attention_varlen: autograd node and kernels for the Autograd key.
 #include "ops/attention_autograd.h"
 
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -12,6 +13,28 @@
 namespace cuda_ext {
 
 using Options = AttentionOptions;
+
+namespace {
+
+// Whether the dispatcher would do nothing with a view of the tensor but make it: no tracer, transform, mode or subclass
+// would see it.
+bool is_plain(const Tensor& tensor) {
+  const auto invisible = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  const auto keys = tensor.key_set() - invisible;
+  return (keys == c10::DispatchKeySet(c10::DispatchKey::CPU) || keys == c10::DispatchKeySet(c10::DispatchKey::CUDA)) &&
+         (c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set - invisible).empty();
+}
+
+// Between (B, H, S, D) and (B, S, H, D), for calls below autograd; three such views take as long as a third of a small
+// attention if the dispatcher makes them.
+Tensor transposed_heads(const Tensor& tensor) {
+  if (!is_plain(tensor) || tensor.dim() != 4) return tensor.transpose(1, 2);
+  const auto size = tensor.sizes(), stride = tensor.strides();
+  return at::native::as_strided_tensorimpl(tensor, {size[0], size[2], size[1], size[3]},
+                                           {stride[0], stride[2], stride[1], stride[3]}, std::nullopt);
+}
+
+}  // namespace
 
 // The autograd node; not in the anonymous namespace because profiles and grad_fn show its name. Its inputs are query,
 // key, value, sinks and bias.
@@ -64,9 +87,9 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
                        !(grad_lse.defined() && tangent_of(grad_lse).defined());
     const auto transposed_if = [fused](bool heads_first, const Tensor& t) {  // between (B, H, S, D) and (B, S, H, D)
       if (!heads_first || !t.defined()) return t;
-      std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-      if (fused) below_autograd.emplace();
-      return t.transpose(1, 2);
+      if (!fused) return t.transpose(1, 2);
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return transposed_heads(t);
     };
     const bool heads_first = saved_option<bool>(ctx, "heads_first");
     const bool out_heads_first = saved_option<bool>(ctx, "out_heads_first");
@@ -193,8 +216,8 @@ OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, con
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-    std::tie(out, lse, rng_state) = o.call(op, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
-    if (out_heads_first) out = out.transpose(1, 2);
+    std::tie(out, lse, rng_state) = o.call(op, transposed_heads(query), transposed_heads(key), transposed_heads(value));
+    if (out_heads_first) out = transposed_heads(out);
     if (output == HeadsFirstOutput::kDenseTransposed) out = out.contiguous();
   }
   const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
@@ -215,12 +238,14 @@ Tensor flash_attention_heads_first(const Tensor& query, const Tensor& key, const
   const Options o{{}, {}, {}, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES};
   if (OptionalTensor out = heads_first_attention(query, key, value, o, HeadsFirstOutput::kRowsFirst))
     return *std::move(out);
-  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-  if (!any_requires_grad(query, key, value, sinks, bias) && !any_has_tangent(query, key, value, sinks, bias))
-    below_autograd.emplace();
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
-  return std::get<0>(op.call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), /*alibi_slopes=*/{},
-                             sinks, bias, mask, ATTENTION_SCALAR_NAMES));
+  const auto call = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+    return std::get<0>(op.call(q, k, v, /*alibi_slopes=*/{}, sinks, bias, mask, ATTENTION_SCALAR_NAMES));
+  };
+  if (any_requires_grad(query, key, value, sinks, bias) || any_has_tangent(query, key, value, sinks, bias))
+    return call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call(transposed_heads(query), transposed_heads(key), transposed_heads(value));
 }
 
 template <c10::DeviceType device>
