@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.utils import logging
 
+from cuda_ext._head_dims import to_multiples_of_8
 from cuda_ext._load import ops
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ
 from cuda_ext.attention import flash_attention_varlen
@@ -109,9 +109,8 @@ def _run(
     query: Tensor, key: Tensor, value: Tensor, hidden: _Hidden, scale: float | None, options: dict[str, Any]
 ) -> Tensor:
     value_dim = value.shape[-1]
-    if query.is_cuda and (query.shape[-1] % 8 or value_dim % 8):
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        query, key, value = to_multiple_of_8(query), to_multiple_of_8(key), to_multiple_of_8(value)
+    if query.is_cuda:
+        query, key, value, scale = to_multiples_of_8(query, key, value, scale)
     causal, window = hidden.pattern
     if hidden.offsets is None:
         left, right = (None, None) if window is None else window
@@ -186,11 +185,6 @@ def _packed(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, modul
         )
     offsets = Offsets(cu_seq_lens_q.int(), cu_seq_lens_k.int())
     return hidden._replace(mask=None, offsets=offsets, form="flash_attention_varlen: packed sequences")
-
-
-def to_multiple_of_8(tensor: Tensor) -> Tensor:
-    """Zeros at the end of the last dimension, which change no product, for the CUDA kernels."""
-    return F.pad(tensor, (0, -tensor.shape[-1] % 8))
 
 
 def _check_keyword(module: torch.nn.Module, name: str, given: Any, options: dict[str, Any]) -> None:
