@@ -261,8 +261,8 @@ Tensor flash_attention_heads_first_autocast(const Tensor& query, const Tensor& k
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
-  // For cuda_ext.integrations.transformers: (B, H, S, D) tensors, output (B, Sq, H, Dv). The arguments of small calls come
-  // first, because positional ones cost less.
+  // For cuda_ext.integrations.transformers: (B, H, S, D) tensors, output (B, Sq, H, Dv). The arguments of small calls
+  // come first, because positional ones cost less.
   m.def(
       "_flash_attention_heads_first(Tensor query, Tensor key, Tensor value, bool causal=False, float? scale=None, "
       "int? window_left=None, int? window_right=None, float softcap=0.0, Tensor? sinks=None, Tensor? bias=None, "

@@ -8,11 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from cuda_ext._head_dims import to_multiples_of_8
-from cuda_ext._load import ops
-from cuda_ext.attention import flash_attention, flash_attention_varlen
-
-_attention = ops.flash_attention.default
+from cuda_ext.attention import attention_op, flash_attention, flash_attention_varlen, to_multiples_of_8
 
 
 def attend(
@@ -54,7 +50,7 @@ def attend(
     elif options:
         out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
     else:
-        out, lse = _attention(q, k, v, causal=causal)
+        out, lse = attention_op(q, k, v, causal=causal)
     return (out[..., :dim_v] if is_padded else out), lse
 
 

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from cuda_ext._head_dims import to_multiples_of_8
-from cuda_ext._load import ops
-from cuda_ext._rules.attention_vmap import mapped_where_masks_differ
-from cuda_ext.attention import flash_attention_varlen
+from cuda_ext.attention import (
+    flash_attention_varlen,
+    heads_first_op,
+    mapped_where_masks_differ,
+    to_multiples_of_8,
+)
 from cuda_ext.integrations.transformers.masks import Offsets, Pattern, visible_of
 from cuda_ext.integrations.transformers.names import NAME, counter
 
 __all__ = ["attention_forward"]
 
-_attention = ops._flash_attention_heads_first.default
 _logger = logging.get_logger(__name__)
 
 # Keywords for other attention functions that change the result, and what to do: they are not ignored.
@@ -91,7 +92,7 @@ def attention_forward(
         counter.served("flash_attention")
         if sliding_window is not None:
             options["window_left"] = options["window_right"] = sliding_window - 1
-        return _attention(query, key, value, causal, scaling, **options), None
+        return heads_first_op(query, key, value, causal, scaling, **options), None
 
     given = Pattern(causal, None if sliding_window is None else (sliding_window - 1, sliding_window - 1))
     hidden = _hidden(attention_mask, given, position_bias, query.dtype)
@@ -114,7 +115,9 @@ def _run(
     causal, window = hidden.pattern
     if hidden.offsets is None:
         left, right = (None, None) if window is None else window
-        out = _attention(query, key, value, causal, scale, left, right, bias=hidden.bias, mask=hidden.mask, **options)
+        out = heads_first_op(
+            query, key, value, causal, scale, left, right, bias=hidden.bias, mask=hidden.mask, **options
+        )
     else:
         batch, q_length, k_length = query.shape[0], query.shape[2], key.shape[2]
         out = flash_attention_varlen(
