@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cuda_ext._checks import check_constants
 from cuda_ext._load import ops
-from cuda_ext._rules.attention_vmap import mapped_where_masks_differ
+from cuda_ext._rules.attention_vmap import mapped_where_masks_differ as mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["flash_attention", "flash_attention_varlen"]
 
-_attention = ops.flash_attention.default
+# The ops themselves are for other libraries' names of attention, whose small calls one more Python function would slow.
+attention_op = ops.flash_attention.default
+heads_first_op = ops._flash_attention_heads_first.default
 _attention_varlen = ops.flash_attention_varlen.default
 
 Window = tuple[int | None, int | None]
@@ -157,7 +160,7 @@ def flash_attention(
         check_constants("flash_attention", scale=scale, softcap=softcap, dropout_p=dropout_p)
         if dropout_p > 0:
             query = mapped_where_masks_differ("flash_attention", query)
-        out, lse = _attention(
+        out, lse = attention_op(
             query,
             key,
             value,
@@ -175,9 +178,9 @@ def flash_attention(
         )
     elif causal:
         # Each argument that reaches the dispatcher costs up to a tenth of a small call.
-        out, lse = _attention(query, key, value, causal=True)
+        out, lse = attention_op(query, key, value, causal=True)
     else:
-        out, lse = _attention(query, key, value)
+        out, lse = attention_op(query, key, value)
     return (out, lse) if return_lse else out
 
 
@@ -353,3 +356,22 @@ def _window_sides(op: str, window: Window | None) -> Window:
 
 def _window_side(side: Any) -> int | None:
     return side if side is None else index(side)
+
+
+def to_multiples_of_8(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
+    """`(query, key, value, scale)` for the same attention with head dims that CUDA has; the output gets as many more
+    columns as `value`.
+
+    Zeros at the end of the last dimension change no product, but the default scale, `1 / sqrt(D)`, is that of the given
+    head dim.
+    """
+    dim = query.shape[-1]
+    if dim % 8 == 0 == value.shape[-1] % 8 or key.shape[-1] != dim:  # the op refuses unequal head dims
+        return query, key, value, scale
+    return _padded(query), _padded(key), _padded(value), dim**-0.5 if scale is None else scale
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    return F.pad(tensor, (0, -tensor.shape[-1] % 8))

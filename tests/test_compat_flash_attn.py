@@ -353,7 +353,7 @@ def test_hints_have_no_effect() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """What reaches the ops."""
     recorded: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    for name in ("flash_attention", "flash_attention_varlen"):
+    for name in ("attention_op", "flash_attention", "flash_attention_varlen"):
         op = getattr(_flash_attn_call, name)
 
         def record(*args: Any, op: Callable[..., Any] = op, **options: Any) -> Any:

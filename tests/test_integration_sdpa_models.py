@@ -259,6 +259,15 @@ def test_timm_vit() -> None:
     assert_served(model, {"x": torch.randn(2, 3, 32, 32)}, 2)
 
 
+def test_pyg_gps_conv() -> None:
+    """Three graphs of different sizes, which GPSConv pads, with a mask of keys, for nn.MultiheadAttention."""
+    geometric = pytest.importorskip("torch_geometric")
+    graph_of_node = torch.tensor([0] * 5 + [1] * 2 + [2] * 7)
+    edges = (graph_of_node[:, None] == graph_of_node).nonzero().T
+    model = geometric.nn.GPSConv(32, geometric.nn.GCNConv(32, 32), heads=4)
+    assert_served(model, {"x": torch.randn(14, 32), "edge_index": edges, "batch": graph_of_node}, 1)
+
+
 def test_diffusers_unet() -> None:
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.UNet2DConditionModel(

@@ -95,13 +95,13 @@ def test_layout_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dims", [(12, 20), (16, 4)])
 def test_head_sizes_that_cuda_lacks(dims: tuple[int, int]) -> None:
-    from cuda_ext.integrations.transformers.attention import to_multiple_of_8
+    from cuda_ext.attention import to_multiples_of_8
 
     query, key = torch.randn(2, 1, 2, 5, dims[0], dtype=torch.float64)
     value = torch.randn(1, 2, 5, dims[1], dtype=torch.float64)
-    padded = [to_multiple_of_8(t) for t in (query, key, value)]
+    *padded, scale = to_multiples_of_8(query, key, value, None)
     assert all(t.shape[-1] % 8 == 0 for t in padded)
-    got = flash_attention(*(t.transpose(1, 2) for t in padded), scale=dims[0] ** -0.5)[..., : dims[1]]
+    got = flash_attention(*(t.transpose(1, 2) for t in padded), scale=scale)[..., : dims[1]]
     torch.testing.assert_close(got, flash_attention(*(t.transpose(1, 2) for t in (query, key, value))))
 
 
@@ -116,3 +116,48 @@ def test_calls_count_threads_together() -> None:
     assert calls.report(reset=True) == {"served": {"x": 2000}, "refused": {}}
     assert calls.report() == {"served": {}, "refused": {}}
     assert cuda_ext.integrations.transformers.calls is integration.calls
+
+
+@pytest.mark.parametrize(
+    "case", ["backward", "double backward", "forward mode", "vmap", "autocast", "make_fx", "export"]
+)
+def test_one_call_serves_whatever_autograd_needs(case: str) -> None:
+    """The op of the attention function, whose tensors have their heads first, against the public op."""
+    from cuda_ext.integrations.transformers.attention import attention_forward
+
+    torch.manual_seed(5)
+    query, (key, value), weight = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 2, 7, 8), torch.randn(2, 5, 4, 8)
+    inputs = tuple(t.requires_grad_("backward" in case or case == "make_fx") for t in (query, key, value))
+    options: dict[str, Any] = {"softcap": 3.0, "scaling": 0.3, "is_causal": True, "sliding_window": 3}
+
+    def ours(*qkv: Tensor) -> Tensor:
+        return attention_forward(torch.nn.Module(), *qkv, None, **options)[0]
+
+    def public(*qkv: Tensor) -> Tensor:
+        rows_first = [t.transpose(1, 2) for t in qkv]
+        return flash_attention(*rows_first, softcap=3.0, scale=0.3, causal=True, window=(2, 2))
+
+    def gradients(attend: Any, *qkv: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*qkv), qkv, weight, create_graph=case == "double backward")
+
+    def outcome(attend: Any) -> Any:
+        if case == "backward":
+            return gradients(attend, *inputs)
+        if case == "double backward":
+            return torch.autograd.grad(sum(g.square().sum() for g in gradients(attend, *inputs)), inputs)
+        if case == "forward mode":
+            return torch.func.jvp(attend, inputs, tuple(t.cos() for t in inputs))
+        if case == "vmap":
+            return torch.vmap(attend)(*(torch.stack([t, 2 * t]) for t in inputs))
+        if case == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                return attend(*inputs)
+        if case == "make_fx":
+            graph = torch.fx.experimental.proxy_tensor.make_fx(lambda *qkv: gradients(attend, *qkv))(*inputs)
+            return graph(*(2 * t.detach() for t in inputs))  # other values: nothing became a constant
+        module = torch.nn.Module()
+        module.forward = lambda *qkv: attend(*qkv)
+        return torch.export.export(module, inputs).run_decompositions().module()(*inputs)
+
+    got, expected = outcome(ours), outcome(public)
+    torch.testing.assert_close(got, expected)

@@ -144,7 +144,12 @@ def bert_cross() -> tuple[Any, Run]:
         "encoder_hidden_states": torch.randn(3, 19, 64, dtype=torch.float64),
         "encoder_attention_mask": padding("left"),
     }
-    return model, lambda: model(**inputs).logits[mask.bool()]
+
+    def run() -> Tensor:
+        inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(model.dtype)
+        return model(**inputs).logits[mask.bool()]
+
+    return model, run
 
 
 def modernbert() -> tuple[Any, Run]:
@@ -180,13 +185,13 @@ def whisper() -> tuple[Any, Run]:
     model = hf.WhisperForConditionalGeneration(config)
     features = torch.randn(3, 8, 60, dtype=torch.float64)
     tokens = ids(length=11)
-    return model, lambda: model(input_features=features, decoder_input_ids=tokens).logits
+    return model, lambda: model(input_features=features.to(model.dtype), decoder_input_ids=tokens).logits
 
 
 def vit() -> tuple[Any, Run]:
     model = hf.ViTForImageClassification(hf.ViTConfig(**{**SIZES, **BERT}, image_size=32, patch_size=8))
     pixels = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    return model, lambda: model(pixels).logits
+    return model, lambda: model(pixels.to(model.dtype)).logits
 
 
 def gemma3_images() -> tuple[Any, Run]:
@@ -210,7 +215,7 @@ def gemma3_images() -> tuple[Any, Run]:
     mask = (tokens != 0).long()
     inputs = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": (tokens == image).long()}
     pixels = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    return model, lambda: model(**inputs, pixel_values=pixels).logits[mask.bool()]
+    return model, lambda: model(**inputs, pixel_values=pixels.to(model.dtype)).logits[mask.bool()]
 
 
 OTHERS: dict[str, Callable[[], tuple[Any, Run]]] = {

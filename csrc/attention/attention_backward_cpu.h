@@ -48,9 +48,9 @@ void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
 // The buffers of one thread. _of_logits: for K Q^T and V dO^T, in elements of kDepth values.
 template <class Storage, class T = Compute<Storage>>
 struct BackwardScratch {
-  T *k, *grad_k, *grad_v;        // (kBackwardKeys, pitch or pitch_v)
+  T *k, *grad_k, *grad_v;        // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
   T *k_of_logits, *v_of_logits;  // (kBackwardKeys, pitch of packed_dim); k_of_logits is k if the layout is the same
-  T *q, *grad_out;               // (kPanelQueries, pitch or pitch_v)
+  T *q, *grad_out;               // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
   T *q_t, *grad_out_t;           // (packed_dim of dim or dim_v, width)
   T *weights, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
   T* mask;                            // (kBackwardKeys, width), dropout
@@ -75,7 +75,7 @@ struct BackwardScratch {
 
   void pack_keys(Rows<const Storage> keys, Rows<const Storage> values, int64_t count, int64_t dim,
                  int64_t dim_v) const {
-    pack_rows<1>(keys, count, dim, k);
+    pack_along_rows(keys, count, dim, k);
     if (!kSharesK) pack_rows<kDepth<Storage>>(keys, count, dim, k_of_logits);
     pack_rows<kDepth<Storage>>(values, count, dim_v, v_of_logits);
   }
@@ -330,7 +330,6 @@ class BackwardPass {
   // Adds what queries of head h and keys [j, j + keys), which are packed in scratch, contribute to all gradients.
   void visit_queries(const KeyHead& at, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
-    const int64_t vectors = padded<T>(p_.dim) / lanes, vectors_v = padded<T>(p_.dim_v) / lanes;
     const BackwardScratch<Storage>& scratch = at.scratch;
     const HeadContext<T> head(p_, s, at.b, h);
     const auto q = rows_of<const Storage>(p_.query, at.b, s.q_begin, h),
@@ -349,8 +348,8 @@ class BackwardPass {
       const int64_t width = padded<T>(queries);
       pack_transposed(q.from(i), queries, p_.dim, scratch.q_t, width);
       pack_transposed(grad_out.from(i), queries, p_.dim_v, scratch.grad_out_t, width);
-      pack_rows<1>(q.from(i), queries, p_.dim, scratch.q);
-      pack_rows<1>(grad_out.from(i), queries, p_.dim_v, scratch.grad_out);
+      pack_along_rows(q.from(i), queries, p_.dim, scratch.q);
+      pack_along_rows(grad_out.from(i), queries, p_.dim_v, scratch.grad_out);
 
       product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.weights, head.logit_factor);
       product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
@@ -358,13 +357,33 @@ class BackwardPass {
         softmax_gradient<Storage, decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j,
                                                           keys, grad_bias);
       });
-      block_product<true>(keys, vectors_v, queries, scratch.weights, width, 1, scratch.grad_out, pitch_v_,
-                          scratch.grad_v, pitch_v_);
-      block_product<true>(keys, vectors, queries, scratch.grad_logits, width, 1, scratch.q, pitch_, scratch.grad_k,
-                          pitch_);
-      block_product<true>(queries, vectors, keys, scratch.grad_logits, 1, width, scratch.k, pitch_, grad_q[i],
-                          grad_q.stride);
+      add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
     }
+  }
+
+  // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.weights and scratch.grad_logits, which it overwrites.
+  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const BackwardScratch<Storage>& scratch,
+                               T* grad_q, int64_t grad_q_stride) const {
+    constexpr int depth = kDepth<Storage>;
+    const int64_t vectors = padded<T>(p_.dim) / kLanes<T>, vectors_v = padded<T>(p_.dim_v) / kLanes<T>;
+    using Element = Packed<depth, T>;
+    const auto elements = [](const T* packed) { return reinterpret_cast<const Element*>(packed); };
+    const int64_t query_steps = (queries + depth - 1) / depth, key_steps = (keys + depth - 1) / depth;
+    T* const weights = scratch.weights;
+    T* const grad_logits = scratch.grad_logits;
+    if constexpr (depth == 2) round_to_pairs_of_queries(weights, keys * width, weights);
+    block_product<true>(keys, vectors_v, query_steps, elements(weights), width / depth, 1, elements(scratch.grad_out),
+                        pitch_v_, scratch.grad_v, pitch_v_);
+    const T* by_query = grad_logits;
+    if constexpr (depth == 2) {
+      round_to_pairs_of_queries(grad_logits, keys * width, weights);
+      by_query = weights;
+      round_to_pairs_of_keys(grad_logits, keys, width);
+    }
+    block_product<true>(keys, vectors, query_steps, elements(by_query), width / depth, 1, elements(scratch.q), pitch_,
+                        scratch.grad_k, pitch_);
+    block_product<true>(queries, vectors, key_steps, elements(grad_logits), 1, width, elements(scratch.k), pitch_,
+                        grad_q, grad_q_stride);
   }
 
   // dQ = the sum of the splits' dQ, in their order.

@@ -1,6 +1,7 @@
 // The derivatives of flash_attention and flash_attention_varlen: autograd node and kernels for the Autograd key.
 #include "ops/attention_autograd.h"
 
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -13,13 +14,36 @@ namespace cuda_ext {
 
 using Options = AttentionOptions;
 
+namespace {
+
+// Whether the dispatcher would do nothing with a view of the tensor but make it: no tracer, transform, mode or subclass
+// would see it.
+bool is_plain(const Tensor& tensor) {
+  const auto invisible = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+  const auto keys = tensor.key_set() - invisible;
+  return (keys == c10::DispatchKeySet(c10::DispatchKey::CPU) || keys == c10::DispatchKeySet(c10::DispatchKey::CUDA)) &&
+         (c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set - invisible).empty();
+}
+
+// Between (B, H, S, D) and (B, S, H, D), for calls below autograd; three such views take as long as a third of a small
+// attention if the dispatcher makes them.
+Tensor transposed_heads(const Tensor& tensor) {
+  if (!is_plain(tensor) || tensor.dim() != 4) return tensor.transpose(1, 2);
+  const auto size = tensor.sizes(), stride = tensor.strides();
+  return at::native::as_strided_tensorimpl(tensor, {size[0], size[2], size[1], size[3]},
+                                           {stride[0], stride[2], stride[1], stride[3]}, std::nullopt);
+}
+
+}  // namespace
+
 // The autograd node; not in the anonymous namespace because profiles and grad_fn show its name. Its inputs are query,
 // key, value, sinks and bias.
 struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward> {
   static constexpr const char* kNodeName = CUDA_EXT_OP("FlashAttentionBackward");
 
-  static void save_options(AutogradContext* ctx, const Options& o, bool heads_first) {
+  static void save_options(AutogradContext* ctx, const Options& o, bool heads_first, bool out_heads_first) {
     save_option(ctx, "heads_first", heads_first);
+    save_option(ctx, "out_heads_first", out_heads_first);
     save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
     save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
     save_option(ctx, "causal", o.causal);
@@ -31,7 +55,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     save_option(ctx, "deterministic", o.deterministic);
   }
 
-  // query, key, value and out are (B, H, S, D) if `heads_first`, and so are the gradients.
+  // query, key, value and their gradients are (B, H, S, D) if `heads_first`; out and its gradient if `out_heads_first`.
   // out, lse and rng_state are undefined if backward must be composed. Absent optional tensors are not saved, because
   // on small inputs saving one costs as much as a small op.
   static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
@@ -61,13 +85,16 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     const Tensor& lse = saved[4];
     const bool fused = saved[3].defined() && !needs_composed_backward(grad_given.defined() ? grad_given : grad_lse) &&
                        !(grad_lse.defined() && tangent_of(grad_lse).defined());
-    const bool heads_first = saved_option<bool>(ctx, "heads_first");
-    const auto transposed = [&](const Tensor& t) {  // between (B, H, S, D) and (B, S, H, D)
+    const auto transposed_if = [fused](bool heads_first, const Tensor& t) {  // between (B, H, S, D) and (B, S, H, D)
       if (!heads_first || !t.defined()) return t;
-      std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-      if (fused) below_autograd.emplace();
-      return t.transpose(1, 2);
+      if (!fused) return t.transpose(1, 2);
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      return transposed_heads(t);
     };
+    const bool heads_first = saved_option<bool>(ctx, "heads_first");
+    const bool out_heads_first = saved_option<bool>(ctx, "out_heads_first");
+    const auto transposed = [&](const Tensor& t) { return transposed_if(heads_first, t); };
+    const auto transposed_out = [&](const Tensor& t) { return transposed_if(out_heads_first, t); };
     const Tensor query = transposed(saved[0]), key = transposed(saved[1]), value = transposed(saved[2]);
     const Options o{optional(saved[6]),
                     optional(saved[7]),
@@ -84,7 +111,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
                     saved_option<double>(ctx, "softcap"),
                     saved_option<double>(ctx, "dropout_p"),
                     saved_option<OptionalBool>(ctx, "deterministic")};
-    const Tensor grad_out = grad_given.defined() ? transposed(grad_given) : zeros_like_out(query, value);
+    const Tensor grad_out = grad_given.defined() ? transposed_out(grad_given) : zeros_like_out(query, value);
     const bool wants_sinks = is_given(o.sinks) && ctx->needs_input_grad(3);
     const bool wants_bias = is_given(o.bias) && ctx->needs_input_grad(4);
     if (!fused) {
@@ -93,8 +120,9 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
               wants_bias ? g.bias : Tensor()};
     }
     static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
-    auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] = o.call(
-        op, grad_out, optional(grad_lse), query, key, value, transposed(saved[3]), lse, optional(saved[5]), wants_bias);
+    auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
+        o.call(op, grad_out, optional(grad_lse), query, key, value, transposed_out(saved[3]), lse, optional(saved[5]),
+               wants_bias);
     return {transposed(grad_query), transposed(grad_key), transposed(grad_value), wants_sinks ? grad_sinks : Tensor(),
             wants_bias ? grad_bias : Tensor()};
   }
@@ -135,7 +163,7 @@ std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query,
   }
   if (wanted.reverse) {
     const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
-    FlashAttentionBackward::save_options(&node->ctx_, o, /*heads_first=*/false);
+    FlashAttentionBackward::save_options(&node->ctx_, o, /*heads_first=*/false, /*out_heads_first=*/false);
     const Tensor none;
     const bool fused = !wanted.composed;
     torch::autograd::set_history(out, node);
@@ -180,23 +208,82 @@ std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, 
 }  // namespace
 
 OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Options& o,
-                                     bool heads_first_in_memory) {
-  const Derivatives wanted = derivatives_of(query, key, value, o.bias);
+                                     HeadsFirstOutput output) {
+  const Derivatives wanted = derivatives_of(query, key, value, o.sinks, o.bias);
   if (!wanted.reverse || wanted.composed || wanted.forward) return std::nullopt;
   Tensor out, lse, rng_state;
+  const bool out_heads_first = output != HeadsFirstOutput::kRowsFirst;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-    std::tie(out, lse, rng_state) = o.call(op, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
-    out = out.transpose(1, 2);
-    if (heads_first_in_memory) out = out.contiguous();
+    std::tie(out, lse, rng_state) = o.call(op, transposed_heads(query), transposed_heads(key), transposed_heads(value));
+    if (out_heads_first) out = transposed_heads(out);
+    if (output == HeadsFirstOutput::kDenseTransposed) out = out.contiguous();
   }
   const auto node = make_node<FlashAttentionBackward>(query, key, value, o.sinks, o.bias);
-  FlashAttentionBackward::save_options(&node->ctx_, o, /*heads_first=*/true);
+  FlashAttentionBackward::save_options(&node->ctx_, o, /*heads_first=*/true, out_heads_first);
   torch::autograd::set_history(out, node);
   torch::autograd::set_history(lse, node);
   save_variables(node, FlashAttentionBackward::saved(query, key, value, out, lse, rng_state, o));
   return out;
+}
+
+namespace {
+
+// flash_attention of (B, H, S, D) tensors as one call; it is composed of other ops for everything but backward.
+Tensor flash_attention_heads_first(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
+                                   OptionalDouble scale, OptionalInt window_left, OptionalInt window_right,
+                                   double softcap, const OptionalTensor& sinks, const OptionalTensor& bias,
+                                   const OptionalTensor& mask, double dropout_p, OptionalBool deterministic) {
+  const Options o{{}, {}, {}, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES};
+  if (OptionalTensor out = heads_first_attention(query, key, value, o, HeadsFirstOutput::kRowsFirst))
+    return *std::move(out);
+  static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
+  const auto call = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+    return std::get<0>(op.call(q, k, v, /*alibi_slopes=*/{}, sinks, bias, mask, ATTENTION_SCALAR_NAMES));
+  };
+  if (any_requires_grad(query, key, value, sinks, bias) || any_has_tangent(query, key, value, sinks, bias))
+    return call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return call(transposed_heads(query), transposed_heads(key), transposed_heads(value));
+}
+
+template <c10::DeviceType device>
+Tensor flash_attention_heads_first_autocast(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
+                                            OptionalDouble scale, OptionalInt window_left, OptionalInt window_right,
+                                            double softcap, const OptionalTensor& sinks, const OptionalTensor& bias,
+                                            const OptionalTensor& mask, double dropout_p, OptionalBool deterministic) {
+  const Autocast cast(device);
+  return flash_attention_heads_first(cast(query), cast(key), cast(value), causal, scale, window_left, window_right,
+                                     softcap, sinks, bias, mask, dropout_p, deterministic);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  // For cuda_ext.integrations.transformers: (B, H, S, D) tensors, output (B, Sq, H, Dv). The arguments of small calls
+  // come first, because positional ones cost less.
+  m.def(
+      "_flash_attention_heads_first(Tensor query, Tensor key, Tensor value, bool causal=False, float? scale=None, "
+      "int? window_left=None, int? window_right=None, float softcap=0.0, Tensor? sinks=None, Tensor? bias=None, "
+      "Tensor? mask=None, float dropout_p=0.0, bool? deterministic=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout, at::Tag::nondeterministic_seeded});
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CompositeImplicitAutograd, m) {
+  m.impl("_flash_attention_heads_first", flash_attention_heads_first);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, FuncTorchBatchedDecomposition, m) {
+  m.impl("_flash_attention_heads_first", flash_attention_heads_first);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCPU, m) {
+  m.impl("_flash_attention_heads_first", flash_attention_heads_first_autocast<c10::DeviceType::CPU>);
+}
+
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, AutocastCUDA, m) {
+  m.impl("_flash_attention_heads_first", flash_attention_heads_first_autocast<c10::DeviceType::CUDA>);
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, Autograd, m) {

@@ -29,10 +29,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
     OptionalSymInt max_seqlen_k, ATTENTION_SCALARS);
 
-// flash_attention of (B, H, S, D) tensors, as SDPA has them, with a node for backward but without an lse. Transposes
-// happen below autograd, where they cost a tenth. The output is (B, H, Sq, Dv); in memory rows come first, unless
-// `heads_first_in_memory`. None if the call needs no node or another derivative: autograd must then see the transposes.
+// How heads_first_attention returns its output.
+enum class HeadsFirstOutput {
+  kRowsFirst,        // (B, Sq, H, Dv), as flash_attention
+  kTransposed,       // (B, H, Sq, Dv), a view of the same memory
+  kDenseTransposed,  // (B, H, Sq, Dv), contiguous
+};
+
+// flash_attention of (B, H, S, D) tensors, as models and SDPA have them, with a node for backward but without an lse.
+// Transposes happen below autograd, where they cost a tenth. None if the call needs no node or another derivative:
+// autograd must then see the transposes.
 OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                     const AttentionOptions& options, bool heads_first_in_memory);
+                                     const AttentionOptions& options, HeadsFirstOutput output);
 
 }  // namespace cuda_ext

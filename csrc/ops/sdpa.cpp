@@ -252,7 +252,8 @@ OptionalTensor attention_for_backward(const Tensor& query, const Tensor& key, co
                                  0.0,
                                  dropout_p,
                                  {}};
-  return heads_first_attention(query, a.key, a.value, options, heads_first);
+  return heads_first_attention(query, a.key, a.value, options,
+                               heads_first ? HeadsFirstOutput::kDenseTransposed : HeadsFirstOutput::kTransposed);
 }
 
 // The output has its dimensions in memory in the order of query, as that of PyTorch's kernels: models call view() on

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from operator import index
 from typing import Any, NoReturn
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from cuda_ext.attention import flash_attention, flash_attention_varlen
+from cuda_ext.attention import attention_op, flash_attention, flash_attention_varlen, to_multiples_of_8
 
 
 def attend(
@@ -29,7 +27,6 @@ def attend(
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a packed one."""
-    dim, dim_v = q.shape[-1], v.shape[-1]
     # Only what differs from the defaults: every argument costs time in small calls.
     options: dict[str, Any] = {}
     if type(window_size) is not tuple or window_size != (-1, -1):
@@ -42,17 +39,19 @@ def attend(
         options["alibi_slopes"] = alibi_slopes
     if deterministic:  # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
         options["deterministic"] = True
-    if (dim % 8 or dim_v % 8) and k.shape[-1] == dim:  # with another dim of k, the op raises
-        if softmax_scale is None:
-            softmax_scale = 1.0 / math.sqrt(dim)  # of the head dim before it is padded
-        q, k, v = _multiple_of_8(q), _multiple_of_8(k), _multiple_of_8(v)
+    dim_v = v.shape[-1]
+    is_padded = bool(dim_v % 8 or q.shape[-1] % 8)
+    if is_padded:
+        q, k, v, softmax_scale = to_multiples_of_8(q, k, v, softmax_scale)
     if softmax_scale is not None:
         options["scale"] = softmax_scale
-    if sequences is None:
+    if sequences is not None:
+        out, lse = flash_attention_varlen(q, k, v, **sequences, causal=causal, return_lse=True, **options)
+    elif options:
         out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
     else:
-        out, lse = flash_attention_varlen(q, k, v, **sequences, causal=causal, return_lse=True, **options)
-    return (out[..., :dim_v] if dim_v % 8 else out), lse
+        out, lse = attention_op(q, k, v, causal=causal)
+    return (out[..., :dim_v] if is_padded else out), lse
 
 
 def _window(function: str, window_size: tuple[int, int]) -> tuple[int | None, int | None] | None:
@@ -65,12 +64,6 @@ def _window(function: str, window_size: tuple[int, int]) -> tuple[int | None, in
             f"unbounded, got {window_size!r}"
         ) from None
     return None if left is None and right is None else (left, right)
-
-
-def _multiple_of_8(tensor: Tensor) -> Tensor:
-    """Pads the head dim with the zeros that a GPU needs, as flash-attn does."""
-    missing = -tensor.shape[-1] % 8
-    return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def unpack(function: str, name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:

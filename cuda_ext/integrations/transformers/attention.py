@@ -6,10 +6,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers.utils import logging
 
-from cuda_ext.attention import flash_attention, flash_attention_varlen
+from cuda_ext.attention import (
+    flash_attention_varlen,
+    heads_first_op,
+    mapped_where_masks_differ,
+    to_multiples_of_8,
+)
 from cuda_ext.integrations.transformers.masks import Offsets, Pattern, visible_of
 from cuda_ext.integrations.transformers.names import NAME, counter
 
@@ -26,7 +30,7 @@ _REFUSED = {
     "indices": "this model selects keys; choose 'sdpa', for which it makes a mask of them",
     "sinks": "sinks that differ between queries are not supported; choose 'eager'",
 }
-_CHECKED = (*_REFUSED, "output_attentions")
+_CHECKED = frozenset((*_REFUSED, "output_attentions", "deterministic"))
 
 
 def attention_forward(
@@ -72,29 +76,23 @@ def attention_forward(
         NotImplementedError: a paged cache, or a keyword that only other implementations honour.
         ValueError: `cu_seq_lens` together with a mask that hides something, or with `position_bias`.
     """
-    for name in _CHECKED:
-        if name in kwargs:
-            _check_keyword(module, name, kwargs[name])
+    options: dict[str, Any] = {}  # every argument costs time in small calls
+    for name in kwargs:
+        if name in _CHECKED:
+            _check_keyword(module, name, kwargs[name], options)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    head_dim = query.shape[-1]
-    # Every argument costs time in small calls.
-    options: dict[str, Any] = {}
-    if scaling is not None and scaling != head_dim**-0.5:
-        options["scale"] = scaling
     if softcap is not None:
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
     if dropout:
         options["dropout_p"] = dropout
-    if kwargs.get("deterministic"):
-        options["deterministic"] = True
+        query = mapped_where_masks_differ("flash_attention", query)
     if attention_mask is None and position_bias is None and cu_seq_lens_q is None and not query.is_cuda:
-        _count("flash_attention")
+        counter.served("flash_attention")
         if sliding_window is not None:
-            options["window"] = (sliding_window - 1, sliding_window - 1)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return flash_attention(query, key, value, causal=causal, **options), None
+            options["window_left"] = options["window_right"] = sliding_window - 1
+        return heads_first_op(query, key, value, causal, scaling, **options), None
 
     given = Pattern(causal, None if sliding_window is None else (sliding_window - 1, sliding_window - 1))
     hidden = _hidden(attention_mask, given, position_bias, query.dtype)
@@ -104,40 +102,39 @@ def attention_forward(
         key, value = key[:, :, : hidden.length], value[:, :, : hidden.length]
         if hidden.bias is not None and hidden.bias.shape[-1] > hidden.length:
             hidden = hidden._replace(bias=hidden.bias[..., : hidden.length])
-    _count(hidden.form)
-    return _run(query, key, value, hidden, options), None
+    counter.served(hidden.form)
+    return _run(query, key, value, hidden, scaling, options), None
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, hidden: _Hidden, options: dict[str, Any]) -> Tensor:
+def _run(
+    query: Tensor, key: Tensor, value: Tensor, hidden: _Hidden, scale: float | None, options: dict[str, Any]
+) -> Tensor:
     value_dim = value.shape[-1]
-    if query.is_cuda and (query.shape[-1] % 8 or value_dim % 8):
-        options.setdefault("scale", query.shape[-1] ** -0.5)
-        query, key, value = to_multiple_of_8(query), to_multiple_of_8(key), to_multiple_of_8(value)
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    options["causal"], options["window"] = hidden.pattern
+    if query.is_cuda:
+        query, key, value, scale = to_multiples_of_8(query, key, value, scale)
+    causal, window = hidden.pattern
     if hidden.offsets is None:
-        out = flash_attention(query, key, value, mask=hidden.mask, bias=hidden.bias, **options)
+        left, right = (None, None) if window is None else window
+        out = heads_first_op(
+            query, key, value, causal, scale, left, right, bias=hidden.bias, mask=hidden.mask, **options
+        )
     else:
-        batch, q_length, k_length = query.shape[0], query.shape[1], key.shape[1]
+        batch, q_length, k_length = query.shape[0], query.shape[2], key.shape[2]
         out = flash_attention_varlen(
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
+            query.transpose(1, 2).flatten(0, 1),
+            key.transpose(1, 2).flatten(0, 1),
+            value.transpose(1, 2).flatten(0, 1),
             hidden.offsets.query,
             hidden.offsets.key,
             # Upper bounds, which need not be read from the device.
             max_seqlen_q=q_length,
             max_seqlen_k=k_length,
+            causal=causal,
+            window=window,
+            scale=scale,
             **options,
         ).unflatten(0, (batch, q_length))
     return out if out.shape[-1] == value_dim else out[..., :value_dim]
-
-
-# The result is a constant for torch.compile, which runs the function once, while it traces: if compiled code counted,
-# the count would be an input of the graph.
-@torch.compiler.assume_constant_result
-def _count(form: str) -> None:
-    counter.served(form)
 
 
 class _Hidden(NamedTuple):
@@ -193,13 +190,10 @@ def _packed(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, modul
     return hidden._replace(mask=None, offsets=offsets, form="flash_attention_varlen: packed sequences")
 
 
-def to_multiple_of_8(tensor: Tensor) -> Tensor:
-    """Zeros at the end of the last dimension, which change no product, for the CUDA kernels."""
-    return F.pad(tensor, (0, -tensor.shape[-1] % 8))
-
-
-def _check_keyword(module: torch.nn.Module, name: str, given: Any) -> None:
-    if name == "output_attentions":
+def _check_keyword(module: torch.nn.Module, name: str, given: Any, options: dict[str, Any]) -> None:
+    if name == "deterministic":
+        options["deterministic"] = True if given else None
+    elif name == "output_attentions":
         if given:
             _logger.warning_once(
                 f"The attention implementation {NAME!r} computes no attention weights and returns None for them. "
