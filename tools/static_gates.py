@@ -47,6 +47,7 @@ class Rule:
     loop_excludes: tuple[str, ...] = ()  # regular expressions; no opcode of the loop may begin with a match of one
     steps: int | None = None  # wgmma: products of an accumulator from one wait to the next, both operands in memory
     registers_from: str | None = None  # wgmma: the source, relative to csrc, with the registers of each role
+    overlap: int | None = None  # wgmma: at least so many exponentials between the loop's last product and its wait
 
 
 # The kernels on wgmma. One group of products is in flight while the lead of the next is issued.
@@ -59,6 +60,17 @@ WGMMA = Rule(
     loop_excludes=("MEMBAR", "ERRBAR", "BAR", "UCGABAR", "LDL", "STL"),
     steps=4,
     registers_from="gemm/gemm_sm90.cuh",
+)
+
+# Two groups of products follow each other, Q K^T and P V. The softmax of the former runs under the latter.
+ATTENTION_WGMMA = Rule(
+    "",
+    ("HGMMA", "UTMALDG", r"SYNCS\.PHASECHK", "UTMASTG", "STSM", r"MUFU\.EX2"),
+    lead=48,
+    gap=24,
+    loop_excludes=("MEMBAR", "ERRBAR", "UCGABAR", "LDL", "STL"),
+    registers_from="attention/tiles_sm90.h",
+    overlap=48,
 )
 
 # The first rule that matches a kernel applies; a kernel without a rule is a fault.
@@ -81,6 +93,10 @@ RULES = (
     replace(WGMMA, name=r"gemm_sm90<.*GemmConfig{\d+, \d+, \d+, \w+, true", contains=WGMMA.contains[:3]),
     replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
     replace(WGMMA, name="gemm_sm90"),
+    # With the largest head dims ptxas moves the softmax after the wait; then only the other consumer's products overlap it.
+    replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
+    replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
+    replace(ATTENTION_WGMMA, name="attention_fwd_sm90"),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
     Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128"), (r"REDG\.E\.ADD\.F32x4",)),
@@ -386,11 +402,25 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
             found += [where + fault for fault in wgmma_faults(kernel, rule.steps)]
         if rule.registers_from is not None:
             found += [where + fault for fault in register_faults(kernel, rule.registers_from)]
+        if rule.overlap is not None and (overlap := exponentials_in_flight(kernel.loop)) < rule.overlap:
+            found.append(
+                f"{where}expected at least {rule.overlap} exponentials between the last product of its loop and the wait "
+                f"for it, got {overlap}; the compiler has moved the softmax after the wait"
+            )
         newer = int(re.sub(r"\D", "", kernel.arch)) >= 90
         for pattern in (*rule.contains, *(rule.contains_sm90 if newer else ())):
             if not any(re.match(pattern, opcode) for opcode in kernel.opcodes):
                 found.append(f"{where}expected an instruction {pattern}, got none among {kernel.opcodes.total()}")
     return found
+
+
+def exponentials_in_flight(loop: Loop) -> int:
+    """The exponentials after the last product of the loop and before the last wait of its iteration."""
+    products = [i for i, text in enumerate(loop.body) if "GMMA." in text]
+    waits = [i for i, text in enumerate(loop.body) if "WARPGROUP.DEPBAR" in text]
+    if not products or not waits:
+        return 0
+    return sum("MUFU.EX2" in text for text in loop.body[products[-1] : waits[-1]])
 
 
 def wgmma_faults(kernel: Kernel, steps: int) -> list[str]:
@@ -428,24 +458,25 @@ def wgmma_faults(kernel: Kernel, steps: int) -> list[str]:
     return found
 
 
-def register_plan(source: str) -> tuple[int, int]:
+def register_plan(source: str, consumers: int) -> tuple[int, int]:
     """The registers of a thread of the producer and of a consumer in a source, relative to csrc."""
     text = (_build.CSRC / source).read_text()
     match = re.search(r"kProducerRegisters = (\d+), kConsumerRegisters = (\d+);", text)
+    match = match or re.search(rf"kRegistersOf{('One', 'Two', 'Three')[consumers - 1]} = {{(\d+), (\d+)}};", text)
     if match is None:
-        raise RuntimeError(f"{source}: expected kProducerRegisters and kConsumerRegisters, got none")
+        raise RuntimeError(f"{source}: expected the registers of {consumers} consumers, got none")
     return int(match[1]), int(match[2])
 
 
 def register_faults(kernel: Kernel, source: str) -> list[str]:
     """What is wrong with setmaxnreg: its counts differ from the source, or a block has too few registers for them, and
     would wait for more without end."""
-    producer, consumer = register_plan(source)
+    warpgroups = kernel.threads // 128
+    producer, consumer = register_plan(source, warpgroups - 1)
     found = []
     if sorted(kernel.role_registers) != [("DEALLOC", producer), ("TRY_ALLOC", consumer)]:
         got = ", ".join(f"USETMAXREG.{kind} {count}" for kind, count in kernel.role_registers) or "none"
         found.append(f"expected setmaxnreg to {producer} and to {consumer}, as in {source}, got {got}")
-    warpgroups = kernel.threads // 128
     needed, limit = producer + (warpgroups - 1) * consumer, warpgroups * kernel.registers
     if needed > limit:
         found.append(

@@ -58,8 +58,8 @@ struct Forward {
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = config.block_n;
   static constexpr int kSteps = kBlockN / 16;  // of P V
-  static constexpr int kProducerRegisters = config.producer_registers();
-  static constexpr int kConsumerRegisters = config.consumer_registers();
+  static constexpr int kProducerRegisters = config.registers().producer;
+  static constexpr int kConsumerRegisters = config.registers().consumer;
 
   using TileQ = PiecesTile<kBlockM, config.dim>;
   using TileK = PiecesTile<kBlockN, config.dim>;

@@ -3,6 +3,13 @@
 
 namespace cuda_ext::sm90 {
 
+// Registers of a thread of the producer's warpgroup, and of a consumer; with two and with three consumers 64 K in all.
+struct RoleRegisters {
+  int producer, consumer;
+};
+constexpr RoleRegisters kRegistersOfTwo = {24, 240};
+constexpr RoleRegisters kRegistersOfThree = {32, 160};
+
 // A tile shape and everything derived from it.
 struct ForwardConfig {
   int dim;      // of query and key, padded with zeros
@@ -14,9 +21,7 @@ struct ForwardConfig {
 
   constexpr int consumers() const { return block_m / 64; }
   constexpr int threads() const { return 128 * (1 + consumers()); }
-  // The most that setmaxnreg can give: the sum over all threads is at most 64 K.
-  constexpr int producer_registers() const { return consumers() == 2 ? 24 : 32; }
-  constexpr int consumer_registers() const { return consumers() == 2 ? 240 : 160; }
+  constexpr RoleRegisters registers() const { return consumers() == 2 ? kRegistersOfTwo : kRegistersOfThree; }
 };
 
 // By head dims, from small to large: one for the plain kernel, one for the general one, whose logits need registers
