@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.model.attention_work import attention_choice, attention_work
 from benchmarks.model.bucket_work import Pack, bucket_work
 from benchmarks.model.evidence import DTYPES, Evidence, GemmConfig
-from benchmarks.model.gemm_sm90_work import NUM_CONFIGS, PlanSm90, choose, gemm_sm90_work
+from benchmarks.model.gemm_sm90_work import MAX_K_BLOCKS, NUM_CONFIGS, PlanSm90, choose, gemm_sm90_work
 from benchmarks.model.gemm_work import gemm_work
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import RESOURCES, Work, time_of
@@ -108,7 +108,8 @@ def predict_gemm(
     if wgmma and (plan := choose(gpu, m, n, k, dtype, layout)):
         found = [with_wgmma(plan, True)]
         for index, cluster in itertools.product(range(NUM_CONFIGS), (1, 2)) if all_configs else ():
-            plans = [choose(gpu, m, n, k, dtype, layout, index, cluster, splits) for splits in SPLITS]
+            parts = [(1, splits) for splits in SPLITS] + [(blocks, 1) for blocks in range(2, MAX_K_BLOCKS + 1)]
+            plans = [choose(gpu, m, n, k, dtype, layout, index, cluster, *part) for part in parts]
             others = [p for p in plans if p and p.numbers != plan.numbers]
             # More than four waves of blocks would only make split sums.
             found += best([with_wgmma(p, False) for p in others if p.splits == 1 or p.waves(gpu.sms) <= 4])

@@ -43,9 +43,9 @@ struct WorkItem {
     const ItemPlace place = place_of_item(plan, item);
     batch = place.batch;
     split = place.split;
-    row_tile = place.row_group * plan.cluster + rank;
+    row_tile = place.row_group * plan.cluster + plan.row_rank(rank);
     column_tile = place.column_tile;
-    first_k_tile = split * plan.split_k_tiles;
+    first_k_tile = (split * plan.k_blocks + plan.k_rank(rank)) * plan.split_k_tiles;
     const int k_left = plan.all_k_tiles - first_k_tile;
     k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
   }

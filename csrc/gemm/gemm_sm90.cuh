@@ -10,16 +10,21 @@
 // Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
 //                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
 //                items in turn, and one multiplies while the other stores.
-// Cluster        Its blocks have the same columns. Each loads its part of b's tile for all of them.
+// Cluster        (k_blocks, cluster) blocks. Those of a row have tiles of the same columns, and each loads its part of
+//                b's tile for all of them. Those of a column have the same tile and a part of its k tiles each; the
+//                others send their sums to the first, which adds them in the order of k and stores the tile. Then
+//                there is a cluster for each work item.
 // Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
 //                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
+//                sent[consumer]: 1 arrival per block that sends sums, of this consumer.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
 //                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
 //                arrive when they have issued their last product.
-// Shared memory  (stages, tile of a + tile of b), 16 to 48 KB each; per consumer 16 or 17 KB to stage the output, a
-//                bias of block_n floats and a split-k arrival; barriers; coordinates of the producer. At most 227 KB.
+// Shared memory  (stages, tile of a + tile of b), 10 to 48 KB each; per consumer 4 to 17 KB to stage the output, a bias
+//                of block_n floats and a split-k arrival; sums of a tile from each block that sends them; barriers;
+//                coordinates of the producer. At most 227 KB.
 // Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are
-//                accumulators (192 if block_n is 192, 32 if swapped).
+//                accumulators (192 if block_n is 192, 8 or 32 if swapped).
 // Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix.
 //                Tensor maps are kernel parameters.
 // Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
@@ -28,7 +33,7 @@
 // Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
 //                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
 //                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
-// Split k        As in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
+// Split k        Within a cluster (see there), or in memory as in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
 //                adds its own part of the tile.
 //
 // Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
@@ -97,6 +102,7 @@ struct Gemm {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // (24 + 2 * 240) * 128 fit in 64 K
   static constexpr Major kAMajor = a_major, kBMajor = b_major;
 
+  static constexpr int kMaxKBlocks = config.k_blocks;
   static constexpr int kRegisters = kBlockN / 2;  // accumulators of a row block per thread
   using Accumulators = float[kRowBlocks][kRegisters];
 
@@ -115,7 +121,8 @@ struct Gemm {
     alignas(1024) Stage stages[kStages];
     alignas(1024) unsigned char staging[kConsumers][kStagingBytes];
     float bias[kConsumers][kBlockN];
-    Barrier full[kStages], empty[kStages];
+    alignas(16) float sums[kMaxKBlocks > 1 ? (kMaxKBlocks - 1) * kBlockM * kBlockN : 4];  // of other blocks
+    Barrier full[kStages], empty[kStages], sent[kConsumers];
     OuterCoordinates outer[2];     // of a and b
     uint32_t arrived[kConsumers];  // split k: the number of blocks of this part that arrived before this one
   };
@@ -185,15 +192,16 @@ DEVICE void load_tile(SharedAddress to, const arch::TensorMap& map, Barrier& ful
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  const uint16_t all_blocks = plan.cluster > 1 ? uint16_t((1 << plan.cluster) - 1) : uint16_t(0);
+  const int rank = arch::cluster_rank(), row_rank = plan.row_rank(rank);
+  const uint16_t row = plan.cluster > 1 ? uint16_t(((1 << plan.cluster) - 1) << (rank - row_rank)) : uint16_t(0);
   OuterCoordinates& outer_a = shared.outer[0];
   OuterCoordinates& outer_b = shared.outer[1];
   if (plan.a.batched || plan.b.batched)
     for (int i = 0; i < 6; ++i) arch::store_shared(arch::shared_address(shared.outer[i / 3].at + i % 3), 0);
   RingPosition<Gemm::kStages> at;
 #pragma unroll 1
-  for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters) {
-    const WorkItem work(plan, item, arch::cluster_rank());
+  for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
+    const WorkItem work(plan, item, rank);
     outer_a.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots);
     outer_b.set(work.batch, params.batch_dims, params.batch_sizes, plan.b.batch_slots);
 #pragma unroll 1
@@ -214,8 +222,8 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
       load_tile<Gemm::kBlockM, Gemm::kAMajor>(arch::shared_address(stage.a), maps.a, full, plan.a,
                                               work.row_tile * plan.a.tile_lines, k, outer_a, 0, 1, 0);
       load_tile<Gemm::kBlockN, Gemm::kBMajor>(arch::shared_address(stage.b), maps.b, full, plan.b,
-                                              work.column_tile * plan.b.tile_lines, k, outer_b, arch::cluster_rank(),
-                                              plan.cluster, all_blocks);
+                                              work.column_tile * plan.b.tile_lines, k, outer_b, row_rank,
+                                              plan.cluster, row);
     }
   }
 }
@@ -227,10 +235,11 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
-  const int rank = ConsumerThreads::index();
+  const int thread = ConsumerThreads::index(), rank = arch::cluster_rank();
+  const int block = thread < plan.cluster ? rank - plan.row_rank(rank) + thread : -1;
   const auto release = [&](int stage) {
-    if (rank < plan.cluster)
-      arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), rank));
+    if (block >= 0)
+      arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), block));
   };
   int before = -1;  // the stage that products in flight may still read
   int left = k_tiles;
@@ -250,28 +259,57 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   release(before);
 }
 
+// Where this consumer's sums of a tile are, in memory for the tile: (parts, kRowBlocks, kVectors, kWarpgroup) vectors of
+// 4. Calls f(offset, vector) for this thread's vectors of its `sums`.
+template <class Gemm, class F>
+DEVICE void for_vectors(typename Gemm::Accumulators& sums, const F& f) {
+  constexpr int kVectors = Gemm::kRegisters / 4;
+  const int first = Gemm::first_row() * Gemm::kBlockN + ConsumerThreads::index() * 4;
+#pragma unroll
+  for (int i = 0; i < Gemm::kRowBlocks; ++i)
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) f(first + (i * kVectors + v) * (kWarpgroup * 4), &sums[i][4 * v]);
+}
+DEVICE arch::Words4 words_of(const float* x) {
+  return {{arch::float_bits(x[0]), arch::float_bits(x[1]), arch::float_bits(x[2]), arch::float_bits(x[3])}};
+}
+DEVICE void add_words(float* x, const arch::Words4& words) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) x[q] += arch::bits_float(words.data[q]);
+}
+
+// Sends this consumer's sums to the first of the blocks that divide k. Returns true there; its `sums` are then the total.
+template <class Gemm>
+DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
+  constexpr int kTile = Gemm::kBlockM * Gemm::kBlockN;
+  const int rank = arch::cluster_rank(), sender = plan.k_rank(rank) - 1, first = plan.row_rank(rank);
+  Barrier& sent = shared.sent[ConsumerThreads::consumer()];
+  if (sender >= 0) {
+    const SharedAddress to = arch::mapa(arch::shared_address(shared.sums + sender * kTile), first);
+    for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_shared_cluster(to + at * 4, words_of(x)); });
+    ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
+    if (ConsumerThreads::index() == 0) arch::barrier_arrive_remote(arch::mapa(arch::shared_address(&sent), first));
+    return false;
+  }
+  arch::barrier_wait_cluster(sent, 0);
+  SharedAddress from = arch::shared_address(shared.sums);
+#pragma unroll 1
+  for (int other = 1; other < plan.k_blocks; ++other, from += kTile * sizeof(float))
+    for_vectors<Gemm>(sums, [&](int at, float* x) { add_words(x, arch::load_shared<arch::Words4>(from + at * 4)); });
+  return true;
+}
+
 // Stores this consumer's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are
 // then the total over all blocks.
 template <class Gemm>
 DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arrived,
                        typename Gemm::Accumulators& sums) {
   constexpr int64_t kTile = Gemm::kBlockM * Gemm::kBlockN;
-  constexpr int kVectors = Gemm::kRegisters / 4;
   const int tile = work.tile(plan), part = Gemm::first_row() / Gemm::kWarpgroupM;
   const int64_t split_floats = plan.tiles() * kTile;
-  // (splits, tiles, parts, kRowBlocks, kVectors, kWarpgroup) vectors of 4
-  float* const first =
-      plan.partials + tile * kTile + part * (Gemm::kWarpgroupM * Gemm::kBlockN) + ConsumerThreads::index() * 4;
-  float* const mine = first + work.split * split_floats;
-#pragma unroll
-  for (int i = 0; i < Gemm::kRowBlocks; ++i)
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      arch::Words4 words;
-#pragma unroll
-      for (int q = 0; q < 4; ++q) words.data[q] = arch::float_bits(sums[i][4 * v + q]);
-      arch::store_global(mine + (i * kVectors + v) * (kWarpgroup * 4), words);
-    }
+  const float* partial = plan.partials + tile * kTile;  // (splits, tiles, kTile)
+  float* const mine = plan.partials + tile * kTile + work.split * split_floats;
+  for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_global(mine + at, words_of(x)); });
   ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
   if (ConsumerThreads::index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + tile * kConsumers + part, 1u);
   ConsumerThreads::sync();
@@ -280,17 +318,10 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   for (auto& row : sums)
 #pragma unroll
     for (float& x : row) x = 0.0f;
-  const float* partial = first;
 #pragma unroll 1
   for (int split = 0; split < plan.splits; ++split, partial += split_floats)
-#pragma unroll
-    for (int i = 0; i < Gemm::kRowBlocks; ++i)
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const auto words = arch::load_global_streaming<arch::Words4>(partial + (i * kVectors + v) * (kWarpgroup * 4));
-#pragma unroll
-        for (int q = 0; q < 4; ++q) sums[i][4 * v + q] += arch::bits_float(words.data[q]);
-      }
+    for_vectors<Gemm>(
+        sums, [&](int at, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + at)); });
   return true;
 }
 
@@ -300,7 +331,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
                     typename Gemm::Storage& shared) {
   RingPosition<Gemm::kStages> at;
   int turn = 0;
-  for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters, turn ^= 1) {
+  for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
     const WorkItem next(plan, item, arch::cluster_rank());
     if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
       at.skip(next.k_tiles);
@@ -318,7 +349,12 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
     });
     // The position is computed again, because the products leave no registers to keep it.
     const WorkItem work(plan, arch::opaque(item), arch::cluster_rank());
-    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums)) continue;
+    bool has_total = true;  // else another block adds the sums of the tile
+    if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
+      has_total = add_in_cluster<Gemm>(plan, shared, sums);
+    else if (plan.splits > 1)
+      has_total = add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums);
+    if (!has_total) continue;
     const epilogue::TilePosition tile = position_of<Gemm>(params, work);
     if constexpr (!Gemm::kTmaOnly)
       if (!plan.tma_store) {
@@ -339,7 +375,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
 }
 
-// Grid: (plan.clusters * plan.cluster,).
+// Grid: (plan.clusters * plan.cluster_blocks(),).
 template <class Gemm>
 GLOBAL(Gemm::kThreads, 1)
 gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
@@ -353,9 +389,11 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
       arch::barrier_init(shared.full[stage], 1);
       arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
     }
+    if (plan.k_blocks > 1)
+      for (Barrier& sent : shared.sent) arch::barrier_init(sent, plan.k_blocks - 1);
     arch::fence_barrier_init();
   }
-  if (plan.cluster > 1) {
+  if (plan.cluster_blocks() > 1) {
     arch::cluster_arrive_relaxed();
     arch::cluster_wait();
   } else {
@@ -374,7 +412,7 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
     consume<Gemm>(params, plan, maps, shared);
   }
   // Other blocks may still write to this block's shared memory and arrive at its barriers.
-  if (plan.cluster > 1) {
+  if (plan.cluster_blocks() > 1) {
     arch::cluster_arrive();
     arch::cluster_wait();
   }
