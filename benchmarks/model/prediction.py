@@ -35,6 +35,7 @@ class Prediction:
     binding: str
     resources: dict[str, float]  # seconds that each would take alone
     aligned: bool = True  # rows are multiples of 16 bytes; the cost of others is not modelled
+    wgmma: bool = False
     measured: float | None = None  # seconds
 
     @property
@@ -73,7 +74,7 @@ def predict_gemm(
     flops, moved = 2.0 * m * n * k, float((m * k + k * n + m * n) * size)
     ideal = max(flops * arithmetic.products / gpu.library_flops, moved / gpu.memory_bytes)
 
-    def predict(work: Work, config: str, splits: int, chosen: bool) -> Prediction:
+    def predict(work: Work, config: str, splits: int, chosen: bool, wgmma: bool = False) -> Prediction:
         time = time_of(work, gpu)
         return Prediction(
             gpu=gpu.name,
@@ -92,11 +93,12 @@ def predict_gemm(
             binding=time.binding,
             resources=time.resources,
             aligned=all(line * size % 16 == 0 for line in lines),
+            wgmma=wgmma,
         )
 
     def with_wgmma(plan: PlanSm90, chosen: bool) -> Prediction:
         work = gemm_sm90_work(gpu, evidence.simt.gemm_order, m, n, k, dtype, plan)
-        return predict(work, str(plan), plan.splits, chosen)
+        return predict(work, str(plan), plan.splits, chosen, wgmma=True)
 
     def with_mma_sync(config: GemmConfig, splits: int, chosen: bool) -> Prediction:
         work = gemm_work(evidence, gpu, m, n, k, dtype, layout, config, splits)

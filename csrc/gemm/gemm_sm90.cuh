@@ -106,6 +106,27 @@ struct Gemm {
   static constexpr int kRegisters = kBlockN / 2;  // accumulators of a row block per thread
   using Accumulators = float[kRowBlocks][kRegisters];
 
+  // This block's place in the cluster. Most configs have no registers to compute what is always 0 for them.
+  DEVICE static int row_rank(const GemmPlan& plan) {
+    return kMaxKBlocks == 1 ? arch::cluster_rank() : plan.row_rank(arch::cluster_rank());
+  }
+  DEVICE static int k_rank(const GemmPlan& plan) {
+    return kMaxKBlocks == 1 ? 0 : plan.k_rank(arch::cluster_rank());
+  }
+  // The first block of its row.
+  DEVICE static int first_of_row(const GemmPlan& plan) {
+    if constexpr (kMaxKBlocks == 1) return 0;
+    const int rank = arch::cluster_rank();
+    return rank - plan.row_rank(rank);
+  }
+  // A bit for each block of the row, or 0 if it has one.
+  DEVICE static uint16_t row_mask(const GemmPlan& plan) {
+    return plan.cluster > 1 ? uint16_t(0b11 << first_of_row(plan)) : uint16_t(0);
+  }
+  DEVICE static WorkItem work_item(const GemmPlan& plan, int item) {
+    return {plan, item, arch::cluster_rank(), kMaxKBlocks > 1};
+  }
+
   // The first row of this consumer's part of the tile.
   DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
 
@@ -192,8 +213,6 @@ DEVICE void load_tile(SharedAddress to, const arch::TensorMap& map, Barrier& ful
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  const int rank = arch::cluster_rank(), row_rank = plan.row_rank(rank);
-  const uint16_t row = plan.cluster > 1 ? uint16_t(((1 << plan.cluster) - 1) << (rank - row_rank)) : uint16_t(0);
   OuterCoordinates& outer_a = shared.outer[0];
   OuterCoordinates& outer_b = shared.outer[1];
   if (plan.a.batched || plan.b.batched)
@@ -201,7 +220,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
   RingPosition<Gemm::kStages> at;
 #pragma unroll 1
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
-    const WorkItem work(plan, item, rank);
+    const WorkItem work = Gemm::work_item(plan, item);
     outer_a.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots);
     outer_b.set(work.batch, params.batch_dims, params.batch_sizes, plan.b.batch_slots);
 #pragma unroll 1
@@ -222,8 +241,9 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
       load_tile<Gemm::kBlockM, Gemm::kAMajor>(arch::shared_address(stage.a), maps.a, full, plan.a,
                                               work.row_tile * plan.a.tile_lines, k, outer_a, 0, 1, 0);
       load_tile<Gemm::kBlockN, Gemm::kBMajor>(arch::shared_address(stage.b), maps.b, full, plan.b,
-                                              work.column_tile * plan.b.tile_lines, k, outer_b, row_rank,
-                                              plan.cluster, row);
+                                              work.column_tile * plan.b.tile_lines, k, outer_b,
+                                              Gemm::row_rank(plan), plan.cluster,
+                                              Gemm::row_mask(plan));
     }
   }
 }
@@ -235,11 +255,11 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
-  const int thread = ConsumerThreads::index(), rank = arch::cluster_rank();
-  const int block = thread < plan.cluster ? rank - plan.row_rank(rank) + thread : -1;
+  const int thread = ConsumerThreads::index();
   const auto release = [&](int stage) {
-    if (block >= 0)
-      arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), block));
+    if (thread < plan.cluster)
+      arch::barrier_arrive_remote_relaxed(
+          arch::mapa(arch::shared_address(&shared.empty[stage]), Gemm::first_of_row(plan) + thread));
   };
   int before = -1;  // the stage that products in flight may still read
   int left = k_tiles;
@@ -259,16 +279,19 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   release(before);
 }
 
-// Where this consumer's sums of a tile are, in memory for the tile: (parts, kRowBlocks, kVectors, kWarpgroup) vectors of
-// 4. Calls f(offset, vector) for this thread's vectors of its `sums`.
+// Sums of a tile in memory: (parts, kRowBlocks, kVectors, kWarpgroup) vectors of 4. The first one of this thread:
+template <class Gemm>
+DEVICE int first_vector() {
+  return Gemm::first_row() * Gemm::kBlockN + ConsumerThreads::index() * 4;
+}
+// Calls f(offset from there, vector) for this thread's vectors of `sums`.
 template <class Gemm, class F>
 DEVICE void for_vectors(typename Gemm::Accumulators& sums, const F& f) {
   constexpr int kVectors = Gemm::kRegisters / 4;
-  const int first = Gemm::first_row() * Gemm::kBlockN + ConsumerThreads::index() * 4;
 #pragma unroll
   for (int i = 0; i < Gemm::kRowBlocks; ++i)
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) f(first + (i * kVectors + v) * (kWarpgroup * 4), &sums[i][4 * v]);
+    for (int v = 0; v < kVectors; ++v) f((i * kVectors + v) * (kWarpgroup * 4), &sums[i][4 * v]);
 }
 DEVICE arch::Words4 words_of(const float* x) {
   return {{arch::float_bits(x[0]), arch::float_bits(x[1]), arch::float_bits(x[2]), arch::float_bits(x[3])}};
@@ -282,17 +305,17 @@ DEVICE void add_words(float* x, const arch::Words4& words) {
 template <class Gemm>
 DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
   constexpr int kTile = Gemm::kBlockM * Gemm::kBlockN;
-  const int rank = arch::cluster_rank(), sender = plan.k_rank(rank) - 1, first = plan.row_rank(rank);
+  const int sender = Gemm::k_rank(plan) - 1, first = Gemm::row_rank(plan);
   Barrier& sent = shared.sent[ConsumerThreads::consumer()];
   if (sender >= 0) {
-    const SharedAddress to = arch::mapa(arch::shared_address(shared.sums + sender * kTile), first);
+    const SharedAddress to = arch::mapa(arch::shared_address(shared.sums + sender * kTile + first_vector<Gemm>()), first);
     for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_shared_cluster(to + at * 4, words_of(x)); });
     ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
     if (ConsumerThreads::index() == 0) arch::barrier_arrive_remote(arch::mapa(arch::shared_address(&sent), first));
     return false;
   }
   arch::barrier_wait_cluster(sent, 0);
-  SharedAddress from = arch::shared_address(shared.sums);
+  SharedAddress from = arch::shared_address(shared.sums + first_vector<Gemm>());
 #pragma unroll 1
   for (int other = 1; other < plan.k_blocks; ++other, from += kTile * sizeof(float))
     for_vectors<Gemm>(sums, [&](int at, float* x) { add_words(x, arch::load_shared<arch::Words4>(from + at * 4)); });
@@ -307,8 +330,8 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   constexpr int64_t kTile = Gemm::kBlockM * Gemm::kBlockN;
   const int tile = work.tile(plan), part = Gemm::first_row() / Gemm::kWarpgroupM;
   const int64_t split_floats = plan.tiles() * kTile;
-  const float* partial = plan.partials + tile * kTile;  // (splits, tiles, kTile)
-  float* const mine = plan.partials + tile * kTile + work.split * split_floats;
+  float* const first = plan.partials + tile * kTile + first_vector<Gemm>();  // (splits, tiles, kTile)
+  float* const mine = first + work.split * split_floats;
   for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_global(mine + at, words_of(x)); });
   ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
   if (ConsumerThreads::index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + tile * kConsumers + part, 1u);
@@ -318,6 +341,7 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   for (auto& row : sums)
 #pragma unroll
     for (float& x : row) x = 0.0f;
+  const float* partial = first;
 #pragma unroll 1
   for (int split = 0; split < plan.splits; ++split, partial += split_floats)
     for_vectors<Gemm>(
@@ -332,7 +356,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
   RingPosition<Gemm::kStages> at;
   int turn = 0;
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
-    const WorkItem next(plan, item, arch::cluster_rank());
+    const WorkItem next = Gemm::work_item(plan, item);
     if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
       at.skip(next.k_tiles);
       continue;
@@ -348,7 +372,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
         arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
     // The position is computed again, because the products leave no registers to keep it.
-    const WorkItem work(plan, arch::opaque(item), arch::cluster_rank());
+    const WorkItem work = Gemm::work_item(plan, arch::opaque(item));
     bool has_total = true;  // else another block adds the sums of the tile
     if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
       has_total = add_in_cluster<Gemm>(plan, shared, sums);

@@ -220,8 +220,8 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
                           (plan.tma_store ? 500 : 500 + 10 * config.block_n);
   const double products = together(std::max(cost.tensor, cost.shared), cost.l2);
   double busy = products + items * epilogue;
-  if (config.ping_pong)
-    busy = std::max(products, ceil_div(int64_t(items), 2) * (products / items + epilogue)) + epilogue;
+  if (config.ping_pong)  // only the last epilogue is not hidden, unless a consumer's own tiles take longer
+    busy = std::max(products + epilogue, ceil_div(int64_t(items), 2) * (products / items + epilogue));
   cost.epilogue = busy - products;
 
   // All blocks together cannot read faster than memory.
@@ -368,7 +368,7 @@ inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Dev
         plan.items = checked_count(tiles * splits, "work items");
         const int at_once = rates.clusters_at_once(plan.cluster_blocks());
         // As few as finish in the same time: equal work keeps them in step, so that they share operands in L2. Blocks
-        // that divide k take one item, because their buffers for sums are never free again.
+        // that divide k take one item, because their buffers for sums are filled once.
         plan.clusters = k_blocks > 1 ? plan.items : int(ceil_div(plan.items, ceil_div(plan.items, at_once)));
         plan.cycles = estimate(params, plan, config, rates).total;
         if (!choice.plan || plan.cycles < choice.plan->cycles) choice.plan = plan;
