@@ -6,14 +6,14 @@
 //                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
 //                gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
-//                block of the cluster, adjacent along m, or if k is split a part of their k tiles.
+//                block of a row of the cluster, adjacent along m, or if k is split through memory a part of their k tiles.
 // Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
 //                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
 //                items in turn, and one multiplies while the other stores.
-// Cluster        (k_blocks, cluster) blocks. Those of a row have tiles of the same columns, and each loads its part of
-//                b's tile for all of them. Those of a column have the same tile and a part of its k tiles each; the
-//                others send their sums to the first, which adds them in the order of k and stores the tile. Then
-//                there is a cluster for each work item.
+// Cluster        (k_blocks, cluster) blocks. Those of a row have tiles with the same columns, and each loads its part
+//                of b's tile for all of them. Those of a column have the same tile, and a part of its k tiles each; the
+//                first adds the sums of the others, in the order of k, to its own and stores the tile. If k_blocks is
+//                more than 1, each cluster has one work item, so that nothing overwrites sums.
 // Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
 //                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
 //                sent[consumer]: 1 arrival per block that sends sums, of this consumer.
@@ -33,8 +33,8 @@
 // Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
 //                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
 //                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
-// Split k        Within a cluster (see there), or in memory as in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
-//                adds its own part of the tile.
+// Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to arrive
+//                adds the sums in the order of k. Each consumer adds its own part of the tile.
 //
 // Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
 // (multiply_item, produce); a grouped product another WorkItem, which finds its group from offsets on the device.
@@ -110,9 +110,7 @@ struct Gemm {
   DEVICE static int row_rank(const GemmPlan& plan) {
     return kMaxKBlocks == 1 ? arch::cluster_rank() : plan.row_rank(arch::cluster_rank());
   }
-  DEVICE static int k_rank(const GemmPlan& plan) {
-    return kMaxKBlocks == 1 ? 0 : plan.k_rank(arch::cluster_rank());
-  }
+  DEVICE static int k_rank(const GemmPlan& plan) { return kMaxKBlocks == 1 ? 0 : plan.k_rank(arch::cluster_rank()); }
   // The first block of its row.
   DEVICE static int first_of_row(const GemmPlan& plan) {
     if constexpr (kMaxKBlocks == 1) return 0;
@@ -241,9 +239,8 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
       load_tile<Gemm::kBlockM, Gemm::kAMajor>(arch::shared_address(stage.a), maps.a, full, plan.a,
                                               work.row_tile * plan.a.tile_lines, k, outer_a, 0, 1, 0);
       load_tile<Gemm::kBlockN, Gemm::kBMajor>(arch::shared_address(stage.b), maps.b, full, plan.b,
-                                              work.column_tile * plan.b.tile_lines, k, outer_b,
-                                              Gemm::row_rank(plan), plan.cluster,
-                                              Gemm::row_mask(plan));
+                                              work.column_tile * plan.b.tile_lines, k, outer_b, Gemm::row_rank(plan),
+                                              plan.cluster, Gemm::row_mask(plan));
     }
   }
 }
@@ -301,14 +298,15 @@ DEVICE void add_words(float* x, const arch::Words4& words) {
   for (int q = 0; q < 4; ++q) x[q] += arch::bits_float(words.data[q]);
 }
 
-// Sends this consumer's sums to the first of the blocks that divide k. Returns true there; its `sums` are then the total.
+// Sends this consumer's sums to the first of the blocks that divide k. Returns true there; `sums` are then the total.
 template <class Gemm>
 DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
   constexpr int kTile = Gemm::kBlockM * Gemm::kBlockN;
   const int sender = Gemm::k_rank(plan) - 1, first = Gemm::row_rank(plan);
   Barrier& sent = shared.sent[ConsumerThreads::consumer()];
   if (sender >= 0) {
-    const SharedAddress to = arch::mapa(arch::shared_address(shared.sums + sender * kTile + first_vector<Gemm>()), first);
+    const SharedAddress to =
+        arch::mapa(arch::shared_address(shared.sums + sender * kTile + first_vector<Gemm>()), first);
     for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_shared_cluster(to + at * 4, words_of(x)); });
     ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
     if (ConsumerThreads::index() == 0) arch::barrier_arrive_remote(arch::mapa(arch::shared_address(&sent), first));
@@ -344,8 +342,8 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   const float* partial = first;
 #pragma unroll 1
   for (int split = 0; split < plan.splits; ++split, partial += split_floats)
-    for_vectors<Gemm>(
-        sums, [&](int at, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + at)); });
+    for_vectors<Gemm>(sums,
+                      [&](int at, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + at)); });
   return true;
 }
 

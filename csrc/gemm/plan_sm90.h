@@ -56,11 +56,11 @@ struct GemmPlan {
   int row_groups = 0;  // of `cluster` row tiles
   int column_tiles = 0;
   int batches = 0;
-  int raster = 1;         // row groups of a band, which blocks cover before the next column
-  int k_tiles = 0;        // of one product
-  int all_k_tiles = 0;    // of all reduced products
-  int split_k_tiles = 0;  // of a block for a work item
-  int splits = 1;         // work items that divide k of a tile and add their sums in the workspace
+  int raster = 1;          // row groups of a band, which blocks cover before the next column
+  int k_tiles = 0;         // of one product
+  int all_k_tiles = 0;     // of all reduced products
+  int split_k_tiles = 0;   // of a block for a work item
+  int splits = 1;          // work items that divide k of a tile and add their sums in the workspace
   int items = 0;           // work items of a cluster: (splits, batches, row_groups x column_tiles)
   bool tma_store = false;  // the epilogue is of scale, bias and activation alone, and TMA can write the outputs
   bool tma_add = false;    // TMA adds the product to the output
@@ -230,8 +230,9 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
                        double(params.m) * params.n * plan.batches * out_bytes;
   cost.memory = bytes / (Rates::kMemoryBytes * rates.num_sms);
   cost.latency = kStart;
-  if (plan.cluster_blocks() > 1) cost.latency += 2 * Rates::kRemoteLatency;  // its barriers at the beginning and the end
-  if (plan.k_blocks > 1)  // the first block receives the sums of the others
+  if (plan.cluster_blocks() > 1)
+    cost.latency += 2 * Rates::kRemoteLatency;  // its barriers at the beginning and the end
+  if (plan.k_blocks > 1)                        // the first block receives the sums of the others
     cost.latency += Rates::kRemoteLatency + (plan.k_blocks - 1) * area * sizeof(float) / Rates::kRemoteBytes;
   if (plan.splits > 1) {
     const double sums = area * sizeof(float) / Rates::kL2Bytes;
@@ -342,7 +343,7 @@ inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, cons
 inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Device& device,
                               const Restriction& only = {}) {
   constexpr int kMaxSplits = 32;
-  constexpr int kMaxCluster = 8;  // that every device supports
+  constexpr int kMaxCluster = 8;     // that every device supports
   constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
   GemmChoice choice;
   OperandLoads a, b;

@@ -123,9 +123,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
   launch_for(op, [&] {
     if (named) {
       const rt::Device device{int(compute_capability), int(num_sms), 0};
-      const sm90::GemmChoice choice =
-          sm90::choose_plan(params, float32 == Float32Product::kTf32, device,
-                            {.config = int(config), .cluster = int(cluster), .k_blocks = int(k_blocks), .splits = int(splits)});
+      const sm90::GemmChoice choice = sm90::choose_plan(
+          params, float32 == Float32Product::kTf32, device,
+          {.config = int(config), .cluster = int(cluster), .k_blocks = int(k_blocks), .splits = int(splits)});
       answer = choice.plan ? answer_sm90(params, *choice.plan, device)
                            : answer_sm80(params, float32, device, choice.refusal);
     } else {

@@ -1,5 +1,6 @@
-"""The GEMM on wgmma under every plan: each tile, cluster and division of k, with each layout and epilogue; its schedules,
-races, removed synchronisation, and counters. test_gemm_kernels.py has the tests of what both GEMM kernels must do."""
+"""The GEMM on wgmma under every plan: each tile, cluster and division of k, with each layout and epilogue; its
+schedules, races, removed synchronisation, and counters. test_gemm_kernels.py has the tests of what both GEMM kernels
+must do."""
 
 from __future__ import annotations
 
@@ -299,9 +300,7 @@ def test_few_rows_use_a_swapped_tile(library: GemmLibrary, m: int) -> None:
 # The cases that tests repeat. Few blocks, several work items for each, more k tiles than the ring has stages.
 
 
-def case(
-    config: str, epilogue: str, *problem: int | str, cluster: int = 1, k_blocks: int = 1, splits: int = 1
-) -> Case:
+def case(config: str, epilogue: str, *problem: int | str, cluster: int = 1, k_blocks: int = 1, splits: int = 1) -> Case:
     plan = {"config": CONFIGS[config].index, "cluster": cluster, "k_blocks": k_blocks, "splits": splits}
     return Case(lambda: EPILOGUES[epilogue](*problem), plan)
 
