@@ -6,7 +6,7 @@
 //                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
 //                gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
-//                block of a row of the cluster, adjacent along m, or if k is split through memory a part of their k tiles.
+//                block of a row of the cluster, adjacent along m, or if k is split through memory a part of its k.
 // Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
 //                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
 //                items in turn, and one multiplies while the other stores.
@@ -15,7 +15,7 @@
 //                first adds the sums of the others, in the order of k, to its own and stores the tile. If k_blocks is
 //                more than 1, each cluster has one work item, so that nothing overwrites sums.
 // Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
-//                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
+//                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the row.
 //                sent[consumer]: 1 arrival per block that sends sums, of this consumer.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
 //                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
@@ -33,8 +33,8 @@
 // Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
 //                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
 //                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
-// Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to arrive
-//                adds the sums in the order of k. Each consumer adds its own part of the tile.
+// Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to
+//                arrive adds the sums in the order of k. Each consumer adds its own part of the tile.
 //
 // Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
 // (multiply_item, produce); a grouped product another WorkItem, which finds its group from offsets on the device.
