@@ -119,7 +119,8 @@ struct Gemm {
   }
   // A bit for each block of the row, or 0 if it has one.
   DEVICE static uint16_t row_mask(const GemmPlan& plan) {
-    return plan.cluster > 1 ? uint16_t(0b11 << first_of_row(plan)) : uint16_t(0);
+    const int first = kMaxKBlocks == 1 ? 0 : arch::cluster_rank() & ~1;
+    return plan.cluster > 1 ? uint16_t(0b11 << first) : uint16_t(0);
   }
   DEVICE static WorkItem work_item(const GemmPlan& plan, int item) {
     return {plan, item, arch::cluster_rank(), kMaxKBlocks > 1};
