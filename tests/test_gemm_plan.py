@@ -120,6 +120,10 @@ def test_the_epilogue_counts() -> None:
 def test_few_rows_are_transposed() -> None:
     plan = gemm_plan(*operands(16, 8192, 8192), device="h200")
     assert plan.swapped and plan.limit == "memory" and "of the transposed product" in str(plan)
+    few_tiles = gemm_plan(*operands(1, 1024, 8192), device="h200")
+    assert few_tiles.k_blocks > 1 and few_tiles.workspace == 0
+    assert few_tiles.grid[0] == few_tiles.k_blocks * 1024 // few_tiles.tile[0]
+    assert f"k split among {few_tiles.k_blocks} blocks of a cluster" in str(few_tiles)
 
 
 def test_tall_k_is_split() -> None:

@@ -284,7 +284,7 @@ def test_activations_of_every_config(library: GemmLibrary, config: str, activati
         np.testing.assert_allclose(call.out.values(), want, rtol=0, atol=TOLERANCE * np.abs(want).max())
 
 
-@pytest.mark.parametrize("m", [1, 7, 16, 33, 48])
+@pytest.mark.parametrize("m", [1, 7, 16, 33])
 def test_few_rows_use_a_swapped_tile(library: GemmLibrary, m: int) -> None:
     for epilogue, layout in itertools.product(("product", "every_term", "backward", "gated"), ("nn", "nt")):
         call = EPILOGUES[epilogue](m, 136, 200, "bfloat16", layout)
