@@ -44,9 +44,11 @@ class GemmPlan:
     #: multiplies. "multistage": the warps of a block share a tile (sm_80).
     schedule: str = ""
     stages: int = 0
-    #: Blocks that share what they load of b.
+    #: Blocks of a cluster that share what they load of b.
     cluster: int = 1
-    #: Blocks that share the work of one tile along K.
+    #: Blocks of a cluster that divide K of one tile, and add their sums in shared memory.
+    k_blocks: int = 1
+    #: Blocks that divide K of one tile, and add their sums in the workspace.
     splits: int = 1
     grid: tuple[int, int] = (0, 0)
     threads: int = 0
@@ -64,6 +66,7 @@ class GemmPlan:
         blocks = " x ".join(map(str, self.grid if self.grid[1] > 1 else self.grid[:1]))
         parts = [f"tile {sizes}{' of the transposed product' * self.swapped}, {self.stages} stages, {self.schedule}"]
         parts += [f"clusters of {self.cluster}"] * (self.cluster > 1)
+        parts += [f"k split among {self.k_blocks} blocks of a cluster"] * (self.k_blocks > 1)
         parts += [f"k split among {self.splits} blocks"] * (self.splits > 1)
         parts += [f"{blocks} blocks of {self.threads} threads"]
         parts += [f"{self.workspace} bytes of workspace" if self.workspace else "no workspace"]
@@ -141,5 +144,5 @@ def gemm_plan(
         grid=(numbers["grid_x"], numbers["grid_y"]),
         cycles=cycles,
         limit=limit,
-        **{field: numbers[field] for field in ("stages", "cluster", "splits", "threads", "workspace")},
+        **{field: numbers[field] for field in ("stages", "cluster", "k_blocks", "splits", "threads", "workspace")},
     )

@@ -463,7 +463,11 @@ int main() {
   p.a.row_stride = p.b.row_stride = 64;
   p.a.column_stride = p.b.column_stride = 1;
   std::puts(choose_gemm_sm90(p, Float32Product::kTf32).refusal.c_str());
-  std::printf("%zu\\n", gemm_cuda_workspace(p, Float32Product::kTf32));
+  const auto allocate = [](size_t bytes) {
+    std::printf("%zu\\n", bytes);
+    return Workspace{};
+  };
+  launch_gemm_cuda(p, allocate, nullptr, Float32Product::kTf32);
   try {
     launch_gemm_sm90(p, {}, {}, nullptr);
   } catch (const std::exception& error) {

@@ -120,6 +120,10 @@ def test_the_epilogue_counts() -> None:
 def test_few_rows_are_transposed() -> None:
     plan = gemm_plan(*operands(16, 8192, 8192), device="h200")
     assert plan.swapped and plan.limit == "memory" and "of the transposed product" in str(plan)
+    few_tiles = gemm_plan(*operands(1, 1024, 8192), device="h200")
+    assert few_tiles.k_blocks > 1 and few_tiles.workspace == 0
+    assert few_tiles.grid[0] == few_tiles.k_blocks * 1024 // few_tiles.tile[0]
+    assert f"k split among {few_tiles.k_blocks} blocks of a cluster" in str(few_tiles)
 
 
 def test_tall_k_is_split() -> None:
@@ -271,10 +275,11 @@ def test_rows_in_the_cuda_kernels(op: str, arch: str) -> None:
 @pytest.mark.parametrize("device", ["a100", "h200"])
 def test_plans_of_few_rows_do_not_split(device: str) -> None:
     a, b = operands(4, 256, 8192)
-    assert gemm_plan(a, b, device=device).splits > 1
+    plan = gemm_plan(a, b, device=device)
+    assert plan.splits * plan.k_blocks > 1
     with cuda_ext.batch_invariant():
         plan = gemm_plan(a, b, device=device)
-    assert (plan.splits, plan.swapped) == (1, False)
+    assert (plan.splits, plan.k_blocks, plan.swapped) == (1, 1, False)
 
 
 def test_the_kernel_does_not_depend_on_the_number_of_rows() -> None:

@@ -441,7 +441,7 @@ def test_few_rows_at_the_speed_of_memory() -> None:
     gpu = GPUS["h200"]
     for shape in DECODE_SHAPES:
         (p,) = predict_gemm(gpu, *shape, layout="nt")
-        least = {4096: 0.57, 5120: 0.72, 6144: 0.78}.get(shape[1], 0.84)
+        least = {4096: 0.68, 5120: 0.76, 6144: 0.84}.get(shape[1], 0.9)
         assert p.bytes / gpu.memory_bytes / p.seconds > least, shape
 
 

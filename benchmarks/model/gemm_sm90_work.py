@@ -17,14 +17,18 @@ from benchmarks.model.l2 import bytes_read
 from benchmarks.model.work import Amounts, Persistent, Work
 
 # wgmma that reads both operands from shared memory, with n columns, relative to 256 (arXiv 2402.13499, H800, random
-# numbers: 87.9, 87.2, 85.7 %).
-RATE_OF_COLUMNS = {256: 1.0, 192: 1.0, 128: 0.992, 64: 0.975}
+# numbers: 87.9, 87.2, 85.7 %). Fewer than 64 are limited by reading a, which counts as use of shared memory.
+RATE_OF_COLUMNS = {256: 1.0, 192: 1.0, 128: 0.992, 64: 0.975, 16: 0.975}
 # Assumed: warp instructions per 32 sums of an epilogue that stores them by TMA (selecting, scaling, half a conversion
 # and an eighth of an stmatrix, with its address), and of one that stages them as floats; and cycles between the last
 # product of a tile and the first of the next, without the epilogue.
 TMA_STORE_INSTRUCTIONS, STAGED_INSTRUCTIONS = 6, 12
 RESTART = 500
-NUM_CONFIGS = 5  # of kConfigs
+# From an SM to the shared memory of another of its cluster (arXiv 2402.13499, H100 PCIe, 1755 MHz): 180 cycles; 3.27
+# TB/s on 114 SMs. A cluster waits for all of its blocks to begin and to end; where they divide k, also for their sums.
+REMOTE_LATENCY, REMOTE_BYTES = 180, 16
+NUM_CONFIGS, MAX_K_BLOCKS = 5, 8  # of kConfigs
+GPC_SMS = 16  # or 18; a cluster is in one GPC
 TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -46,8 +50,12 @@ class PlanSm90:
         except KeyError:
             raise AttributeError(name) from None
 
+    @property
+    def cluster_blocks(self) -> int:
+        return self.cluster * self.k_blocks
+
     def waves(self, sms: int) -> float:
-        return self.items * self.cluster / sms
+        return self.items * self.cluster_blocks / sms
 
     def __str__(self) -> str:
         """As the column "kernel" shows it: 128x256x64 cluster 2."""
@@ -56,6 +64,7 @@ class PlanSm90:
             *(["transposed"] * self.swapped),
             *(["ping-pong"] * self.ping_pong),
             *([f"cluster {self.cluster}"] * (self.cluster > 1)),
+            *([f"k in {self.k_blocks} blocks"] * (self.k_blocks > 1)),
         ]
         return " ".join(notes)
 
@@ -79,6 +88,7 @@ def choose(
     layout: str,
     config: int = -1,
     cluster: int = 0,
+    k_blocks: int = 0,
     splits: int = 0,
 ) -> PlanSm90 | None:
     """The plan that the launcher chooses, restricted as in sm90::Restriction; None if mma.sync runs instead."""
@@ -94,7 +104,7 @@ def choose(
     with _float32_as(dtype):
         kernel, _, _, numbers, cycles = plan(
             a, b, None, None, None, None, 1.0, 1.0, None, False, False, gpu.compute_capability, gpu.sms,
-            config=config, cluster=cluster, splits=splits,
+            config=config, cluster=cluster, k_blocks=k_blocks, splits=splits,
         )  # fmt: skip
     return PlanSm90(dict(numbers), cycles) if kernel == "sm_90" else None
 
@@ -123,20 +133,26 @@ def gemm_sm90_work(gpu: Gpu, order: Any, m: int, n: int, k: int, dtype: str, pla
         issue=per_sum * area / 32,
         l2=stored,
     )
-    read = bytes_read(plan.numbers, order(plan.numbers), gpu.l2_capacity, size)
+    k_tiles = plan.k_tiles * plan.k_blocks  # of a work item
+    read = bytes_read({**plan.numbers, "k_tiles": k_tiles}, order(plan.numbers), gpu.l2_capacity, size)
     # The simulation reads whole tiles; those at the edges are not whole.
-    whole = tiles // plan.column_tiles * plan.block_m * plan.k_tiles * plan.splits * line
-    whole_b = plan.column_tiles * plan.block_n * plan.k_tiles * plan.splits * line
+    whole = tiles // plan.column_tiles * plan.block_m * k_tiles * plan.splits * line
+    whole_b = plan.column_tiles * plan.block_n * k_tiles * plan.splits * line
     inside = float((m + n) * k * size) / (whole + whole_b)
+    once = 2.0 * REMOTE_LATENCY * (plan.cluster_blocks > 1)
+    if plan.k_blocks > 1:
+        once += REMOTE_LATENCY + (plan.k_blocks - 1) * 4.0 * area / REMOTE_BYTES
+    of_gpc = GPC_SMS // plan.cluster_blocks * (gpu.sms // GPC_SMS)
+    at_once = gpu.sms // plan.cluster_blocks if plan.cluster_blocks <= 2 else of_gpc
     work = Work(
-        blocks=plan.items * plan.cluster,
+        blocks=plan.items * plan.cluster_blocks,
         blocks_per_sm=1,
         iterations=plan.k_tiles,
         iteration=iteration,
         outside=outside,
         in_flight=plan.stages - 1,
         memory_bytes=read * inside + m * n * size,
-        persistent=Persistent(plan.clusters * plan.cluster, bool(plan.ping_pong), RESTART),
+        persistent=Persistent(min(plan.clusters, at_once) * plan.cluster_blocks, bool(plan.ping_pong), RESTART, once),
     )
     if plan.splits == 1:
         return work

@@ -35,6 +35,8 @@ FIGURES = {
     "memory": ("memory_bytes",),
     "latency": ("memory_latency", "launch"),
 }
+# The same for kernels on wgmma, where they differ.
+FIGURES_WGMMA = {"tensor": ("wgmma_multiply_adds", "wgmma_clock"), "l2": ("l2_bytes", "port_bytes")}
 NEAR = 1.1  # measured and predicted speeds within this factor agree
 ALIKE = 1.3  # if the speeds of a group are within this factor of each other, one rate is wrong
 FARTHEST = 12
@@ -43,7 +45,7 @@ COLUMNS = ("group", "bound by", "cases", "measured / predicted speed", "slowest 
 
 @dataclass(frozen=True)
 class Compared:
-    kind: str  # "gemm bfloat16"
+    kind: str  # "gemm bfloat16", "gemm bfloat16 wgmma"
     name: str
     binding: str
     predicted: float  # seconds
@@ -84,20 +86,21 @@ def compare(measurements: Iterable[Measurement], gpu: Gpu) -> list[Compared]:
         if m is None or m.seconds is None or predicted is None:
             continue
         phase = m.phase if m.suite == "attention" else ""
-        kind = " ".join(filter(None, (m.suite, phase, m.op if m.suite == "bucket" else m.dtype)))
+        instruction = "wgmma" if predicted.wgmma else ""
+        kind = " ".join(filter(None, (m.suite, phase, m.op if m.suite == "bucket" else m.dtype, instruction)))
         name = " ".join(filter(None, (m.op, phase, m.case, m.dtype)))
         found.append(Compared(kind, name, predicted.binding, predicted.seconds, m.seconds))
     return found
 
 
-def meaning(gpu: Gpu, binding: str, speeds: Sequence[float]) -> str:
-    """What the speeds of a group of cases with the same limiting resource mean for the model."""
+def meaning(gpu: Gpu, kind: str, binding: str, speeds: Sequence[float]) -> str:
+    """What the speeds of a group of cases of a kind with the same limiting resource mean for the model."""
     speed = statistics.median(speeds)
     if 1 / NEAR <= speed <= NEAR:
         return "as predicted"
     if max(speeds) > ALIKE * min(speeds):
         return "no single rate is wrong: look at the kernels, or at their counted work, case by case"
-    names = FIGURES[binding]
+    names = (FIGURES | FIGURES_WGMMA if kind.endswith(" wgmma") else FIGURES)[binding]
     figures = " x ".join(f"`{name}`" for name in names)
     if binding == "latency":
         return f"{' or '.join(f'`{name}`' for name in names)} in gpus.py should be {1 / speed:.2f} times as long"
@@ -130,7 +133,7 @@ def compare_tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
     for (kind, binding), speeds in sorted(groups.items()):
         spread = f"{min(speeds):.2f} to {max(speeds):.2f}" if len(speeds) > 1 else ""
         middle = f"{statistics.median(speeds):.2f}"
-        rows.append([kind, binding, str(len(speeds)), middle, spread, meaning(gpu, binding, speeds)])
+        rows.append([kind, binding, str(len(speeds)), middle, spread, meaning(gpu, kind, binding, speeds)])
     text = f"{gpu.name}: {len(found)} modelled cases (docs/model.md).\n\n{tables.markdown(COLUMNS, rows)}"
     far = sorted((each for each in found if not 1 / NEAR <= each.speed <= NEAR), key=lambda each: each.speed)
     if far := far if len(far) <= FARTHEST else [*far[: FARTHEST // 2], *far[-(FARTHEST // 2) :]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmarks.model.attention_work import attention_choice, attention_work
 from benchmarks.model.bucket_work import Pack, bucket_work
 from benchmarks.model.evidence import DTYPES, Evidence, GemmConfig
-from benchmarks.model.gemm_sm90_work import NUM_CONFIGS, PlanSm90, choose, gemm_sm90_work
+from benchmarks.model.gemm_sm90_work import MAX_K_BLOCKS, NUM_CONFIGS, PlanSm90, choose, gemm_sm90_work
 from benchmarks.model.gemm_work import gemm_work
 from benchmarks.model.gpus import Gpu
 from benchmarks.model.work import RESOURCES, Work, time_of
@@ -35,6 +35,7 @@ class Prediction:
     binding: str
     resources: dict[str, float]  # seconds that each would take alone
     aligned: bool = True  # rows are multiples of 16 bytes; the cost of others is not modelled
+    wgmma: bool = False
     measured: float | None = None  # seconds
 
     @property
@@ -73,7 +74,7 @@ def predict_gemm(
     flops, moved = 2.0 * m * n * k, float((m * k + k * n + m * n) * size)
     ideal = max(flops * arithmetic.products / gpu.library_flops, moved / gpu.memory_bytes)
 
-    def predict(work: Work, config: str, splits: int, chosen: bool) -> Prediction:
+    def predict(work: Work, config: str, splits: int, chosen: bool, wgmma: bool = False) -> Prediction:
         time = time_of(work, gpu)
         return Prediction(
             gpu=gpu.name,
@@ -92,11 +93,12 @@ def predict_gemm(
             binding=time.binding,
             resources=time.resources,
             aligned=all(line * size % 16 == 0 for line in lines),
+            wgmma=wgmma,
         )
 
     def with_wgmma(plan: PlanSm90, chosen: bool) -> Prediction:
         work = gemm_sm90_work(gpu, evidence.simt.gemm_order, m, n, k, dtype, plan)
-        return predict(work, str(plan), plan.splits, chosen)
+        return predict(work, str(plan), plan.splits, chosen, wgmma=True)
 
     def with_mma_sync(config: GemmConfig, splits: int, chosen: bool) -> Prediction:
         work = gemm_work(evidence, gpu, m, n, k, dtype, layout, config, splits)
@@ -108,7 +110,8 @@ def predict_gemm(
     if wgmma and (plan := choose(gpu, m, n, k, dtype, layout)):
         found = [with_wgmma(plan, True)]
         for index, cluster in itertools.product(range(NUM_CONFIGS), (1, 2)) if all_configs else ():
-            plans = [choose(gpu, m, n, k, dtype, layout, index, cluster, splits) for splits in SPLITS]
+            parts = [(1, splits) for splits in SPLITS] + [(blocks, 1) for blocks in range(2, MAX_K_BLOCKS + 1)]
+            plans = [choose(gpu, m, n, k, dtype, layout, index, cluster, *part) for part in parts]
             others = [p for p in plans if p and p.numbers != plan.numbers]
             # More than four waves of blocks would only make split sums.
             found += best([with_wgmma(p, False) for p in others if p.splits == 1 or p.waves(gpu.sms) <= 4])

@@ -45,6 +45,7 @@ class Persistent:
     workers: int  # blocks that run
     hides_epilogues: bool  # a tile is multiplied while the one before is stored
     restart: float  # cycles per tile whose epilogue is not hidden: waiting for the last products, issuing the first
+    once: float = 0.0  # cycles per launch: waiting for other blocks of a cluster
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def time_of(work: Work, gpu: Gpu) -> Time:
     main = seconds(work.iteration * iterations + work.outside * (blocks - exposed))
     idle = work.launches * gpu.launch + (waits + work.tail_waits) * wait
     if persistent:
-        idle += exposed * persistent.restart / gpu.clock
+        idle += (exposed * persistent.restart + persistent.once) / gpu.clock
     elif work.blocks_per_sm == 1:
         idle += iterations * work.lead / gpu.clock
     total = idle + together([*main, memory, pipeline]) + together(seconds(work.outside * exposed))

@@ -39,13 +39,14 @@ struct WorkItem {
   int first_k_tile;
   int k_tiles;
 
-  DEVICE WorkItem(const GemmPlan& plan, int item, int rank) {
+  // `divides_k`: the blocks of a cluster may divide k.
+  DEVICE WorkItem(const GemmPlan& plan, int item, int rank, bool divides_k) {
     const ItemPlace place = place_of_item(plan, item);
     batch = place.batch;
     split = place.split;
-    row_tile = place.row_group * plan.cluster + rank;
+    row_tile = place.row_group * plan.cluster + (divides_k ? plan.row_rank(rank) : rank);
     column_tile = place.column_tile;
-    first_k_tile = split * plan.split_k_tiles;
+    first_k_tile = (divides_k ? split * plan.k_blocks + plan.k_rank(rank) : split) * plan.split_k_tiles;
     const int k_left = plan.all_k_tiles - first_k_tile;
     k_tiles = k_left < plan.split_k_tiles ? k_left : plan.split_k_tiles;
   }

@@ -12,19 +12,14 @@ sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float
   return sm90::choose_plan(params, float32 == Float32Product::kTf32, gemm_cuda_device());
 }
 
-size_t gemm_cuda_workspace(const GemmParams& params, Float32Product float32) {
-  if (is_empty(params)) return 0;
-  const sm90::GemmChoice choice = choose_gemm_sm90(params, float32);
-  return choice.plan ? gemm_sm90_workspace(params, *choice.plan) : gemm_sm80_workspace(params, float32);
-}
-
-void launch_gemm_cuda(const GemmParams& params, Workspace workspace, void* stream, Float32Product float32) {
+void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream,
+                      Float32Product float32) {
   if (is_empty(params)) return;
   const sm90::GemmChoice choice = choose_gemm_sm90(params, float32);
   if (choice.plan)
-    launch_gemm_sm90(params, *choice.plan, workspace, stream);
+    launch_gemm_sm90(params, *choice.plan, allocate(gemm_sm90_workspace(params, *choice.plan)), stream);
   else
-    launch_gemm_sm80(params, workspace, stream, float32);
+    launch_gemm_sm80(params, allocate(gemm_sm80_workspace(params, float32)), stream, float32);
 }
 
 }  // namespace cuda_ext

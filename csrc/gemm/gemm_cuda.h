@@ -12,10 +12,9 @@ rt::Device gemm_cuda_device();
 // The plan of the kernel on wgmma for the current device, or why it cannot run.
 sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32);
 
-// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
-size_t gemm_cuda_workspace(const GemmParams& params, Float32Product float32);
-
-// Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64.
-void launch_gemm_cuda(const GemmParams& params, Workspace workspace, void* stream, Float32Product float32);
+// Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64. Unless
+// the output is empty it calls `allocate` once, because the size of the workspace follows from the plan.
+void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream,
+                      Float32Product float32);
 
 }  // namespace cuda_ext

@@ -6,20 +6,25 @@
 //                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
 //                gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
-//                block of the cluster, adjacent along m, or if k is split a part of their k tiles.
+//                block of a row of the cluster, adjacent along m, or if k is split through memory a part of its k.
 // Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
 //                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
 //                items in turn, and one multiplies while the other stores.
-// Cluster        Its blocks have the same columns. Each loads its part of b's tile for all of them.
+// Cluster        (k_blocks, cluster) blocks. Those of a row have tiles with the same columns, and each loads its part
+//                of b's tile for all of them. Those of a column have the same tile, and a part of its k tiles each; the
+//                first adds the sums of the others, in the order of k, to its own and stores the tile. If k_blocks is
+//                more than 1, each cluster has one work item, so that nothing overwrites sums.
 // Barriers       full[stage]: 1 arrival, of the producer, and the bytes of both operands.
-//                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the cluster.
+//                empty[stage]: 1 arrival per consumer that reads the stage, from each block of the row.
+//                sent[consumer]: 1 arrival per block that sends sums, of this consumer.
 //                Named barriers 1, 2: the 128 threads of a consumer, around what they share in shared memory.
 //                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
 //                arrive when they have issued their last product.
-// Shared memory  (stages, tile of a + tile of b), 16 to 48 KB each; per consumer 16 or 17 KB to stage the output, a
-//                bias of block_n floats and a split-k arrival; barriers; coordinates of the producer. At most 227 KB.
+// Shared memory  (stages, tile of a + tile of b), 10 to 48 KB each; per consumer 4 to 17 KB to stage the output, a bias
+//                of block_n floats and a split-k arrival; sums of a tile from each block that sends them; barriers;
+//                coordinates of the producer. At most 227 KB.
 // Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are
-//                accumulators (192 if block_n is 192, 32 if swapped).
+//                accumulators (192 if block_n is 192, 8 or 32 if swapped).
 // Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix.
 //                Tensor maps are kernel parameters.
 // Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
@@ -28,8 +33,8 @@
 // Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
 //                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
 //                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
-// Split k        As in gemm_sm80.cuh: the last block of a tile to arrive adds the sums in the order of k. Each consumer
-//                adds its own part of the tile.
+// Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to
+//                arrive adds the sums in the order of k. Each consumer adds its own part of the tile.
 //
 // Extensions: a scaled format needs a second set of accumulators and its scales as a third operand of a stage
 // (multiply_item, produce); a grouped product another WorkItem, which finds its group from offsets on the device.
@@ -97,8 +102,29 @@ struct Gemm {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // (24 + 2 * 240) * 128 fit in 64 K
   static constexpr Major kAMajor = a_major, kBMajor = b_major;
 
+  static constexpr int kMaxKBlocks = config.k_blocks;
   static constexpr int kRegisters = kBlockN / 2;  // accumulators of a row block per thread
   using Accumulators = float[kRowBlocks][kRegisters];
+
+  // This block's place in the cluster. Most configs have no registers to compute what is always 0 for them.
+  DEVICE static int row_rank(const GemmPlan& plan) {
+    return kMaxKBlocks == 1 ? arch::cluster_rank() : plan.row_rank(arch::cluster_rank());
+  }
+  DEVICE static int k_rank(const GemmPlan& plan) { return kMaxKBlocks == 1 ? 0 : plan.k_rank(arch::cluster_rank()); }
+  // The first block of its row.
+  DEVICE static int first_of_row(const GemmPlan& plan) {
+    if constexpr (kMaxKBlocks == 1) return 0;
+    const int rank = arch::cluster_rank();
+    return rank - plan.row_rank(rank);
+  }
+  // A bit for each block of the row, or 0 if it has one.
+  DEVICE static uint16_t row_mask(const GemmPlan& plan) {
+    const int first = kMaxKBlocks == 1 ? 0 : arch::cluster_rank() & ~1;
+    return plan.cluster > 1 ? uint16_t(0b11 << first) : uint16_t(0);
+  }
+  DEVICE static WorkItem work_item(const GemmPlan& plan, int item) {
+    return {plan, item, arch::cluster_rank(), kMaxKBlocks > 1};
+  }
 
   // The first row of this consumer's part of the tile.
   DEVICE static int first_row() { return kPingPong ? 0 : ConsumerThreads::consumer() * kWarpgroupM; }
@@ -115,7 +141,8 @@ struct Gemm {
     alignas(1024) Stage stages[kStages];
     alignas(1024) unsigned char staging[kConsumers][kStagingBytes];
     float bias[kConsumers][kBlockN];
-    Barrier full[kStages], empty[kStages];
+    alignas(16) float sums[kMaxKBlocks > 1 ? (kMaxKBlocks - 1) * kBlockM * kBlockN : 4];  // of other blocks
+    Barrier full[kStages], empty[kStages], sent[kConsumers];
     OuterCoordinates outer[2];     // of a and b
     uint32_t arrived[kConsumers];  // split k: the number of blocks of this part that arrived before this one
   };
@@ -185,15 +212,14 @@ DEVICE void load_tile(SharedAddress to, const arch::TensorMap& map, Barrier& ful
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  const uint16_t all_blocks = plan.cluster > 1 ? uint16_t((1 << plan.cluster) - 1) : uint16_t(0);
   OuterCoordinates& outer_a = shared.outer[0];
   OuterCoordinates& outer_b = shared.outer[1];
   if (plan.a.batched || plan.b.batched)
     for (int i = 0; i < 6; ++i) arch::store_shared(arch::shared_address(shared.outer[i / 3].at + i % 3), 0);
   RingPosition<Gemm::kStages> at;
 #pragma unroll 1
-  for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters) {
-    const WorkItem work(plan, item, arch::cluster_rank());
+  for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
+    const WorkItem work = Gemm::work_item(plan, item);
     outer_a.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots);
     outer_b.set(work.batch, params.batch_dims, params.batch_sizes, plan.b.batch_slots);
 #pragma unroll 1
@@ -214,8 +240,8 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
       load_tile<Gemm::kBlockM, Gemm::kAMajor>(arch::shared_address(stage.a), maps.a, full, plan.a,
                                               work.row_tile * plan.a.tile_lines, k, outer_a, 0, 1, 0);
       load_tile<Gemm::kBlockN, Gemm::kBMajor>(arch::shared_address(stage.b), maps.b, full, plan.b,
-                                              work.column_tile * plan.b.tile_lines, k, outer_b, arch::cluster_rank(),
-                                              plan.cluster, all_blocks);
+                                              work.column_tile * plan.b.tile_lines, k, outer_b, Gemm::row_rank(plan),
+                                              plan.cluster, Gemm::row_mask(plan));
     }
   }
 }
@@ -227,10 +253,11 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
-  const int rank = ConsumerThreads::index();
+  const int thread = ConsumerThreads::index();
   const auto release = [&](int stage) {
-    if (rank < plan.cluster)
-      arch::barrier_arrive_remote_relaxed(arch::mapa(arch::shared_address(&shared.empty[stage]), rank));
+    if (thread < plan.cluster)
+      arch::barrier_arrive_remote_relaxed(
+          arch::mapa(arch::shared_address(&shared.empty[stage]), Gemm::first_of_row(plan) + thread));
   };
   int before = -1;  // the stage that products in flight may still read
   int left = k_tiles;
@@ -250,28 +277,61 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   release(before);
 }
 
+// Sums of a tile in memory: (parts, kRowBlocks, kVectors, kWarpgroup) vectors of 4. The first one of this thread:
+template <class Gemm>
+DEVICE int first_vector() {
+  return Gemm::first_row() * Gemm::kBlockN + ConsumerThreads::index() * 4;
+}
+// Calls f(offset from there, vector) for this thread's vectors of `sums`.
+template <class Gemm, class F>
+DEVICE void for_vectors(typename Gemm::Accumulators& sums, const F& f) {
+  constexpr int kVectors = Gemm::kRegisters / 4;
+#pragma unroll
+  for (int i = 0; i < Gemm::kRowBlocks; ++i)
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) f((i * kVectors + v) * (kWarpgroup * 4), &sums[i][4 * v]);
+}
+DEVICE arch::Words4 words_of(const float* x) {
+  return {{arch::float_bits(x[0]), arch::float_bits(x[1]), arch::float_bits(x[2]), arch::float_bits(x[3])}};
+}
+DEVICE void add_words(float* x, const arch::Words4& words) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) x[q] += arch::bits_float(words.data[q]);
+}
+
+// Sends this consumer's sums to the first of the blocks that divide k. Returns true there; `sums` are then the total.
+template <class Gemm>
+DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
+  constexpr int kTile = Gemm::kBlockM * Gemm::kBlockN;
+  const int sender = Gemm::k_rank(plan) - 1, first = Gemm::row_rank(plan);
+  Barrier& sent = shared.sent[ConsumerThreads::consumer()];
+  if (sender >= 0) {
+    const SharedAddress to =
+        arch::mapa(arch::shared_address(shared.sums + sender * kTile + first_vector<Gemm>()), first);
+    for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_shared_cluster(to + at * 4, words_of(x)); });
+    ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
+    if (ConsumerThreads::index() == 0) arch::barrier_arrive_remote(arch::mapa(arch::shared_address(&sent), first));
+    return false;
+  }
+  arch::barrier_wait_cluster(sent, 0);
+  SharedAddress from = arch::shared_address(shared.sums + first_vector<Gemm>());
+#pragma unroll 1
+  for (int other = 1; other < plan.k_blocks; ++other, from += kTile * sizeof(float))
+    for_vectors<Gemm>(sums, [&](int at, float* x) { add_words(x, arch::load_shared<arch::Words4>(from + at * 4)); });
+  return true;
+}
+
 // Stores this consumer's sums in the workspace. Returns true in the last block of the tile to arrive; its `sums` are
 // then the total over all blocks.
 template <class Gemm>
 DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arrived,
                        typename Gemm::Accumulators& sums) {
   constexpr int64_t kTile = Gemm::kBlockM * Gemm::kBlockN;
-  constexpr int kVectors = Gemm::kRegisters / 4;
   const int tile = work.tile(plan), part = Gemm::first_row() / Gemm::kWarpgroupM;
   const int64_t split_floats = plan.tiles() * kTile;
-  // (splits, tiles, parts, kRowBlocks, kVectors, kWarpgroup) vectors of 4
-  float* const first =
-      plan.partials + tile * kTile + part * (Gemm::kWarpgroupM * Gemm::kBlockN) + ConsumerThreads::index() * 4;
+  float* const first = plan.partials + tile * kTile + first_vector<Gemm>();  // (splits, tiles, kTile)
   float* const mine = first + work.split * split_floats;
-#pragma unroll
-  for (int i = 0; i < Gemm::kRowBlocks; ++i)
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      arch::Words4 words;
-#pragma unroll
-      for (int q = 0; q < 4; ++q) words.data[q] = arch::float_bits(sums[i][4 * v + q]);
-      arch::store_global(mine + (i * kVectors + v) * (kWarpgroup * 4), words);
-    }
+  for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_global(mine + at, words_of(x)); });
   ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
   if (ConsumerThreads::index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + tile * kConsumers + part, 1u);
   ConsumerThreads::sync();
@@ -283,14 +343,8 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   const float* partial = first;
 #pragma unroll 1
   for (int split = 0; split < plan.splits; ++split, partial += split_floats)
-#pragma unroll
-    for (int i = 0; i < Gemm::kRowBlocks; ++i)
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const auto words = arch::load_global_streaming<arch::Words4>(partial + (i * kVectors + v) * (kWarpgroup * 4));
-#pragma unroll
-        for (int q = 0; q < 4; ++q) sums[i][4 * v + q] += arch::bits_float(words.data[q]);
-      }
+    for_vectors<Gemm>(sums,
+                      [&](int at, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + at)); });
   return true;
 }
 
@@ -300,8 +354,8 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
                     typename Gemm::Storage& shared) {
   RingPosition<Gemm::kStages> at;
   int turn = 0;
-  for (int item = arch::block_x() / plan.cluster; item < plan.items; item += plan.clusters, turn ^= 1) {
-    const WorkItem next(plan, item, arch::cluster_rank());
+  for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
+    const WorkItem next = Gemm::work_item(plan, item);
     if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
       at.skip(next.k_tiles);
       continue;
@@ -317,8 +371,13 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
         arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
     // The position is computed again, because the products leave no registers to keep it.
-    const WorkItem work(plan, arch::opaque(item), arch::cluster_rank());
-    if (plan.splits > 1 && !add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums)) continue;
+    const WorkItem work = Gemm::work_item(plan, arch::opaque(item));
+    bool has_total = true;  // else another block adds the sums of the tile
+    if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
+      has_total = add_in_cluster<Gemm>(plan, shared, sums);
+    else if (plan.splits > 1)
+      has_total = add_splits<Gemm>(plan, work, shared.arrived[ConsumerThreads::consumer()], sums);
+    if (!has_total) continue;
     const epilogue::TilePosition tile = position_of<Gemm>(params, work);
     if constexpr (!Gemm::kTmaOnly)
       if (!plan.tma_store) {
@@ -339,7 +398,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
   if (plan.tma_store && arch::lane_index() == 0) arch::bulk_wait_read<0>();
 }
 
-// Grid: (plan.clusters * plan.cluster,).
+// Grid: (plan.clusters * plan.cluster_blocks(),).
 template <class Gemm>
 GLOBAL(Gemm::kThreads, 1)
 gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
@@ -353,9 +412,11 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
       arch::barrier_init(shared.full[stage], 1);
       arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
     }
+    if (plan.k_blocks > 1)
+      for (Barrier& sent : shared.sent) arch::barrier_init(sent, plan.k_blocks - 1);
     arch::fence_barrier_init();
   }
-  if (plan.cluster > 1) {
+  if (plan.cluster_blocks() > 1) {
     arch::cluster_arrive_relaxed();
     arch::cluster_wait();
   } else {
@@ -374,7 +435,7 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
     consume<Gemm>(params, plan, maps, shared);
   }
   // Other blocks may still write to this block's shared memory and arrive at its barriers.
-  if (plan.cluster > 1) {
+  if (plan.cluster_blocks() > 1) {
     arch::cluster_arrive();
     arch::cluster_wait();
   }

@@ -10,9 +10,9 @@ template <class T, Major a_major, Major b_major, int config>
 void launch_config(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, rt::Stream stream) {
   using Kernel = Gemm<T, a_major, b_major, kConfigs[config]>;
   rt::launch<gemm_sm90<Kernel>>("gemm_sm90",
-                                {.grid = {plan.clusters * plan.cluster},
+                                {.grid = {plan.clusters * plan.cluster_blocks()},
                                  .threads = Kernel::kThreads,
-                                 .cluster = {plan.cluster},
+                                 .cluster = {plan.cluster_blocks()},
                                  .shared_bytes = sizeof(typename Kernel::Storage),
                                  .programmatic = true,
                                  .stream = stream},
@@ -30,7 +30,8 @@ void GemmSm90<T, a_k_major, b_k_major>::launch(const GemmParams& params, const G
     case 1: return launch_config<T, kA, kB, 1>(params, plan, maps, stream);
     case 2: return launch_config<T, kA, kB, 2>(params, plan, maps, stream);
     case 3: return launch_config<T, kA, kB, 3>(params, plan, maps, stream);
-    default: return launch_config<T, kA, kB, 4>(params, plan, maps, stream);
+    default:
+      if constexpr (b_k_major) return launch_config<T, kA, kB, 4>(params, plan, maps, stream);  // is_legal
   }
 }
 

@@ -27,6 +27,7 @@ struct GemmConfig {
   bool ping_pong;  // a tile belongs to one consumer, and the other stores its own meanwhile; else they share each tile
   bool swapped;    // the tile is transposed: its rows are columns of the output
   bool tma_only = false;  // the accumulators leave registers only for GemmPlan::tma_store without pairs
+  int k_blocks = 1;       // the most blocks of a cluster that divide k of a tile
 
   constexpr int warpgroup_m() const { return ping_pong ? block_m : block_m / kConsumers; }
 };
@@ -38,27 +39,28 @@ constexpr GemmConfig kConfigs[] = {
     {.block_m = 128, .block_n = 192, .stages = 4, .ping_pong = true, .swapped = false, .tma_only = true},
     // The same for any epilogue, and less waste at the edges and in the last wave.
     {.block_m = 128, .block_n = 128, .stages = 6, .ping_pong = true, .swapped = false},
-    // Up to 64 rows: limited by reading b, which is the side with 128 lines, so that little of the tile is empty.
-    {.block_m = 128, .block_n = 64, .stages = 7, .ping_pong = false, .swapped = true},
-    // Twice as many tiles: for small n, where to split k would take longer than to read b.
-    {.block_m = 64, .block_n = 64, .stages = 11, .ping_pong = true, .swapped = true},
+    // Up to 64 rows: limited by reading b, which has small tiles so that many blocks read it.
+    {.block_m = 64, .block_n = 64, .stages = 9, .ping_pong = true, .swapped = true, .k_blocks = 4},
+    // Up to 16 rows: less traffic in shared memory, 160 instead of 256 cycles per k tile.
+    {.block_m = 64, .block_n = 16, .stages = 19, .ping_pong = true, .swapped = true, .k_blocks = 8},
 };
 constexpr int kNumConfigs = int(sizeof kConfigs / sizeof kConfigs[0]);
 
 // Everything the host decides; the same for all blocks.
 struct GemmPlan {
   int config = 0;    // of kConfigs
-  int cluster = 1;   // blocks with adjacent row tiles that load the tile of b once for all of them
-  int clusters = 0;  // of the grid
+  int cluster = 1;   // 1 or 2 blocks with adjacent row tiles that load the tile of b once for all of them
+  int k_blocks = 1;  // blocks of a cluster that divide k of a tile and add their sums in shared memory
+  int clusters = 0;  // of the grid; each has cluster x k_blocks blocks
   // Tiles of the product; its rows are columns of the output if the config is swapped.
   int row_groups = 0;  // of `cluster` row tiles
   int column_tiles = 0;
   int batches = 0;
-  int raster = 1;         // row groups of a band, which blocks cover before the next column
-  int k_tiles = 0;        // of one product
-  int all_k_tiles = 0;    // of all reduced products
-  int split_k_tiles = 0;  // of a work item
-  int splits = 1;
+  int raster = 1;          // row groups of a band, which blocks cover before the next column
+  int k_tiles = 0;         // of one product
+  int all_k_tiles = 0;     // of all reduced products
+  int split_k_tiles = 0;   // of a block for a work item
+  int splits = 1;          // work items that divide k of a tile and add their sums in the workspace
   int items = 0;           // work items of a cluster: (splits, batches, row_groups x column_tiles)
   bool tma_store = false;  // the epilogue is of scale, bias and activation alone, and TMA can write the outputs
   bool tma_add = false;    // TMA adds the product to the output
@@ -70,6 +72,10 @@ struct GemmPlan {
   float* bias_sums = nullptr;    // (64-row blocks of the output, n), gated: (.., 2n)
 
   HOST_DEVICE int tiles() const { return row_groups * cluster * column_tiles * batches; }
+  HOST_DEVICE int cluster_blocks() const { return cluster * k_blocks; }
+  // The place of block `rank` of a cluster among those of a row of tiles, and among those that divide k.
+  HOST_DEVICE int row_rank(int rank) const { return rank & (cluster - 1); }
+  HOST_DEVICE int k_rank(int rank) const { return rank >> (cluster - 1); }
 };
 
 // The place of a work item: a part of k, a batch, and a tile for each block of the cluster, adjacent along m.
@@ -99,14 +105,22 @@ struct Rates {
   static constexpr double kSharedBytes = 128;
   static constexpr double kMemoryBytes = 19.3;
   static constexpr double kL2Capacity = 50 << 20;
+  static constexpr double kRemoteBytes = 16;     // to the shared memory of another SM
+  static constexpr double kRemoteLatency = 180;  // cycles
+
+  // Clusters that run at once. They do not cross the borders of GPCs, which have 16 or 18 SMs.
+  int clusters_at_once(int blocks) const {
+    constexpr int kGpc = 16;
+    return blocks <= 2 || num_sms < kGpc ? std::max(1, num_sms / blocks) : num_sms / kGpc * (kGpc / blocks);
+  }
 };
 
 // Restricts the choice of a plan, for tests and for measurements.
 struct Restriction {
-  int config = -1;               // of kConfigs; -1: any
-  int cluster = 0;               // 0: any
-  int splits = 0;                // 0: any
-  bool batch_invariant = false;  // as GemmParams::batch_invariant
+  int config = -1;   // of kConfigs; -1: any
+  int cluster = 0;   // 0: any
+  int k_blocks = 0;  // 0: any
+  int splits = 0;    // 0: any
 };
 
 struct GemmChoice {
@@ -138,7 +152,7 @@ struct Estimate {
   // What each resource would take alone.
   double tensor, shared, l2, memory;
   double epilogue;  // during which no products are computed
-  double latency;   // filling the pipeline; of split k, waiting for the last part
+  double latency;   // filling the pipeline; adding the sums of parts of k
   double total;
 
   const char* limit() const {
@@ -183,10 +197,11 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
   const double element = double(size_of(params.a.dtype)), depth = kLineBytes / element;
   const double area = double(config.block_m) * config.block_n;
   const double lines = config.block_m + config.block_n;
-  const double items = double(ceil_div(plan.items, plan.clusters)), k_tiles = items * plan.split_k_tiles;
+  const int clusters = std::min(plan.clusters, rates.clusters_at_once(plan.cluster_blocks()));
+  const double items = double(ceil_div(plan.items, clusters)), k_tiles = items * plan.split_k_tiles;
   // Few SMs share all of L2, up to what one can receive.
   const double l2_rate =
-      std::min(Rates::kL2PortBytes, Rates::kL2Bytes * rates.num_sms / (double(plan.clusters) * plan.cluster));
+      std::min(Rates::kL2PortBytes, Rates::kL2Bytes * rates.num_sms / (double(clusters) * plan.cluster_blocks()));
   // Lines of a tile beyond the matrix are not transferred.
   const double columns = config.swapped ? double(params.m) : double(params.n) * (has_pairs(params) ? 2 : 1);
   const double rows = config.swapped ? double(params.n) * (has_pairs(params) ? 2 : 1) : double(params.m);
@@ -205,8 +220,8 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
                           (plan.tma_store ? 500 : 500 + 10 * config.block_n);
   const double products = together(std::max(cost.tensor, cost.shared), cost.l2);
   double busy = products + items * epilogue;
-  if (config.ping_pong)
-    busy = std::max(products, ceil_div(int64_t(items), 2) * (products / items + epilogue)) + epilogue;
+  if (config.ping_pong)  // only the last epilogue is not hidden, unless a consumer's own tiles take longer
+    busy = std::max(products + epilogue, ceil_div(int64_t(items), 2) * (products / items + epilogue));
   cost.epilogue = busy - products;
 
   // All blocks together cannot read faster than memory.
@@ -215,6 +230,10 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
                        double(params.m) * params.n * plan.batches * out_bytes;
   cost.memory = bytes / (Rates::kMemoryBytes * rates.num_sms);
   cost.latency = kStart;
+  if (plan.cluster_blocks() > 1)
+    cost.latency += 2 * Rates::kRemoteLatency;  // its barriers at the beginning and the end
+  if (plan.k_blocks > 1)                        // the first block receives the sums of the others
+    cost.latency += Rates::kRemoteLatency + (plan.k_blocks - 1) * area * sizeof(float) / Rates::kRemoteBytes;
   if (plan.splits > 1) {
     const double sums = area * sizeof(float) / Rates::kL2Bytes;
     cost.latency += kSplit + (items + plan.splits) * sums;
@@ -285,8 +304,9 @@ inline void assign_pieces(const GemmParams& params, const GemmConfig& config, Ge
 
 // Whether a config and a cluster fit the problem.
 inline bool is_legal(const GemmParams& params, const GemmConfig& config, int cluster, int64_t row_tiles) {
-  constexpr int64_t kMaxSwapped = 64;
-  if (config.swapped && (params.m > kMaxSwapped || cluster > 1)) return false;
+  if (config.swapped && params.m > config.block_n) return false;
+  // Lines along m are as long as a line of the swizzle.
+  if (config.swapped && !side_a(params).k_major && config.block_n * size_of(params.a.dtype) < kLineBytes) return false;
   if (config.tma_only && (has_pairs(params) || !can_store_by_tma(params))) return false;
   if (cluster > row_tiles) return false;
   const int run = has_pairs(params) ? (config.swapped ? kRowBlock / 2 : config.block_n / 2) : config.block_n;
@@ -323,6 +343,7 @@ inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, cons
 inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Device& device,
                               const Restriction& only = {}) {
   constexpr int kMaxSplits = 32;
+  constexpr int kMaxCluster = 8;     // that every device supports
   constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
   GemmChoice choice;
   OperandLoads a, b;
@@ -331,31 +352,37 @@ inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Dev
   const Rates rates{device.num_sms};
   // Without splits the terms of a row are added in the same order in all configs. Swapped ones are left out, because
   // nothing is documented about the order inside of a wgmma whose operands are exchanged.
-  const bool batch_invariant = only.batch_invariant || params.batch_invariant;
   for (int index = 0; index < kNumConfigs; ++index) {
     const GemmConfig& config = kConfigs[index];
-    if ((only.config >= 0 && index != only.config) || (batch_invariant && config.swapped)) continue;
+    if ((only.config >= 0 && index != only.config) || (params.batch_invariant && config.swapped)) continue;
     const int64_t row_tiles = ceil_div(config.swapped ? params.n : params.m, config.block_m);
     for (int cluster = 1; cluster <= 2; ++cluster) {
       if (only.cluster > 0 && cluster != only.cluster) continue;
-      if (!is_legal(params, config, cluster, row_tiles) || cluster > device.num_sms) continue;
+      if (!is_legal(params, config, cluster, row_tiles)) continue;
       GemmPlan plan = make_plan(params, index, cluster, a, b);
       const int64_t tiles = int64_t(plan.row_groups) * plan.column_tiles * plan.batches;  // of a block
-      for (int splits = 1; splits <= (batch_invariant ? 1 : kMaxSplits); ++splits) {
-        plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, splits));
-        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;  // a split would be empty
-        if (only.splits > 0 && splits != only.splits) continue;
-        if (splits > 1 && only.splits == 0) {
-          if (plan.split_k_tiles < kMinSplitTiles) break;
-          if (tiles * cluster * splits > 2 * int64_t(device.num_sms)) break;  // more than two waves
-        }
+      const auto consider = [&](int k_blocks, int splits) {
+        plan.split_k_tiles = int(ceil_div(plan.all_k_tiles, k_blocks * splits));
+        if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != k_blocks * splits) return;  // a part would be empty
+        plan.k_blocks = k_blocks;
         plan.splits = splits;
         plan.items = checked_count(tiles * splits, "work items");
-        // As few as finish in the same time: equal work keeps them in step, so that they share operands in L2.
-        plan.clusters = int(ceil_div(plan.items, ceil_div(plan.items, device.num_sms / cluster)));
+        const int at_once = rates.clusters_at_once(plan.cluster_blocks());
+        // As few as finish in the same time: equal work keeps them in step, so that they share operands in L2. Blocks
+        // that divide k take one item, because their buffers for sums are filled once.
+        plan.clusters = k_blocks > 1 ? plan.items : int(ceil_div(plan.items, ceil_div(plan.items, at_once)));
         plan.cycles = estimate(params, plan, config, rates).total;
         if (!choice.plan || plan.cycles < choice.plan->cycles) choice.plan = plan;
-      }
+      };
+      // More parts than asked for are worth their cost only if they run at once.
+      const auto divides = [&](int parts, int asked, int64_t most_blocks) {
+        if (parts == 1 || asked > 0) return asked == 0 || parts == asked;
+        return ceil_div(plan.all_k_tiles, parts) >= kMinSplitTiles && tiles * cluster * parts <= most_blocks;
+      };
+      for (int splits = 1; splits <= (params.batch_invariant ? 1 : kMaxSplits); ++splits)
+        if (divides(splits, only.splits, 2 * int64_t(device.num_sms)) && only.k_blocks <= 1) consider(1, splits);
+      for (int k_blocks = 2; k_blocks <= config.k_blocks && k_blocks * cluster <= kMaxCluster; ++k_blocks)
+        if (divides(k_blocks, only.k_blocks, device.num_sms) && only.splits <= 1) consider(k_blocks, 1);
     }
   }
   if (choice.plan)

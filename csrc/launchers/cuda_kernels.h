@@ -18,8 +18,7 @@ struct CudaKernels {
                                       (sizeof(BucketParams) + sizeof(SymmetricParams));
   uint64_t layout;
 
-  size_t (*gemm_workspace)(const GemmParams&, Float32Product);
-  void (*gemm)(const GemmParams&, Workspace, void* stream, Float32Product);
+  void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product);
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product);
   rt::Device (*gemm_device)();
   size_t (*activation_grad_workspace)(const ActivationGradParams&);
@@ -39,7 +38,6 @@ struct CudaKernels {
 inline CudaKernels linked_cuda_kernels() {
   return {
       .layout = CudaKernels::kLayout,
-      .gemm_workspace = gemm_cuda_workspace,
       .gemm = launch_gemm_cuda,
       .choose_gemm_sm90 = choose_gemm_sm90,
       .gemm_device = gemm_cuda_device,

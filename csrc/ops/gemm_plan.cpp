@@ -34,6 +34,7 @@ Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Devi
                    {"ping_pong", config.ping_pong},
                    {"swapped", config.swapped},
                    {"cluster", plan.cluster},
+                   {"k_blocks", plan.k_blocks},
                    {"clusters", plan.clusters},
                    {"splits", plan.splits},
                    {"raster", plan.raster},
@@ -43,7 +44,7 @@ Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Devi
                    {"items", plan.items},
                    {"tma_store", plan.tma_store},
                    {"threads", 128 * (1 + sm90::kConsumers)},
-                   {"grid_x", plan.clusters * plan.cluster},
+                   {"grid_x", plan.clusters * plan.cluster_blocks()},
                    {"grid_y", 1},
                    {"workspace", int64_t(sm90::assign_workspace(params, nullptr, plan).used())}}),
           cost.total};
@@ -63,6 +64,7 @@ Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::D
                    {"block_k", tile.block_k},
                    {"stages", tile.stages},
                    {"cluster", 1},
+                   {"k_blocks", 1},
                    {"splits", plan.splits},
                    {"k_tiles", plan.split_k_tiles},
                    {"vector_bytes", std::min(plan.a.vector_bytes, plan.b.vector_bytes)},
@@ -78,12 +80,12 @@ void set_if_null(const void*& data) {
   if (data == nullptr) data = reinterpret_cast<const void*>(256);
 }
 
-// `compute_capability` and `num_sms`: of the device to plan for; 0: that of the tensors. `config`, `cluster` and
-// `splits`: as in sm90::Restriction.
+// `compute_capability` and `num_sms`: of the device to plan for; 0: that of the tensors. `config`, `cluster`,
+// `k_blocks` and `splits`: as in sm90::Restriction.
 Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                  const OptionalTensor& residual, ActivationName activation, double alpha, double beta,
                  OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability, int64_t num_sms,
-                 int64_t config, int64_t cluster, int64_t splits) {
+                 int64_t config, int64_t cluster, int64_t k_blocks, int64_t splits) {
   constexpr const char* op = "gemm_plan";
   check_given(op, "a", a);
   check_given(op, "b", b);
@@ -121,9 +123,9 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
   launch_for(op, [&] {
     if (named) {
       const rt::Device device{int(compute_capability), int(num_sms), 0};
-      const sm90::GemmChoice choice =
-          sm90::choose_plan(params, float32 == Float32Product::kTf32, device,
-                            {.config = int(config), .cluster = int(cluster), .splits = int(splits)});
+      const sm90::GemmChoice choice = sm90::choose_plan(
+          params, float32 == Float32Product::kTf32, device,
+          {.config = int(config), .cluster = int(cluster), .k_blocks = int(k_blocks), .splits = int(splits)});
       answer = choice.plan ? answer_sm90(params, *choice.plan, device)
                            : answer_sm80(params, float32, device, choice.refusal);
     } else {
@@ -144,6 +146,6 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
       "_gemm_plan(Tensor a, Tensor b, Tensor? c, Tensor? bias, Tensor? residual, str? activation, float alpha, "
       "float beta, ScalarType? out_dtype, bool gated, bool save_preact, int compute_capability, int num_sms, "
-      "int config=-1, int cluster=0, int splits=0) -> (str, str, str, Dict(str, int), float)",
+      "int config=-1, int cluster=0, int k_blocks=0, int splits=0) -> (str, str, str, Dict(str, int), float)",
       cuda_ext::gemm_plan);
 }

@@ -161,7 +161,7 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   const Float32Product float32 = float32_product();
   LaunchScope scope(device);
   launch_for(op, [&] {
-    kernels->gemm(params, scope.workspace(kernels->gemm_workspace(params, float32)), scope.stream(), float32);
+    kernels->gemm(params, [&](size_t bytes) { return scope.workspace(bytes); }, scope.stream(), float32);
   });
 }
 

@@ -48,12 +48,15 @@ class Kernels:
         return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
 
 
-def sources(every_dtype: bool) -> list[Path]:
+def sources(every_dtype: bool, arch: str = "sm_80") -> list[Path]:
     """The CUDA sources of the package; unless `every_dtype`, without those for only one other dtype than bfloat16.
+    Kernels on wgmma are only for sm_90a; nothing calls them on other devices.
 
     The GEMM sources compile longest and come first, so that all cores are busy to the end.
     """
     found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name != "launchers"]
+    if arch != "sm_90a":
+        found = [path for path in found if f"{_build.SM90A_SOURCES}_" not in path.stem]
     found.sort(key=lambda path: (path.parent.name != "gemm", path))
     return [path for path in found if every_dtype or not {"f16", "f32", "tf32"} & set(path.stem.split("_"))]
 
@@ -65,7 +68,7 @@ def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
     Launching a kernel that was left out raises RuntimeError with "is not in this library".
     """
     name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
-    return Kernels(build.build_library(name, sources(every_dtype), OTHERS, arch=arch, stubs=True))
+    return Kernels(build.build_library(name, sources(every_dtype, arch), OTHERS, arch=arch, stubs=True))
 
 
 def emulated(

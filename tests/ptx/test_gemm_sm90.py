@@ -1,5 +1,5 @@
 """nvcc's code of the GEMM on wgmma, under the plans of tests/simt/test_gemm_sm90.py: exact, without races, and with the
-bits of the direct emulation. In bfloat16, with --all-ptx."""
+bits of the direct emulation; bfloat16 in every layout, float16 and tf32 along k. With --all-ptx."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from ptx import build, kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
-from gemm_cases import LAYOUTS, Case
-from gemm_library import Gemm, GemmLibrary, dtype_of, encode
+from gemm_cases import LAYOUTS, TOLERANCE, Case, operands
+from gemm_library import Gemm, GemmLibrary, Target, dtype_of, encode, expected, place
 from test_gemm_sm90 import CONFIGS, EPILOGUES, is_legal, sizes
 
 
@@ -32,9 +32,10 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[GemmLibrary]:
         pytest.skip("needs kernels for sm_90a, which --all-ptx compiles")
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
-    sources = [path for path in kernels.sources(False) if path.parent.name == "gemm"]
+    sources = [path for path in kernels.sources(False, "sm_90a") if path.parent.name == "gemm"]
+    sources += [kernels._emulator.CSRC / "gemm" / f"gemm_sm90_{dtype}_kk.cu" for dtype in ("f16", "tf32")]
     others = [(kernels.SIMT / name, ()) for name in ("library.cpp", "gemm_kernels.cu")]
-    library = GemmLibrary(build.build_library("gemm-sm_90a-bf16", sources, others, arch="sm_90a", stubs=True))
+    library = GemmLibrary(build.build_library("gemm-sm_90a", sources, others, arch="sm_90a", stubs=True))
     with library.device(90):
         yield library
 
@@ -43,11 +44,12 @@ def random_plan(config: str, epilogue: str) -> tuple[Gemm, dict[str, int]]:
     """A legal product, and the plan it must have."""
     tile = CONFIGS[config]
     while True:
-        cluster, splits = random.choice((1, 2)), random.choice((1, 2, 3))
-        m, n, k = sizes(tile, splits, "bfloat16", False)
+        cluster, k_blocks = random.choice((1, 2)), random.randint(1, tile.k_blocks)
+        splits = random.choice((1, 2, 3)) if k_blocks == 1 else 1
+        m, n, k = sizes(tile, k_blocks * splits, "bfloat16", False)
         call = EPILOGUES[epilogue](m, n, k, "bfloat16", random.choice(tuple(LAYOUTS)))
-        if is_legal(tile, cluster, call):
-            return call, {"config": tile.index, "cluster": cluster, "splits": splits}
+        if is_legal(tile, cluster, call, k_blocks):
+            return call, {"config": tile.index, "cluster": cluster, "k_blocks": k_blocks, "splits": splits}
 
 
 def outputs(library: GemmLibrary, case: Case) -> bytes:
@@ -78,3 +80,20 @@ def test_exact_without_races_and_with_the_same_bits(
     for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
         with compiled.options(mode, schedule, seed):
             assert outputs(compiled, case) == expected, (mode, plan)
+
+
+@pytest.mark.parametrize("arithmetic", ["float16", "tf32"])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_activations_without_races(compiled: GemmLibrary, config: str, arithmetic: str) -> None:
+    """Of other dtypes; nvcc's erf and exp differ from the direct emulation's in the last bit."""
+    tile = CONFIGS[config]
+    m = random.randint(1, tile.block_n) if tile.swapped else random.randint(1, 150)
+    a, b, tf32 = operands(m, 72, 8 * random.randint(2, 40), arithmetic, "nt")
+    bias = place(np.random.default_rng(random.getrandbits(64)).normal(size=(72,)), "float32")
+    with compiled.options("lazy", "pct", random.randrange(2**31), check_races=True):
+        for activation in ("gelu", "silu"):
+            call = Gemm(a, b, Target((m, 72), "float32"), tf32=tf32, activation=activation, alpha=0.0123, bias=bias)
+            with compiled.restricted(tile.index, k_blocks=min(2, tile.k_blocks)):
+                compiled.gemm(call)
+            want = expected(call).out
+            np.testing.assert_allclose(call.out.values(), want, rtol=0, atol=TOLERANCE * np.abs(want).max())

@@ -29,22 +29,23 @@ EXPORT size_t activation_grad_params_size() { return sizeof(ActivationGradParams
 
 // The tests' restriction of the choice of a plan for wgmma.
 static sm90::Restriction restriction;
-EXPORT void gemm_restrict(int config, int cluster, int splits, int batch_invariant) {
-  restriction = {config, cluster, splits, batch_invariant != 0};
+EXPORT void gemm_restrict(int config, int cluster, int k_blocks, int splits) {
+  restriction = {config, cluster, k_blocks, splits};
 }
 static sm90::GemmChoice choice_of(const GemmParams& params, int tf32) {
   return sm90::choose_plan(params, tf32, gemm_cuda_device(), restriction);
 }
 
-// 1: wgmma, 0: mma.sync; then the config, the cluster and the splits.
+// 1: wgmma, 0: mma.sync; then the config, the cluster, the blocks of it that divide k, the splits and tma_store.
 EXPORT int gemm_choice_sm90(const GemmParams* params, int tf32, int* out, char* refusal, size_t size) {
   const sm90::GemmChoice choice = choice_of(*params, tf32);
   std::snprintf(refusal, size, "%s", choice.refusal.c_str());
   if (!choice.plan) return 0;
   out[0] = choice.plan->config;
   out[1] = choice.plan->cluster;
-  out[2] = choice.plan->splits;
-  out[3] = choice.plan->tma_store;
+  out[2] = choice.plan->k_blocks;
+  out[3] = choice.plan->splits;
+  out[4] = choice.plan->tma_store;
   return 1;
 }
 EXPORT size_t gemm_workspace(const GemmParams* params, int tf32) {

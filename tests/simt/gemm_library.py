@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from harness import CSRC, HERE, Fault, Library
@@ -208,6 +208,16 @@ class Gemm:
         )
 
 
+class PlanSm90(NamedTuple):
+    """Of sm90::GemmPlan in csrc/gemm/plan_sm90.h."""
+
+    config: int
+    cluster: int
+    k_blocks: int
+    splits: int
+    tma_store: bool
+
+
 class GemmLibrary(Library):
     def __init__(self, path: Any) -> None:
         super().__init__(path)
@@ -243,22 +253,20 @@ class GemmLibrary(Library):
             raise Fault(error.value.decode())
 
     @contextmanager
-    def restricted(
-        self, config: int = -1, cluster: int = 0, splits: int = 0, batch_invariant: bool = False
-    ) -> Iterator[None]:
+    def restricted(self, config: int = -1, cluster: int = 0, k_blocks: int = 0, splits: int = 0) -> Iterator[None]:
         """Restricts the choice of a plan for wgmma within the block; see csrc/gemm/plan_sm90.h."""
-        self._c.gemm_restrict(config, cluster, splits, batch_invariant)
+        self._c.gemm_restrict(config, cluster, k_blocks, splits)
         try:
             yield
         finally:
             self._c.gemm_restrict(-1, 0, 0, 0)
 
-    def plan_sm90(self, call: Gemm) -> tuple[int, int, int, bool] | str:
-        """Config, cluster, splits and whether TMA stores the output; or why wgmma cannot compute the product."""
-        out, refusal = (ctypes.c_int * 4)(), ctypes.create_string_buffer(512)
+    def plan_sm90(self, call: Gemm) -> PlanSm90 | str:
+        """The plan for wgmma, or why it cannot compute the product."""
+        out, refusal = (ctypes.c_int * 5)(), ctypes.create_string_buffer(512)
         params = call.params()
         if self._c.gemm_choice_sm90(ctypes.byref(params), call.tf32, out, refusal, ctypes.c_size_t(512)):
-            return out[0], out[1], out[2], bool(out[3])
+            return PlanSm90(*out[:4], bool(out[4]))
         return refusal.value.decode()
 
     def activation_grad(

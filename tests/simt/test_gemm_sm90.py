@@ -1,5 +1,6 @@
-"""The GEMM on wgmma under every plan: each tile, cluster and split of k, with each layout and epilogue; its schedules,
-races, removed synchronisation, and counters. test_gemm_kernels.py has the tests of what both GEMM kernels must do."""
+"""The GEMM on wgmma under every plan: each tile, cluster and division of k, with each layout and epilogue; its
+schedules, races, removed synchronisation, and counters. test_gemm_kernels.py has the tests of what both GEMM kernels
+must do."""
 
 from __future__ import annotations
 
@@ -40,14 +41,15 @@ class Config:
     block_n: int
     swapped: bool = False
     tma_only: bool = False
+    k_blocks: int = 1  # at most
 
 
 CONFIGS = {
     "cooperative": Config(0, 128, 256),
     "ping_pong_192": Config(1, 128, 192, tma_only=True),
     "ping_pong": Config(2, 128, 128),
-    "swapped": Config(3, 128, 64, swapped=True),
-    "swapped_ping_pong": Config(4, 64, 64, swapped=True),
+    "swapped": Config(3, 64, 64, swapped=True, k_blocks=4),
+    "narrow": Config(4, 64, 16, swapped=True, k_blocks=8),
 }
 CONFIG = pytest.mark.parametrize("config", CONFIGS)
 # tf32 operands are K-major.
@@ -82,12 +84,20 @@ def stores_by_tma(call: Gemm) -> bool:
     )
 
 
-def is_legal(config: Config, cluster: int, call: Gemm) -> bool:
-    m = call.params().m
+def is_legal(config: Config, cluster: int, call: Gemm, k_blocks: int = 1) -> bool:
+    params = call.params()
+    rows = params.n if config.swapped else params.m
+    if cluster > -(-rows // config.block_m) or k_blocks > config.k_blocks or cluster * k_blocks > 8:
+        return False
     if config.swapped:
         b_is_k_major = call.b.strides[-2] == call.b.itemsize
-        return m <= 64 and cluster == 1 and (not has_pairs(call) or b_is_k_major)
-    return cluster <= -(-m // config.block_m) and (not config.tma_only or (stores_by_tma(call) and not has_pairs(call)))
+        a_has_whole_lines = is_k_major(call.a) or config.block_n * call.a.itemsize >= LINE_BYTES
+        return params.m <= config.block_n and a_has_whole_lines and (not has_pairs(call) or b_is_k_major)
+    return not config.tma_only or (stores_by_tma(call) and not has_pairs(call))
+
+
+def is_k_major(a: np.ndarray) -> bool:
+    return (a.strides[-2] if a.shape[-1] == 1 else a.strides[-1]) == a.itemsize
 
 
 # Epilogues: functions of m, n, k, the arithmetic and the layout.
@@ -219,37 +229,38 @@ EPILOGUES |= {f"in_place_{dtype}": in_place(dtype) for dtype in ("float32", "flo
 EPILOGUES["added_in_place"] = in_place("float32", 1.0)
 
 
-def sizes(config: Config, splits: int, arithmetic: str, is_large: bool) -> tuple[int, int, int]:
+def sizes(config: Config, parts: int, arithmetic: str, is_large: bool) -> tuple[int, int, int]:
     """Random m, n, k: partial tiles, odd numbers of row tiles, more and fewer tiles than blocks, ends within a k tile,
-    and as many k tiles as the splits divide."""
+    and as many k tiles as the parts divide."""
     rows = [1, 7, 16, 33, 64, 128, 129, 250, 300, random.randint(1, 400)]
-    m = random.choice(rows[:5] if config.swapped else rows)
+    m = random.choice([row for row in rows if row <= config.block_n] if config.swapped else rows)
     n = 8 * random.choice((1, 3, 16, random.randint(1, 70))) if is_large else 8 * random.randint(1, 9)
     depth = LINE_BYTES // (4 if arithmetic == "tf32" else 2)
-    return m, n, depth * splits * random.randint(1, 4) - random.choice((0, 1, 7, 8, depth - 1))
+    return m, n, depth * parts * random.randint(1, 4) - random.choice((0, 1, 7, 8, depth - 1))
 
 
 @pytest.mark.sampled(count=160)
-@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize(("k_blocks", "splits"), [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (4, 1), (8, 1)])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("operand", OPERANDS, ids="-".join)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @CONFIG
 def test_every_plan_is_exact(
-    library: GemmLibrary, config: str, epilogue: str, operand: tuple[str, str], cluster: int, splits: int
+    library: GemmLibrary, config: str, epilogue: str, operand: tuple[str, str], cluster: int, k_blocks: int, splits: int
 ) -> None:
     tile = CONFIGS[config]
-    m, n, k = sizes(tile, splits, operand[0], "batches" not in epilogue)
+    m, n, k = sizes(tile, k_blocks * splits, operand[0], "batches" not in epilogue)
     call = EPILOGUES[epilogue](m, n, k, *operand)
     processors, seed = random.choice((2, 3, PROCESSORS, 132)), random.randrange(2**31)
     mode, schedule = random.choice((("eager", "fifo"), ("lazy", "fifo"), ("lazy", "pct")))
-    with library.options(mode, schedule, seed, processors=processors), library.restricted(tile.index, cluster, splits):
+    restricted = library.restricted(tile.index, cluster, k_blocks, splits)
+    with library.options(mode, schedule, seed, processors=processors), restricted:
         plan = library.plan_sm90(call)
-        if not is_legal(tile, cluster, call):
+        if not is_legal(tile, cluster, call, k_blocks):
             assert plan == "no tile shape fits the restriction"
             library.reset()
             return
-        assert plan == (tile.index, cluster, splits, stores_by_tma(call) and not tile.swapped)
+        assert plan == (tile.index, cluster, k_blocks, splits, stores_by_tma(call) and not tile.swapped)
         want = expected(call)  # before the launch overwrites what it accumulates into
         library.gemm(call)
     assert_exact(call, want)
@@ -260,26 +271,28 @@ def test_every_plan_is_exact(
 def test_activations_of_every_config(library: GemmLibrary, config: str, activation: str) -> None:
     """From registers through TMA, and from rows in shared memory."""
     tile, rng = CONFIGS[config], np.random.default_rng(random.getrandbits(64))
-    m, n, k = (50 if tile.swapped else 150), 200, 72
+    m, n, k = (tile.block_n - 3 if tile.swapped else 150), 200, 72
     a, b = (place(rng.normal(size=shape), "float16") for shape in ((m, k), (k, n)))
     for has_residual in (False,) if tile.tma_only else (False, True):
         call = Gemm(a, b, Target((m, n), "float32"), activation=activation, alpha=0.3)
         call.bias = place(rng.normal(size=(n,)), "bfloat16")
         call.residual = place(rng.normal(size=(m, n)), "float32") if has_residual else None
         with library.restricted(tile.index):
-            assert library.plan_sm90(call)[3] == (not has_residual and not tile.swapped)
+            assert library.plan_sm90(call).tma_store == (not has_residual and not tile.swapped)
             library.gemm(call)
         want = expected(call).out
         np.testing.assert_allclose(call.out.values(), want, rtol=0, atol=TOLERANCE * np.abs(want).max())
 
 
-@pytest.mark.parametrize("m", [1, 7, 16, 33, 64])
-def test_few_rows_use_the_swapped_tile(library: GemmLibrary, m: int) -> None:
+@pytest.mark.parametrize("m", [1, 7, 16, 33])
+def test_few_rows_use_a_swapped_tile(library: GemmLibrary, m: int) -> None:
     for epilogue, layout in itertools.product(("product", "every_term", "backward", "gated"), ("nn", "nt")):
         call = EPILOGUES[epilogue](m, 136, 200, "bfloat16", layout)
         plan = library.plan_sm90(call)
-        is_swapped = plan[0] in (CONFIGS["swapped"].index, CONFIGS["swapped_ping_pong"].index)
-        assert is_swapped == is_legal(CONFIGS["swapped"], 1, call), (epilogue, layout, plan)
+        assert not isinstance(plan, str)
+        used = next(tile for tile in CONFIGS.values() if tile.index == plan.config)
+        assert used.swapped == is_legal(CONFIGS["swapped"], 1, call), (epilogue, layout, plan)
+        assert (used.block_n == 16) == (used.swapped and m <= 16)
         library.gemm(call)
         assert_exact(call)
 
@@ -287,8 +300,8 @@ def test_few_rows_use_the_swapped_tile(library: GemmLibrary, m: int) -> None:
 # The cases that tests repeat. Few blocks, several work items for each, more k tiles than the ring has stages.
 
 
-def case(config: str, epilogue: str, *problem: int | str, cluster: int = 1, splits: int = 1) -> Case:
-    plan = {"config": CONFIGS[config].index, "cluster": cluster, "splits": splits}
+def case(config: str, epilogue: str, *problem: int | str, cluster: int = 1, k_blocks: int = 1, splits: int = 1) -> Case:
+    plan = {"config": CONFIGS[config].index, "cluster": cluster, "k_blocks": k_blocks, "splits": splits}
     return Case(lambda: EPILOGUES[epilogue](*problem), plan)
 
 
@@ -304,8 +317,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "pairs": lambda: case("cooperative", "gated_with_preact", 300, 264, 200, "bfloat16", "nt", cluster=2),
     "in place": lambda: case("ping_pong", "added_in_place", 260, 264, 500, "bfloat16", "tn"),
     "swapped": lambda: case("swapped", "every_term", 33, 400, 1000, "bfloat16", "nn", splits=3),
-    "swapped, ping-pong": lambda: case("swapped_ping_pong", "every_term", 33, 400, 1500, "float16", "nt"),
-    "swapped backward": lambda: case("swapped", "backward", 20, 600, 200, "bfloat16", "nt"),
+    "swapped, long k": lambda: case("swapped", "every_term", 33, 400, 1500, "float16", "nt"),
+    "swapped backward": lambda: case("swapped", "backward", 20, 600, 200, "bfloat16", "nt", k_blocks=2),
+    "swapped, cluster": lambda: case("swapped", "gated", 50, 150, 700, "bfloat16", "nt", cluster=2, k_blocks=2),
+    "narrow": lambda: case("narrow", "bias_and_activation", 9, 400, 1500, "bfloat16", "nn"),
+    "narrow, k in a cluster": lambda: case("narrow", "every_term", 16, 200, 900, "tf32", "nt", k_blocks=8),
 }
 CASE = pytest.mark.parametrize("name", CASES)
 
@@ -356,6 +372,12 @@ def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked
     assert survivors == sorted(HARMLESS)
 
 
+# The configs with the operands whose counters are recorded.
+COUNTED = [
+    (config, operand)
+    for config, operand in itertools.product(CONFIGS, OPERANDS)
+    if config != "narrow" or operand[1].startswith("n")  # a is contiguous along k
+]
 # Two depths, which separate the cost of a k tile from the rest of a block's cost.
 DEPTHS = (128, 256)
 
@@ -372,7 +394,8 @@ def counted(built: GemmLibrary) -> dict[str, dict[str, int]]:
             one.run(built)
             costs[name] = {key: value for key, value in built.counters().items() if value}
 
-    for (config, tile), (arithmetic, layout), k in itertools.product(CONFIGS.items(), OPERANDS, DEPTHS):
+    for (config, (arithmetic, layout)), k in itertools.product(COUNTED, DEPTHS):
+        tile = CONFIGS[config]
         m, n = (tile.block_n, 2 * tile.block_m) if tile.swapped else (2 * tile.block_m, 2 * tile.block_n)
         depth = LINE_BYTES // (4 if arithmetic == "tf32" else 2)
         count(
@@ -381,7 +404,14 @@ def counted(built: GemmLibrary) -> dict[str, dict[str, int]]:
                 config, "product", m, n, k, *operand
             ),
         )
-    for name in ("cooperative, cluster", "cooperative, rows", "split k", "pairs", "swapped backward"):
+    for name in (
+        "cooperative, cluster",
+        "cooperative, rows",
+        "split k",
+        "pairs",
+        "swapped backward",
+        "narrow, k in a cluster",
+    ):
         count(name, CASES[name])
     return costs
 
@@ -394,7 +424,8 @@ def test_no_bank_conflicts_and_no_byte_too_many(counted: dict[str, dict[str, int
     for name, cost in counted.items():
         for kind in ("shared", "matrix"):
             assert cost.get(f"{kind}_wavefronts") == cost.get(f"{kind}_ideal_wavefronts"), name
-    for tile, (arithmetic, layout), k in itertools.product(CONFIGS.values(), OPERANDS, DEPTHS):
+    for (config, (arithmetic, layout)), k in itertools.product(COUNTED, DEPTHS):
+        tile = CONFIGS[config]
         size = 4 if arithmetic == "tf32" else 2
         m, n = (tile.block_n, 2 * tile.block_m) if tile.swapped else (2 * tile.block_m, 2 * tile.block_n)
         name = f"{arithmetic} {layout} {tile.block_m}x{tile.block_n}x{LINE_BYTES // size} of {m}x{n}x{k}"

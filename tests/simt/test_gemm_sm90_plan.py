@@ -3,6 +3,7 @@ compared with PyTorch."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from cuda_ext import testing
 
-COOPERATIVE, PING_PONG_192, PING_PONG, SWAPPED, SWAPPED_PING_PONG = range(5)  # kConfigs in csrc/gemm/plan_sm90.h
+COOPERATIVE, PING_PONG_192, PING_PONG, SWAPPED, NARROW = range(5)  # kConfigs in csrc/gemm/plan_sm90.h
 H200_SMS = 132
 
 
@@ -49,20 +50,23 @@ def problem(m: int, n: int, k: int, layout: str = "nt") -> Gemm:
     return Gemm(empty(m, k, LAYOUTS[layout][0]), empty(k, n, LAYOUTS[layout][1]), out)
 
 
-LARGE, FEW_ROWS = (COOPERATIVE, PING_PONG_192), (SWAPPED, SWAPPED_PING_PONG)
-# m, n, k: configs, cluster, whether k is split (None: either).
-CHOICES: dict[tuple[int, int, int], tuple[tuple[int, ...], int, bool | None]] = {
+LARGE, FEW_ROWS = (COOPERATIVE, PING_PONG_192), (SWAPPED, NARROW)
+# m, n, k: configs, cluster, whether k is split through memory.
+CHOICES: dict[tuple[int, int, int], tuple[tuple[int, ...], int | None, bool]] = {
     (4096, 4096, 4096): (LARGE, 2, False),
     (8192, 8192, 8192): (LARGE, 2, False),
     (4096, 14336, 4096): (LARGE, 2, False),
     (4096, 4096, 128): ((PING_PONG_192,), 2, False),
-    (512, 512, 512): ((PING_PONG,), 2, False),
+    (512, 512, 512): ((PING_PONG,), 1, False),
     (65, 4096, 4096): ((PING_PONG,), 1, True),
     (256, 256, 65536): ((PING_PONG,), 2, True),
     (4096, 256, 65536): (LARGE, 2, True),
-    (1, 2048, 4096): (FEW_ROWS, 1, True),
+    (1, 2048, 4096): ((NARROW,), None, False),
 }
-CHOICES |= {(m, n, k): (FEW_ROWS, 1, None) for m in (1, 16, 64) for n in (4096, 14336) for k in (4096, 14336)}
+CHOICES |= {
+    (m, n, k): ((SWAPPED if m == 64 else NARROW,), None, False)
+    for m, n, k in itertools.product((1, 16, 64), (4096, 14336), (4096, 14336))
+}
 
 
 @pytest.mark.parametrize("shape", CHOICES, ids=str)
@@ -70,16 +74,25 @@ def test_choice_on_an_h200(built: GemmLibrary, shape: tuple[int, int, int]) -> N
     configs, cluster, is_split = CHOICES[shape]
     with built.options(compute_capability=90, processors=H200_SMS):
         plan = built.plan_sm90(problem(*shape))
-    assert plan[0] in configs and plan[1] == cluster, plan
-    assert is_split is None or (plan[2] > 1) == is_split, plan
-    assert plan[3] == (plan[0] not in FEW_ROWS), "TMA stores what is not transposed"
+    assert not isinstance(plan, str) and plan.config in configs, plan
+    assert cluster in (None, plan.cluster) and (plan.splits > 1) == is_split, plan
+    assert plan.tma_store == (plan.config not in FEW_ROWS), "TMA stores what is not transposed"
+
+
+def test_k_is_divided_in_a_cluster_where_tiles_are_few(built: GemmLibrary) -> None:
+    with built.options(compute_capability=90, processors=H200_SMS):
+        plans = {n: built.plan_sm90(problem(1, n, 8192)) for n in (512, 1024, 2048, 8192)}
+        invariant = built.plan_sm90(replace(problem(1, 512, 8192), batch_invariant=True))
+    blocks = {n: plan.k_blocks for n, plan in plans.items() if not isinstance(plan, str)}
+    assert blocks[512] >= blocks[1024] >= blocks[2048] > 1 == blocks[8192], plans
+    assert not isinstance(invariant, str) and invariant.k_blocks == invariant.splits == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_large_product_has_a_large_tile_in_every_layout(built: GemmLibrary, layout: str) -> None:
     with built.options(compute_capability=90, processors=H200_SMS):
-        config, cluster, splits, _ = built.plan_sm90(problem(8192, 8192, 8192, layout))
-    assert config in (COOPERATIVE, PING_PONG_192) and cluster == 2 and splits == 1
+        plan = built.plan_sm90(problem(8192, 8192, 8192, layout))
+    assert not isinstance(plan, str) and plan.config in LARGE and (plan.cluster, plan.splits) == (2, 1)
 
 
 def batched(sizes: tuple[int, ...], k: int, order: tuple[int, ...] | None = None) -> Gemm:
@@ -126,7 +139,14 @@ def test_devices_without_wgmma(built: GemmLibrary, compute_capability: int) -> N
 
 @pytest.mark.parametrize(
     ("restriction", "m"),
-    [({"config": SWAPPED}, 65), ({"config": SWAPPED, "cluster": 2}, 64), ({"cluster": 2}, 128), ({"splits": 3}, 300)],
+    [
+        ({"config": SWAPPED}, 65),
+        ({"config": NARROW}, 17),
+        ({"config": NARROW, "cluster": 2}, 16),
+        ({"config": PING_PONG, "k_blocks": 2}, 64),
+        ({"config": NARROW, "k_blocks": 3}, 16),
+        ({"splits": 3}, 300),
+    ],
     ids=str,
 )
 def test_restrictions_that_do_not_fit(library: GemmLibrary, restriction: dict[str, int], m: int) -> None:
@@ -185,8 +205,8 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(library: GemmLibrary, has_res
             part = replace(call, a=a[first : first + m], out=Target((m, n), "bfloat16"))
             part.residual = call.residual[first : first + m] if has_residual else None
             plan = library.plan_sm90(part)
-            assert plan[0] not in FEW_ROWS and plan[2] == 1, plan
-            configs.add(plan[0])
+            assert not isinstance(plan, str) and plan.config not in FEW_ROWS and plan.splits == 1, plan
+            configs.add(plan.config)
             library.gemm(part)
             np.testing.assert_array_equal(part.out.storage, whole[first : first + m])
         before = call.a[17].copy()
@@ -294,7 +314,8 @@ def test_the_random_problems_use_wgmma_often(library: GemmLibrary) -> None:
 @pytest.mark.parametrize("number", range(300))
 def test_random_problems_are_as_exact_as_pytorch(built: GemmLibrary, number: int) -> None:
     call = random_call()
-    plan: dict[str, Any] = {"config": random.choice((-1, -1, *range(5))), "splits": random.choice((0, 0, 2))}
+    plan: dict[str, Any] = {"config": random.choice((-1, -1, *range(5)))}
+    plan |= random.choice(({}, {"splits": 2}, {"k_blocks": 2}))
     built.reset()
     processors = random.choice((1, 4, 132))
     with built.device(90), built.options("lazy", "pct", number, processors=processors), built.restricted(**plan):
