@@ -16,7 +16,8 @@ THREADS := $(shell echo $$(( $(CORES) > $(PROCS) ? $(CORES) / $(PROCS) : 1 )))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
-WHOLE_RUN := --cov --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 20
+# More processes than cores, because some tests wait: for other processes, or for a compiler.
+WHOLE_RUN := --cov --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20
 # Without a GPU the demo does not build the CUDA kernels, so that it starts quickly.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 

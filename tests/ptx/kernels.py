@@ -48,9 +48,13 @@ class Kernels:
         return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
 
 
-def sources(every_dtype: bool, arch: str = "sm_80") -> list[Path]:
-    """The CUDA sources of the package; unless `every_dtype`, without those for only one other dtype than bfloat16.
-    Kernels on wgmma are only for sm_90a; nothing calls them on other devices.
+# Sources for these alone are compiled with --all-ptx: other dtypes than bfloat16, and attention's largest head dims.
+MORE = {"f16", "f32", "tf32", "d192", "d256"}
+
+
+def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
+    """The CUDA sources of the package; unless `everything`, without those for `MORE`. Kernels on wgmma are only for
+    sm_90a; nothing calls them on other devices.
 
     The GEMM sources compile longest and come first, so that all cores are busy to the end.
     """
@@ -58,17 +62,17 @@ def sources(every_dtype: bool, arch: str = "sm_80") -> list[Path]:
     if arch != "sm_90a":
         found = [path for path in found if f"{_build.SM90A_SOURCES}_" not in path.stem]
     found.sort(key=lambda path: (path.parent.name != "gemm", path))
-    return [path for path in found if every_dtype or not {"f16", "f32", "tf32"} & set(path.stem.split("_"))]
+    return [path for path in found if everything or not MORE & set(path.stem.split("_"))]
 
 
 @functools.cache
-def load(arch: str = "sm_80", every_dtype: bool = False) -> Kernels:
-    """The kernels of `sources(every_dtype)` compiled for `arch`.
+def load(arch: str = "sm_80", everything: bool = False) -> Kernels:
+    """The kernels of `sources(everything)` compiled for `arch`.
 
     Launching a kernel that was left out raises RuntimeError with "is not in this library".
     """
-    name = f"kernels-{arch}{'' if every_dtype else '-bf16'}"
-    return Kernels(build.build_library(name, sources(every_dtype, arch), OTHERS, arch=arch, stubs=True))
+    name = f"kernels-{arch}{'' if everything else '-bf16'}"
+    return Kernels(build.build_library(name, sources(everything, arch), OTHERS, arch=arch, stubs=True))
 
 
 def emulated(
