@@ -148,7 +148,7 @@ def reason(name: str, dtype: torch.dtype) -> str:
 def library(pytestconfig: pytest.Config) -> kernels.Kernels:
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
-    return kernels.load(every_dtype=pytestconfig.getoption("--all-ptx"))
+    return kernels.load(everything=pytestconfig.getoption("--all-ptx"))
 
 
 def run(case: Case, dtype: torch.dtype, emulated: AbstractContextManager[Any]) -> list[Tensor]:

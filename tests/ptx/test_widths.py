@@ -47,7 +47,7 @@ def test_no_access_of_a_kernel_is_split(requested: dict[str, int], pytestconfig:
     toolkit = build.find_toolkit()
     if toolkit is None:
         pytest.skip(build.NO_NVCC)
-    sources = kernels.sources(every_dtype=pytestconfig.getoption("--all-ptx"))
+    sources = kernels.sources(everything=pytestconfig.getoption("--all-ptx"))
     if not (full := pytestconfig.getoption("--full")):
         sources = random.sample(sources, 4)  # parsing takes a second each
     with build._build.lock(build.FOLDER):
