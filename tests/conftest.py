@@ -167,7 +167,7 @@ def sample(rows: Sequence[Mapping[str, object]], count: int | None, seed: str) -
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skips a test that needs kernels that only --all-ptx compiles. In all other cases a missing kernel is a failure."""
+    """Skips a test that needs kernels that only --all-ptx compiles. Else a missing kernel is a failure."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     lacks_kernels = params.get("backend") == "ptx" and not item.config.getoption("--all-ptx")
     try:

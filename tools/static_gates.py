@@ -93,7 +93,7 @@ RULES = (
     replace(WGMMA, name=r"gemm_sm90<.*GemmConfig{\d+, \d+, \d+, \w+, true", contains=WGMMA.contains[:3]),
     replace(WGMMA, name="gemm_sm90<Gemm<float", contains=WGMMA.contains[:4]),
     replace(WGMMA, name="gemm_sm90"),
-    # With the largest head dims ptxas moves the softmax after the wait; then only the other consumer's products overlap it.
+    # Here ptxas moves the softmax after the wait, so that only the other consumer's products overlap it.
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
     replace(ATTENTION_WGMMA, name="attention_fwd_sm90"),
@@ -404,8 +404,8 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
             found += [where + fault for fault in register_faults(kernel, rule.registers_from)]
         if rule.overlap is not None and (overlap := exponentials_in_flight(kernel.loop)) < rule.overlap:
             found.append(
-                f"{where}expected at least {rule.overlap} exponentials between the last product of its loop and the wait "
-                f"for it, got {overlap}; the compiler has moved the softmax after the wait"
+                f"{where}expected at least {rule.overlap} exponentials between the last product of its loop and the "
+                f"wait for it, got {overlap}; the compiler has moved the softmax after the wait"
             )
         newer = int(re.sub(r"\D", "", kernel.arch)) >= 90
         for pattern in (*rule.contains, *(rule.contains_sm90 if newer else ())):

@@ -13,8 +13,7 @@ auto with_sm90_tile(const AttentionParams& params, const F& f) {
 }  // namespace
 
 std::string attention_forward_sm90_refusal(const AttentionParams& params) {
-  if (!has_attention_sm90())
-    return "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST";
+  if (!has_attention_sm90()) return "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST";
   return sm90::forward_refusal(params, rt::describe_device("attention_fwd"));
 }
 

@@ -37,7 +37,7 @@ struct ForwardPlan {
 struct ForwardShape {
   int block_m;
   int block_n;
-  int64_t at_once;  // blocks that the device runs concurrently
+  int64_t at_once;              // blocks that the device runs concurrently
   bool packs_any_group = true;  // else only groups that divide block_m
 };
 
@@ -49,8 +49,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   constexpr double kLog2e = 1.4426950408889634;
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const int64_t group = p.heads / p.heads_kv;
-  const int64_t tiles = tiles_of(p.seqlen_q, shape.block_m),
-                packed_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
+  const int64_t tiles = tiles_of(p.seqlen_q, shape.block_m), packed_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
   ForwardPlan plan;
   const bool can_pack = shape.packs_any_group || shape.block_m % group == 0;
   plan.pack = int(can_pack && packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
@@ -64,8 +63,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   plan.schedule.section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
   const bool general = needs_general_kernel(p);
   plan.block_n = shape.block_n;
-  plan.splits =
-      choose_splits(pairs * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
+  plan.splits = choose_splits(pairs * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
   plan.scale = float(p.scale);
   plan.factor = float(general ? kLog2e : p.scale * kLog2e);
   plan.softcap = float(p.softcap);

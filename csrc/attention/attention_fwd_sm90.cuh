@@ -21,8 +21,8 @@
 // Shared memory  queries (block_m, dim); rings of keys (block_n, dim) and of values (block_n, dim_v), in pieces of 64
 //                columns in the 128-byte swizzle; barriers. At the end each consumer stages its output in the memory of
 //                its queries.
-// Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: logits block_n / 2,
-//                weights block_n / 4, output dim_v / 2 per thread.
+// Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: per thread
+//                block_n / 2 logits, block_n / 4 weights, dim_v / 2 outputs.
 // Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
 //                next one: keys are masked, values are cleared in shared memory, because 0 times infinity is NaN.
 // General, splits: as in attention_fwd_sm80.cuh.
@@ -74,7 +74,7 @@ struct Forward {
   using Out = typename OutTiles::Accumulators;
   using Weights = uint32_t[kSteps][4];  // fragments of P
   DEVICE static int row_at(int m, int half) {
-    return LogitTiles::row(m, half, arch::opaque_thread_index() - kWarpgroupThreads);
+    return LogitTiles::row(m, half, arch::opaque_thread_index() - kWarpgroup);
   }
 
   struct Storage {
@@ -112,7 +112,7 @@ struct Forward {
   // The accumulators of a consumer as wgmma numbers them.
   template <int tiles>
   DEVICE static float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
-    return reinterpret_cast<float(&)[4 * tiles]>(x);
+    return reinterpret_cast<float (&)[4 * tiles]>(x);
   }
 };
 
@@ -180,19 +180,10 @@ DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, con
   arch::barrier_arrive(shared.q_full);
 }
 
-// A consumer's place among the others.
-struct Consumer {
-  DEVICE static int index() { return arch::opaque_thread_index() / kWarpgroupThreads - 1; }
-  DEVICE static int thread() { return arch::opaque_thread_index() % kWarpgroupThreads; }
-  DEVICE static void sync(Site site = {}) { arch::named_barrier_sync(1 + index(), kWarpgroupThreads, site); }
-  DEVICE static void arrive(Barrier& barrier, Site site = {}) {
-    if (thread() == 0) arch::barrier_arrive(barrier, site);
-  }
-};
 constexpr int kAllConsumersBarrier = 7;
 
-// The order in which consumers issue products. The very first turn, of consumer 0, is given to it by nobody, so it waits
-// for the last one, which nobody takes, at the end.
+// The order in which consumers issue products. Nobody gives consumer 0 its very first turn, so it waits at the end for
+// the last one, which nobody takes.
 template <int consumers, bool enabled>
 struct Turns {
   static constexpr int kFirstBarrier = 4;
@@ -200,17 +191,17 @@ struct Turns {
 
   DEVICE void wait() {
     if constexpr (enabled) {
-      if (Consumer::index() > 0 || had_first)
-        arch::named_barrier_sync(kFirstBarrier + Consumer::index(), 2 * kWarpgroupThreads);
+      if (ConsumerThreads::consumer() > 0 || had_first)
+        arch::named_barrier_sync(kFirstBarrier + ConsumerThreads::consumer(), 2 * kWarpgroup);
       had_first = true;
     }
   }
   DEVICE void pass() const {
     if constexpr (enabled)
-      arch::named_barrier_arrive(kFirstBarrier + (Consumer::index() + 1) % consumers, 2 * kWarpgroupThreads);
+      arch::named_barrier_arrive(kFirstBarrier + (ConsumerThreads::consumer() + 1) % consumers, 2 * kWarpgroup);
   }
   DEVICE void finish() {
-    if (enabled && Consumer::index() == 0 && had_first) wait();
+    if (enabled && ConsumerThreads::consumer() == 0 && had_first) wait();
   }
 };
 
@@ -218,10 +209,9 @@ struct Turns {
 template <class Kernel>
 DEVICE void clear_values(SharedAddress tile, int line) {
   using TileV = typename Kernel::TileV;
-  constexpr int kThreads = Kernel::kConsumers * kWarpgroupThreads, kChunks = TileV::kPieces * 8;
+  constexpr int kThreads = Kernel::kConsumers * kWarpgroup, kChunks = TileV::kPieces * 8;
 #pragma unroll 1
-  for (int i = line * kChunks + int(arch::thread_index()) - kWarpgroupThreads; i < Kernel::kBlockN * kChunks;
-       i += kThreads)
+  for (int i = line * kChunks + int(arch::thread_index()) - kWarpgroup; i < Kernel::kBlockN * kChunks; i += kThreads)
     arch::store_shared(TileV::chunk(tile, i / kChunks, i % kChunks), arch::Words4{});
   arch::fence_async_shared();
   arch::named_barrier_sync(kAllConsumersBarrier, kThreads);
@@ -238,8 +228,8 @@ DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, 
   const Visibility visible = load_struct(task.keys).visible;
   const int first_key = tile * Kernel::kBlockN;
   if constexpr (Kernel::kGeneral)
-    sm80::modify_logits<typename Kernel::Element, LogitTiles>(
-        s, p, plan, rows, load_struct(task.position).batch, visible.k_len, Kernel::row_at, first_key);
+    sm80::modify_logits<typename Kernel::Element, LogitTiles>(s, p, plan, rows, load_struct(task.position).batch,
+                                                              visible.k_len, Kernel::row_at, first_key);
   if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + Kernel::kBlockN)) {
     const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
     sm80::apply_mask<LogitTiles>(
@@ -266,9 +256,9 @@ DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, 
 template <class Kernel>
 DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, typename Kernel::Storage& shared,
                    Ring<Kernel::kConfig.stages>& keys, Ring<Kernel::kConfig.stages>& values,
-                   Turns<Kernel::kConsumers, Kernel::kConfig.turns>& turns,
-                   typename Kernel::Out& out, sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums) {
-  const SharedAddress q = arch::shared_address(shared.q) + Consumer::index() * kWarpgroupRows * kPieceBytes;
+                   Turns<Kernel::kConsumers, Kernel::kConfig.turns>& turns, typename Kernel::Out& out,
+                   sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums) {
+  const SharedAddress q = arch::shared_address(shared.q) + ConsumerThreads::consumer() * kWarpgroupRows * kPieceBytes;
   typename Kernel::Logits s;
   typename Kernel::Weights weights;
   float by[1][2];
@@ -285,7 +275,7 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
     arch::wgmma_commit();
   };
   const auto release = [](Barrier* empty, Ring<Kernel::kConfig.stages>& ring) {
-    Consumer::arrive(empty[ring.stage]);
+    ConsumerThreads::arrive(empty[ring.stage]);
     ring.advance();
   };
 
@@ -331,12 +321,12 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
   using T = typename Kernel::Element;
   using Tile = typename Kernel::TileOut;
   const SharedAddress staged = arch::shared_address(shared.q);
-  const int first_row = Consumer::index() * kWarpgroupRows;
-  Consumer::sync();  // all warps have read their queries
+  const int first_row = ConsumerThreads::consumer() * kWarpgroupRows;
+  ConsumerThreads::sync();  // all warps have read their queries
   {
     // Lanes 8q to 8q + 7 have the lines of quadrant q, rows first, like the registers of a fragment.
     const int lane = arch::lane_index();
-    const int line = first_row + Consumer::thread() / arch::kWarpSize * 16 + lane % 16;
+    const int line = first_row + ConsumerThreads::index() / arch::kWarpSize * 16 + lane % 16;
 #pragma unroll
     for (int step = 0; step < Kernel::kConfig.dim_v / 16; ++step) {
       uint32_t fragment[4];
@@ -345,10 +335,10 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
     }
   }
   arch::fence_async_shared();
-  Consumer::sync();
+  ConsumerThreads::sync();
   const bool packed_sequences = p.cu_seqlens_q != nullptr;
   if (rows.pack == 1 && (!packed_sequences || rows.first + first_row + kWarpgroupRows <= rows.count)) {
-    if (Consumer::thread() == 0) {
+    if (ConsumerThreads::index() == 0) {
 #pragma unroll 1
       for (int piece = 0; piece < Tile::kPieces; ++piece) {
         const int to[5] = {piece * Tile::kElements, 0, at.q_begin + rows.first + first_row,
@@ -361,13 +351,13 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
   } else {
     constexpr int kChunks = Tile::kPieces * 8;
 #pragma unroll 1
-    for (int i = Consumer::thread(); i < kWarpgroupRows * kChunks; i += kWarpgroupThreads) {
+    for (int i = ConsumerThreads::index(); i < kWarpgroupRows * kChunks; i += kWarpgroup) {
       const int row = first_row + i / kChunks, chunk = i % kChunks;
       if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
       T* const to = sm80::row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
       arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(Tile::chunk(staged, row, chunk)));
     }
-    Consumer::sync();
+    ConsumerThreads::sync();
   }
 }
 
@@ -396,8 +386,8 @@ DEVICE void consume(const AttentionParams& p, const sm80::ForwardPlan& plan, con
     if (plan.splits == 1)
       store_out<Kernel>(p, maps, rows, at, shared, out);
     else
-      Consumer::sync();  // all warps have read their queries and their task
-    Consumer::arrive(shared.q_empty);
+      ConsumerThreads::sync();  // all warps have read their queries and their task
+    ConsumerThreads::arrive(shared.q_empty);
   }
   turns.finish();
 }
@@ -427,7 +417,7 @@ attention_fwd_sm90(GRID_CONSTANT AttentionParams p, GRID_CONSTANT sm80::ForwardP
     arch::fence_barrier_init();
   }
   arch::sync_threads();
-  if (arch::thread_index() < kWarpgroupThreads) {
+  if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<Kernel::kProducerRegisters>();
     if (arch::thread_index() == 0) produce<Kernel>(p, plan, maps, shared);
   } else {

@@ -9,10 +9,8 @@ namespace cuda_ext::sm90 {
 
 inline sm80::ForwardPlan plan_forward(const AttentionParams& p, const ForwardTile& tile, const rt::Device& device) {
   const ForwardConfig& config = sm80::needs_general_kernel(p) ? tile.general : tile.plain;
-  return sm80::plan_forward(p, {.block_m = config.block_m,
-                                .block_n = config.block_n,
-                                .at_once = device.num_sms,
-                                .packs_any_group = false});
+  return sm80::plan_forward(
+      p, {.block_m = config.block_m, .block_n = config.block_n, .at_once = device.num_sms, .packs_any_group = false});
 }
 
 // Calls f(Forward<..>{}) with the instantiation that the parameters require.

@@ -108,8 +108,8 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
     }
 }
 
-// The state of softmax before the first key. A sink is a key before all others that has no value; the first split counts
-// it, in one of the four lanes of a row.
+// The state of softmax before the first key. A sink is a key before all others that has no value; the first split
+// counts it, in one of the four lanes of a row.
 template <int row_tiles, class RowAt>
 DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_first_split, const RowAt& row_at,
                        OnlineSoftmax<row_tiles>& softmax, RowSums<row_tiles>& sums) {
@@ -133,8 +133,7 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
                         const TilePosition& position, int split, const RowAt& row_at,
                         const OnlineSoftmax<Tiles::kRowTiles>& softmax, const RowSums<Tiles::kRowTiles>& sums,
                         typename Tiles::Accumulators& out) {
-  const int64_t split_rows =
-      split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
+  const int64_t split_rows = split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
   const int pair = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)

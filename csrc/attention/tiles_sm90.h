@@ -33,16 +33,24 @@ struct ForwardTile {
 };
 constexpr ForwardTile kForwardTiles[] = {
     // 108 KiB. Logits take 56 registers, weights 28, output 32, of 160: with 128 keys some would be spilled.
-    {64, 64, {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 112, .stages = 3, .turns = true},
+    {64,
+     64,
+     {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 112, .stages = 3, .turns = true},
      {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128, .stages = 3, .turns = true}},
     // 160 KiB. Logits and output take 64 registers each, weights 32, of 240.
-    {128, 128, {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
+    {128,
+     128,
+     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
      {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true}},
     // 208 KiB.
-    {192, 128, {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
+    {192,
+     128,
+     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
      {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true}},
     // 224 KiB. The output takes 128 registers, logits 40, weights 20.
-    {256, 256, {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 80, .stages = 2, .turns = false},
+    {256,
+     256,
+     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 80, .stages = 2, .turns = false},
      {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 64, .stages = 2, .turns = false}},
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;

@@ -5,30 +5,12 @@
 // their bodies are long; `select` copies the accumulators of a part to registers that can be named.
 #pragma once
 
-#include "arch/mma.cuh"
-#include "arch/tma.cuh"
 #include "arch/warp.cuh"
-#include "arch/wgmma.cuh"
 #include "gemm/epilogue.cuh"
 #include "gemm/maps_sm90.cuh"
+#include "tile/warpgroups_sm90.cuh"
 
 namespace cuda_ext::sm90 {
-
-using arch::Barrier;
-using arch::Major;
-using arch::SharedAddress;
-
-constexpr int kWarpgroup = 128;  // threads
-
-// The threads of a consumer.
-struct ConsumerThreads {
-  static constexpr int kThreads = kWarpgroup;
-  // Opaque, because accumulators leave no registers for what could be computed before the products.
-  DEVICE static int consumer() { return arch::opaque_thread_index() / kWarpgroup - 1; }
-  DEVICE static int index() { return arch::opaque_thread_index() % kWarpgroup; }
-  DEVICE static bool is_first_lane() { return arch::opaque_thread_index() % arch::kWarpSize == 0; }
-  DEVICE static void sync(Site site = {}) { arch::named_barrier_sync(1 + consumer(), kThreads, site); }
-};
 
 // What a block computes for work item `item` of its cluster.
 struct WorkItem {

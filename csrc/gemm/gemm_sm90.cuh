@@ -47,24 +47,6 @@
 
 namespace cuda_ext::sm90 {
 
-// A stage of the ring and the parity of its phase.
-template <int stages>
-struct RingPosition {
-  int stage = 0;
-  uint32_t parity = 0;
-  DEVICE void advance() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  DEVICE void skip(int count) {
-    stage += count;
-    parity ^= uint32_t(stage / stages) & 1;
-    stage %= stages;
-  }
-};
-
 constexpr int kTurnBarriers = 1 + kConsumers;  // the first of the named barriers 3 and 4
 
 // The coordinates of the batch and product in the outer dimensions of a tensor map. In shared memory, because the
@@ -216,7 +198,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
   OuterCoordinates& outer_b = shared.outer[1];
   if (plan.a.batched || plan.b.batched)
     for (int i = 0; i < 6; ++i) arch::store_shared(arch::shared_address(shared.outer[i / 3].at + i % 3), 0);
-  RingPosition<Gemm::kStages> at;
+  Ring<Gemm::kStages> at;
 #pragma unroll 1
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
     const WorkItem work = Gemm::work_item(plan, item);
@@ -248,8 +230,8 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
 
 // sums = the products of a work item. `at` advances by its k tiles. Calls `issued` when its last product is issued.
 template <class Gemm, class F>
-DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, int k_tiles,
-                          RingPosition<Gemm::kStages>& at, typename Gemm::Accumulators& sums, const F& issued) {
+DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, int k_tiles, Ring<Gemm::kStages>& at,
+                          typename Gemm::Accumulators& sums, const F& issued) {
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
   // Allows every block that writes this stage to overwrite it.
@@ -352,7 +334,7 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
 template <class Gemm>
 DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  RingPosition<Gemm::kStages> at;
+  Ring<Gemm::kStages> at;
   int turn = 0;
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
     const WorkItem next = Gemm::work_item(plan, item);

@@ -1,4 +1,4 @@
-// What the warp-specialised kernels for sm_90a share: warpgroups, the position in a ring of stages, and tiles in the
+// What the warp-specialised kernels for sm_90a share: consumers, the position in a ring of stages, and tiles in the
 // 128-byte swizzle of TMA and wgmma.
 #pragma once
 
@@ -12,10 +12,23 @@ using arch::Barrier;
 using arch::Major;
 using arch::SharedAddress;
 
-constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // of a wgmma
 constexpr int kPieceBytes = 128;    // of a line: what one box of TMA has of it
-constexpr int kAtomBytes = 8 * kPieceBytes;
+
+// The threads of a consumer: warpgroup 0 is the producer.
+struct ConsumerThreads {
+  static constexpr int kThreads = kWarpgroup;
+  // Opaque, because accumulators leave no registers for what could be computed before the products.
+  DEVICE static int consumer() { return arch::opaque_thread_index() / kWarpgroup - 1; }
+  DEVICE static int index() { return arch::opaque_thread_index() % kWarpgroup; }
+  DEVICE static bool is_first_lane() { return arch::opaque_thread_index() % arch::kWarpSize == 0; }
+  DEVICE static void sync(Site site = {}) { arch::named_barrier_sync(1 + consumer(), kThreads, site); }
+  // One arrival for all of them.
+  DEVICE static void arrive(Barrier& barrier, Site site = {}) {
+    if (index() == 0) arch::barrier_arrive(barrier, site);
+  }
+};
 
 // A stage of a ring and the parity of its phase.
 template <int stages>
@@ -27,6 +40,11 @@ struct Ring {
       stage = 0;
       parity ^= 1;
     }
+  }
+  DEVICE void skip(int count) {
+    stage += count;
+    parity ^= uint32_t(stage / stages) & 1;
+    stage %= stages;
   }
 };
 
@@ -41,7 +59,7 @@ struct PiecesTile {
 
   // The tile as an operand of wgmma whose k runs along the columns (kK) or along the lines (kMn).
   DEVICE static uint64_t descriptor(SharedAddress tile, Major major) {
-    return arch::make_descriptor(tile, major == Major::kK ? 0 : kPieceSize, kAtomBytes, arch::Swizzle::k128);
+    return arch::make_descriptor(tile, major == Major::kK ? 0 : kPieceSize, 8 * kPieceBytes, arch::Swizzle::k128);
   }
   // Bytes from the first to the `step`-th 16 indices of k.
   HOST_DEVICE static constexpr int step_bytes(int step, Major major) {

@@ -184,9 +184,9 @@ def test_no_races(sizes: tuple[int, ...], options: dict[str, Any], processors: i
 
 # Calls whose removal nothing notices, with the reason.
 HARMLESS = {
-    "named_barrier_sync(kFirstBarrier + Consumer::index()": "turns make a step faster, not right",
-    "Consumer::sync();  // all warps have read their queries": "a warp overwrites only the rows that its own products "
-    "read; PTX does not say that wgmma reads no others",
+    "named_barrier_sync(kFirstBarrier + ConsumerThreads::consumer()": "turns make a step faster, not right",
+    "ConsumerThreads::sync();  // all warps have read their queries": "a warp overwrites only the rows that its own "
+    "products read; PTX does not say that wgmma reads no others",
 }
 
 
