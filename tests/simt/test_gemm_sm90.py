@@ -410,7 +410,7 @@ def counted(built: GemmLibrary) -> dict[str, dict[str, int]]:
         "split k",
         "pairs",
         "swapped backward",
-        "narrow, k in a cluster",
+        "swapped, cluster",
     ):
         count(name, CASES[name])
     return costs
