@@ -679,9 +679,9 @@ def test_json_has_a_prediction_per_line(capsys: Capture) -> None:
         == 0
     )
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    # Beside the choice: on the 4090 three tiles; on Hopper three without and with clusters, and for one row all five,
-    # without.
-    assert len(lines) == 2 * (1 + 3) + (1 + 6) + (1 + 5)
+    # Beside the choice: on the 4090 three tiles; on Hopper three without and with clusters, and for one row these three
+    # without, and both transposed ones without and with clusters.
+    assert len(lines) == 2 * (1 + 3) + (1 + 6) + (1 + 3 + 4)
     assert {line["gpu"] for line in lines} == {"H100 SXM", "RTX 4090"}
     assert all(line["seconds"] > 0 and line["binding"] in line["resources"] for line in lines)
     assert sum(line["chosen"] for line in lines) == 4

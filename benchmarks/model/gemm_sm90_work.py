@@ -24,8 +24,8 @@ RATE_OF_COLUMNS = {256: 1.0, 192: 1.0, 128: 0.992, 64: 0.975, 16: 0.975}
 # product of a tile and the first of the next, without the epilogue.
 TMA_STORE_INSTRUCTIONS, STAGED_INSTRUCTIONS = 6, 12
 RESTART = 500
-# From an SM to the shared memory of another of its cluster (arXiv 2402.13499, H100 PCIe, 1755 MHz): 180 cycles; 3.27
-# TB/s on 114 SMs. A cluster waits for all of its blocks to begin and to end; where they divide k, also for their sums.
+# From an SM to the shared memory of another of its cluster: 180 cycles (arXiv 2402.13499); assumed: 16 bytes per cycle.
+# A cluster waits for all of its blocks to begin and to end; where they divide k, also for their sums.
 REMOTE_LATENCY, REMOTE_BYTES = 180, 16
 NUM_CONFIGS, MAX_K_BLOCKS = 5, 8  # of kConfigs
 GPC_SMS = 16  # or 18; a cluster is in one GPC

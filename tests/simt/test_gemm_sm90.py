@@ -97,7 +97,7 @@ def is_legal(config: Config, cluster: int, call: Gemm, k_blocks: int = 1) -> boo
 
 
 def is_k_major(a: np.ndarray) -> bool:
-    return (a.strides[-2] if a.shape[-1] == 1 else a.strides[-1]) == a.itemsize
+    return a.strides[-2] != a.itemsize if a.shape[-1] == 1 else a.strides[-1] == a.itemsize
 
 
 # Epilogues: functions of m, n, k, the arithmetic and the layout.
@@ -410,7 +410,7 @@ def counted(built: GemmLibrary) -> dict[str, dict[str, int]]:
         "split k",
         "pairs",
         "swapped backward",
-        "narrow, k in a cluster",
+        "swapped, cluster",
     ):
         count(name, CASES[name])
     return costs
