@@ -355,6 +355,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
     // The position is computed again, because the products leave no registers to keep it.
     const WorkItem work = Gemm::work_item(plan, arch::opaque(item));
     bool has_total = true;  // else another block adds the sums of the tile
+    // One `if` with two branches: after two, ptxas serialises the products (C7514).
     if (Gemm::kMaxKBlocks > 1 && plan.k_blocks > 1)
       has_total = add_in_cluster<Gemm>(plan, shared, sums);
     else if (plan.splits > 1)
