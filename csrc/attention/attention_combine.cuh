@@ -6,7 +6,6 @@
 #include "arch/math.cuh"
 #include "attention/attention_fwd_plan.cuh"
 #include "attention/rows.cuh"
-#include "rt/launch.cuh"
 
 namespace cuda_ext::sm80 {
 
@@ -45,14 +44,6 @@ attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pla
     }
     arch::store_global(to + d, arch::pack<T>(pair[0], pair[1]));
   }
-}
-
-template <class T>
-void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void* stream) {
-  constexpr int kThreads = 128;
-  const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
-  rt::launch<attention_combine<T, kThreads>>(
-      "attention_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
 }
 
 }  // namespace cuda_ext::sm80

@@ -1,7 +1,7 @@
 // Launches attention forward: plan, workspace, and the instantiation that the parameters require.
 #pragma once
 
-#include "attention/attention_combine.cuh"
+#include "attention/attention_combine.h"
 #include "attention/attention_fwd_sm80.cuh"
 #include "rt/launch.cuh"
 
