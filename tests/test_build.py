@@ -487,6 +487,27 @@ int main() {
             "gemm_sm90: the library has no kernels for sm_90a",
         ]
 
+    def test_attention_says_so_too(self, tmp_path: Path) -> None:
+        toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
+        dataclasses.replace(make_plan(toolkit), archs=("8.0",)).prepare(tmp_path / "build")
+        caller = tmp_path / "caller.cpp"
+        caller.write_text(
+            """
+#include "attention/attention_fwd_sm90.h"
+using namespace cuda_ext;
+int main() {  // all instantiations have a definition
+  void* const launches[] = {(void*)&sm90::AttentionForwardSm90<half_t, 0>::launch,
+                            (void*)&sm90::AttentionForwardSm90<bfloat16_t, 3>::launch};
+  return launches[0] != nullptr && launches[1] != nullptr && has_attention_sm90();
+}
+"""
+        )
+        left_out = _build.CSRC / "attention" / "attention_left_out.cpp"
+        flags = ["-std=c++20", f"-I{_build.CSRC}", f"-I{tmp_path / 'build/include'}"]
+        command = [os.environ.get("CXX", "c++"), *flags, str(caller), str(left_out), "-o", str(tmp_path / "caller")]
+        subprocess.run(command, check=True)
+        subprocess.run([str(tmp_path / "caller")], check=True)
+
 
 class TestHeadDims:
     @pytest.mark.parametrize(
@@ -510,9 +531,11 @@ class TestHeadDims:
         few = dataclasses.replace(plan, head_dims=(64, 128))
         left_out = {path.name for path in set(plan.sources) - set(few.sources)}
         kinds = [(phase, dtype) for phase in ("fwd", "bwd") for dtype in ("bf16", "f16")]
-        assert left_out == {f"attention_{phase}_sm80_{dtype}_d{dim}.cu" for phase, dtype in kinds for dim in (192, 256)}
+        expected = {f"attention_{phase}_sm80_{dtype}_d{dim}.cu" for phase, dtype in kinds for dim in (192, 256)}
+        expected |= {f"attention_fwd_sm90_{dtype}_d{dim}.cu" for dtype in ("bf16", "f16") for dim in (192, 256)}
+        assert left_out == expected
         # Last, so that a build which is stopped has all others.
-        assert {path.name for path in plan.sources[-8:]} == left_out
+        assert {path.name for path in plan.sources[-12:]} == left_out
         assert few.summary.endswith("; head dims 64, 128 only)") and "head dims" not in plan.summary
         assert few.stamp()["head_dims"] == [64, 128]
 
@@ -525,6 +548,7 @@ class TestHeadDims:
             """
 #include <cstdio>
 #include "attention/attention_bwd_sm80.h"
+#include "attention/attention_fwd_sm90.h"
 using namespace cuda_ext;
 template <class F> void say(F f) {
   try { f(); } catch (const std::exception& error) { std::puts(error.what()); }
@@ -535,6 +559,7 @@ int main() {
   p.dim_v = 128;
   say([&] { sm80::AttentionForwardSm80<half_t, 2>::workspace(p); });
   say([&] { sm80::AttentionForwardSm80<bfloat16_t, 3>::launch(p, {}, nullptr); });
+  say([&] { sm90::AttentionForwardSm90<half_t, 2>::launch(p, {}, nullptr); });
   say([&] { sm80::AttentionBackwardSm80<bfloat16_t, 2>::workspace(p); });
   say([&] { sm80::AttentionBackwardSm80<half_t, 3>::launch(p, {}, nullptr); });
 }
@@ -551,7 +576,7 @@ int main() {
             ": expected head dims whose CUDA kernels are in this library, those of 64, 128, got 160 of query and key "
             "and 128 of value; build it again without CUDA_EXT_HEAD_DIMS, which left theirs out"
         )
-        ops = ["flash_attention", "flash_attention", "flash_attention_backward", "flash_attention_backward"]
+        ops = ["flash_attention"] * 3 + ["flash_attention_backward"] * 2
         assert done.stdout.splitlines() == [op + told for op in ops]
         # A kernel that is built has one definition, its own.
         symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
