@@ -49,7 +49,7 @@ namespace cuda_ext::sm80 {
 // A tile of queries of one head.
 struct QueryTile {
   int head, tile;
-  DEVICE bool operator==(const QueryTile&) const = default;
+  bool operator==(const QueryTile&) const = default;
 };
 
 // The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
