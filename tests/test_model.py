@@ -177,6 +177,8 @@ def test_a_bucket_kernel_that_moves_more_is_predicted_to_be_slower(evidence: Evi
     assert many.seconds == pytest.approx(before.seconds + 2 * GPUS["a100"].launch)  # three launches write the table
 
 
+# On a device like this, forward runs on mma.sync.
+WITHOUT_WGMMA = dataclasses.replace(GPUS["h100"], compute_capability=80)
 SHORT = 512
 # name -> change, whether backward shows it, the length, and the least slowdown.
 WORSE_ATTENTION = {
@@ -197,7 +199,7 @@ def test_attention_that_costs_more_is_predicted_to_be_slower(evidence: Evidence,
     plant, backward, length, least = WORSE_ATTENTION[cost]
     problem = Problem(16384 // length, length, 16, 128)
     before, after = (
-        predict_attention(GPUS["h100"], problem, backward, evidence=e) for e in (evidence, plant(evidence))
+        predict_attention(WITHOUT_WGMMA, problem, backward, evidence=e) for e in (evidence, plant(evidence))
     )
     assert after.seconds > least * before.seconds
     assert (after.blocks_at_once < before.blocks_at_once) == (cost == "registers"), "fewer blocks fit"
@@ -324,7 +326,7 @@ def test_padding_multiplies_as_much_and_reads_less(backward: bool) -> None:
 
 def test_a_lone_block_of_attention_overlaps_nothing() -> None:
     """The latency of one block is the sum of products and softmax; two blocks halve it."""
-    for gpu, length in itertools.product(GPUS.values(), (4096, 16384)):
+    for gpu, length in itertools.product((GPUS["a100"], GPUS["4090"], WITHOUT_WGMMA), (4096, 16384)):
         p = predict_attention(gpu, Problem(16384 // length, length, 8, 256), False)
         assert p.blocks_at_once == 1
         assert p.resources["latency"] > p.resources["tensor"] + p.resources["special"]
@@ -333,14 +335,43 @@ def test_a_lone_block_of_attention_overlaps_nothing() -> None:
         assert pair.resources["tensor"] / 2 < pair.resources["latency"] < pair.resources["tensor"]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", TILE_DIMS)
+def test_forward_on_wgmma_is_what_the_kernel_does(evidence: Evidence, dim: int, causal: bool) -> None:
+    """Compared with the emulator's counters, on a device of 4 SMs."""
+    gpu = dataclasses.replace(GPUS["h200"], sms=4)
+    problem = Problem(2, random.randint(129, 500), 4, dim, causal=causal)
+    choice = attention_work.attention_choice(evidence, gpu, problem, "bfloat16", False)
+    (work,) = attention_work.attention_work(evidence, gpu, problem, "bfloat16", False)
+    assert choice.by_wgmma and work.persistent and work.persistent.workers == 4
+    tensors = [torch.randn(2, problem.length, 4, dim).bfloat16() for _ in range(3)]
+    with testing.emulated("sm_90a") as emulation:
+        cuda_ext.flash_attention(*tensors, causal=causal)
+    steps, tile = sum(choice.steps), choice.tile
+    products = steps * (tile.block_m // 64) * (dim // 16 + tile.block_n // 16)
+    assert emulation.counters["wgmma"] == products
+    queries = len(choice.steps) * tile.block_m * dim * 2
+    assert emulation.counters["tma_load_bytes"] == steps * work.iteration.l2 + queries
+
+
+def test_attention_on_wgmma_that_costs_more_is_slower(evidence: Evidence) -> None:
+    problem, gpu = Problem(4, 4096, 16, 128), GPUS["h200"]
+    (work,) = attention_work.attention_work(evidence, gpu, problem, "bfloat16", False)
+    before = time_of(work, gpu).seconds
+    assert work.persistent
+    for changes in ({"iteration": work.iteration + Amounts(issue=2000)}, {"iteration": work.iteration * 1.1},
+                    {"persistent": dataclasses.replace(work.persistent, restart=9000)}):  # fmt: skip
+        assert time_of(dataclasses.replace(work, **changes), gpu).seconds > 1.03 * before
+
+
 @ON_EVERY_GPU
 def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     batch, length, heads, dim = 4, 4096, 16, 128
     logits = batch * heads * length**2
     forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
-    # The busiest SM has slightly more than its share.
-    part = gpu.special * gpu.clock * gpu.sms * 1.0001
-    for phase in (forward, backward):
+    for phase, clock in ((forward, gpu.wgmma_clock or gpu.clock), (backward, gpu.clock)):
+        # The busiest SM has slightly more than its share.
+        part = gpu.special * clock * gpu.sms * 1.0001
         assert logits / part < phase.resources["special"] < 1.1 * logits / part
     sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.sms * 1.0001)
     assert sums < backward.resources["reduce"] < 1.1 * sums

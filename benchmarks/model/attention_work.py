@@ -21,10 +21,14 @@ from benchmarks.model.evidence import (
     wavefronts,
 )
 from benchmarks.model.gpus import Gpu
-from benchmarks.model.work import Amounts, Work
+from benchmarks.model.work import Amounts, Persistent, Work
 from benchmarks.suites.bench_attention import Problem
 
 THREADS_OF_ROWS = 128  # of attention_bwd_rows
+# Of the resources of a step on wgmma: the softmax runs under the other consumers' products, but begins when its logits
+# arrive. With 2, the tiles of FlashAttention-3 would reach 513, 692 and 764 TFLOP/s at D = 64, 128 and 256; measured on
+# an H100 were 497, 648 and 756 (arXiv 2407.08608, full attention, S = 16k).
+OVERLAP_OF_SOFTMAX = 2
 ATTENTION_DTYPES = ("float16", "bfloat16")
 
 
@@ -36,6 +40,7 @@ class AttentionTile:
     block_n: int
     warps: int
     min_blocks: int
+    stages: int
     shared_bytes: int
 
     def __str__(self) -> str:
@@ -49,6 +54,10 @@ class AttentionChoice:
     tile: AttentionTile
     kernel: str  # template arguments of the main kernel, as in docs/kernels.md
     steps: tuple[int, ...]
+
+    @property
+    def by_wgmma(self) -> bool:
+        return "ForwardConfig" in self.kernel
 
 
 def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> AttentionChoice:
@@ -105,6 +114,8 @@ def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> 
 def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> list[Work]:
     """The Work of the main launch; in backward also that of the launches before and after it, which only move bytes."""
     choice = attention_choice(evidence, gpu, problem, dtype, backward)
+    if choice.by_wgmma:
+        return [forward_sm90_work(evidence, gpu, problem, choice)]
     tile = choice.tile
     step, of_queries, of_keys = attention_costs(evidence, tile, backward)
     kernel = evidence.kernel(gpu, f"attention_{'bwd' if backward else 'fwd'}_sm80<{choice.kernel}>")
@@ -161,6 +172,50 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
         launches=round(of_queries["blocks"]),
     )
     return [main, around]
+
+
+def forward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: AttentionChoice) -> Work:
+    """csrc/attention/attention_fwd_sm90.cuh, whose bytes and products tests/simt/test_attention_sm90.py counts."""
+    tile, size = choice.tile, 2
+    kernel = evidence.kernel(gpu, f"attention_fwd_sm90<{choice.kernel}>")
+    consumers = tile.block_m // 64
+    queries = problem.batch * problem.heads * problem.length
+    keys = tile.block_n * (tile.dim + tile.dim_v) * size  # bytes of keys and values
+    area = tile.block_m * tile.block_n
+    iteration = Amounts(
+        tensor=area * (tile.dim + tile.dim_v),
+        # TMA writes keys and values, and each consumer reads them; Q K^T reads its queries, too.
+        shared=((1 + consumers) * keys + tile.block_m * tile.dim * size) / 128,
+        issue=kernel.loop.instructions * 4 * consumers,
+        special=area,
+        # Keys beyond the sequence, and head dims beyond the tensor, are filled with zeros, not read.
+        l2=keys * 2 * problem.dim / (tile.dim + tile.dim_v),
+    )
+    staged = tile.block_m * tile.dim_v * size
+    outside = Amounts(
+        shared=(tile.block_m * tile.dim * size + 2 * staged) / 128,
+        issue=EPILOGUE_INSTRUCTIONS * staged / 128,
+        l2=2 * queries * problem.dim * size / len(choice.steps),
+    )
+    # Between two tiles: the queries arrive, their first logits become weights, and the last values are added.
+    products = iteration.tensor / gpu.wgmma_multiply_adds
+    softmax = max(iteration.issue / gpu.issued, iteration.special / gpu.special) / consumers
+    uniform = len(set(choice.steps)) == 1
+    return Work(
+        blocks=len(choice.steps),
+        blocks_per_sm=1,
+        iterations=choice.steps[0] if uniform else choice.steps,
+        iteration=iteration,
+        outside=outside,
+        in_flight=tile.stages,
+        memory_bytes=size * problem.elements() + 4 * queries,
+        persistent=Persistent(
+            workers=min(len(choice.steps), gpu.sms),
+            hides_epilogues=False,
+            restart=gpu.memory_latency + products / consumers + softmax,
+            overlap=OVERLAP_OF_SOFTMAX,
+        ),
+    )
 
 
 def lone_cycles(gpu: Gpu, tile: AttentionTile, iteration: Amounts, step: dict[str, float], backward: bool) -> float:

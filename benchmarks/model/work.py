@@ -46,6 +46,7 @@ class Persistent:
     hides_epilogues: bool  # a tile is multiplied while the one before is stored
     restart: float  # cycles per tile whose epilogue is not hidden: waiting for the last products, issuing the first
     once: float = 0.0  # cycles per launch: waiting for other blocks of a cluster
+    overlap: int = OVERLAP_ASYNCHRONOUS  # of products with instructions and exponentials
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def time_of(work: Work, gpu: Gpu) -> Time:
 
     def together(times: Sequence[float]) -> float:
         if persistent:
-            times = [max(times[0], times[1]), *times[2:]]
+            tensor, shared, issue, special, *others = times
+            inner = persistent.overlap
+            times = [sum(t**inner for t in (max(tensor, shared), issue, special)) ** (1 / inner), *others]
         return sum(t**overlap for t in times) ** (1 / overlap)
 
     wait = gpu.memory_latency / gpu.clock

@@ -16,8 +16,8 @@ struct ForwardConfig {
   int dim_v;    // of value and output
   int block_m;  // rows: queries of a head, or of all heads that share a key head; 64 for each consumer
   int block_n;  // keys
-  int stages;   // of keys, and of values
   bool turns;   // consumers issue their products in turn, so that the softmax of one runs under those of another
+  int stages;   // of keys, and of values; last, because a mangled name omits zeros at its end
 
   constexpr int consumers() const { return block_m / 64; }
   constexpr int threads() const { return 128 * (1 + consumers()); }
@@ -35,23 +35,23 @@ constexpr ForwardTile kForwardTiles[] = {
     // 108 KiB. Logits take 56 registers, weights 28, output 32, of 160: with 128 keys some would be spilled.
     {64,
      64,
-     {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 112, .stages = 3, .turns = true},
-     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128, .stages = 3, .turns = true}},
+     {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 112, .turns = true, .stages = 3},
+     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128, .turns = true, .stages = 3}},
     // 160 KiB. Logits and output take 64 registers each, weights 32, of 240.
     {128,
      128,
-     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
-     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true}},
+     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2},
+     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2}},
     // 208 KiB.
     {192,
      128,
-     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true},
-     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .stages = 2, .turns = true}},
+     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2},
+     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2}},
     // 224 KiB. The output takes 128 registers, logits 40, weights 20.
     {256,
      256,
-     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 80, .stages = 2, .turns = false},
-     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 64, .stages = 2, .turns = false}},
+     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 80, .turns = false, .stages = 2},
+     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 64, .turns = false, .stages = 2}},
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 

@@ -16,6 +16,7 @@
 
 #include "attention/attention_bwd_sm80_launch.cuh"
 #include "attention/attention_fwd_sm80_launch.cuh"
+#include "attention/attention_fwd_sm90_launch.cuh"
 #include "launchers/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"
@@ -131,13 +132,14 @@ struct AttentionChoice {
 };
 
 template <class Kernel>
-Numbers attention_tile(int dim, int dim_v) {
+Numbers attention_tile(int dim, int dim_v, int min_blocks, int stages) {
   return {{"dim", dim},
           {"dim_v", dim_v},
           {"block_m", Kernel::kBlockM},
           {"block_n", Kernel::kBlockN},
           {"warps", Kernel::kThreads / arch::kWarpSize},
-          {"min_blocks", Kernel::kMinBlocks},
+          {"min_blocks", min_blocks},
+          {"stages", stages},
           {"shared_bytes", sizeof(typename Kernel::Storage)}};
 }
 
@@ -150,22 +152,37 @@ std::vector<int> steps_in_order(const sm80::Schedule& schedule, const Steps& ste
   return steps;
 }
 
+template <class Kernel>
+AttentionChoice forward_choice(const AttentionParams& p, const sm80::ForwardPlan& plan, const Numbers& tile) {
+  const sm80::Sequence sequence(p, 0);
+  const sm80::Visibility visible(p, sequence);
+  const auto steps = [&](int index) {
+    const sm80::Span seen =
+        sm80::key_tiles<Kernel>(visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0});
+    return seen.end - seen.begin;
+  };
+  return {typeid(Kernel).name(), tile,        plan.schedule.section,
+          plan.schedule.pairs,   plan.splits, steps_in_order(plan.schedule, steps)};
+}
+
+template <class T, int tile>
+struct ForwardTileSm90 {
+  static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
+    return sm90::with_forward<T, tile>(p, [&]<class Kernel>(Kernel) {
+      constexpr const sm90::ForwardConfig& config = Kernel::kConfig;
+      return forward_choice<Kernel>(p, sm90::plan_forward(p, sm90::kForwardTiles[tile], device),
+                                    attention_tile<Kernel>(config.dim, config.dim_v, 1, config.stages));
+    });
+  }
+};
+
 template <class T, int tile>
 struct ForwardTile {
   static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
     constexpr const sm80::AttentionConfig& config = sm80::kForwardTiles[tile];
     const sm80::ForwardPlan plan = sm80::plan_forward(p, config, device);
-    return sm80::with_forward<T, tile>(p, plan, [&]<class Kernel>(Kernel) -> AttentionChoice {
-      const sm80::Sequence sequence(p, 0);
-      const sm80::Visibility visible(p, sequence);
-      const auto steps = [&](int index) {
-        const sm80::Span seen =
-            sm80::key_tiles<Kernel>(visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0});
-        return seen.end - seen.begin;
-      };
-      return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v),
-              plan.schedule.section, plan.schedule.pairs,
-              plan.splits,           steps_in_order(plan.schedule, steps)};
+    return sm80::with_forward<T, tile>(p, plan, [&]<class Kernel>(Kernel) {
+      return forward_choice<Kernel>(p, plan, attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1));
     });
   }
 };
@@ -183,7 +200,7 @@ struct BackwardTile {
         const sm80::Span seen = sm80::query_tiles<Kernel>(visible, sequence.q_len, first);
         return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
       };
-      return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v),
+      return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1),
               plan.schedule.section, plan.schedule.pairs,
               plan.splits,           steps_in_order(plan.schedule, steps)};
     });
@@ -200,9 +217,13 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
   std::tie(p.heads, p.heads_kv) = heads;
   std::tie(p.dim, p.dim_v) = dims;
   std::tie(p.window_left, p.window_right) = window;
+  p.query.seq_stride = p.key.seq_stride = p.dim;
+  p.value.seq_stride = p.dim_v;
   const rt::Device device{compute_capability, processors,
                           simt::Options{.compute_capability = compute_capability}.shared_bytes()};
   const auto choose = [&](auto tile) { return tile.choose(p, device); };
+  if (!backward && sm90::forward_refusal(p, device).empty())
+    return sm80::with_attention_tile<ForwardTileSm90>("attention_fwd_sm90", sm90::kForwardTiles, p, choose);
   return backward ? sm80::with_attention_tile<BackwardTile>("attention_bwd_sm80", sm80::kBackwardTiles, p, choose)
                   : sm80::with_attention_tile<ForwardTile>("attention_fwd_sm80", sm80::kForwardTiles, p, choose);
 }
