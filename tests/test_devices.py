@@ -106,7 +106,7 @@ def test_few_blocks_are_divided_until_the_device_is_full(name: str) -> None:
         combining = math.ceil(8 / 4)  # a warp has a row
         blocks = emulation.counters["blocks"] - combining
     processors = DEVICES[name][1]
-    assert 0.8 * processors <= blocks <= 4 * processors
+    assert 0.75 * processors <= blocks <= 4 * processors  # parts of whole steps
     assert blocks % 8 == 0
 
 
@@ -133,8 +133,9 @@ def test_vectors_of_sums_where_the_device_has_them(options: dict[str, Any]) -> N
     tensors = qkv(1, 130, 200, 2, 2, 64)
     counted, gradients = {}, {}
     for arch in ("sm_80", "sm_90a"):
-        with testing.emulated(arch) as emulation:
+        with testing.emulated("sm_80"):  # on sm_90a forward is another kernel
             out = cuda_ext.flash_attention(**tensors, **options)
+        with testing.emulated(arch) as emulation:
             gradients[arch] = torch.autograd.grad(out, list(tensors.values()), torch.ones_like(out))
         counted[arch] = emulation.counters
     assert counted["sm_80"]["atomic"] == 4 * counted["sm_90a"]["atomic"] > 0

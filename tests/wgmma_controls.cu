@@ -1,6 +1,5 @@
 // Kernels for test_static_gates.py: one on wgmma as it should be, and others that each lack one property.
 #include "arch/cluster.cuh"
-#include "arch/math.cuh"
 #include "arch/wgmma.cuh"
 
 using namespace cuda_ext;
@@ -240,30 +239,3 @@ __global__ void __launch_bounds__(4 * kThreads, 1) has_too_many_threads(Problem 
   run(p, d, Nothing{}, Nothing{});
 }
 #endif
-
-// The exponentials of other sums, before or after the wait for the products in flight; ptxas does not move them across
-// a loop.
-template <bool before>
-DEVICE void exponentials(const Problem& p) {
-  float d[32] = {}, e[8];
-  for (int i = 0; i < 8; ++i) e[i] = p.scale * (i + threadIdx.x);
-  int turns = p.turns;
-  const auto exponentiate = [&] {
-    for (float& x : e) x = arch::fast_exp2(x);
-  };
-#pragma unroll 1
-  do {
-    arch::wgmma_fence(d);
-    for (int step = 0; step < kSteps; ++step) multiply(d, p, step);
-    arch::wgmma_commit();
-    if (before) exponentiate();
-#pragma unroll 1
-    for (int waits = turns; waits > 0; --waits) arch::sync_warp();
-    arch::wgmma_wait<0>(d);
-    if (!before) exponentiate();
-  } while (--turns > 0);
-  store(p, d);
-  store(p, e, 32);
-}
-__global__ void __launch_bounds__(kThreads) exponentiates(Problem p) { exponentials<true>(p); }
-__global__ void __launch_bounds__(kThreads) waits_first(Problem p) { exponentials<false>(p); }

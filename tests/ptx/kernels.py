@@ -48,8 +48,8 @@ class Kernels:
         return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
 
 
-# Sources for these alone are compiled with --all-ptx: other dtypes than bfloat16, and attention's largest head dims.
-MORE = {"f16", "f32", "tf32", "d192", "d256"}
+# Sources for these alone are compiled with --all-ptx.
+MORE = {"f16", "f32", "tf32"}
 
 
 def sources(everything: bool, arch: str = "sm_80") -> list[Path]:

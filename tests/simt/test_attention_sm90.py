@@ -157,18 +157,23 @@ def test_random_problems(case: int) -> None:
 def run(tensors: list[Tensor], options: dict[str, Any], **emulation: Any) -> tuple[Tensor, list[Any]]:
     torch.manual_seed(3)  # of dropout
     with testing.emulated("sm_90a", **emulation) as emulated:
-        out = cuda_ext.flash_attention(*tensors, **options)
+        if "cu_seqlens_q" in options:
+            out = cuda_ext.flash_attention_varlen(*(each[0] for each in tensors), **options)
+        else:
+            out = cuda_ext.flash_attention(*tensors, **options)
         return out, emulated.sync_sites
 
 
+PACKING = torch.tensor([0, 70, 180], dtype=torch.int32)
 # Sizes, options and numbers of SMs that together reach every synchronisation: several tiles in a block, so that stages
-# and the memory of queries are used again; packed heads; split keys.
+# and the memory of queries are used again; packed heads; split keys; packed sequences.
 RACES: list[tuple[tuple[int, ...], dict[str, Any], int]] = [
     ((1, 200, 520, 2, 2, 64, 64), {"causal": True}, 1),
     ((1, 140, 300, 1, 1, 128, 128), {}, 1),
     ((1, 140, 250, 1, 1, 256, 256), {"window": (100, 30)}, 1),
     ((2, 9, 300, 4, 2, 64, 64), {"softcap": 3.0, "dropout_p": 0.3}, 1),
     ((1, 9, 500, 4, 2, 64, 64), {}, 4),
+    ((1, 180, 180, 1, 1, 64, 64), {"cu_seqlens_q": PACKING, "cu_seqlens_k": PACKING}, 1),
 ]
 
 
