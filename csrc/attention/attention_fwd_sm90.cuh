@@ -13,14 +13,14 @@
 //                arrived, its softmax runs while P V is in flight. Then O is rescaled, and S' becomes P.
 // Turns          Consumers issue the products of a step in turn, so that tensor cores compute for one while another
 //                computes its softmax.
-// Barriers       q_full: 1 arrival, of the producer, and the bytes of the queries. q_empty: 1 arrival per consumer,
-//                when it has stored its output. {k,v}_full[stage]: 1 arrival and bytes. {k,v}_empty[stage]: 1 arrival
-//                per consumer.
+// Barriers       q_full: 1 arrival, of the producer, when it has written the task, and the bytes of the queries.
+//                q_empty: 1 arrival per consumer, when it has stored its output. {k,v}_full[stage]: 1 arrival and bytes.
+//                {k,v}_empty[stage]: 1 arrival per consumer.
 //                Named barriers 1 to 3: the 128 threads of a consumer. 4 to 6: its turn; its threads wait, and those
 //                of the consumer before it arrive. 7: all consumers.
 // Shared memory  queries (block_m, dim); rings of keys (block_n, dim) and of values (block_n, dim_v), in pieces of 64
-//                columns in the 128-byte swizzle; barriers. At the end each consumer stages its output in the memory of
-//                its queries.
+//                columns in the 128-byte swizzle; the tile's ForwardTask, written by the producer; barriers. At the end
+//                each consumer stages its output in the memory of its queries.
 // Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: per thread
 //                block_n / 2 logits, block_n / 4 weights, dim_v / 2 outputs.
 // Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
