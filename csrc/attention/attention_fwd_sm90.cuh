@@ -14,8 +14,8 @@
 // Turns          Consumers issue the products of a step in turn, so that tensor cores compute for one while another
 //                computes its softmax.
 // Barriers       q_full: 1 arrival, of the producer, when it has written the task, and the bytes of the queries.
-//                q_empty: 1 arrival per consumer, when it has stored its output. {k,v}_full[stage]: 1 arrival and bytes.
-//                {k,v}_empty[stage]: 1 arrival per consumer.
+//                q_empty: 1 arrival per consumer, when it has stored its output. {k,v}_full[stage]: 1 arrival and
+//                bytes. {k,v}_empty[stage]: 1 arrival per consumer.
 //                Named barriers 1 to 3: the 128 threads of a consumer. 4 to 6: its turn; its threads wait, and those
 //                of the consumer before it arrive. 7: all consumers.
 // Shared memory  queries (block_m, dim); rings of keys (block_n, dim) and of values (block_n, dim_v), in pieces of 64
