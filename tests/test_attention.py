@@ -173,7 +173,14 @@ def test_uniform_weights_give_exact_means(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [(0, 5, 5, 2, 2, 8, 8), (2, 0, 5, 2, 2, 8, 8), (2, 5, 0, 2, 2, 8, 8), (2, 5, 5, 0, 0, 8, 8), (2, 5, 5, 2, 1, 8, 0)],
+    [
+        (0, 5, 5, 2, 2, 8, 8),
+        (2, 0, 5, 2, 2, 8, 8),
+        (2, 5, 0, 2, 2, 8, 8),
+        (2, 5, 5, 0, 0, 8, 8),
+        (2, 5, 5, 0, 2, 8, 8),
+        (2, 5, 5, 2, 1, 8, 0),
+    ],
     ids=str,
 )
 def test_zero_sized(sizes: tuple[int, ...]) -> None:

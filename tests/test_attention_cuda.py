@@ -174,7 +174,14 @@ def test_scales_that_are_not_positive() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [(0, 5, 5, 2, 2, 8, 8), (2, 0, 5, 2, 2, 8, 8), (2, 5, 0, 2, 2, 8, 8), (2, 5, 5, 0, 0, 8, 8), (2, 5, 5, 2, 1, 8, 0)],
+    [
+        (0, 5, 5, 2, 2, 8, 8),
+        (2, 0, 5, 2, 2, 8, 8),
+        (2, 5, 0, 2, 2, 8, 8),
+        (2, 5, 5, 0, 0, 8, 8),
+        (2, 5, 5, 0, 2, 8, 8),
+        (2, 5, 5, 2, 1, 8, 0),
+    ],
     ids=str,
 )
 @pytest.mark.cpu_only("nothing is launched for most of them")

@@ -32,9 +32,10 @@ static_assert(kNumForwardTiles == 4);
 inline std::string forward_refusal(const AttentionParams& p, const rt::Device& device) {
   if (device.compute_capability != 90)
     return "the device has no wgmma; it is sm_" + std::to_string(device.compute_capability);
-  if (p.cu_seqlens_k != nullptr ? p.total_k == 0 : p.seqlen_k == 0) return "there are no keys";
-  const auto has_equal_rows = [](const HeadsView& view, int64_t rows) { return rows > 1 && view.seq_stride == 0; };
   const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;
+  if (keys == 0) return "there are no keys";
+  if (p.dim == 0 || p.dim_v == 0) return "TMA cannot read rows of no elements";
+  const auto has_equal_rows = [](const HeadsView& view, int64_t rows) { return rows > 1 && view.seq_stride == 0; };
   if (has_equal_rows(p.query, p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q) || has_equal_rows(p.key, keys) ||
       has_equal_rows(p.value, keys))
     return "TMA cannot read rows with a stride of 0";

@@ -160,7 +160,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
                dense_grad_out = with_dense_rows(grad_out, cuda != nullptr);
   const Tensor dense_lse = lse.contiguous();
   const Tensor dense_grad_lse = is_given(grad_lse) ? grad_lse->contiguous() : Tensor();
-  const auto empty_like = [](const Tensor& t) { return empty_on(t.device(), t.sizes(), t.scalar_type()); };
+  // Without query heads no kernel runs, and the gradients of keys and values are 0.
+  const auto empty_like = [&](const Tensor& t) {
+    return shape.heads == 0 ? at::zeros(t.sizes(), t.options()) : empty_on(t.device(), t.sizes(), t.scalar_type());
+  };
   Tensor grad_query = empty_like(query), grad_key = empty_like(key), grad_value = empty_like(value);
   Tensor grad_sinks = empty_on(lse.device(), {is_given(sinks) ? shape.heads : 0}, lse.scalar_type());
   // Atomics add to a broadcast element in no fixed order. With one element per addend the result is deterministic.

@@ -47,6 +47,37 @@ def test_runs_where_it_can(dims: tuple[int, int], causal: bool) -> None:
     assert counters["wgmma"] > 0 and counters["tma_load_bytes"] > 0 and counters["mma"] == 0
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 5, 7, 2, 2, 64, 64), (2, 0, 7, 2, 2, 64, 64), (2, 5, 0, 2, 2, 64, 64), (2, 5, 7, 0, 2, 64, 64),
+     (2, 5, 7, 0, 0, 64, 64), (2, 5, 7, 2, 1, 0, 64), (2, 5, 7, 2, 1, 64, 0), (2, 5, 7, 2, 1, 0, 0)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("packed", [False, True])
+def test_sizes_of_zero(sizes: tuple[int, ...], packed: bool) -> None:
+    tensors = [each.requires_grad_() for each in qkv(*sizes, torch.bfloat16)]
+    references = [each.detach().double().requires_grad_() for each in tensors]
+    expected = reference_attention(*references, scale=1.0)
+    with testing.emulated("sm_90a"):
+        if packed:
+            offsets = [torch.arange(sizes[0] + 1, dtype=torch.int32) * sizes[place] for place in (1, 2)]
+            flat = cuda_ext.flash_attention_varlen(
+                *(each.flatten(0, 1) for each in tensors),
+                *offsets,
+                max_seqlen_q=sizes[1],
+                max_seqlen_k=sizes[2],
+                scale=1.0,
+            )
+            out = flat.unflatten(0, (sizes[0], sizes[1]))
+        else:
+            out = cuda_ext.flash_attention(*tensors, scale=1.0)
+        out.float().square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(out.double(), expected, atol=0.05, rtol=0.02)
+    for each, reference in zip(tensors, references, strict=True):
+        torch.testing.assert_close(each.grad.double(), reference.grad, atol=0.1, rtol=0.05)
+
+
 def test_products_and_bytes_are_those_that_are_needed() -> None:
     """Full attention, 2 x 3 x 2 tiles of 128 rows: bytes of queries and outputs once, of keys and values once for each
     tile, and no other access to global memory than that of the log-sum-exp."""
