@@ -36,9 +36,11 @@ def own_part(x: Tensor, weight1: Tensor, weight2: Tensor) -> list[Tensor]:
 
 
 def assert_all_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    """Another order of the sums changes an element by rounding errors of its terms, which are as large as the largest
+    element: by 6e-15 of it in 3000 draws."""
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13 * float(b.abs().max()))
 
 
 def gradient_penalty(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
