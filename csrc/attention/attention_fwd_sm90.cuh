@@ -29,10 +29,8 @@
 #pragma once
 
 #include "attention/attention_fwd_sm90.h"
+#include "attention/consumer_tiles_sm90.cuh"
 #include "attention/forward_rows.cuh"
-#include "attention/maps_sm90.cuh"
-#include "tile/products.cuh"
-#include "tile/warpgroups_sm90.cuh"
 
 namespace cuda_ext::sm90 {
 
@@ -123,17 +121,6 @@ DEVICE int item_of_round(int round) {
   return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
 }
 
-// Loads lines from `row` on of all pieces of a tile.
-template <class Tile>
-DEVICE void load_pieces(SharedAddress to, const HeadsMap& map, Barrier& full, int row, int group, int batch) {
-  arch::barrier_arrive_expect(full, Tile::kBytes);
-#pragma unroll 1
-  for (int piece = 0; piece < Tile::kPieces; ++piece) {
-    const int at[5] = {piece * Tile::kElements, 0, row, group * map.group_step, batch * map.batch_step};
-    arch::tma_load(to + piece * Tile::kPieceSize, map.map, full, at);
-  }
-}
-
 // The producer, one thread.
 template <class Kernel>
 DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardMaps& maps,
@@ -155,11 +142,13 @@ DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, con
     const TilePosition& at = task.position;
     wait_for_consumers();
     task.store(shared.task);
+    arch::barrier_arrive_expect(shared.q_full, Kernel::TileQ::kBytes);
     load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
                                         at.q_begin + task.rows.first / plan.pack, task.rows.first_head / plan.pack,
                                         at.batch);
     const auto load_keys = [&](int tile) {
       arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
+      arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
       load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage],
                          at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
       keys.advance();
@@ -170,6 +159,7 @@ DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, con
     for (int tile = end - 1; tile >= begin; --tile) {
       if (tile > begin) load_keys(tile - 1);  // needed before the values
       arch::barrier_wait(shared.v_empty[values.stage], values.parity ^ 1);
+      arch::barrier_arrive_expect(shared.v_full[values.stage], TileV::kBytes);
       load_pieces<TileV>(arch::shared_address(shared.v[values.stage]), maps.value, shared.v_full[values.stage],
                          at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
       values.advance();
@@ -179,8 +169,6 @@ DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, con
   store_struct(shared.task.rows, TileRows{.first = 0, .count = 0, .pack = 1, .first_head = 0});
   arch::barrier_arrive(shared.q_full);
 }
-
-constexpr int kAllConsumersBarrier = 7;
 
 // The order in which consumers issue products. Nobody gives consumer 0 its very first turn, so it waits at the end for
 // the last one, which nobody takes.
@@ -204,18 +192,6 @@ struct Turns {
     if (enabled && ConsumerThreads::consumer() == 0 && had_first) wait();
   }
 };
-
-// Sets values from `line` on to 0, for all consumers.
-template <class Kernel>
-DEVICE void clear_values(SharedAddress tile, int line) {
-  using TileV = typename Kernel::TileV;
-  constexpr int kThreads = Kernel::kConsumers * kWarpgroup, kChunks = TileV::kPieces * 8;
-#pragma unroll 1
-  for (int i = line * kChunks + int(arch::thread_index()) - kWarpgroup; i < Kernel::kBlockN * kChunks; i += kThreads)
-    arch::store_shared(TileV::chunk(tile, i / kChunks, i % kChunks), arch::Words4{});
-  arch::fence_async_shared();
-  arch::named_barrier_sync(kAllConsumersBarrier, kThreads);
-}
 
 // logits -> weights, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
 // output must be scaled by `by`.
@@ -280,6 +256,15 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
   };
 
   int tile = load_struct(shared.task.end).tile - 1;
+  if (p.cu_seqlens_q != nullptr) {
+    // Rows of the next sequence would take part in the decision of a warp to rescale, and so change its last bits.
+    const TileRows rows = load_struct(shared.task.rows);
+    const int left = rows.count - rows.first - ConsumerThreads::consumer() * kWarpgroupRows;
+    if (left < kWarpgroupRows) {
+      clear_lines<typename Kernel::TileQ>(q, left > 0 ? left : 0, kWarpgroupRows, ConsumerThreads::index(), kWarpgroup);
+      ConsumerThreads::sync();
+    }
+  }
   await_keys();
   start_keys();
   arch::wgmma_wait<0>(Kernel::registers_of(s));
@@ -289,7 +274,9 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
   const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
   if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
-    clear_values<Kernel>(arch::shared_address(shared.v[values.stage]), left);
+    clear_lines<typename Kernel::TileV>(arch::shared_address(shared.v[values.stage]), left, Kernel::kBlockN,
+                                        arch::opaque_thread_index() - kWarpgroup, Kernel::kConsumers * kWarpgroup);
+    sync_consumers<Kernel::kConsumers>();
   }
   if (tile > load_struct(shared.task.keys).begin) await_keys();
 
@@ -323,42 +310,17 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
   const SharedAddress staged = arch::shared_address(shared.q);
   const int first_row = ConsumerThreads::consumer() * kWarpgroupRows;
   ConsumerThreads::sync();  // all warps have read their queries
-  {
-    // Lanes 8q to 8q + 7 have the lines of quadrant q, rows first, like the registers of a fragment.
-    const int lane = arch::lane_index();
-    const int line = first_row + ConsumerThreads::index() / arch::kWarpSize * 16 + lane % 16;
-#pragma unroll
-    for (int step = 0; step < Kernel::kConfig.dim_v / 16; ++step) {
-      uint32_t fragment[4];
-      sm80::operand_of<T>(out)(fragment, 0, step);
-      arch::stmatrix<4>(Tile::chunk(staged, line, 2 * step + lane / 16), fragment);
-    }
-  }
+  stage_rows<T, Tile>(staged, first_row, out);
   arch::fence_async_shared();
   ConsumerThreads::sync();
+  const int first = rows.first + first_row;
   const bool packed_sequences = p.cu_seqlens_q != nullptr;
-  if (rows.pack == 1 && (!packed_sequences || rows.first + first_row + kWarpgroupRows <= rows.count)) {
-    if (ConsumerThreads::index() == 0) {
-#pragma unroll 1
-      for (int piece = 0; piece < Tile::kPieces; ++piece) {
-        const int to[5] = {piece * Tile::kElements, 0, at.q_begin + rows.first + first_row,
-                           rows.first_head * maps.out.group_step, at.batch * maps.out.batch_step};
-        arch::tma_store(maps.out.map, staged + piece * Tile::kPieceSize + first_row * kPieceBytes, to);
-      }
-      arch::bulk_commit();
-      arch::bulk_wait_read<0>();
-    }
-  } else {
-    constexpr int kChunks = Tile::kPieces * 8;
-#pragma unroll 1
-    for (int i = ConsumerThreads::index(); i < kWarpgroupRows * kChunks; i += kWarpgroup) {
-      const int row = first_row + i / kChunks, chunk = i % kChunks;
-      if (rows.first + row >= rows.count || chunk * 8 >= p.dim_v) continue;
-      T* const to = sm80::row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
-      arch::store_global(to + chunk * 8, arch::load_shared<arch::Words4>(Tile::chunk(staged, row, chunk)));
-    }
-    ConsumerThreads::sync();
-  }
+  if (rows.pack == 1 && (!packed_sequences || first + kWarpgroupRows <= rows.count))
+    store_pieces<Tile>(maps.out, staged, first_row, at.q_begin + first, rows.first_head, at.batch);
+  else
+    store_lines<T, Tile>(staged, first_row, rows.count - first, int(p.dim_v), [&](int row) {
+      return sm80::row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
+    });
 }
 
 template <class Kernel>

@@ -109,7 +109,7 @@ def test_causal_wastes_no_block_of_keys() -> None:
     assert counters["wgmma"] == blocks * 2 * (dim // 16 + 128 // 16)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 9.0])
 def test_rows_of_other_sequences_do_not_matter(poison: float) -> None:
     """TMA reads them together with the last rows of a sequence."""
     lengths = [70, 1, 0, 129, 37]
