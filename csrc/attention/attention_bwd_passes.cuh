@@ -167,4 +167,30 @@ void launch_sinks(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
                                                      p, plan);
 }
 
+// Launches what follows the main kernel. Results: the WarpTiles GradQ, GradK and GradV of that kernel.
+template <class T, class Results>
+void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
+  using GradK = typename Results::GradK;
+  using GradV = typename Results::GradV;
+  launch_finish<T, typename Results::GradQ>(
+      p, plan,
+      {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
+      stream);
+  if (plan.splits > 1) {
+    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
+    FinishParams finish{.to = p.grad_key,
+                        .tiles = plan.grad_key,
+                        .parts = plan.splits,
+                        .part_stride = tiles * GradK::kRows * GradK::kColumns,
+                        .width = int(p.dim)};
+    launch_finish<T, GradK>(p, plan, finish, stream);
+    finish.to = p.grad_value;
+    finish.tiles = plan.grad_value;
+    finish.part_stride = tiles * GradV::kRows * GradV::kColumns;
+    finish.width = int(p.dim_v);
+    launch_finish<T, GradV>(p, plan, finish, stream);
+  }
+  if (p.grad_sinks != nullptr) launch_sinks<Results::GradQ::kRows>(p, plan, stream);
+}
+
 }  // namespace cuda_ext::sm80

@@ -56,8 +56,8 @@ DEVICE int sequence_of_tile(const AttentionParams& p, const BackwardPlan& plan, 
   return batch;
 }
 
-inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
-                                  const rt::Device& device) {
+template <class Config>
+BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& config, const rt::Device& device) {
   constexpr double kLog2e = 1.4426950408889634;
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const bool general = needs_general_kernel(p);
@@ -92,8 +92,9 @@ inline BackwardPlan plan_backward(const AttentionBackwardParams& p, const Attent
 }
 
 // Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-inline WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const AttentionBackwardConfig& config,
-                                        void* data, BackwardPlan& plan) {
+template <class Config>
+WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config& config, void* data,
+                                 BackwardPlan& plan) {
   WorkspaceCursor cursor(data);
   const int64_t rows = p.heads * plan.head_rows;
   cursor.allocate(plan.minus_lse, rows);

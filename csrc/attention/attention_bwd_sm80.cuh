@@ -37,47 +37,10 @@
 
 #include <cstddef>
 
-#include "attention/attention_bwd_plan.cuh"
-#include "attention/bias.cuh"
-#include "attention/mask.cuh"
-#include "attention/rows.cuh"
-#include "attention/shared_struct.cuh"
+#include "attention/backward_scores.cuh"
 #include "tile/results.cuh"
 
 namespace cuda_ext::sm80 {
-
-// A tile of queries of one head.
-struct QueryTile {
-  int head, tile;
-  bool operator==(const QueryTile&) const = default;
-};
-
-// The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
-struct BackwardTask {
-  struct alignas(16) Queries {
-    int batch, begin, count;  // the sequence, and its rows in the packing
-    int first_padded;         // its first row in the padded layout of the workspace
-  };
-  struct alignas(16) Keys {
-    Visibility visible;
-    int first;  // the block's first key
-  };
-  struct alignas(16) Head {
-    int head_kv, k_begin;
-  };
-  // The block's steps: tiles [tiles_begin, tiles_end) of each head, one head after the other, up to `last`.
-  struct alignas(16) Steps {
-    int tiles_begin, tiles_end;
-    QueryTile last;
-    DEVICE QueryTile next(const QueryTile& at) const {
-      return at.tile + 1 < tiles_end ? QueryTile{at.head, at.tile + 1} : QueryTile{at.head + 1, tiles_begin};
-    }
-  };
-  Queries queries;
-  Keys keys;
-  Head head;
-  Steps steps;
-};
 
 // One instantiation of the kernel.
 template <class T, AttentionBackwardConfig config, bool general>
@@ -90,6 +53,7 @@ struct Backward {
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = config.block_n;
   static constexpr int kSplit = config.warps / config.key_warps;
+  DEVICE static int thread() { return arch::opaque_thread_index(); }
 
   using Scores = WarpTiles<kBlockN, kBlockM, config.key_warps, kSplit>;
   using GradK = WarpTiles<kBlockN, config.dim, config.key_warps, kSplit>;
@@ -119,113 +83,6 @@ struct Backward {
   };
 };
 
-// The tiles of queries that see any key of the tile that begins at `first_key`.
-template <class Kernel>
-DEVICE Span query_tiles(const Visibility& visible, int q_len, int first_key) {
-  constexpr int kBlockM = Kernel::kBlockM;
-  const int past_key = first_key + Kernel::kBlockN < visible.k_len ? first_key + Kernel::kBlockN : visible.k_len;
-  const int past_query = visible.query_end(past_key - 1) < q_len ? visible.query_end(past_key - 1) : q_len;
-  const int begin = visible.query_begin(first_key) / kBlockM, end = (past_query + kBlockM - 1) / kBlockM;
-  return {begin, end > begin ? end : begin};
-}
-
-// The other inputs of a step of the general kernel.
-struct GeneralStep {
-  int64_t first_row;  // of the head in lse, which numbers the rows for dropout
-  float slope;
-  int q_len;
-  int64_t bias, grad_bias;  // offsets of the head's first elements
-};
-
-// Initialises accumulators with one value per column. Starting scores at -lse and dP at -delta makes P = 2^(factor
-// scores) and dS = P dP.
-template <class Tiles>
-DEVICE void start_columns(typename Tiles::Accumulators& x, const float* columns) {
-  const int thread = arch::opaque_thread_index();
-#pragma unroll
-  for (int n = 0; n < Tiles::kColumnTiles; ++n) {
-    const auto pair =
-        arch::load_shared<arch::Words2>(arch::shared_address(columns + Tiles::column(thread) + Tiles::column_step(n)));
-#pragma unroll
-    for (int m = 0; m < Tiles::kRowTiles; ++m)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) x[m][n][q] = arch::bits_float(pair.data[q % 2]);
-  }
-}
-
-// Turns scores - lse and dP - delta into P and dS. first_key, first_query: of the tile.
-template <class Kernel>
-DEVICE void softmax_gradient(typename Kernel::Scores::Accumulators& s, typename Kernel::Scores::Accumulators& grad,
-                             const BackwardPlan& plan, const Visibility& visible, int first_key, int first_query,
-                             bool is_masked) {
-  using Scores = typename Kernel::Scores;
-  const int thread = arch::opaque_thread_index();
-  if (is_masked)
-    apply_mask<Scores>(s, [&](int m, int half) {
-      return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
-    });
-#pragma unroll
-  for (int m = 0; m < Scores::kRowTiles; ++m)
-#pragma unroll
-    for (int n = 0; n < Scores::kColumnTiles; ++n)
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        s[m][n][q] = arch::fast_exp2(s[m][n][q] * plan.factor);
-        grad[m][n][q] *= s[m][n][q];
-      }
-}
-
-// The same for the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout
-// drops are 0; the others are not yet divided by 1 - dropout_p.
-template <class Kernel>
-DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
-                                     typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
-                                     const BackwardPlan& plan, const Visibility& visible, const GeneralStep& general,
-                                     const float* minus_lse, const float* minus_delta, int first_key, int first_query,
-                                     bool is_masked) {
-  using T = typename Kernel::Element;
-  using Scores = typename Kernel::Scores;
-  const int thread = arch::opaque_thread_index();
-#pragma unroll
-  for (int n = 0; n < Scores::kColumnTiles; ++n) {
-    const int column = Scores::column(thread) + Scores::column_step(n);
-    const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(minus_lse + column));
-    const auto row_delta = arch::load_shared<arch::Words2>(arch::shared_address(minus_delta + column));
-#pragma unroll
-    for (int m = 0; m < Scores::kRowTiles; ++m) {
-      uint32_t random[4] = {};
-      if (plan.dropout.drop_below > 0)
-        plan.dropout.words_of_columns(general.first_row + first_query + column, first_key + Scores::row(m, 0, thread),
-                                      random);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
-        float logit = s[m][n][q] * plan.scale, slope_of_cap = 1.0f;
-        if (plan.softcap > 0.0f) {
-          const float t = arch::tanh(logit * plan.inverse_softcap);
-          logit = plan.softcap * t;
-          slope_of_cap = 1.0f - t * t;
-        }
-        logit -= general.slope * fabsf(float(query + (visible.k_len - general.q_len) - key));
-        const bool exists = query < general.q_len && key < visible.k_len;
-        if (p.bias_kind != BiasKind::kNone && exists)
-          logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
-        if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
-        const bool kept = random[q] >= plan.dropout.drop_below;
-        const float weight = arch::fast_exp2((logit + arch::bits_float(row_lse.data[q % 2])) * plan.factor);
-        float& x = grad[m][n][q];
-        x = weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
-        if (p.grad_bias != nullptr && exists)
-          arch::reduce_add(static_cast<float*>(p.grad_bias) + general.grad_bias + query * p.grad_bias_strides[2] +
-                               key * p.grad_bias_strides[3],
-                           x);
-        x *= slope_of_cap;
-        s[m][n][q] = kept ? weight : 0.0f;
-      }
-    }
-  }
-}
-
 // Grid: tiles of keys of all key heads and sequences, `splits` blocks for each. One function, because all its parts
 // share registers across the loop.
 template <class Kernel>
@@ -241,37 +98,14 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   using Storage = typename Kernel::Storage;
   SHARED_STORAGE(Storage, shared);
 
-  QueryTile at{};
-  int steps;  // of this block
+  QueryTile at;
+  bool more;
   {
-    const int split = arch::block_x() % plan.splits;
-    const TileIndex block = plan.schedule.find(arch::block_x() / plan.splits);
-    const Sequence sequence(p, block.batch);
-    // The first keys come first: with a causal mask they have the most work.
-    const int first_key = (plan.schedule.tiles - 1 - block.tile) * kBlockN;
-    if (first_key >= sequence.k_len) return;
-    const Visibility visible(p, sequence);
-    const Span seen = query_tiles<Kernel>(visible, sequence.q_len, first_key);
-    const int tiles = seen.end - seen.begin, group = int(p.heads / p.heads_kv);
-    const int split_steps = (tiles * group + plan.splits - 1) / plan.splits;
-    const int begin = split * split_steps;
-    const int end = begin + split_steps < tiles * group ? begin + split_steps : tiles * group;
-    steps = end - begin;
-    QueryTile last{};
-    if (steps > 0) {
-      const auto tile_at = [&](int step) {
-        return QueryTile{block.head * group + step / tiles, seen.begin + step % tiles};
-      };
-      at = tile_at(begin);
-      last = tile_at(end - 1);
-    }
-    if (arch::thread_index() == 0) {
-      store_struct(shared.task.queries, {block.batch, sequence.q_begin, sequence.q_len,
-                                         first_tile<kBlockM>(p, plan, block.batch) * kBlockM});
-      store_struct(shared.task.keys, {visible, first_key});
-      store_struct(shared.task.head, {block.head, sequence.k_begin});
-      store_struct(shared.task.steps, {seen.begin, seen.end, last});
-    }
+    const BackwardWork work = find_work<Kernel>(p, plan);
+    if (work.steps < 0) return;
+    at = work.first;
+    more = work.steps > 0;
+    if (arch::thread_index() == 0) work.task.store(shared.task);
   }
   arch::sync_threads();  // the task is written
 
@@ -299,7 +133,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if (thread < 2 * kChunks) {
       const bool is_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
-      const int first = at.head * plan.head_rows + load_struct(shared.task.queries).first_padded + at.tile * kBlockM;
+      const int first = padded_row<Kernel>(plan, load_struct(shared.task.queries), at);
       arch::cp_async<16>(arch::shared_address((is_lse ? shared.minus_lse : shared.minus_delta) + row),
                          (is_lse ? plan.minus_lse : plan.minus_delta) + first + row);
     }
@@ -307,7 +141,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
 
   typename GradK::Accumulators grad_key = {};
   typename GradV::Accumulators grad_value = {};
-  if (steps > 0) {
+  if (more) {
     const int batch = load_struct(shared.task.queries).batch;
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const BackwardTask::Head head = load_struct(shared.task.head);
@@ -324,17 +158,17 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   }
 
 #pragma unroll 1
-  for (bool more = steps > 0; more; at = load_struct(shared.task.steps).next(at)) {
+  for (; more; at = load_struct(shared.task.steps).next(at)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients have arrived, and dS has been read
 
     more = at != load_struct(shared.task.steps).last;
     const int first_query = at.tile * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
-    if constexpr (!Kernel::kGeneral) start_columns<Scores>(s, shared.minus_lse);
+    if constexpr (!Kernel::kGeneral) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
                                              columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s);
-    if constexpr (!Kernel::kGeneral) start_columns<Scores>(grad, shared.minus_delta);
+    if constexpr (!Kernel::kGeneral) start_columns<Kernel>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
         columns_of<Scores, typename Kernel::TileDO>(base, offsetof(Storage, grad_out)), grad);
@@ -343,19 +177,12 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
     if constexpr (Kernel::kGeneral) {
-      const BackwardTask::Queries queries = load_struct(shared.task.queries);
-      GeneralStep general{};
-      if (p.alibi_slopes != nullptr)
-        general.slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
-                                                 queries.batch * p.alibi_batch_stride + at.head);
-      general.q_len = queries.count;
-      general.bias = bias_offset(p.bias_strides, queries.batch, at.head, 0);
-      general.grad_bias = bias_offset(p.grad_bias_strides, queries.batch, at.head, 0);
-      general.first_row = first_lse_row(p, queries.begin, queries.batch, at.head);
+      const GeneralStep general(p, load_struct(shared.task.queries), at.head);
       general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
                                        keys.first, first_query, is_masked);
     } else {
-      softmax_gradient<Kernel>(s, grad, plan, keys.visible, keys.first, first_query, is_masked);
+      weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+      multiply_weights(grad, s);
     }
 
     stage<Scores, typename Kernel::TileScores>(tile_ds, grad, 1.0f);
@@ -384,15 +211,13 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
-    const int row = at.head * plan.head_rows + load_struct(shared.task.queries).first_padded + first_query;
+    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), at);
     const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
     if (plan.turns == nullptr) {
       sums.reduce_add(grad_query);
     } else {
       uint32_t* const turn = plan.turns + row / kBlockM;
-      const BackwardTask::Keys own = load_struct(shared.task.keys);
-      // The number of blocks with earlier keys that these queries see.
-      const uint32_t earlier = own.first / kBlockN - own.visible.key_begin(first_query) / kBlockN;
+      const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), first_query);
       if (arch::opaque_thread_index() == 0) arch::wait_equal(turn, earlier);
       arch::sync_threads();  // it is this block's turn
       sums.reduce_add(grad_query);

@@ -26,25 +26,7 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
                                             .stream = stream},
                                            p, plan);
 
-  launch_finish<T, typename Kernel::GradQ>(
-      p, plan,
-      {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
-      stream);
-  if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
-    FinishParams finish{.to = p.grad_key,
-                        .tiles = plan.grad_key,
-                        .parts = plan.splits,
-                        .part_stride = tiles * Kernel::kBlockN * config.dim,
-                        .width = int(p.dim)};
-    launch_finish<T, typename Kernel::GradK>(p, plan, finish, stream);
-    finish.to = p.grad_value;
-    finish.tiles = plan.grad_value;
-    finish.part_stride = tiles * Kernel::kBlockN * config.dim_v;
-    finish.width = int(p.dim_v);
-    launch_finish<T, typename Kernel::GradV>(p, plan, finish, stream);
-  }
-  if (p.grad_sinks != nullptr) launch_sinks<Kernel::kBlockM>(p, plan, stream);
+  launch_after<T, Kernel>(p, plan, stream);
 }
 
 template <class T, int tile>

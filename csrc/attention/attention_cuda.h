@@ -1,21 +1,24 @@
-// Attention forward on CUDA devices: the kernel on wgmma where it can run, else the one on mma.sync.
+// Attention on CUDA devices: the kernels on wgmma where they can run, else those on mma.sync.
 #pragma once
 
 #include <string>
 
-#include "attention/attention_fwd_sm80.h"
-#include "attention/attention_fwd_sm90.h"
+#include "attention/attention_bwd_sm80.h"
+#include "attention/attention_bwd_sm90.h"
 
 namespace cuda_ext {
 
 // Why the kernel on wgmma cannot run a problem on the current device; empty if it can.
 std::string attention_forward_sm90_refusal(const AttentionParams& params);
+std::string attention_backward_sm90_refusal(const AttentionBackwardParams& params);
 
 // Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
 size_t attention_forward_cuda_workspace(const AttentionParams& params);
+size_t attention_backward_cuda_workspace(const AttentionBackwardParams& params);
 
-// Launches forward on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
+// Launches on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
 // fulfil attention_sm80_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
 void launch_attention_forward_cuda(const AttentionParams& params, Workspace workspace, void* stream);
+void launch_attention_backward_cuda(const AttentionBackwardParams& params, Workspace workspace, void* stream);
 
 }  // namespace cuda_ext

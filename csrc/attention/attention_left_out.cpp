@@ -8,7 +8,7 @@
 #include <string>
 
 #include "attention/attention_bwd_sm80.h"
-#include "attention/attention_fwd_sm90.h"
+#include "attention/attention_bwd_sm90.h"
 
 namespace cuda_ext {
 
@@ -59,6 +59,15 @@ void AttentionForwardSm90<T, tile>::launch(const AttentionParams& params, Worksp
   refuse("flash_attention", params);
 }
 
+template <class T, int tile>
+size_t AttentionBackwardSm90<T, tile>::workspace(const AttentionBackwardParams& params) {
+  refuse("flash_attention_backward", params);
+}
+template <class T, int tile>
+void AttentionBackwardSm90<T, tile>::launch(const AttentionBackwardParams& params, Workspace, void*) {
+  refuse("flash_attention_backward", params);
+}
+
 }  // namespace sm90
 
 #define CUDA_EXT_LEFT_OUT_SM80(tile)                            \
@@ -69,10 +78,14 @@ void AttentionForwardSm90<T, tile>::launch(const AttentionParams& params, Worksp
 #define CUDA_EXT_LEFT_OUT_SM90(tile)                        \
   template struct sm90::AttentionForwardSm90<half_t, tile>; \
   template struct sm90::AttentionForwardSm90<bfloat16_t, tile>;
+#define CUDA_EXT_LEFT_OUT_BACKWARD_SM90(tile)                \
+  template struct sm90::AttentionBackwardSm90<half_t, tile>; \
+  template struct sm90::AttentionBackwardSm90<bfloat16_t, tile>;
 static_assert(sm80::kForwardTiles[0].dim == 64 && sm80::kForwardTiles[1].dim == 128 &&
               sm80::kForwardTiles[2].dim == 192 && sm80::kForwardTiles[3].dim == 256);
 static_assert(sm90::kForwardTiles[0].dim == 64 && sm90::kForwardTiles[1].dim == 128 &&
               sm90::kForwardTiles[2].dim == 192 && sm90::kForwardTiles[3].dim == 256);
+static_assert(sm90::kBackwardTiles[0].dim == 64 && sm90::kBackwardTiles[1].dim == 128);
 #if !CUDA_EXT_HEAD_DIM_64
 CUDA_EXT_LEFT_OUT_SM80(0)
 #endif
@@ -87,9 +100,11 @@ CUDA_EXT_LEFT_OUT_SM80(3)
 #endif
 #if !CUDA_EXT_HEAD_DIM_64 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(0)
+CUDA_EXT_LEFT_OUT_BACKWARD_SM90(0)
 #endif
 #if !CUDA_EXT_HEAD_DIM_128 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(1)
+CUDA_EXT_LEFT_OUT_BACKWARD_SM90(1)
 #endif
 #if !CUDA_EXT_HEAD_DIM_192 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(2)
@@ -99,6 +114,7 @@ CUDA_EXT_LEFT_OUT_SM90(3)
 #endif
 #undef CUDA_EXT_LEFT_OUT_SM80
 #undef CUDA_EXT_LEFT_OUT_SM90
+#undef CUDA_EXT_LEFT_OUT_BACKWARD_SM90
 
 }  // namespace cuda_ext
 

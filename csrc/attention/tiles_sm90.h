@@ -55,4 +55,26 @@ constexpr ForwardTile kForwardTiles[] = {
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 
+// A tile shape of backward, where a block owns keys, 64 for each consumer, and loops over queries.
+struct BackwardConfig {
+  int dim;
+  int dim_v;
+  int block_m;  // queries
+  int block_n;  // keys
+
+  static constexpr int min_blocks = 1;  // per SM
+  static constexpr int stages = 2;      // of queries, and of output gradients
+  constexpr int threads() const { return 128 * (1 + block_n / 64); }
+};
+
+// By head dims, from small to large. In registers, of 240: dK and dV of 64 keys, scores and dP, and 32 sums of dQ. In
+// shared memory: keys, values, two stages of queries and of output gradients, dS, and the sums of dQ.
+constexpr BackwardConfig kBackwardTiles[] = {
+    // 162 KiB. dK and dV take 64 registers, scores and dP 128.
+    {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128},
+    // 177 KiB. dK and dV take 128 registers, scores and dP 64.
+    {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 128},
+};
+constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
+
 }  // namespace cuda_ext::sm90

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "attention/attention_bwd_sm80_launch.cuh"
+#include "attention/attention_bwd_sm90_launch.cuh"
 #include "attention/attention_fwd_sm80_launch.cuh"
 #include "attention/attention_fwd_sm90_launch.cuh"
 #include "launchers/cuda_kernels.h"
@@ -187,22 +188,37 @@ struct ForwardTile {
   }
 };
 
+template <class Kernel>
+AttentionChoice backward_choice(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan, const Numbers& tile) {
+  const sm80::Sequence sequence(p, 0);
+  const sm80::Visibility visible(p, sequence);
+  const auto steps = [&](int index) {
+    const int first = (plan.schedule.tiles - 1 - index) * Kernel::kBlockN;
+    const sm80::Span seen = sm80::query_tiles<Kernel>(visible, sequence.q_len, first);
+    return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
+  };
+  return {typeid(Kernel).name(), tile,        plan.schedule.section,
+          plan.schedule.pairs,   plan.splits, steps_in_order(plan.schedule, steps)};
+}
+
+template <class T, int tile>
+struct BackwardTileSm90 {
+  static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
+    constexpr const sm90::BackwardConfig& config = sm90::kBackwardTiles[tile];
+    return sm90::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) {
+      return backward_choice<Kernel>(p, sm80::plan_backward(p, config, device),
+                                     attention_tile<Kernel>(config.dim, config.dim_v, 1, config.stages));
+    });
+  }
+};
+
 template <class T, int tile>
 struct BackwardTile {
   static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
     constexpr const sm80::AttentionBackwardConfig& config = sm80::kBackwardTiles[tile];
-    const sm80::BackwardPlan plan = sm80::plan_backward(p, config, device);
-    return sm80::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) -> AttentionChoice {
-      const sm80::Sequence sequence(p, 0);
-      const sm80::Visibility visible(p, sequence);
-      const auto steps = [&](int index) {
-        const int first = (plan.schedule.tiles - 1 - index) * Kernel::kBlockN;
-        const sm80::Span seen = sm80::query_tiles<Kernel>(visible, sequence.q_len, first);
-        return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
-      };
-      return {typeid(Kernel).name(), attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1),
-              plan.schedule.section, plan.schedule.pairs,
-              plan.splits,           steps_in_order(plan.schedule, steps)};
+    return sm80::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) {
+      return backward_choice<Kernel>(p, sm80::plan_backward(p, config, device),
+                                     attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1));
     });
   }
 };
@@ -218,12 +234,14 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
   std::tie(p.dim, p.dim_v) = dims;
   std::tie(p.window_left, p.window_right) = window;
   p.query.seq_stride = p.key.seq_stride = p.dim;
-  p.value.seq_stride = p.dim_v;
+  p.value.seq_stride = p.grad_out.seq_stride = p.dim_v;
   const rt::Device device{compute_capability, processors,
                           simt::Options{.compute_capability = compute_capability}.shared_bytes()};
   const auto choose = [&](auto tile) { return tile.choose(p, device); };
   if (!backward && sm90::forward_refusal(p, device).empty())
     return sm80::with_attention_tile<ForwardTileSm90>("attention_fwd_sm90", sm90::kForwardTiles, p, choose);
+  if (backward && sm90::backward_refusal(p, device).empty())
+    return sm80::with_attention_tile<BackwardTileSm90>("attention_bwd_sm90", sm90::kBackwardTiles, p, choose);
   return backward ? sm80::with_attention_tile<BackwardTile>("attention_bwd_sm80", sm80::kBackwardTiles, p, choose)
                   : sm80::with_attention_tile<ForwardTile>("attention_fwd_sm80", sm80::kForwardTiles, p, choose);
 }

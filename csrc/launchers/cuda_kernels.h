@@ -2,7 +2,6 @@
 // kernels on CPU tensors, provides another (csrc/emulated).
 #pragma once
 
-#include "attention/attention_bwd_sm80.h"
 #include "attention/attention_cuda.h"
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
@@ -24,6 +23,7 @@ struct CudaKernels {
   size_t (*activation_grad_workspace)(const ActivationGradParams&);
   void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
   std::string (*attention_forward_sm90_refusal)(const AttentionParams&);
+  std::string (*attention_backward_sm90_refusal)(const AttentionBackwardParams&);
   size_t (*attention_forward_workspace)(const AttentionParams&);
   void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
   size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
@@ -44,10 +44,11 @@ inline CudaKernels linked_cuda_kernels() {
       .activation_grad_workspace = activation_grad_workspace,
       .activation_grad = launch_activation_grad_cuda,
       .attention_forward_sm90_refusal = attention_forward_sm90_refusal,
+      .attention_backward_sm90_refusal = attention_backward_sm90_refusal,
       .attention_forward_workspace = attention_forward_cuda_workspace,
       .attention_forward = launch_attention_forward_cuda,
-      .attention_backward_workspace = attention_backward_sm80_workspace,
-      .attention_backward = launch_attention_backward_sm80,
+      .attention_backward_workspace = attention_backward_cuda_workspace,
+      .attention_backward = launch_attention_backward_cuda,
       .bucket_workspace = bucket_cuda_workspace,
       .bucket_pack = launch_bucket_pack_cuda,
       .bucket_unpack = launch_bucket_unpack_cuda,

@@ -7,15 +7,15 @@
 namespace cuda_ext::sm80 {
 
 // The distribution of a (rows, columns) result over a grid of warps: each warp has consecutive rows, but every
-// warps_n-th group of 16 columns, which works for any number of groups.
-template <int rows, int columns, int warps_m, int warps_n>
+// warps_n-th group of `group` columns; groups of 16 work for any number of columns.
+template <int rows, int columns, int warps_m, int warps_n, int group = 16>
 struct WarpTiles {
   static constexpr int kRows = rows, kColumns = columns;
   static constexpr int kWarpsM = warps_m, kWarpsN = warps_n;
   static constexpr int kRowTiles = rows / 16 / warps_m;
   static constexpr int kColumnTiles = columns / 8 / warps_n;
   static constexpr int kThreads = 32 * warps_m * warps_n;
-  static_assert(rows % (16 * warps_m) == 0 && columns % (16 * warps_n) == 0);
+  static_assert(rows % (16 * warps_m) == 0 && columns % (group * warps_n) == 0 && group % 16 == 0);
   static_assert(kRowTiles == 1 || kRowTiles == 2 || kRowTiles == 4, "as OperandTile::load_fragment requires");
 
   using Accumulators = float[kRowTiles][kColumnTiles][4];
@@ -25,13 +25,13 @@ struct WarpTiles {
     return thread / arch::kWarpSize % warps_m * kRowTiles * 16;
   }
   DEVICE static int first_column(int thread = arch::thread_index()) {
-    return thread / arch::kWarpSize / warps_m % warps_n * 16;
+    return thread / arch::kWarpSize / warps_m % warps_n * group;
   }
   DEVICE static int row(int m, int half, int thread = arch::thread_index()) {
     return first_row(thread) + m * 16 + half * 8 + thread % arch::kWarpSize / 4;
   }
   DEVICE static int column(int thread = arch::thread_index()) { return first_column(thread) + thread % 4 * 2; }
-  HOST_DEVICE static constexpr int column_step(int n) { return n / 2 * 16 * warps_n + n % 2 * 8; }
+  HOST_DEVICE static constexpr int column_step(int n) { return n * 8 / group * group * warps_n + n * 8 % group; }
 };
 
 // result += A B. load_a(fragment, m, step) loads this warp's fragment m of A in a step. The warp multiplies every

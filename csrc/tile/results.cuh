@@ -13,8 +13,8 @@ class WorkspaceTile {
  public:
   using Accumulators = typename Tiles::Accumulators;
 
-  DEVICE explicit WorkspaceTile(float* tile)
-      : first_(tile + arch::thread_index() * (arch::has_vector_reductions() ? 4 : 1)) {}
+  DEVICE explicit WorkspaceTile(float* tile, int thread = arch::thread_index())
+      : first_(tile + thread * (arch::has_vector_reductions() ? 4 : 1)) {}
 
   // tile = factor * x
   DEVICE void store(const Accumulators& x, float factor) const {

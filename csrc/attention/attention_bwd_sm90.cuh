@@ -1,0 +1,433 @@
+// Flash attention backward for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16 and bfloat16 (Shah et
+// al., "FlashAttention-3", arXiv 2407.08608).
+//
+// Problem        AttentionBackwardParams in attention.h:
+//                P = exp(logits - lse)     dP = dO V^T     dS = P o (dP - delta), delta = rowsum(dO o O) - dlse
+//                dV = P^T dO               dQ = scale dS K               dK = scale dS^T Q
+// Kernels        as in attention_bwd_sm80.cuh; this one takes the place of the second.
+// Tile           A block has block_n keys of one key head, and loops over the tiles of block_m queries that see any of
+//                them, of all query heads of the group one after the other. dK and dV are complete after the loop. If
+//                that makes too few blocks, the loop is divided among several. Sizes: kBackwardTiles in tiles_sm90.h.
+// Warpgroups     0: its first thread, the producer, loads; the first thread of its second warp, the adder, adds dQ to
+//                the workspace. The others are consumers: each owns 64 keys.
+// Step           Scores are transposed, (keys, queries), so that P^T and dS^T are operands of dV and dK without leaving
+//                registers. A step begins with the scores S in registers. The consumer issues dP; P is computed under
+//                it. Then it issues dV, stores dS^T for the other consumer, and issues dQ, dK and the S of the next
+//                step, under which dQ leaves through shared memory. dQ is a sum over the keys of both consumers, which
+//                share its tile: by rows or, if it has 64, by columns.
+// Barriers       keys_full: 1 arrival, of the producer, and the bytes of keys and values. {q,do}_full[stage]: 1 arrival
+//                and the bytes of queries and lse, or of output gradients and delta. {q,do}_empty[stage]: 1 arrival per
+//                consumer. scores_read: 1 arrival per consumer, when its product of dQ has read dS. sums_full: 1 arrival
+//                per consumer, when its part of dQ is written. sums_empty: 1 arrival, of the adder.
+//                Named barriers 1 and 2: the 128 threads of a consumer. 7: all consumers, once per step, when dS is
+//                written.
+// Shared memory  keys (block_n, dim), values (block_n, dim_v), two stages of queries (block_m, dim) and of output
+//                gradients (block_m, dim_v), dS^T (block_n, block_m), in pieces of 64 columns in the 128-byte swizzle;
+//                float32 sums of dQ in the order of WorkspaceTile; two stages of -lse and -delta; the BackwardTask;
+//                barriers. At the end dK and dV are staged in the memory of keys and values.
+// Registers      24 for the producer's warpgroup, 240 for consumers: see kBackwardTiles.
+// dQ             is summed in the workspace by bulk reductions of a whole tile. Their order varies, so the last bits
+//                differ between runs. With `deterministic` adders wait for those of earlier keys, whose blocks start
+//                earlier.
+// Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
+//                next one; they are cleared in shared memory, because 0 times infinity is NaN.
+// General, splits: as in attention_bwd_sm80.cuh.
+#pragma once
+
+#include "attention/attention_bwd_sm90.h"
+#include "attention/backward_results_sm90.cuh"
+#include "attention/backward_scores.cuh"
+#include "attention/consumer_tiles_sm90.cuh"
+
+namespace cuda_ext::sm90 {
+
+using sm80::BackwardPlan;
+using sm80::BackwardTask;
+using sm80::load_struct;
+using sm80::QueryTile;
+
+constexpr int kSumsLine = 256;  // floats: the tensor map of the sums of dQ has lines of so many
+
+struct BackwardMaps {
+  HeadsMap query, key, value, grad_out, grad_key, grad_value;
+  arch::TensorMap sums;
+};
+
+// One instantiation of the kernel.
+template <class T, BackwardConfig config, bool general>
+struct Backward {
+  using Element = T;
+  static constexpr bool kGeneral = general;
+  static constexpr int kThreads = config.threads();
+  static constexpr int kBlockM = config.block_m;
+  static constexpr int kBlockN = config.block_n;
+  static constexpr int kStages = config.stages;
+  static constexpr int kSteps = kBlockM / 16;  // of dV and dK
+  static constexpr int kProducerRegisters = kRegistersOfTwo.producer;
+  static constexpr int kConsumerRegisters = kRegistersOfTwo.consumer;
+
+  using Results = BackwardResults<config>;
+  static constexpr int kConsumers = Results::kConsumers;
+  using Scores = sm80::WarpTiles<kBlockN, kBlockM, 4 * kConsumers, 1>;
+  using GradK = typename Results::GradK;
+  using GradV = typename Results::GradV;
+  using GradQ = typename Results::GradQ;
+  using Fragments = uint32_t[kSteps][4];  // of P^T or dS^T
+
+  using TileK = PiecesTile<kBlockN, config.dim>;
+  using TileV = PiecesTile<kBlockN, config.dim_v>;
+  using TileQ = PiecesTile<kBlockM, config.dim>;
+  using TileDO = PiecesTile<kBlockM, config.dim_v>;
+  using TileScores = PiecesTile<kBlockN, kBlockM>;
+  static constexpr int kSumsBytes = kBlockM * config.dim * int(sizeof(float));
+  static constexpr int kColumnsBytes = kBlockM * int(sizeof(float));  // of lse, and of delta
+
+  DEVICE static int thread() { return arch::opaque_thread_index() - kWarpgroup; }
+
+  struct Storage {
+    alignas(1024) unsigned char k[TileK::kBytes];
+    alignas(1024) unsigned char v[TileV::kBytes];
+    alignas(1024) unsigned char q[kStages][TileQ::kBytes];
+    alignas(1024) unsigned char grad_out[kStages][TileDO::kBytes];
+    alignas(1024) unsigned char grad_scores[TileScores::kBytes];
+    alignas(128) unsigned char sums[kSumsBytes];
+    alignas(128) float minus_lse[kStages][kBlockM];
+    alignas(128) float minus_delta[kStages][kBlockM];
+    BackwardTask task;
+    Barrier keys_full, q_full[kStages], q_empty[kStages], do_full[kStages], do_empty[kStages];
+    Barrier scores_read, sums_full, sums_empty;
+  };
+  static_assert(sizeof(Storage) <= 227 * 1024);
+
+  // The accumulators of a consumer as wgmma numbers them.
+  template <int tiles>
+  DEVICE static float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
+    return reinterpret_cast<float (&)[4 * tiles]>(x);
+  }
+  DEVICE static void round(const typename Scores::Accumulators& x, Fragments& fragments) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) sm80::operand_of<T>(x)(fragments[step], 0, step);
+  }
+
+  // x (64 keys, block_m) = or, unless `general`, += A B^T, for the consumer whose keys begin at `a`.
+  template <class TileA, class TileB>
+  DEVICE static void multiply_rows(typename Scores::Accumulators& x, SharedAddress a, SharedAddress b) {
+    constexpr int kDepth = TileA::kPieces * TileA::kElements;
+    const uint64_t rows = TileA::descriptor(a, Major::kK), columns = TileB::descriptor(b, Major::kK);
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step)
+      arch::wgmma_m64k16<T, Major::kK, Major::kK>(
+          registers_of(x), arch::advance_descriptor(rows, TileA::step_bytes(step, Major::kK)),
+          arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kK)), !general || step > 0);
+  }
+  // x (64 keys, columns) += A B, with A (64 keys, block_m) from registers.
+  template <class TileB, int tiles>
+  DEVICE static void multiply_fragments(float (&x)[1][tiles][4], const Fragments& a, SharedAddress b) {
+    const uint64_t columns = TileB::descriptor(b, Major::kMn);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      arch::wgmma_m64k16<T, Major::kMn>(registers_of(x), a[step],
+                                        arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kMn)), 1);
+  }
+  // sums (64 queries, 64) = the consumer's part of dS K
+  DEVICE static void multiply_keys(typename GradQ::Accumulators& sums, SharedAddress grad_scores, SharedAddress k) {
+    const int piece = ConsumerThreads::consumer();
+    const int row_piece = Results::kSharesRows ? 0 : piece, column_piece = Results::kSharesRows ? piece : 0;
+    const uint64_t a = TileScores::descriptor(grad_scores + row_piece * TileScores::kPieceSize, Major::kMn);
+    const uint64_t b = TileK::descriptor(k + column_piece * TileK::kPieceSize, Major::kMn);
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step)
+      arch::wgmma_m64k16<T, Major::kMn, Major::kMn>(
+          registers_of(sums), arch::advance_descriptor(a, TileScores::step_bytes(step, Major::kMn)),
+          arch::advance_descriptor(b, TileK::step_bytes(step, Major::kMn)), step > 0);
+  }
+};
+
+// The producer, one thread. `at`: the block's first tile of queries.
+template <class Kernel>
+DEVICE void produce(const BackwardPlan& plan, const BackwardMaps& maps, typename Kernel::Storage& shared,
+                    QueryTile at) {
+  const BackwardTask::Queries queries = load_struct(shared.task.queries);
+  const BackwardTask::Head head = load_struct(shared.task.head);
+  const int first_key = head.k_begin + load_struct(shared.task.keys).first;
+  arch::barrier_arrive_expect(shared.keys_full, Kernel::TileK::kBytes + Kernel::TileV::kBytes);
+  load_pieces<typename Kernel::TileK>(arch::shared_address(shared.k), maps.key, shared.keys_full, first_key,
+                                      head.head_kv, queries.batch);
+  load_pieces<typename Kernel::TileV>(arch::shared_address(shared.v), maps.value, shared.keys_full, first_key,
+                                      head.head_kv, queries.batch);
+  Ring<Kernel::kStages> ring;
+#pragma unroll 1
+  for (bool more = true; more; at = load_struct(shared.task.steps).next(at)) {
+    more = at != load_struct(shared.task.steps).last;
+    const int row = queries.begin + at.tile * Kernel::kBlockM;
+    const int padded = sm80::padded_row<Kernel>(plan, queries, at);
+    const auto load = [&]<class Tile>(Barrier& empty, Barrier& full, unsigned char (&to)[Tile::kBytes],
+                                      const HeadsMap& map, float (&columns)[Kernel::kBlockM], const float* from) {
+      arch::barrier_wait(empty, ring.parity ^ 1);
+      arch::barrier_arrive_expect(full, Tile::kBytes + Kernel::kColumnsBytes);
+      load_pieces<Tile>(arch::shared_address(to), map, full, row, at.head, queries.batch);
+      arch::bulk_load(arch::shared_address(columns), from + padded, Kernel::kColumnsBytes, full);
+    };
+    const int stage = ring.stage;
+    load.template operator()<typename Kernel::TileQ>(shared.q_empty[stage], shared.q_full[stage], shared.q[stage],
+                                                     maps.query, shared.minus_lse[stage], plan.minus_lse);
+    load.template operator()<typename Kernel::TileDO>(shared.do_empty[stage], shared.do_full[stage],
+                                                      shared.grad_out[stage], maps.grad_out, shared.minus_delta[stage],
+                                                      plan.minus_delta);
+    ring.advance();
+  }
+}
+
+// The adder, one thread: adds the sums of each step to those in the workspace.
+template <class Kernel>
+DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typename Kernel::Storage& shared,
+                     QueryTile at) {
+  const BackwardTask::Queries queries = load_struct(shared.task.queries);
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (bool more = true; more; at = load_struct(shared.task.steps).next(at), parity ^= 1) {
+    more = at != load_struct(shared.task.steps).last;
+    const int padded = sm80::padded_row<Kernel>(plan, queries, at);
+    const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
+    const uint32_t earlier = sm80::earlier_blocks<Kernel>(load_struct(shared.task.keys), at.tile * Kernel::kBlockM);
+    arch::barrier_wait(shared.sums_full, parity);
+    if (plan.turns != nullptr) arch::wait_equal(plan.turns + padded / Kernel::kBlockM, earlier);
+    arch::tma_store<true>(maps.sums, arch::shared_address(shared.sums), to);
+    arch::bulk_commit();
+    arch::bulk_wait_read<0>();
+    arch::barrier_arrive(shared.sums_empty);
+    if (plan.turns != nullptr) {
+      arch::bulk_wait<0>();
+      arch::store_release(plan.turns + padded / Kernel::kBlockM, earlier + 1);
+    }
+  }
+}
+
+// The first line of a consumer in a tile of keys.
+DEVICE int first_line() { return ConsumerThreads::consumer() * kWarpgroupRows; }
+
+// Clears the lines of a tile from `line` on, if it has any, for all consumers.
+template <class Kernel, class Tile>
+DEVICE void clear_tail(SharedAddress tile, int line) {
+  constexpr int kLines = Tile::kPieceSize / kPieceBytes;
+  if (line >= kLines) return;
+  clear_lines<Tile>(tile, line, kLines, Kernel::thread(), Kernel::kConsumers * kWarpgroup);
+  sync_consumers<Kernel::kConsumers>();
+}
+
+// The steps of a block, at least one, for a consumer.
+template <class Kernel>
+DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
+                       QueryTile at, typename Kernel::GradK::Accumulators& grad_key,
+                       typename Kernel::GradV::Accumulators& grad_value) {
+  using TileK = typename Kernel::TileK;
+  using TileV = typename Kernel::TileV;
+  using TileQ = typename Kernel::TileQ;
+  using TileDO = typename Kernel::TileDO;
+  const SharedAddress k = arch::shared_address(shared.k), v = arch::shared_address(shared.v),
+                      scores = arch::shared_address(shared.grad_scores);
+  typename Kernel::Scores::Accumulators s, grad;
+  typename Kernel::GradQ::Accumulators sums;
+  typename Kernel::Fragments weights, grad_scores;
+  int step = 0;  // one register gives all stages and parities
+
+  // Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
+  const auto lines_left = [&] {
+    return p.cu_seqlens_q == nullptr ? Kernel::kBlockM
+                                     : load_struct(shared.task.queries).count - at.tile * Kernel::kBlockM;
+  };
+  const auto await_queries = [&] {
+    const int stage = step % Kernel::kStages;
+    arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
+    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left());
+  };
+  const auto start_scores = [&] {
+    const int stage = step % Kernel::kStages;
+    if constexpr (!Kernel::kGeneral) sm80::start_columns<Kernel>(s, shared.minus_lse[stage]);
+    arch::wgmma_fence(Kernel::registers_of(s));
+    Kernel::template multiply_rows<TileK, TileQ>(s, k + first_line() * kPieceBytes,
+                                                 arch::shared_address(shared.q[stage]));
+    arch::wgmma_commit();
+  };
+
+  arch::barrier_wait(shared.keys_full, 0);
+  if (p.cu_seqlens_k != nullptr) {
+    const BackwardTask::Keys keys = load_struct(shared.task.keys);
+    clear_tail<Kernel, TileK>(k, keys.visible.k_len - keys.first);
+    clear_tail<Kernel, TileV>(v, keys.visible.k_len - keys.first);
+  }
+  await_queries();
+  start_scores();
+  arch::wgmma_wait<0>(Kernel::registers_of(s));
+
+#pragma unroll 1
+  for (bool more = true; more;) {
+    more = at != load_struct(shared.task.steps).last;
+    const int stage = step % Kernel::kStages;
+    const uint32_t parity = step % 2;  // of barriers without stages
+    const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
+    arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
+    clear_tail<Kernel, TileDO>(grad_out, lines_left());
+    if constexpr (!Kernel::kGeneral) sm80::start_columns<Kernel>(grad, shared.minus_delta[stage]);
+    arch::wgmma_fence(Kernel::registers_of(grad));
+    Kernel::template multiply_rows<TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out);
+    arch::wgmma_commit();
+
+    const int first_query = at.tile * Kernel::kBlockM;
+    const BackwardTask::Keys keys = load_struct(shared.task.keys);
+    const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
+                                                     keys.first + Kernel::kBlockN);
+    if constexpr (Kernel::kGeneral) {
+      arch::wgmma_wait<0>(Kernel::registers_of(grad));
+      const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
+      sm80::general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
+                                             shared.minus_delta[stage], keys.first, first_query, is_masked);
+    } else {
+      sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+      arch::wgmma_wait<0>(Kernel::registers_of(grad));
+      sm80::multiply_weights(grad, s);
+    }
+    Kernel::round(s, weights);
+    Kernel::round(grad, grad_scores);
+    arch::wgmma_fence(Kernel::registers_of(grad_value), weights);
+    Kernel::template multiply_fragments<TileDO>(grad_value, weights, grad_out);
+    arch::wgmma_commit();
+
+    arch::barrier_wait(shared.scores_read, parity ^ 1);
+    stage_fragments<typename Kernel::TileScores>(scores, first_line(), grad_scores);
+    arch::fence_async_shared();
+    sync_consumers<Kernel::kConsumers>();  // dS is written
+    arch::wgmma_fence(Kernel::registers_of(sums));
+    Kernel::multiply_keys(sums, scores, k);
+    arch::wgmma_commit();
+    arch::wgmma_fence(Kernel::registers_of(grad_key), grad_scores);
+    Kernel::template multiply_fragments<TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
+    arch::wgmma_commit();
+    arch::wgmma_wait<2>(Kernel::registers_of(grad_value));  // which frees the registers of P
+    ConsumerThreads::arrive(shared.do_empty[stage]);
+    // The scores of the next step or, after the last one, of the same queries, because a product under a condition
+    // would make ptxas wait for each product.
+    if (more) {
+      ++step;
+      at = load_struct(shared.task.steps).next(at);
+      await_queries();
+    }
+    start_scores();
+
+    arch::wgmma_wait<2>(Kernel::registers_of(sums));
+    ConsumerThreads::arrive(shared.scores_read);
+    arch::barrier_wait(shared.sums_empty, parity ^ 1);
+#pragma unroll
+    for (int n = 0; n < Kernel::GradQ::kColumnTiles; ++n)  // as WorkspaceTile has them
+      arch::store_shared(arch::shared_address(shared.sums) + (n * Kernel::GradQ::kThreads + Kernel::thread()) * 16,
+                         arch::Words4{{arch::float_bits(sums[0][n][0]), arch::float_bits(sums[0][n][1]),
+                                       arch::float_bits(sums[0][n][2]), arch::float_bits(sums[0][n][3])}});
+    arch::fence_async_shared();
+    ConsumerThreads::sync();
+    ConsumerThreads::arrive(shared.sums_full);
+    arch::wgmma_wait<1>(Kernel::registers_of(grad_key));
+    ConsumerThreads::arrive(shared.q_empty[stage]);
+    arch::wgmma_wait<0>(Kernel::registers_of(s));
+  }
+  arch::wgmma_wait<0>(Kernel::registers_of(grad_value));
+  arch::wgmma_wait<0>(Kernel::registers_of(grad_key));
+}
+
+template <int tiles>
+DEVICE void scale(float (&x)[1][tiles][4], float factor) {
+#pragma unroll
+  for (int n = 0; n < tiles; ++n)
+#pragma unroll
+    for (int q = 0; q < 4; ++q) x[0][n][q] *= factor;
+}
+
+// Stores dK and dV of a consumer's keys: staged in the memory of keys and values or, if they are parts of a sum, in the
+// workspace.
+template <class Kernel>
+DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardMaps& maps,
+                            typename Kernel::Storage& shared, typename Kernel::GradK::Accumulators& grad_key,
+                            typename Kernel::GradV::Accumulators& grad_value) {
+  using T = typename Kernel::Element;
+  using TileK = typename Kernel::TileK;
+  using TileV = typename Kernel::TileV;
+  using GradK = typename Kernel::GradK;
+  using GradV = typename Kernel::GradV;
+  const BackwardTask::Keys keys = load_struct(shared.task.keys);
+  const BackwardTask::Head head = load_struct(shared.task.head);
+  const int batch = load_struct(shared.task.queries).batch;
+  const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
+  if (plan.splits > 1) {
+    const int64_t part = arch::block_x() % plan.splits;
+    const int64_t tile = (part * plan.schedule.pairs + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles +
+                         keys.first / Kernel::kBlockN;
+    sm80::WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns, Kernel::thread())
+        .store(grad_key, plan.scale);
+    sm80::WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns, Kernel::thread())
+        .store(grad_value, value_factor);
+    return;
+  }
+  const SharedAddress k = arch::shared_address(shared.k), v = arch::shared_address(shared.v);
+  const int own = first_line();
+  const int first = head.k_begin + keys.first, left = keys.visible.k_len - keys.first - own;
+  scale(grad_key, plan.scale);
+  scale(grad_value, value_factor);
+  sync_consumers<Kernel::kConsumers>();  // keys and values have been read
+  stage_rows<T, TileK>(k, own, grad_key);
+  stage_rows<T, TileV>(v, own, grad_value);
+  arch::fence_async_shared();
+  ConsumerThreads::sync();
+  if (p.cu_seqlens_k == nullptr || left >= kWarpgroupRows) {
+    store_pieces<TileK>(maps.grad_key, k, own, first + own, head.head_kv, batch);
+    store_pieces<TileV>(maps.grad_value, v, own, first + own, head.head_kv, batch);
+  } else {
+    store_lines<T, TileK>(k, own, left, int(p.dim),
+                          [&](int line) { return sm80::row_of<T>(p.grad_key, batch, first + line, head.head_kv); });
+    store_lines<T, TileV>(v, own, left, int(p.dim_v),
+                          [&](int line) { return sm80::row_of<T>(p.grad_value, batch, first + line, head.head_kv); });
+  }
+}
+
+// Grid: tiles of keys of all key heads and sequences, `splits` blocks for each.
+template <class Kernel>
+GLOBAL(Kernel::kThreads, 1)
+attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
+                   GRID_CONSTANT BackwardMaps maps) {
+  SHARED_STORAGE(typename Kernel::Storage, shared);
+  QueryTile first;
+  bool has_steps;
+  {
+    const sm80::BackwardWork work = sm80::find_work<Kernel>(p, plan);
+    if (work.steps < 0) return;
+    first = work.first;
+    has_steps = work.steps > 0;
+    if (arch::thread_index() == 0) work.task.store(shared.task);
+  }
+  if (arch::thread_index() == 0) {
+    arch::barrier_init(shared.keys_full, 1);
+    for (int stage = 0; stage < Kernel::kStages; ++stage) {
+      arch::barrier_init(shared.q_full[stage], 1);
+      arch::barrier_init(shared.q_empty[stage], Kernel::kConsumers);
+      arch::barrier_init(shared.do_full[stage], 1);
+      arch::barrier_init(shared.do_empty[stage], Kernel::kConsumers);
+    }
+    arch::barrier_init(shared.scores_read, Kernel::kConsumers);
+    arch::barrier_init(shared.sums_full, Kernel::kConsumers);
+    arch::barrier_init(shared.sums_empty, 1);
+    arch::fence_barrier_init();
+  }
+  arch::sync_threads();
+  if (arch::thread_index() < kWarpgroup) {
+    arch::decrease_registers<Kernel::kProducerRegisters>();
+    if (!has_steps) return;
+    if (arch::thread_index() == 0) produce<Kernel>(plan, maps, shared, first);
+    if (arch::thread_index() == arch::kWarpSize) add_sums<Kernel>(plan, maps, shared, first);
+  } else {
+    arch::increase_registers<Kernel::kConsumerRegisters>();
+    typename Kernel::GradK::Accumulators grad_key = {};
+    typename Kernel::GradV::Accumulators grad_value = {};
+    if (has_steps) accumulate<Kernel>(p, plan, shared, first, grad_key, grad_value);
+    store_gradients<Kernel>(p, plan, maps, shared, grad_key, grad_value);
+  }
+}
+
+}  // namespace cuda_ext::sm90

@@ -1,0 +1,34 @@
+// The launcher of flash attention backward on wgmma (sm_90a).
+#pragma once
+
+#include <string>
+
+#include "attention/attention_fwd_sm90.h"
+
+namespace cuda_ext::sm90 {
+
+// One instantiation per storage type and tile, in attention_bwd_sm90_{f16,bf16}_d{64,128}.cu.
+template <class T, int tile>
+struct AttentionBackwardSm90 {
+  static size_t workspace(const AttentionBackwardParams& params);
+  static void launch(const AttentionBackwardParams& params, Workspace workspace, void* stream);
+};
+extern template struct AttentionBackwardSm90<half_t, 0>;
+extern template struct AttentionBackwardSm90<half_t, 1>;
+extern template struct AttentionBackwardSm90<bfloat16_t, 0>;
+extern template struct AttentionBackwardSm90<bfloat16_t, 1>;
+static_assert(kNumBackwardTiles == 2);
+
+// Why the kernel cannot run a problem; empty if it can.
+inline std::string backward_refusal(const AttentionBackwardParams& p, const rt::Device& device) {
+  constexpr const BackwardConfig& largest = kBackwardTiles[kNumBackwardTiles - 1];
+  if (const std::string refusal = forward_refusal(p, device); !refusal.empty()) return refusal;
+  if (p.dim > largest.dim || p.dim_v > largest.dim_v)
+    return "backward on wgmma has tiles for head dims up to " + std::to_string(largest.dim);
+  const int64_t queries = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
+  if (queries == 0 || p.batch == 0 || p.heads == 0) return "there are no queries";
+  if (queries > 1 && p.grad_out.seq_stride == 0) return "TMA cannot read rows with a stride of 0";
+  return "";
+}
+
+}  // namespace cuda_ext::sm90

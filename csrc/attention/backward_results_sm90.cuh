@@ -1,0 +1,20 @@
+// The layouts in registers of what attention_bwd_sm90 computes, which are also those of float32 sums in the workspace.
+#pragma once
+
+#include "attention/tiles_sm90.h"
+#include "tile/results.cuh"
+
+namespace cuda_ext::sm90 {
+
+template <BackwardConfig config>
+struct BackwardResults {
+  static constexpr int kConsumers = config.block_n / 64;
+  // A consumer has 64 keys, and 64 rows or, if there are no more rows, 64 columns of dQ.
+  static constexpr bool kSharesRows = config.block_m == 64;
+  using GradK = sm80::WarpTiles<config.block_n, config.dim, 4 * kConsumers, 1>;
+  using GradV = sm80::WarpTiles<config.block_n, config.dim_v, 4 * kConsumers, 1>;
+  using GradQ = sm80::WarpTiles<config.block_m, config.dim, config.block_m / 16, kSharesRows ? kConsumers : 1, 64>;
+  static_assert(GradQ::kThreads == 128 * kConsumers && GradQ::kColumnTiles == 8);
+};
+
+}  // namespace cuda_ext::sm90
