@@ -493,12 +493,16 @@ int main() {
         caller = tmp_path / "caller.cpp"
         caller.write_text(
             """
-#include "attention/attention_fwd_sm90.h"
+#include "attention/attention_bwd_sm90.h"
 using namespace cuda_ext;
 int main() {  // all instantiations have a definition
   void* const launches[] = {(void*)&sm90::AttentionForwardSm90<half_t, 0>::launch,
-                            (void*)&sm90::AttentionForwardSm90<bfloat16_t, 3>::launch};
-  return launches[0] != nullptr && launches[1] != nullptr && has_attention_sm90();
+                            (void*)&sm90::AttentionForwardSm90<bfloat16_t, 3>::launch,
+                            (void*)&sm90::AttentionBackwardSm90<half_t, 0>::launch,
+                            (void*)&sm90::AttentionBackwardSm90<bfloat16_t, 1>::launch};
+  for (void* launch : launches)
+    if (launch == nullptr) return 1;
+  return has_attention_sm90();
 }
 """
         )

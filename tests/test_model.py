@@ -307,6 +307,7 @@ def test_steps_of_a_causal_mask_come_longest_first(evidence: Evidence) -> None:
         choice = attention_work.attention_choice(evidence, GPUS["h100"], problem, "bfloat16", backward)
         assert list(choice.steps) == sorted(choice.steps, reverse=True)
         assert len(set(choice.steps)) == 2048 // (choice.tile.block_n if backward else choice.tile.block_m)
+        assert choice.by_wgmma
     full, causal = (predict_attention(GPUS["h100"], Problem(1, 32768, 16, 128, causal=c), False) for c in (False, True))
     # Without a mask the busiest SMs have 32 equal blocks; the average is 31.
     assert 0.97 < causal.seconds / (full.seconds / 2) < 1.02
@@ -354,6 +355,30 @@ def test_forward_on_wgmma_is_what_the_kernel_does(evidence: Evidence, dim: int, 
     assert emulation.counters["tma_load_bytes"] == steps * work.iteration.l2 + queries
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_backward_on_wgmma_is_what_the_kernel_does(evidence: Evidence, dim: int, causal: bool) -> None:
+    """Compared with the emulator's counters, on a device of 4 SMs."""
+    gpu = dataclasses.replace(GPUS["h200"], sms=4)
+    problem = Problem(2, random.randint(129, 400), 4, dim, causal=causal)
+    choice = attention_work.attention_choice(evidence, gpu, problem, "bfloat16", True)
+    work, around = attention_work.attention_work(evidence, gpu, problem, "bfloat16", True)
+    assert choice.by_wgmma and work.persistent and around.launches == 2
+    tensors = [torch.randn(2, problem.length, 4, dim).bfloat16().requires_grad_() for _ in range(3)]
+    with testing.emulated("sm_90a"):
+        out = cuda_ext.flash_attention(*tensors, causal=causal)
+    with testing.emulated("sm_90a") as emulation:
+        torch.autograd.grad(out, tensors, torch.randn(out.shape).bfloat16())
+    counters, steps, tile = emulation.counters, sum(choice.steps), choice.tile
+    step = 2 * dim // 16 + 2 * tile.block_m // 16 + tile.block_n // 16
+    consumers, blocks = tile.block_n // 64, len(choice.steps)
+    assert counters["wgmma"] == consumers * (steps * step + blocks * dim // 16), "with scores after the last step"
+    keys = blocks * tile.block_n * 2 * dim * 2
+    assert counters["tma_load_bytes"] == steps * work.iteration.l2 + keys
+    assert counters["tma_store_bytes"] == steps * work.iteration.reduce + keys
+    assert counters["blocks"] == work.blocks + around.blocks
+
+
 def test_attention_on_wgmma_that_costs_more_is_slower(evidence: Evidence) -> None:
     problem, gpu = Problem(4, 4096, 16, 128), GPUS["h200"]
     (work,) = attention_work.attention_work(evidence, gpu, problem, "bfloat16", False)
@@ -369,11 +394,13 @@ def test_exponentials_and_reductions_of_attention(gpu: Gpu) -> None:
     batch, length, heads, dim = 4, 4096, 16, 128
     logits = batch * heads * length**2
     forward, backward = (predict_attention(gpu, Problem(batch, length, heads, dim), b) for b in (False, True))
-    for phase, clock in ((forward, gpu.wgmma_clock or gpu.clock), (backward, gpu.clock)):
+    clock = gpu.wgmma_clock or gpu.clock
+    for phase in (forward, backward):
         # The busiest SM has slightly more than its share.
         part = gpu.special * clock * gpu.sms * 1.0001
         assert logits / part < phase.resources["special"] < 1.1 * logits / part
-    sums = logits / 64 * dim * 4 / (gpu.reduced_bytes * gpu.clock * gpu.sms * 1.0001)
+    block_n = 128 if gpu.wgmma_clock else 64
+    sums = logits / block_n * dim * 4 / (gpu.reduced_bytes * clock * gpu.sms * 1.0001)
     assert sums < backward.resources["reduce"] < 1.1 * sums
     assert forward.resources["reduce"] == 0
 

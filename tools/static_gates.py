@@ -47,7 +47,7 @@ class Rule:
     loop_excludes: tuple[str, ...] = ()  # regular expressions; no opcode of the loop may begin with a match of one
     steps: int | None = None  # wgmma: products of an accumulator from one wait to the next, both operands in memory
     registers_from: str | None = None  # wgmma: the source, relative to csrc, with the registers of each role
-    overlap: int | None = None  # wgmma: at least so many exponentials between the loop's last product and its wait
+    overlap: int | None = None  # wgmma: at least so many exponentials between a product of the loop and its wait
 
 
 # The kernels on wgmma. One group of products is in flight while the lead of the next is issued.
@@ -71,6 +71,18 @@ ATTENTION_WGMMA = Rule(
     loop_excludes=("MEMBAR", "ERRBAR", "UCGABAR", "LDL", "STL"),
     registers_from="attention/tiles_sm90.h",
     overlap=48,
+)
+
+# P is computed under dP: all exponentials of a step, of which a thread has 32 or 64. Threads write dS in each step, which
+# needs the fence of asynchronous accesses (MEMBAR), and dQ leaves by bulk reductions. Before the first product, dP, its
+# accumulators are loaded with -delta.
+ATTENTION_WGMMA_BACKWARD = replace(
+    ATTENTION_WGMMA,
+    contains=("HGMMA", "UTMALDG", r"SYNCS\.PHASECHK", "UTMASTG", "UTMAREDG", "STSM", r"MUFU\.EX2"),
+    loop_excludes=("ERRBAR", "UCGABAR", "LDL", "STL"),
+    lead=112,
+    gap=None,
+    overlap=32,
 )
 
 # The first rule that matches a kernel applies; a kernel without a rule is a fault.
@@ -97,6 +109,9 @@ RULES = (
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
     replace(ATTENTION_WGMMA, name="attention_fwd_sm90"),
+    # dP^T is in flight during the softmax; the general kernel computes both together, after the wait.
+    replace(ATTENTION_WGMMA_BACKWARD, name=r"attention_bwd_sm90<Backward<\w+, \w+{[\d, ]+}, true", overlap=0),
+    replace(ATTENTION_WGMMA_BACKWARD, name="attention_bwd_sm90"),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
     Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128"), (r"REDG\.E\.ADD\.F32x4",)),
@@ -404,8 +419,8 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
             found += [where + fault for fault in register_faults(kernel, rule.registers_from)]
         if rule.overlap is not None and (overlap := exponentials_in_flight(kernel.loop)) < rule.overlap:
             found.append(
-                f"{where}expected at least {rule.overlap} exponentials between the last product of its loop and the "
-                f"wait for it, got {overlap}; the compiler has moved the softmax after the wait"
+                f"{where}expected at least {rule.overlap} exponentials between a product of its loop and the wait for "
+                f"it, got {overlap}; the compiler has moved the softmax after the wait"
             )
         newer = int(re.sub(r"\D", "", kernel.arch)) >= 90
         for pattern in (*rule.contains, *(rule.contains_sm90 if newer else ())):
@@ -415,12 +430,17 @@ def faults(kernels: Iterable[Kernel], rules: Sequence[Rule] = RULES) -> list[str
 
 
 def exponentials_in_flight(loop: Loop) -> int:
-    """The exponentials after the last product of the loop and before the last wait of its iteration."""
-    products = [i for i, text in enumerate(loop.body) if "GMMA." in text]
-    waits = [i for i, text in enumerate(loop.body) if "WARPGROUP.DEPBAR" in text]
-    if not products or not waits:
-        return 0
-    return sum("MUFU.EX2" in text for text in loop.body[products[-1] : waits[-1]])
+    """The most exponentials between a product of the loop and a wait with no product between them."""
+    most = 0
+    in_flight: int | None = None  # since the last product
+    for text in loop.body:
+        if "GMMA." in text:
+            in_flight = 0
+        elif "WARPGROUP.DEPBAR" in text:
+            most = max(most, in_flight or 0)
+        elif "MUFU.EX2" in text and in_flight is not None:
+            in_flight += 1
+    return most
 
 
 def wgmma_faults(kernel: Kernel, steps: int) -> list[str]:

@@ -29,6 +29,11 @@ THREADS_OF_ROWS = 128  # of attention_bwd_rows
 # arrive. With 2, the tiles of FlashAttention-3 would reach 513, 692 and 764 TFLOP/s at D = 64, 128 and 256; measured on
 # an H100 were 497, 648 and 756 (arXiv 2407.08608, full attention, S = 16k).
 OVERLAP_OF_SOFTMAX = 2
+# Of a step of backward on wgmma. With 1.25, the same tiles give 543 and 481 TFLOP/s at D = 128 and 64 on an H100; those
+# of FlashAttention-3, of the same sizes, measured 561 and 474 (arXiv 2407.08608, full attention, S = 16k). Theirs does
+# not store dQ under the next scores.
+OVERLAP_OF_GRADIENTS = 1.25
+BLOCK_START_CYCLES = 1000  # assumed: barriers, tensor maps, and the task, of a block that is not persistent
 ATTENTION_DTYPES = ("float16", "bfloat16")
 
 
@@ -57,7 +62,7 @@ class AttentionChoice:
 
     @property
     def by_wgmma(self) -> bool:
-        return "ForwardConfig" in self.kernel
+        return re.search(r"\b(Forward|Backward)Config", self.kernel) is not None
 
 
 def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> AttentionChoice:
@@ -115,6 +120,8 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     """The Work of the main launch; in backward also that of the launches before and after it, which only move bytes."""
     choice = attention_choice(evidence, gpu, problem, dtype, backward)
     if choice.by_wgmma:
+        if backward:
+            return backward_sm90_work(evidence, gpu, problem, choice)
         return [forward_sm90_work(evidence, gpu, problem, choice)]
     tile = choice.tile
     step, of_queries, of_keys = attention_costs(evidence, tile, backward)
@@ -216,6 +223,70 @@ def forward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: At
             overlap=OVERLAP_OF_SOFTMAX,
         ),
     )
+
+
+def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: AttentionChoice) -> list[Work]:
+    """csrc/attention/attention_bwd_sm90.cuh, whose bytes and products tests/simt/test_attention_bwd_sm90.py counts, and
+    the launches before and after it, which only move bytes."""
+    tile, size = choice.tile, 2
+    kernel = evidence.kernel(gpu, f"attention_bwd_sm90<{choice.kernel}>")
+    consumers = tile.block_n // 64
+    queries = problem.batch * problem.heads * problem.length
+    keys = problem.batch * problem.groups * problem.seen_keys
+    area, dims = tile.block_m * tile.block_n, tile.dim + tile.dim_v
+    rows = tile.block_m * dims * size  # bytes of queries and output gradients
+    sums = tile.block_m * tile.dim * 4
+    # For dQ each consumer reads its rows of dS and all keys or, if they share the rows, all of dS and half of the keys.
+    of_scores, of_keys = (consumers, 1) if tile.block_m == 64 else (1, consumers)
+    read = 2 * consumers * rows + tile.block_n * dims * size + (of_scores * area + of_keys * tile.block_n * tile.dim) * size
+    iteration = Amounts(
+        tensor=area * (3 * tile.dim + 2 * tile.dim_v),
+        # TMA writes queries and output gradients and reads sums; threads write dS and sums; wgmma reads the rest.
+        shared=(rows + read + area * size + 2 * sums) / 128,
+        issue=kernel.loop.instructions * 4 * consumers,
+        special=area,
+        l2=rows * 2 * problem.dim / dims + 2 * tile.block_m * 4,
+        reduce=sums,
+    )
+    block = tile.block_n * dims * size
+    outside = Amounts(
+        shared=3 * block / 128,
+        issue=EPILOGUE_INSTRUCTIONS * block / 128,
+        l2=2 * keys * 2 * problem.dim * size / len(choice.steps),
+    )
+    # Between two blocks: keys and the first queries arrive, then the first scores are multiplied and weighed.
+    scores = area * tile.dim / gpu.wgmma_multiply_adds
+    uniform = len(set(choice.steps)) == 1
+    main = Work(
+        blocks=len(choice.steps),
+        blocks_per_sm=1,
+        iterations=choice.steps[0] if uniform else choice.steps,
+        iteration=iteration,
+        outside=outside,
+        in_flight=tile.stages,
+        memory_bytes=size * problem.elements() + 2 * 4 * queries * tile.dim + 2 * size * keys * problem.dim,
+        persistent=Persistent(
+            workers=min(len(choice.steps), gpu.sms),
+            hides_epilogues=False,
+            restart=BLOCK_START_CYCLES + gpu.memory_latency + scores,
+            overlap=OVERLAP_OF_GRADIENTS,
+        ),
+    )
+    # attention_bwd_rows reads outputs and their gradients and clears the sums, attention_bwd_finish reads the sums.
+    moved = queries * (2 * size * problem.dim + 2 * 4 * tile.dim + size * problem.dim + 2 * 4)
+    rows_kernel = f"bfloat16_t, {tile.block_m}, {tile.dim}, {THREADS_OF_ROWS}"
+    blocks = 2 * problem.batch * problem.heads * math.ceil(problem.length / tile.block_m)
+    around = Work(
+        blocks=blocks,
+        blocks_per_sm=fit(evidence.kernel(gpu, f"attention_bwd_rows<{rows_kernel}>"), gpu),
+        iterations=0,
+        iteration=Amounts(),
+        outside=Amounts(l2=moved / blocks),
+        in_flight=1,
+        memory_bytes=moved,
+        launches=2,
+    )
+    return [main, around]
 
 
 def lone_cycles(gpu: Gpu, tile: AttentionTile, iteration: Amounts, step: dict[str, float], backward: bool) -> float:

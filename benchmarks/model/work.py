@@ -46,7 +46,7 @@ class Persistent:
     hides_epilogues: bool  # a tile is multiplied while the one before is stored
     restart: float  # cycles per tile whose epilogue is not hidden: waiting for the last products, issuing the first
     once: float = 0.0  # cycles per launch: waiting for other blocks of a cluster
-    overlap: int = OVERLAP_ASYNCHRONOUS  # of products with instructions and exponentials
+    overlap: float = OVERLAP_ASYNCHRONOUS  # of products with instructions and exponentials
 
 
 @dataclass(frozen=True)

@@ -278,12 +278,15 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                      keys.first + Kernel::kBlockN);
     if constexpr (Kernel::kGeneral) {
+      arch::barrier_wait(shared.scores_read, parity ^ 1);
       arch::wgmma_wait<0>(Kernel::registers_of(grad));
       const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
       sm80::general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
                                              shared.minus_delta[stage], keys.first, first_query, is_masked);
     } else {
       sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+      // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
+      arch::barrier_wait(shared.scores_read, parity ^ 1);
       arch::wgmma_wait<0>(Kernel::registers_of(grad));
       sm80::multiply_weights(grad, s);
     }
@@ -293,8 +296,9 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     Kernel::template multiply_fragments<TileDO>(grad_value, weights, grad_out);
     arch::wgmma_commit();
 
-    arch::barrier_wait(shared.scores_read, parity ^ 1);
-    stage_fragments<typename Kernel::TileScores>(scores, first_line(), grad_scores);
+#pragma unroll
+    for (int part = 0; part < Kernel::kSteps; ++part)
+      stage_fragment<typename Kernel::TileScores>(scores, first_line(), part, grad_scores[part]);
     arch::fence_async_shared();
     sync_consumers<Kernel::kConsumers>();  // dS is written
     arch::wgmma_fence(Kernel::registers_of(sums));

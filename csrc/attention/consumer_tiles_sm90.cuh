@@ -35,24 +35,24 @@ DEVICE void clear_lines(SharedAddress tile, int begin, int end, int thread, int 
   arch::fence_async_shared();
 }
 
-// Stores a consumer's fragments, of 16 columns each, in its lines of a tile, from `first_line` on.
-template <class Tile, int steps>
-DEVICE void stage_fragments(SharedAddress tile, int first_line, const uint32_t (&fragments)[steps][4]) {
+// Stores a consumer's fragment of 16 columns, from 16 `step` on, in its lines of a tile, from `first_line` on.
+template <class Tile>
+DEVICE void stage_fragment(SharedAddress tile, int first_line, int step, const uint32_t (&fragment)[4]) {
   // Lanes 8q to 8q + 7 have the lines of quadrant q, rows first, like the registers of a fragment.
   const int lane = arch::opaque_thread_index() % arch::kWarpSize;
   const int line = first_line + ConsumerThreads::index() / arch::kWarpSize * 16 + lane % 16;
-#pragma unroll
-  for (int step = 0; step < steps; ++step)
-    arch::stmatrix<4>(Tile::chunk(tile, line, 2 * step + lane / 16), fragments[step]);
+  arch::stmatrix<4>(Tile::chunk(tile, line, 2 * step + lane / 16), fragment);
 }
 
-// The same for a result, rounded to the storage type.
+// The same for all columns of a result, rounded to the storage type.
 template <class T, class Tile, int column_tiles>
 DEVICE void stage_rows(SharedAddress tile, int first_line, const float (&result)[1][column_tiles][4]) {
-  uint32_t fragments[column_tiles / 2][4];
 #pragma unroll
-  for (int step = 0; step < column_tiles / 2; ++step) sm80::operand_of<T>(result)(fragments[step], 0, step);
-  stage_fragments<Tile>(tile, first_line, fragments);
+  for (int step = 0; step < column_tiles / 2; ++step) {
+    uint32_t fragment[4];
+    sm80::operand_of<T>(result)(fragment, 0, step);
+    stage_fragment<Tile>(tile, first_line, step, fragment);
+  }
 }
 
 // Stores a consumer's staged lines by TMA, to `row` and following.

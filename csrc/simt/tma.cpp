@@ -223,10 +223,11 @@ void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank,
                   .reading = start_reading(memory, bytes, instruction, site),
                   .writing = start_writing(),
                   .site = site};
+  // The rounding of a sum of floats depends on the order.
+  const Access access = add && !machine->ordered_sums() ? Access::kAtomic : Access::kAsyncWrite;
   if (const Operation* writing = store.writing.get())
     for_pieces(fields, from, where, [&](SharedAddress, std::byte* global, int size) {
-      if (global != nullptr)
-        check(writing, add ? Access::kAtomic : Access::kAsyncWrite, global, size, instruction, site);
+      if (global != nullptr) check(writing, access, global, size, instruction, site);
     });
   start_store(std::move(store));
 }

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attention_sm90_cases import PACKING, qkv, random_problem, unnoticed_removals
 from torch import Tensor
 
 import cuda_ext
@@ -17,11 +17,6 @@ from cuda_ext import testing
 from cuda_ext.testing import reference_attention
 
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40), (8, 136))
-
-
-def qkv(batch: int, sq: int, sk: int, heads: int, heads_kv: int, dim: int, dim_v: int, dtype: torch.dtype) -> Any:
-    shapes = ((batch, sq, heads, dim), (batch, sk, heads_kv, dim), (batch, sk, heads_kv, dim_v))
-    return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
 def assert_right(out: Tensor, tensors: list[Tensor], **options: Any) -> None:
@@ -159,27 +154,7 @@ def test_reads_views_in_place(views: str) -> None:
 @pytest.mark.sampled(count=16)
 @pytest.mark.parametrize("case", range(400))
 def test_random_problems(case: int) -> None:
-    heads_kv, group = random.choice([1, 2, 3]), random.choice([1, 2, 3, 4, 8])
-    dim, dim_v = (8 * random.randint(1, 32) for _ in range(2))
-    dim = max(dim, dim_v) if random.random() < 0.5 else dim
-    queries, keys = (random.choice([1, 2, 63, 64, 65, 127, 129, random.randint(1, 400)]) for _ in range(2))
-    dtype = random.choice([torch.bfloat16, torch.float16])
-    tensors = qkv(random.choice([1, 2]), queries, keys, heads_kv * group, heads_kv, dim, dim_v, dtype)
-    options: dict[str, Any] = {}
-    if random.random() < 0.5:
-        options["causal"] = True
-    elif random.random() < 0.5:
-        options["window"] = (random.choice([None, random.randint(0, 99)]), random.choice([None, random.randint(0, 99)]))
-    if random.random() < 0.3:
-        options["softcap"] = random.uniform(1, 20)
-    if random.random() < 0.3:
-        options["scale"] = random.uniform(-0.3, 0.3)
-    if random.random() < 0.3:
-        options["alibi_slopes"] = torch.rand(heads_kv * group)
-    if random.random() < 0.3:
-        options["sinks"] = torch.randn(heads_kv * group)
-    if random.random() < 0.3:
-        options["bias"] = torch.randn(random.choice([1, tensors[0].shape[0]]), 1, queries, keys).to(dtype)
+    tensors, options = random_problem(largest_dim=256)
     out, counters = counted("sm_90a", tensors, **options)
     assert counters["wgmma"] > 0 and counters["mma"] == 0
     assert_right(out, tensors, **options)
@@ -195,7 +170,6 @@ def run(tensors: list[Tensor], options: dict[str, Any], **emulation: Any) -> tup
         return out, emulated.sync_sites
 
 
-PACKING = torch.tensor([0, 70, 180], dtype=torch.int32)
 # Sizes, options and numbers of SMs that together reach every synchronisation: several tiles in a block, so that stages
 # and the memory of queries are used again; packed heads; split keys; packed sequences.
 RACES: list[tuple[tuple[int, ...], dict[str, Any], int]] = [
@@ -227,31 +201,18 @@ HARMLESS = {
 
 
 def test_removal_of_any_synchronisation_is_noticed() -> None:
-    """By wrong numbers, a deadlock, or the checker, which needs no luck."""
-    cases: dict[Any, list[tuple[list[Tensor], dict[str, Any], int, Tensor]]] = {}  # those that reach a call
+    runs = []
     for sizes, options, processors in RACES:
         tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
-        expected, sites = run(tensors, options, processors=processors)
-        for site in sites:
-            if "_sm90" in site[0]:
-                cases.setdefault(site, []).append((tensors, options, processors, expected))
 
-    def is_noticed(site: Any) -> bool:
-        for check_races in (False, True):
-            for tensors, options, processors, expected in cases[site]:
-                how = {"mode": "lazy", "schedule": "pct", "check_races": check_races, "skip": site}
-                try:
-                    if not torch.equal(run(tensors, options, processors=processors, **how)[0], expected):
-                        return True
-                except RuntimeError:
-                    return True
-        return False
+        def once(
+            tensors: Any = tensors, options: Any = options, processors: int = processors, **emulation: Any
+        ) -> tuple[list[Tensor], list[Any]]:
+            out, sites = run(tensors, options, processors=processors, **emulation)
+            return [out], sites
 
-    assert len(cases) >= 25
-    unnoticed = [f"{site[1]}: {line_of(site)}" for site in cases if not is_noticed(site)]
+        runs.append(once)
+    calls, unnoticed = unnoticed_removals(runs, lambda file: "_sm90" in file and "_bwd_" not in file)
+    assert calls >= 25
     assert len(unnoticed) == len(HARMLESS), unnoticed
     assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed
-
-
-def line_of(site: tuple[str, int, str]) -> str:
-    return Path(site[0]).read_text().splitlines()[site[1] - 1].strip()

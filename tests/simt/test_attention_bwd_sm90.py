@@ -1,0 +1,212 @@
+"""What attention backward on wgmma has that the other kernels do not. tests/test_attention_cuda.py runs it as well: an
+emulated device is of either architecture there."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from attention_sm90_cases import PACKING, Sizes, qkv, random_problem, unnoticed_removals
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import testing
+from cuda_ext.testing import reference_attention
+
+DIMS = ((64, 64), (128, 128), (80, 40), (8, 128))
+
+
+def forward(tensors: list[Tensor], options: dict[str, Any]) -> Tensor:
+    if "cu_seqlens_q" in options:
+        return cuda_ext.flash_attention_varlen(*(each[0] for each in tensors), **options)
+    return cuda_ext.flash_attention(*tensors, **options)
+
+
+def gradients(
+    tensors: list[Tensor], options: dict[str, Any], grad_out: Tensor | None = None, **emulation: Any
+) -> tuple[list[Tensor], dict[str, int], list[Any]]:
+    """The gradients of query, key and value, and the counters and synchronisation calls of their backward. Forward runs
+    with none of the options of the emulator."""
+    leaves = [each.detach().requires_grad_() for each in tensors]
+    torch.manual_seed(3)  # of dropout
+    with testing.emulated("sm_90a"):
+        out = forward(leaves, options)
+    grad_out = torch.ones_like(out) if grad_out is None else grad_out
+    with testing.emulated("sm_90a", **emulation) as emulated:
+        return list(torch.autograd.grad(out, leaves, grad_out)), emulated.counters, emulated.sync_sites
+
+
+def assert_right(tensors: list[Tensor], options: dict[str, Any], **emulation: Any) -> dict[str, int]:
+    """The errors are at most twice those of the same formula in the dtype of the tensors."""
+
+    def of_reference(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [each.detach().to(dtype).requires_grad_() for each in tensors]
+        out = reference_attention(*leaves, **{name: value for name, value in options.items() if name != "deterministic"})
+        return [each.double() for each in torch.autograd.grad(out, leaves, grad_out.to(dtype))]
+
+    grad_out = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(tensors[0].dtype)
+    ours, counters, _ = gradients(tensors, options, grad_out, **emulation)
+    epsilon = torch.finfo(tensors[0].dtype).eps
+    for each, exact, plain in zip(ours, of_reference(torch.float64), of_reference(tensors[0].dtype), strict=True):
+        error, allowed = ((x - exact).abs().max() for x in (each.double(), plain))
+        # A gradient that is exactly 0, as that of a query with one key, is a difference of float32 sums.
+        assert error <= 2 * allowed + 2 * epsilon * exact.abs().max() + 1e-5
+    return counters
+
+
+def lazily() -> dict[str, Any]:
+    return {"mode": "lazy", "schedule": "pct", "seed": random.randrange(2**31)}
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_runs_where_it_can(dims: tuple[int, int], causal: bool) -> None:
+    tensors = qkv(2, random.randint(1, 300), random.randint(1, 300), 2, 1, *dims, torch.bfloat16)
+    counters = assert_right(tensors, {"causal": causal}, **lazily())
+    assert counters["wgmma"] > 0 and counters["tma_load_bytes"] > 0 and counters["mma"] == 0
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_products_and_bytes_are_those_that_are_needed(dim: int) -> None:
+    """Full attention: the products of a step and, for each block, those of the scores after its last step, which are
+    not used. Bytes of keys and values once, of queries and output gradients once for each block of keys, and of the
+    sums of dQ likewise."""
+    batch, heads, queries, keys = 2, 3, 256, 512
+    tensors = qkv(batch, queries, keys, heads, heads, dim, dim, torch.bfloat16)
+    _, counters, _ = gradients(tensors, {})
+    block_m, block_n = {64: (128, 128), 128: (64, 128)}[dim]
+    blocks, steps = batch * heads * keys // block_n, queries // block_m
+    scores, grad_keys, grad_query = dim // 16, block_m // 16, block_n // 16
+    assert counters["wgmma"] == 2 * blocks * (steps * (2 * scores + 2 * grad_keys + grad_query) + scores)
+    rows = 2 * queries * dim * 2 + 2 * queries * 4  # Q and dO, lse and delta
+    assert counters["tma_load_bytes"] == blocks * (2 * block_n * dim * 2 + rows)
+    stored = 2 * block_n * dim * 2 + queries * dim * 4
+    assert counters["tma_store_bytes"] == blocks * stored
+
+
+@pytest.mark.parametrize("dims", DIMS[:2], ids=str)
+def test_no_bank_conflicts(dims: tuple[int, int]) -> None:
+    for options in ({"causal": True}, {"softcap": 4.0}):
+        _, counters, _ = gradients(qkv(1, 200, 200, 2, 1, *dims, torch.float16), options)
+        assert counters["matrix_wavefronts"] == counters["matrix_ideal_wavefronts"] > 0
+        assert counters["shared_wavefronts"] == counters["shared_ideal_wavefronts"]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_causal_wastes_no_tile_of_queries(dim: int) -> None:
+    """A block of keys multiplies only tiles of queries that see one of its keys."""
+    length = 1024
+    _, counters, _ = gradients(qkv(1, length, length, 1, 1, dim, dim, torch.bfloat16), {"causal": True}, processors=1)
+    block_m = {64: 128, 128: 64}[dim]
+    blocks = length // 128
+    steps = sum((length - 128 * block) // block_m for block in range(blocks))
+    assert counters["wgmma"] == 2 * (steps * (2 * dim // 16 + 2 * block_m // 16 + 8) + blocks * dim // 16)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_deterministic(dims: tuple[int, int]) -> None:
+    tensors = qkv(1, 300, 500, 4, 2, *dims, torch.bfloat16)
+    options = {"causal": True, "deterministic": True}
+    expected, _, _ = gradients(tensors, options)
+    for _ in range(3):
+        again, counters, _ = gradients(tensors, options, **lazily(), check_races=True, ordered_sums=True)
+        assert counters["wgmma"] > 0 and all(map(torch.equal, again, expected))
+    assert_right(tensors, options)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 9.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_of_other_sequences_do_not_matter(poison: float, dim: int) -> None:
+    """TMA reads them together with the last rows of a sequence."""
+    lengths = [70, 1, 0, 129, 37]
+    begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    tensors = qkv(1, sum(lengths), sum(lengths), 2, 2, dim, dim, torch.bfloat16)
+    options = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "deterministic": True}
+    grad_out = torch.randn_like(tensors[0][0])
+    clean, _, _ = gradients(tensors, options, grad_out)
+    for kept in range(len(lengths)):
+        own = slice(int(begins[kept]), int(begins[kept + 1]))
+        others = [torch.full_like(each, poison) for each in (*tensors, grad_out[None])]
+        for to, source in zip(others, (*tensors, grad_out[None]), strict=True):
+            to[:, own] = source[:, own]
+        dirty, counters, _ = gradients(others[:3], options, others[3][0], **lazily())
+        assert counters["wgmma"] > 0
+        assert all(torch.equal(x[:, own], y[:, own]) for x, y in zip(dirty, clean, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"), [((1, 50, 50, 2, 2, 136, 64), "head dim"), ((1, 50, 50, 2, 2, 64, 192), "head dim of values")]
+)
+def test_falls_back_to_the_other_kernel(sizes: Sizes, reason: str) -> None:
+    counters = assert_right(qkv(*sizes, torch.bfloat16), {})  # type: ignore[arg-type]
+    assert counters["wgmma"] == 0 and counters["mma"] > 0
+
+
+def test_falls_back_with_an_expanded_gradient_of_the_output() -> None:
+    tensors = qkv(1, 50, 70, 2, 2, 64, 64, torch.float16)
+    ones, _, _ = gradients(tensors, {}, torch.ones(1, 50, 2, 64).half())
+    expanded, _, _ = gradients(tensors, {}, torch.ones(1).half().expand(1, 50, 2, 64), **lazily())
+    for x, y in zip(ones, expanded, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.sampled(count=12)
+@pytest.mark.parametrize("case", range(400))
+def test_random_problems(case: int) -> None:
+    tensors, options = random_problem(largest_dim=128)
+    options["deterministic"] = random.random() < 0.3
+    counters = assert_right(tensors, options, **lazily())
+    assert counters["wgmma"] > 0 and counters["mma"] == 0
+
+
+# Sizes, options and numbers of SMs that together reach every synchronisation.
+RACES: list[tuple[Sizes, dict[str, Any], int]] = [
+    ((1, 300, 200, 2, 2, 64, 64), {"causal": True, "deterministic": True}, 1),
+    ((1, 200, 300, 2, 1, 128, 128), {"deterministic": True}, 1),
+    ((1, 130, 140, 2, 2, 64, 64), {"softcap": 3.0, "dropout_p": 0.3, "deterministic": True}, 1),
+    ((1, 500, 100, 2, 2, 64, 64), {"deterministic": True}, 8),
+    ((1, 180, 180, 1, 1, 64, 64), {"cu_seqlens_q": PACKING, "cu_seqlens_k": PACKING, "deterministic": True}, 1),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
+def test_no_races(sizes: Sizes, options: dict[str, Any], processors: int) -> None:
+    tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
+    expected, _, _ = gradients(tensors, options, processors=processors, check_races=True, ordered_sums=True)
+    for mode, schedule in (("lazy", "fifo"), ("lazy", "pct"), ("eager", "pct")):
+        how = {"mode": mode, "schedule": schedule, "seed": random.randrange(2**31), "processors": processors}
+        assert all(map(torch.equal, gradients(tensors, options, **how)[0], expected))
+
+
+# Calls whose removal nothing notices, with the reason.
+HARMLESS = {
+    f"arch::wgmma_wait<0>(Kernel::registers_of({gradient}));": "no product is in flight; it tells the compiler that the "
+    "registers have changed"
+    for gradient in ("grad_value", "grad_key")
+}
+
+
+def test_removal_of_any_synchronisation_is_noticed() -> None:
+    runs = []
+    for sizes, options, processors in RACES:
+        tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
+
+        def once(
+            tensors: Any = tensors,
+            options: Any = options,
+            processors: int = processors,
+            check_races: bool = False,
+            **emulation: Any,
+        ) -> tuple[list[Tensor], list[Any]]:
+            emulation |= {"processors": processors, "check_races": check_races, "ordered_sums": check_races}
+            results, _, sites = gradients(tensors, options, **emulation)
+            return results, sites
+
+        runs.append(once)
+    calls, unnoticed = unnoticed_removals(runs, lambda file: "_bwd_sm90" in file)
+    assert calls >= 25
+    assert len(unnoticed) == len(HARMLESS), unnoticed
+    assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed
