@@ -692,7 +692,7 @@ def test_errors_for_missing_evidence_say_how_to_get_it(evidence: Evidence) -> No
 
 def test_attention_that_is_not_modelled(evidence: Evidence) -> None:
     few = {case: cost for case, cost in evidence.attention.items() if not case.endswith("8x256x128")}
-    gpu, problem = GPUS["h100"], Problem(4, 4096, 16, 128)
+    gpu, problem = WITHOUT_WGMMA, Problem(4, 4096, 16, 128)
     with pytest.raises(ModelError, match=r"attention.json, got 2; record them with"):
         predict_attention(gpu, problem, True, evidence=dataclasses.replace(evidence, attention=few))
     for unknown in (Problem(1, 1, 8, 128, keys=4096), dataclasses.replace(problem, deterministic=True)):

@@ -264,7 +264,7 @@ def test_softmax_after_the_wait_is_a_fault(controls: tuple[dict[str, Kernel], li
     rule = Rule("", overlap=2)
     for body, exponentials in (
         ([product, wait, product, softmax, softmax, wait, softmax], 2),
-        ([product, softmax, softmax, wait, product, softmax, wait], 1),
+        ([product, softmax, softmax, wait, product, softmax, wait], 2),
         ([product, wait, product, wait, softmax, softmax, softmax], 0),
         ([softmax, softmax], 0),
     ):

@@ -17,8 +17,8 @@
 //                share its tile: by rows or, if it has 64, by columns.
 // Barriers       keys_full: 1 arrival, of the producer, and the bytes of keys and values. {q,do}_full[stage]: 1 arrival
 //                and the bytes of queries and lse, or of output gradients and delta. {q,do}_empty[stage]: 1 arrival per
-//                consumer. scores_read: 1 arrival per consumer, when its product of dQ has read dS. sums_full: 1 arrival
-//                per consumer, when its part of dQ is written. sums_empty: 1 arrival, of the adder.
+//                consumer. scores_read: 1 arrival per consumer, when its product of dQ has read dS. sums_full: 1
+//                arrival per consumer, when its part of dQ is written. sums_empty: 1 arrival, of the adder.
 //                Named barriers 1 and 2: the 128 threads of a consumer. 7: all consumers, once per step, when dS is
 //                written.
 // Shared memory  keys (block_n, dim), values (block_n, dim_v), two stages of queries (block_m, dim) and of output
@@ -215,6 +215,60 @@ DEVICE void clear_tail(SharedAddress tile, int line) {
   sync_consumers<Kernel::kConsumers>();
 }
 
+// Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
+template <class Kernel>
+DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& at) {
+  if (p.cu_seqlens_q == nullptr) return Kernel::kBlockM;
+  return load_struct(shared.task.queries).count - at.tile * Kernel::kBlockM;
+}
+
+// Issues x = A B^T + columns for the consumer's lines of the tile at `a`; the general kernel adds `columns` later.
+template <class Kernel, class TileA, class TileB>
+DEVICE void start_rows(typename Kernel::Scores::Accumulators& x, SharedAddress a, SharedAddress b,
+                       const float* columns) {
+  if constexpr (!Kernel::kGeneral) sm80::start_columns<Kernel>(x, columns);
+  arch::wgmma_fence(Kernel::registers_of(x));
+  Kernel::template multiply_rows<TileA, TileB>(x, a + first_line() * kPieceBytes, b);
+  arch::wgmma_commit();
+}
+
+// The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
+template <class Kernel>
+DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
+                       const QueryTile& at, int step, typename Kernel::Scores::Accumulators& s,
+                       typename Kernel::Scores::Accumulators& grad) {
+  const int first_query = at.tile * Kernel::kBlockM;
+  const BackwardTask::Keys keys = load_struct(shared.task.keys);
+  const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
+                                                   keys.first + Kernel::kBlockN);
+  if constexpr (!Kernel::kGeneral) sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
+  arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
+  arch::wgmma_wait<0>(Kernel::registers_of(grad));
+  if constexpr (Kernel::kGeneral) {
+    const int stage = step % Kernel::kStages;
+    const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
+    sm80::general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
+                                           shared.minus_delta[stage], keys.first, first_query, is_masked);
+  } else {
+    sm80::multiply_weights(grad, s);
+  }
+}
+
+// Hands the consumer's part of dQ to the adder, in the order of WorkspaceTile.
+template <class Kernel>
+DEVICE void store_sums(typename Kernel::Storage& shared, int step, const typename Kernel::GradQ::Accumulators& sums) {
+  arch::barrier_wait(shared.sums_empty, step % 2 ^ 1);
+#pragma unroll
+  for (int n = 0; n < Kernel::GradQ::kColumnTiles; ++n)
+    arch::store_shared(arch::shared_address(shared.sums) + (n * Kernel::GradQ::kThreads + Kernel::thread()) * 16,
+                       arch::Words4{{arch::float_bits(sums[0][n][0]), arch::float_bits(sums[0][n][1]),
+                                     arch::float_bits(sums[0][n][2]), arch::float_bits(sums[0][n][3])}});
+  arch::fence_async_shared();
+  ConsumerThreads::sync();
+  ConsumerThreads::arrive(shared.sums_full);
+}
+
 // The steps of a block, at least one, for a consumer.
 template <class Kernel>
 DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
@@ -230,24 +284,14 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
   typename Kernel::GradQ::Accumulators sums;
   typename Kernel::Fragments weights, grad_scores;
   int step = 0;  // one register gives all stages and parities
-
-  // Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
-  const auto lines_left = [&] {
-    return p.cu_seqlens_q == nullptr ? Kernel::kBlockM
-                                     : load_struct(shared.task.queries).count - at.tile * Kernel::kBlockM;
-  };
   const auto await_queries = [&] {
     const int stage = step % Kernel::kStages;
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left());
+    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, at));
   };
   const auto start_scores = [&] {
     const int stage = step % Kernel::kStages;
-    if constexpr (!Kernel::kGeneral) sm80::start_columns<Kernel>(s, shared.minus_lse[stage]);
-    arch::wgmma_fence(Kernel::registers_of(s));
-    Kernel::template multiply_rows<TileK, TileQ>(s, k + first_line() * kPieceBytes,
-                                                 arch::shared_address(shared.q[stage]));
-    arch::wgmma_commit();
+    start_rows<Kernel, TileK, TileQ>(s, k, arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
   };
 
   arch::barrier_wait(shared.keys_full, 0);
@@ -263,33 +307,12 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
 #pragma unroll 1
   for (bool more = true; more;) {
     more = at != load_struct(shared.task.steps).last;
-    const int stage = step % Kernel::kStages;
-    const uint32_t parity = step % 2;  // of barriers without stages
+    const int stage = step % Kernel::kStages, this_step = step;
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileDO>(grad_out, lines_left());
-    if constexpr (!Kernel::kGeneral) sm80::start_columns<Kernel>(grad, shared.minus_delta[stage]);
-    arch::wgmma_fence(Kernel::registers_of(grad));
-    Kernel::template multiply_rows<TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out);
-    arch::wgmma_commit();
-
-    const int first_query = at.tile * Kernel::kBlockM;
-    const BackwardTask::Keys keys = load_struct(shared.task.keys);
-    const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
-                                                     keys.first + Kernel::kBlockN);
-    if constexpr (Kernel::kGeneral) {
-      arch::barrier_wait(shared.scores_read, parity ^ 1);
-      arch::wgmma_wait<0>(Kernel::registers_of(grad));
-      const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
-      sm80::general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
-                                             shared.minus_delta[stage], keys.first, first_query, is_masked);
-    } else {
-      sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-      // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
-      arch::barrier_wait(shared.scores_read, parity ^ 1);
-      arch::wgmma_wait<0>(Kernel::registers_of(grad));
-      sm80::multiply_weights(grad, s);
-    }
+    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, at));
+    start_rows<Kernel, TileV, TileDO>(grad, v, grad_out, shared.minus_delta[stage]);
+    weigh_step<Kernel>(p, plan, shared, at, step, s, grad);
     Kernel::round(s, weights);
     Kernel::round(grad, grad_scores);
     arch::wgmma_fence(Kernel::registers_of(grad_value), weights);
@@ -320,29 +343,13 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
 
     arch::wgmma_wait<2>(Kernel::registers_of(sums));
     ConsumerThreads::arrive(shared.scores_read);
-    arch::barrier_wait(shared.sums_empty, parity ^ 1);
-#pragma unroll
-    for (int n = 0; n < Kernel::GradQ::kColumnTiles; ++n)  // as WorkspaceTile has them
-      arch::store_shared(arch::shared_address(shared.sums) + (n * Kernel::GradQ::kThreads + Kernel::thread()) * 16,
-                         arch::Words4{{arch::float_bits(sums[0][n][0]), arch::float_bits(sums[0][n][1]),
-                                       arch::float_bits(sums[0][n][2]), arch::float_bits(sums[0][n][3])}});
-    arch::fence_async_shared();
-    ConsumerThreads::sync();
-    ConsumerThreads::arrive(shared.sums_full);
+    store_sums<Kernel>(shared, this_step, sums);
     arch::wgmma_wait<1>(Kernel::registers_of(grad_key));
     ConsumerThreads::arrive(shared.q_empty[stage]);
     arch::wgmma_wait<0>(Kernel::registers_of(s));
   }
   arch::wgmma_wait<0>(Kernel::registers_of(grad_value));
   arch::wgmma_wait<0>(Kernel::registers_of(grad_key));
-}
-
-template <int tiles>
-DEVICE void scale(float (&x)[1][tiles][4], float factor) {
-#pragma unroll
-  for (int n = 0; n < tiles; ++n)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) x[0][n][q] *= factor;
 }
 
 // Stores dK and dV of a consumer's keys: staged in the memory of keys and values or, if they are parts of a sum, in the

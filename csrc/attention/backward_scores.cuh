@@ -1,8 +1,8 @@
-// What the backward kernels of all architectures share: the work of a block, and the step from scores and dP to P and
-// dS. Scores are transposed, (keys, queries).
+// What the backward kernels of all architectures share: the work of a block, and the computation of P and dS from
+// scores and dP. Scores are transposed, (keys, queries).
 //
-// A kernel has kBlockM (queries), kBlockN (keys), Scores (the WarpTiles of a tile of scores), and thread(): the index of
-// this thread among those that have them.
+// A kernel has kBlockM (queries), kBlockN (keys), Scores (the WarpTiles of a tile of scores), and thread(): the index
+// of this thread among those that have them.
 #pragma once
 
 #include "attention/attention_bwd_plan.cuh"

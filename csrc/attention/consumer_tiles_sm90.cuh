@@ -35,6 +35,15 @@ DEVICE void clear_lines(SharedAddress tile, int begin, int end, int thread, int 
   arch::fence_async_shared();
 }
 
+// result *= factor
+template <int column_tiles>
+DEVICE void scale(float (&result)[1][column_tiles][4], float factor) {
+#pragma unroll
+  for (int n = 0; n < column_tiles; ++n)
+#pragma unroll
+    for (int q = 0; q < 4; ++q) result[0][n][q] *= factor;
+}
+
 // Stores a consumer's fragment of 16 columns, from 16 `step` on, in its lines of a tile, from `first_line` on.
 template <class Tile>
 DEVICE void stage_fragment(SharedAddress tile, int first_line, int step, const uint32_t (&fragment)[4]) {
