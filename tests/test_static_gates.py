@@ -271,7 +271,7 @@ def test_softmax_after_the_wait_is_a_fault(controls: tuple[dict[str, Kernel], li
         loop = static_gates.measure_loop(body)
         assert static_gates.exponentials_in_flight(loop) == exponentials
         found = static_gates.faults([dataclasses.replace(kernel, loop=loop)], [rule])
-        told = "expected at least 2 exponentials between the last product of its loop and the wait for it"
+        told = "expected at least 2 exponentials between a product of its loop and the wait for it"
         assert [told in fault for fault in found] == [True] * (exponentials < 2)
 
 

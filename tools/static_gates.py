@@ -73,9 +73,9 @@ ATTENTION_WGMMA = Rule(
     overlap=48,
 )
 
-# P is computed under dP: all exponentials of a step, of which a thread has 32 or 64. Threads write dS in each step, which
-# needs the fence of asynchronous accesses (MEMBAR), and dQ leaves by bulk reductions. Before the first product, dP, its
-# accumulators are loaded with -delta.
+# P is computed under dP: all exponentials of a step, of which a thread has 32 or 64. Threads write dS in each step,
+# which needs the fence of asynchronous accesses (MEMBAR), and dQ leaves by bulk reductions. Before the first product,
+# dP, its accumulators are loaded with -delta.
 ATTENTION_WGMMA_BACKWARD = replace(
     ATTENTION_WGMMA,
     contains=("HGMMA", "UTMALDG", r"SYNCS\.PHASECHK", "UTMASTG", "UTMAREDG", "STSM", r"MUFU\.EX2"),

@@ -238,7 +238,8 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
     sums = tile.block_m * tile.dim * 4
     # For dQ each consumer reads its rows of dS and all keys or, if they share the rows, all of dS and half of the keys.
     of_scores, of_keys = (consumers, 1) if tile.block_m == 64 else (1, consumers)
-    read = 2 * consumers * rows + tile.block_n * dims * size + (of_scores * area + of_keys * tile.block_n * tile.dim) * size
+    of_sums = of_scores * area + of_keys * tile.block_n * tile.dim
+    read = 2 * consumers * rows + (tile.block_n * dims + of_sums) * size
     iteration = Amounts(
         tensor=area * (3 * tile.dim + 2 * tile.dim_v),
         # TMA writes queries and output gradients and reads sums; threads write dS and sums; wgmma reads the rest.

@@ -215,6 +215,16 @@ DEVICE void clear_tail(SharedAddress tile, int line) {
   sync_consumers<Kernel::kConsumers>();
 }
 
+// Waits for keys and values, and clears those of the next sequence.
+template <class Kernel>
+DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storage& shared) {
+  arch::barrier_wait(shared.keys_full, 0);
+  if (p.cu_seqlens_k == nullptr) return;
+  const BackwardTask::Keys keys = load_struct(shared.task.keys);
+  clear_tail<Kernel, typename Kernel::TileK>(arch::shared_address(shared.k), keys.visible.k_len - keys.first);
+  clear_tail<Kernel, typename Kernel::TileV>(arch::shared_address(shared.v), keys.visible.k_len - keys.first);
+}
+
 // Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
 template <class Kernel>
 DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& at) {
@@ -294,12 +304,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     start_rows<Kernel, TileK, TileQ>(s, k, arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
   };
 
-  arch::barrier_wait(shared.keys_full, 0);
-  if (p.cu_seqlens_k != nullptr) {
-    const BackwardTask::Keys keys = load_struct(shared.task.keys);
-    clear_tail<Kernel, TileK>(k, keys.visible.k_len - keys.first);
-    clear_tail<Kernel, TileV>(v, keys.visible.k_len - keys.first);
-  }
+  await_keys<Kernel>(p, shared);
   await_queries();
   start_scores();
   arch::wgmma_wait<0>(Kernel::registers_of(s));

@@ -44,7 +44,7 @@ def assert_right(tensors: list[Tensor], options: dict[str, Any], **emulation: An
 
     def of_reference(dtype: torch.dtype) -> list[Tensor]:
         leaves = [each.detach().to(dtype).requires_grad_() for each in tensors]
-        out = reference_attention(*leaves, **{name: value for name, value in options.items() if name != "deterministic"})
+        out = reference_attention(*leaves, **{name: options[name] for name in options if name != "deterministic"})
         return [each.double() for each in torch.autograd.grad(out, leaves, grad_out.to(dtype))]
 
     grad_out = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1]).to(tensors[0].dtype)
@@ -183,8 +183,8 @@ def test_no_races(sizes: Sizes, options: dict[str, Any], processors: int) -> Non
 
 # Calls whose removal nothing notices, with the reason.
 HARMLESS = {
-    f"arch::wgmma_wait<0>(Kernel::registers_of({gradient}));": "no product is in flight; it tells the compiler that the "
-    "registers have changed"
+    f"arch::wgmma_wait<0>(Kernel::registers_of({gradient}));": "no product is in flight; it tells the compiler that "
+    "the registers have changed"
     for gradient in ("grad_value", "grad_key")
 }
 
