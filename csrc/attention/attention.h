@@ -78,6 +78,8 @@ struct AttentionParams {
   int64_t dropout_pitch = 0;      // the longest key sequence, rounded up to 4
 
   HeadsView query, key, value, out;
+
+  bool uses_wgmma = true;  // on devices that have it
 };
 
 struct AttentionBackwardParams : AttentionParams {

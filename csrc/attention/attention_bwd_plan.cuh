@@ -109,4 +109,21 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
   return cursor;
 }
 
+// What a launch of `Kernel` would run.
+template <class Kernel, class Config>
+AttentionPlan describe_plan(const AttentionBackwardParams& p, const Config& config, const rt::Device& device) {
+  BackwardPlan plan = plan_backward(p, config, device);
+  const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
+  return {.dim = config.dim,
+          .dim_v = config.dim_v,
+          .block_m = Kernel::kBlockM,
+          .block_n = Kernel::kBlockN,
+          .general = Kernel::kGeneral,
+          .splits = plan.splits,
+          .tiles = tiles,
+          .blocks = tiles * plan.splits,
+          .threads = Kernel::kThreads,
+          .workspace = assign_workspace(p, config, nullptr, plan).used()};
+}
+
 }  // namespace cuda_ext::sm80

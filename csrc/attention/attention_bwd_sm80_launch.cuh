@@ -29,19 +29,23 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   launch_after<T, Kernel>(p, plan, stream);
 }
 
-template <class T, int tile>
-size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
-  if (params.heads == 0) return 0;
-  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
-  BackwardPlan plan = plan_backward(params, config, rt::describe_device("attention_bwd_sm80"));
-  return assign_workspace(params, config, nullptr, plan).used();
-}
-
 // Calls f(Backward<..>{}) with the instantiation that the parameters require.
 template <class T, int tile, class F>
 auto with_backward(const AttentionBackwardParams& p, const F& f) {
   constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
   return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
+}
+
+template <class T, int tile>
+AttentionPlan AttentionBackwardSm80<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
+  if (params.heads == 0) return {};
+  return with_backward<T, tile>(
+      params, [&]<class Kernel>(Kernel) { return describe_plan<Kernel>(params, kBackwardTiles[tile], device); });
+}
+
+template <class T, int tile>
+size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
+  return plan(params, rt::describe_device("attention_bwd_sm80")).workspace;
 }
 
 template <class T, int tile>

@@ -10,6 +10,7 @@ namespace cuda_ext::sm90 {
 // One instantiation per storage type and tile, in attention_bwd_sm90_{f16,bf16}_d{64,128}.cu.
 template <class T, int tile>
 struct AttentionBackwardSm90 {
+  static AttentionPlan plan(const AttentionBackwardParams& params, const rt::Device& device);
   static size_t workspace(const AttentionBackwardParams& params);
   static void launch(const AttentionBackwardParams& params, Workspace workspace, void* stream);
 };

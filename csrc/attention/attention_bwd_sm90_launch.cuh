@@ -35,10 +35,14 @@ inline BackwardMaps make_maps(const AttentionBackwardParams& p, const sm80::Back
 }
 
 template <class T, int tile>
+AttentionPlan AttentionBackwardSm90<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
+  return with_backward<T, tile>(
+      params, [&]<class Kernel>(Kernel) { return sm80::describe_plan<Kernel>(params, kBackwardTiles[tile], device); });
+}
+
+template <class T, int tile>
 size_t AttentionBackwardSm90<T, tile>::workspace(const AttentionBackwardParams& params) {
-  constexpr const BackwardConfig& config = kBackwardTiles[tile];
-  sm80::BackwardPlan plan = sm80::plan_backward(params, config, rt::describe_device("attention_bwd_sm90"));
-  return sm80::assign_workspace(params, config, nullptr, plan).used();
+  return plan(params, rt::describe_device("attention_bwd_sm90")).workspace;
 }
 
 template <class T, int tile>

@@ -5,49 +5,71 @@
 namespace cuda_ext {
 namespace {
 
-constexpr char kNoKernels[] = "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST";
+// Why the kernel on wgmma cannot run a problem; empty if it can.
+std::string refusal_of(const AttentionParams& params, const rt::Device& device) {
+  return sm90::forward_refusal(params, device);
+}
+std::string refusal_of(const AttentionBackwardParams& params, const rt::Device& device) {
+  return sm90::backward_refusal(params, device);
+}
 
+// Calls f with the launcher on wgmma that runs a problem, or with the one on mma.sync.
 template <class F>
-auto with_sm90_tile(const AttentionParams& params, const F& f) {
+auto with_sm90(const AttentionParams& params, const F& f) {
   return sm80::with_attention_tile<sm90::AttentionForwardSm90>("attention_fwd_sm90", sm90::kForwardTiles, params, f);
 }
 template <class F>
-auto with_sm90_tile(const AttentionBackwardParams& params, const F& f) {
+auto with_sm90(const AttentionBackwardParams& params, const F& f) {
   return sm80::with_attention_tile<sm90::AttentionBackwardSm90>("attention_bwd_sm90", sm90::kBackwardTiles, params, f);
+}
+template <class F>
+auto with_sm80(const AttentionParams& params, const F& f) {
+  return sm80::with_attention_tile<sm80::AttentionForwardSm80>("attention_fwd_sm80", sm80::kForwardTiles, params, f);
+}
+template <class F>
+auto with_sm80(const AttentionBackwardParams& params, const F& f) {
+  return sm80::with_attention_tile<sm80::AttentionBackwardSm80>("attention_bwd_sm80", sm80::kBackwardTiles, params, f);
+}
+
+// The same with the one that the device and the problem require.
+template <class Params, class F>
+auto with_launcher(const Params& params, const rt::Device& device, std::string& refusal, const F& f) {
+  refusal = has_attention_sm90() ? refusal_of(params, device)
+                                 : "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST";
+  return refusal.empty() ? with_sm90(params, f) : with_sm80(params, f);
+}
+template <class Params, class F>
+auto with_launcher(const char* kernel, const Params& params, const F& f) {
+  std::string refusal;
+  return with_launcher(params, rt::describe_device(kernel), refusal, f);
 }
 
 }  // namespace
 
-std::string attention_forward_sm90_refusal(const AttentionParams& params) {
-  return has_attention_sm90() ? sm90::forward_refusal(params, rt::describe_device("attention_fwd")) : kNoKernels;
+AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool backward, const rt::Device& device,
+                                  std::string& refusal) {
+  const auto plan = [&](const auto& params) {
+    return with_launcher(params, device, refusal, [&](auto launcher) { return launcher.plan(params, device); });
+  };
+  return backward ? plan(params) : plan(static_cast<const AttentionParams&>(params));
 }
 
-std::string attention_backward_sm90_refusal(const AttentionBackwardParams& params) {
-  return has_attention_sm90() ? sm90::backward_refusal(params, rt::describe_device("attention_bwd")) : kNoKernels;
-}
+rt::Device attention_cuda_device() { return rt::describe_device("attention_plan"); }
 
 size_t attention_forward_cuda_workspace(const AttentionParams& params) {
-  if (!attention_forward_sm90_refusal(params).empty()) return attention_forward_sm80_workspace(params);
-  return with_sm90_tile(params, [&](auto forward) { return forward.workspace(params); });
+  return with_launcher("attention_fwd", params, [&](auto forward) { return forward.workspace(params); });
 }
 
 void launch_attention_forward_cuda(const AttentionParams& params, Workspace workspace, void* stream) {
-  if (!attention_forward_sm90_refusal(params).empty())
-    launch_attention_forward_sm80(params, workspace, stream);
-  else
-    with_sm90_tile(params, [&](auto forward) { forward.launch(params, workspace, stream); });
+  with_launcher("attention_fwd", params, [&](auto forward) { forward.launch(params, workspace, stream); });
 }
 
 size_t attention_backward_cuda_workspace(const AttentionBackwardParams& params) {
-  if (!attention_backward_sm90_refusal(params).empty()) return attention_backward_sm80_workspace(params);
-  return with_sm90_tile(params, [&](auto backward) { return backward.workspace(params); });
+  return with_launcher("attention_bwd", params, [&](auto backward) { return backward.workspace(params); });
 }
 
 void launch_attention_backward_cuda(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
-  if (!attention_backward_sm90_refusal(params).empty())
-    launch_attention_backward_sm80(params, workspace, stream);
-  else
-    with_sm90_tile(params, [&](auto backward) { backward.launch(params, workspace, stream); });
+  with_launcher("attention_bwd", params, [&](auto backward) { backward.launch(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext

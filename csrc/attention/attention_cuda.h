@@ -8,9 +8,11 @@
 
 namespace cuda_ext {
 
-// Why the kernel on wgmma cannot run a problem on the current device; empty if it can.
-std::string attention_forward_sm90_refusal(const AttentionParams& params);
-std::string attention_backward_sm90_refusal(const AttentionBackwardParams& params);
+// What forward or backward with these parameters would run on `device`. The kernel is the one on wgmma unless `refusal`,
+// an output, says why not.
+AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool backward, const rt::Device& device,
+                                  std::string& refusal);
+rt::Device attention_cuda_device();
 
 // Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
 size_t attention_forward_cuda_workspace(const AttentionParams& params);

@@ -5,7 +5,9 @@
 #include <string>
 
 #include "attention/attention.h"
+#include "attention/attention_plan.h"
 #include "attention/tile_size.h"
+#include "base/device.h"
 #include "base/workspace.h"
 
 namespace cuda_ext {
@@ -23,6 +25,7 @@ inline bool needs_general_kernel(const AttentionParams& p) {
 // One instantiation per storage type and tile, in attention_fwd_sm80_{f16,bf16}_d{64,128,192,256}.cu.
 template <class T, int tile>
 struct AttentionForwardSm80 {
+  static AttentionPlan plan(const AttentionParams& params, const rt::Device& device);
   static size_t workspace(const AttentionParams& params);
   static void launch(const AttentionParams& params, Workspace workspace, void* stream);
 };
@@ -63,20 +66,6 @@ inline bool attention_sm80_reads(const HeadsView& view) {
   constexpr int64_t kBytes = 16, kElements = 8;
   return reinterpret_cast<uintptr_t>(view.data) % kBytes == 0 &&
          (view.batch_stride | view.seq_stride | view.head_stride) % kElements == 0;
-}
-
-// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
-inline size_t attention_forward_sm80_workspace(const AttentionParams& params) {
-  return sm80::with_attention_tile<sm80::AttentionForwardSm80>("attention_fwd_sm80", sm80::kForwardTiles, params,
-                                                               [&](auto forward) { return forward.workspace(params); });
-}
-
-// Launches forward on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
-// fulfil attention_sm80_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
-inline void launch_attention_forward_sm80(const AttentionParams& params, Workspace workspace, void* stream) {
-  sm80::with_attention_tile<sm80::AttentionForwardSm80>(
-      "attention_fwd_sm80", sm80::kForwardTiles, params,
-      [&](auto forward) { forward.launch(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "attention/attention.h"
+#include "attention/attention_plan.h"
 #include "attention/tiles_sm90.h"
 #include "base/device.h"
 #include "base/workspace.h"
@@ -15,6 +16,7 @@ namespace sm90 {
 // One instantiation per storage type and tile, in attention_fwd_sm90_{f16,bf16}_d{64,128,192,256}.cu.
 template <class T, int tile>
 struct AttentionForwardSm90 {
+  static AttentionPlan plan(const AttentionParams& params, const rt::Device& device);
   static size_t workspace(const AttentionParams& params);
   static void launch(const AttentionParams& params, Workspace workspace, void* stream);
 };
@@ -30,6 +32,7 @@ static_assert(kNumForwardTiles == 4);
 
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string forward_refusal(const AttentionParams& p, const rt::Device& device) {
+  if (!p.uses_wgmma) return "wgmma is switched off for attention";
   if (device.compute_capability != 90)
     return "the device has no wgmma; it is sm_" + std::to_string(device.compute_capability);
   const int64_t keys = p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k;

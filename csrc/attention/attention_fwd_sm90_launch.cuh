@@ -32,10 +32,28 @@ inline ForwardMaps make_maps(const AttentionParams& p, const sm80::ForwardPlan& 
 }
 
 template <class T, int tile>
+AttentionPlan AttentionForwardSm90<T, tile>::plan(const AttentionParams& params, const rt::Device& device) {
+  if (sm80::is_empty(params)) return {};
+  sm80::ForwardPlan plan = plan_forward(params, kForwardTiles[tile], device);
+  const size_t workspace = sm80::assign_workspace(params, nullptr, plan).used();
+  return with_forward<T, tile>(params, [&]<class Kernel>(Kernel) -> AttentionPlan {
+    return {.dim = Kernel::kConfig.dim,
+            .dim_v = Kernel::kConfig.dim_v,
+            .block_m = Kernel::kBlockM,
+            .block_n = Kernel::kBlockN,
+            .general = Kernel::kGeneral,
+            .pack = plan.pack,
+            .splits = plan.splits,
+            .tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles,
+            .blocks = std::min(plan.items(), device.num_sms),
+            .threads = Kernel::kThreads,
+            .workspace = workspace};
+  });
+}
+
+template <class T, int tile>
 size_t AttentionForwardSm90<T, tile>::workspace(const AttentionParams& params) {
-  if (sm80::is_empty(params)) return 0;
-  sm80::ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm90"));
-  return sm80::assign_workspace(params, nullptr, plan).used();
+  return plan(params, rt::describe_device("attention_fwd_sm90")).workspace;
 }
 
 template <class T, int tile>

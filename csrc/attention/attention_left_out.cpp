@@ -30,12 +30,20 @@ namespace {
 namespace sm80 {
 
 template <class T, int tile>
+AttentionPlan AttentionForwardSm80<T, tile>::plan(const AttentionParams& params, const rt::Device&) {
+  refuse("flash_attention", params);
+}
+template <class T, int tile>
 size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
   refuse("flash_attention", params);
 }
 template <class T, int tile>
 void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace, void*) {
   refuse("flash_attention", params);
+}
+template <class T, int tile>
+AttentionPlan AttentionBackwardSm80<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device&) {
+  refuse("flash_attention_backward", params);
 }
 template <class T, int tile>
 size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
@@ -51,6 +59,10 @@ void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& param
 namespace sm90 {
 
 template <class T, int tile>
+AttentionPlan AttentionForwardSm90<T, tile>::plan(const AttentionParams& params, const rt::Device&) {
+  refuse("flash_attention", params);
+}
+template <class T, int tile>
 size_t AttentionForwardSm90<T, tile>::workspace(const AttentionParams& params) {
   refuse("flash_attention", params);
 }
@@ -59,6 +71,10 @@ void AttentionForwardSm90<T, tile>::launch(const AttentionParams& params, Worksp
   refuse("flash_attention", params);
 }
 
+template <class T, int tile>
+AttentionPlan AttentionBackwardSm90<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device&) {
+  refuse("flash_attention_backward", params);
+}
 template <class T, int tile>
 size_t AttentionBackwardSm90<T, tile>::workspace(const AttentionBackwardParams& params) {
   refuse("flash_attention_backward", params);

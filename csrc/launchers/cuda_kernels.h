@@ -22,8 +22,9 @@ struct CudaKernels {
   rt::Device (*gemm_device)();
   size_t (*activation_grad_workspace)(const ActivationGradParams&);
   void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
-  std::string (*attention_forward_sm90_refusal)(const AttentionParams&);
-  std::string (*attention_backward_sm90_refusal)(const AttentionBackwardParams&);
+  AttentionPlan (*plan_attention)(const AttentionBackwardParams&, bool backward, const rt::Device&,
+                                  std::string& refusal);
+  rt::Device (*attention_device)();
   size_t (*attention_forward_workspace)(const AttentionParams&);
   void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
   size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
@@ -43,8 +44,8 @@ inline CudaKernels linked_cuda_kernels() {
       .gemm_device = gemm_cuda_device,
       .activation_grad_workspace = activation_grad_workspace,
       .activation_grad = launch_activation_grad_cuda,
-      .attention_forward_sm90_refusal = attention_forward_sm90_refusal,
-      .attention_backward_sm90_refusal = attention_backward_sm90_refusal,
+      .plan_attention = plan_attention_cuda,
+      .attention_device = attention_cuda_device,
       .attention_forward_workspace = attention_forward_cuda_workspace,
       .attention_forward = launch_attention_forward_cuda,
       .attention_backward_workspace = attention_backward_cuda_workspace,

@@ -1,5 +1,6 @@
 #include "ops/attention_params.h"
 
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -49,6 +50,12 @@ void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::Scal
 
 }  // namespace
 
+namespace {
+std::atomic<bool> wgmma_enabled = true;
+}  // namespace
+
+bool set_attention_wgmma(bool enabled) { return wgmma_enabled.exchange(enabled); }
+
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda) {
   const auto accumulation = accumulation_type(query.scalar_type());
@@ -89,6 +96,7 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
   }
   set_bias_and_mask(p, operands, query.scalar_type(), o, on_cuda);
   p.dropout_p = o.dropout_p;
+  p.uses_wgmma = wgmma_enabled;
   p.dropout_pitch = (shape.longest_k + 3) / 4 * 4;
 }
 

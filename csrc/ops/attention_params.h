@@ -20,6 +20,9 @@ struct AttentionOperands {
   Tensor query, key, value, alibi_slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k;
 };
 
+// Whether attention may use wgmma; for tests. Returns the previous answer.
+bool set_attention_wgmma(bool enabled);
+
 // Everything but the outputs and the random numbers.
 void fill_params(AttentionParams& p, AttentionOperands& operands, const AttentionShape& shape, const Tensor& query,
                  const Tensor& key, const Tensor& value, const AttentionOptions& o, bool on_cuda);

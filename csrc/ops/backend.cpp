@@ -36,6 +36,11 @@ constexpr uint64_t kOffsetStep = 4;
 
 #if CUDA_EXT_WITH_CUDA
 
+const CudaKernels& linked_kernels() {
+  static const CudaKernels kernels = linked_cuda_kernels();
+  return kernels;
+}
+
 // Whether this library was built for the architecture of a device. The driver is asked once per device.
 bool has_kernel_image(at::Device device) {
   constexpr int kMaxDevices = 64;
@@ -73,9 +78,8 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
   }
 #if CUDA_EXT_WITH_CUDA
   if (device.is_cuda()) {
-    static const CudaKernels linked = linked_cuda_kernels();
     check_architecture(op, device);
-    kernels = &linked;
+    kernels = &linked_kernels();
   }
 #else
   TORCH_CHECK_NOT_IMPLEMENTED(!device.is_cuda(), CUDA_EXT_OP(""), op, ": expected tensors on the CPU, got device ",
@@ -89,6 +93,15 @@ const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarTyp
                               ": expected a dtype of at most 32 bits for the CUDA kernels, got float64; convert the "
                               "tensors, or move them to the CPU with .cpu()");
   return kernels;
+}
+
+const CudaKernels* planning_kernels() {
+  const CudaKernels* const emulated = emulated_kernels.load(std::memory_order_acquire);
+#if CUDA_EXT_WITH_CUDA
+  return emulated != nullptr ? emulated : &linked_kernels();
+#else
+  return emulated;
+#endif
 }
 
 Kernels kernels_on(at::Device device) {

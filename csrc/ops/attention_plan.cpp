@@ -1,0 +1,84 @@
+// What would run for an attention call, and why: the op behind cuda_ext.attention_plan. It asks the launchers.
+#include <torch/library.h>
+
+#include "ops/attention_params.h"
+#include "ops/backend.h"
+
+namespace cuda_ext {
+namespace {
+
+using Numbers = c10::Dict<std::string, int64_t>;
+using Answer = std::tuple<std::string, std::string, Numbers>;
+
+Numbers numbers_of(const AttentionPlan& plan) {
+  Numbers numbers;
+  const auto add = [&](const char* name, int64_t value) { numbers.insert(name, value); };
+  add("dim", plan.dim);
+  add("dim_v", plan.dim_v);
+  add("block_m", plan.block_m);
+  add("block_n", plan.block_n);
+  add("general", plan.general);
+  add("pack", plan.pack);
+  add("splits", plan.splits);
+  add("tiles", plan.tiles);
+  add("blocks", plan.blocks);
+  add("threads", plan.threads);
+  add("workspace", int64_t(plan.workspace));
+  return numbers;
+}
+
+// A gradient as backward gets it from a loss that uses every output: rows are dense.
+HeadsView dense_view(int64_t dim, bool packed, int64_t rows, int64_t heads) {
+  return {nullptr, packed ? 0 : rows * heads * dim, heads * dim, dim};
+}
+
+// compute_capability, num_sms, shared_bytes: of the device to plan for; 0: that of the tensors.
+Answer attention_plan(const Tensor& query, const Tensor& key, const Tensor& value, bool backward,
+                      int64_t compute_capability, int64_t num_sms, int64_t shared_bytes,
+                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                      const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& bias,
+                      const OptionalTensor& mask, OptionalSymInt max_seqlen_q, OptionalSymInt max_seqlen_k,
+                      ATTENTION_SCALARS) {
+  constexpr const char* op = "attention_plan";
+  const AttentionOptions o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
+                           max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  const AttentionShape shape = check_attention(op, query, key, value, o);
+  const bool named = compute_capability != 0;
+  const CudaKernels* kernels = named ? planning_kernels() : cuda_kernels(op, query.device(), query.scalar_type());
+  if (!named && kernels == nullptr) return {"cpu", "", Numbers()};
+  TORCH_CHECK_NOT_IMPLEMENTED(kernels != nullptr, CUDA_EXT_OP(""), op,
+                              ": expected a build with CUDA kernels, or the emulator, to plan for a named device; call "
+                              "it inside `with cuda_ext.testing.emulated():`");
+  check_cuda_attention(op, shape, query);
+  AttentionBackwardParams p;
+  AttentionOperands operands;
+  fill_params(p, operands, shape, query, key, value, o, true);
+  p.deterministic = deterministic.value_or(false);
+  p.grad_out = dense_view(p.dim_v, o.packed(), p.seqlen_q, p.heads);
+  std::string refusal;
+  AttentionPlan plan;
+  launch_for(op, [&] {
+    if (named) {
+      plan = kernels->plan_attention(p, backward, {int(compute_capability), int(num_sms), int(shared_bytes)}, refusal);
+    } else {
+      const LaunchScope scope(query.device());
+      plan = kernels->plan_attention(p, backward, kernels->attention_device(), refusal);
+    }
+  });
+  if (plan.dim == 0) return {"none", "", Numbers()};
+  return {refusal.empty() ? "sm_90" : "sm_80", refusal, numbers_of(plan)};
+}
+
+}  // namespace
+}  // namespace cuda_ext
+
+TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
+  m.def(
+      "_attention_plan(Tensor query, Tensor key, Tensor value, bool backward, int compute_capability, int num_sms, "
+      "int shared_bytes, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? alibi_slopes=None, Tensor? "
+      "sinks=None, Tensor? bias=None, Tensor? mask=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, *, "
+      "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, "
+      "float dropout_p=0.0, bool? deterministic=None) -> (str, str, Dict(str, int))",
+      cuda_ext::attention_plan);
+  m.def("_attention_wgmma(bool enabled) -> bool", cuda_ext::set_attention_wgmma);
+}
