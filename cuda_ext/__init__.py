@@ -5,6 +5,7 @@
     cuda_ext.gemm_plan              # what a product would run on a GPU, and why
     cuda_ext.batch_invariant        # a row of a product does not depend on the other rows, to the bit
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
+    cuda_ext.attention_plan         # what an attention call would run on a GPU, and why
     cuda_ext.patch, cuda_ext.unpatch    # an existing model on these ops
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
     cuda_ext.integrations           # existing models on these ops: transformers, torch's SDPA
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.integrations.patching import patch, unpatch
-    from cuda_ext.plan import gemm_plan
+    from cuda_ext.plan import attention_plan, gemm_plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "attention_plan",
     "batch_invariant",
     "bucket",
     "compat",
@@ -58,6 +60,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "attention_plan": "plan",
     "batch_invariant": "gemm",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",

@@ -10,14 +10,13 @@ DTensors are split by batch and by heads, without dropout; other placements are 
 from __future__ import annotations
 
 import warnings
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cuda_ext._checks import check_constants
+from cuda_ext._checks import Window, check_constants, window_sides
 from cuda_ext._load import ops
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ as mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
@@ -31,8 +30,6 @@ __all__ = ["flash_attention", "flash_attention_varlen"]
 attention_op = ops.flash_attention.default
 heads_first_op = ops._flash_attention_heads_first.default
 _attention_varlen = ops.flash_attention_varlen.default
-
-Window = tuple[int | None, int | None]
 
 
 class _Options(TypedDict, total=False):
@@ -156,7 +153,7 @@ def flash_attention(
     has_tensors = alibi_slopes is not None or sinks is not None or bias is not None or mask is not None
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
     if has_tensors or has_numbers or window is not None or deterministic is not None:
-        left, right = _window_sides("flash_attention", window)
+        left, right = window_sides("flash_attention", window)
         check_constants("flash_attention", scale=scale, softcap=softcap, dropout_p=dropout_p)
         if dropout_p > 0:
             query = mapped_where_masks_differ("flash_attention", query)
@@ -266,7 +263,7 @@ def flash_attention_varlen(
             number of rows.
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
-    left, right = _window_sides("flash_attention_varlen", window)
+    left, right = window_sides("flash_attention_varlen", window)
     if bias is not None and bias.dtype == torch.bool:
         mask = _boolean_bias_as_mask("flash_attention_varlen", bias, mask)
         bias = None
@@ -339,23 +336,6 @@ def _jagged_attention(
     if not return_lse:
         return out
     return out, torch.nested.nested_tensor_from_jagged(result[1], offsets, jagged_dim=2, **known)
-
-
-def _window_sides(op: str, window: Window | None) -> Window:
-    if window is None:
-        return None, None
-    try:
-        left, right = window
-        return _window_side(left), _window_side(right)
-    except (TypeError, ValueError):
-        raise RuntimeError(
-            f"{NAMESPACE}::{op}: expected window to be None or (left, right), each a number of keys or None, "
-            f"got {window!r}"
-        ) from None
-
-
-def _window_side(side: Any) -> int | None:
-    return side if side is None else index(side)
 
 
 def to_multiples_of_8(

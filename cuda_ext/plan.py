@@ -1,4 +1,4 @@
-"""What a matrix product would run, and why, without running it.
+"""What a matrix product or an attention call would run, and why, without running it.
 
 >>> print(cuda_ext.gemm_plan(a, b, device="h200"))
 4096 x 4096 x 4096 bfloat16 on h200: sm_90, wgmma
@@ -9,18 +9,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cuda_ext._checks import check, dtype_name
+from cuda_ext._checks import Window, check, dtype_name, window_sides
 from cuda_ext._load import ops
 
-__all__ = ["GPUS", "GemmPlan", "gemm_plan"]
+__all__ = ["GPUS", "AttentionPlan", "GemmPlan", "attention_plan", "gemm_plan"]
 
-# Name -> compute capability and number of SMs.
-GPUS = {"a100": (80, 108), "4090": (89, 128), "h100": (90, 132), "h200": (90, 132)}
+
+class _Gpu(NamedTuple):
+    compute_capability: int
+    sms: int
+    shared_kib: int  # of shared memory per SM
+
+
+GPUS = {"a100": _Gpu(80, 108, 164), "4090": _Gpu(89, 128, 100), "h100": _Gpu(90, 132, 228), "h200": _Gpu(90, 132, 228)}
+
+_KERNELS = {
+    "sm_90": "sm_90, wgmma",
+    "sm_80": "sm_80, mma.sync",
+    "cpu": "the CPU kernels",
+    "none": "nothing runs, the output is empty",
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,7 @@ class GemmPlan:
     def __str__(self) -> str:
         of = f"{self.m} x {self.n} x {self.k} {dtype_name(self.dtype)} on {self.device}: "
         if self.kernel in ("cpu", "none"):
-            return of + {"cpu": "the CPU kernels", "none": "nothing runs, the output is empty"}[self.kernel]
+            return of + _KERNELS[self.kernel]
         sizes = " x ".join(map(str, self.tile))
         blocks = " x ".join(map(str, self.grid if self.grid[1] > 1 else self.grid[:1]))
         parts = [f"tile {sizes}{' of the transposed product' * self.swapped}, {self.stages} stages, {self.schedule}"]
@@ -69,8 +83,8 @@ class GemmPlan:
         parts += [f"k split among {self.k_blocks} blocks of a cluster"] * (self.k_blocks > 1)
         parts += [f"k split among {self.splits} blocks"] * (self.splits > 1)
         parts += [f"{blocks} blocks of {self.threads} threads"]
-        parts += [f"{self.workspace} bytes of workspace" if self.workspace else "no workspace"]
-        lines = [of + {"sm_90": "sm_90, wgmma", "sm_80": "sm_80, mma.sync"}[self.kernel], "; ".join(parts)]
+        parts += [_workspace(self.workspace)]
+        lines = [of + _KERNELS[self.kernel], "; ".join(parts)]
         lines += [f"{self.cycles / 1e3:.3g} thousand cycles predicted, limited by {self.limit}"]
         lines += [f"not wgmma: {self.refusal}"] * bool(self.refusal)
         return "\n  ".join(lines)
@@ -112,17 +126,11 @@ def gemm_plan(
         RuntimeError: as `cuda_ext.gemm`, and for an unknown device.
         NotImplementedError: as `cuda_ext.gemm`; for tensors on the meta device without `device`.
     """
-    name = device if device is None else device.lower()
-    check(
-        name is None or name in GPUS,
-        "gemm_plan",
-        f"expected device to be None or one of {', '.join(map(repr, GPUS))}, got {device!r}",
-    )
+    name, gpu = _named_gpu("gemm_plan", device)
     tensors = [tensor for tensor in (a, b, c, bias, residual) if tensor is not None]
     for_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    capability, sms = GPUS[name] if name is not None else (0, 0)
     kernel, limit, refusal, numbers, cycles = ops._gemm_plan(
-        a, b, c, bias, residual, activation, alpha, beta, out_dtype, gated, for_backward, capability, sms
+        a, b, c, bias, residual, activation, alpha, beta, out_dtype, gated, for_backward, *gpu[:2]
     )
     found = {
         "m": math.prod(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])) * a.shape[-2],
@@ -146,3 +154,142 @@ def gemm_plan(
         limit=limit,
         **{field: numbers[field] for field in ("stages", "cluster", "k_blocks", "splits", "threads", "workspace")},
     )
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The kernel of an attention call, and how it divides the work. Sizes in elements, `workspace` in bytes."""
+
+    shape: tuple[int, ...]  #: of query
+    dtype: torch.dtype
+    device: str
+    backward: bool
+    #: "sm_90": wgmma and TMA. "sm_80": mma.sync. "cpu": the CPU kernels, which choose at run time. "none": the output
+    #: is empty, and nothing runs. Of the last two the fields below are empty.
+    kernel: str
+    #: Why the kernel on wgmma does not serve the call; empty if it does.
+    refusal: str = ""
+    #: ``(D, Dv)`` of the tile, to which the head dims are padded with zeros.
+    dims: tuple[int, int] = (0, 0)
+    #: Queries and keys of a step. A block owns queries in forward, and keys in backward, and loops over the others.
+    tile: tuple[int, int] = (0, 0)
+    #: The kernel that supports softcap, ALiBi, dropout, a bias, a mask, and scales that are not positive.
+    general: bool = False
+    #: Heads whose queries share a tile, because they read the same keys.
+    pack: int = 1
+    #: Blocks that share the loop of a tile, and combine what they compute in the workspace.
+    splits: int = 1
+    tiles: int = 0
+    #: Of the main kernel. If there are fewer than tiles, each computes several.
+    blocks: int = 0
+    threads: int = 0
+    workspace: int = 0
+
+    def __str__(self) -> str:
+        sizes = " x ".join(map(str, self.shape))
+        of = f"attention {'backward' * self.backward or 'forward'}, query {sizes} {dtype_name(self.dtype)} "
+        of += f"on {self.device}: {_KERNELS[self.kernel]}"
+        if self.kernel in ("cpu", "none"):
+            return of
+        parts = [
+            f"tile of {self.tile[0]} queries by {self.tile[1]} keys, head dims up to {self.dims[0]}, {self.dims[1]}"
+        ]
+        parts += ["general kernel"] * self.general
+        parts += [f"{self.pack} heads share a tile"] * (self.pack > 1)
+        parts += [f"{'queries' if self.backward else 'keys'} split among {self.splits} blocks"] * (self.splits > 1)
+        parts += [f"{self.tiles} tiles, {self.blocks} blocks of {self.threads} threads", _workspace(self.workspace)]
+        return "\n  ".join([of, "; ".join(parts)] + [f"not wgmma: {self.refusal}"] * bool(self.refusal))
+
+
+def attention_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    backward: bool = False,
+    device: str | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
+) -> AttentionPlan:
+    """The plan of `cuda_ext.flash_attention` for these arguments: kernel, tile, division of the work.
+
+    It comes from the code that launches the kernels. It depends on shapes, strides, dtypes and addresses; of the
+    tensors only `cu_seqlens_q` and `cu_seqlens_k` are read, and only without `max_seqlen_q` and `max_seqlen_k`, so the
+    others may be on the meta device, if `device` is given.
+
+    Args:
+        query, key, value: as in `cuda_ext.flash_attention` or, with `cu_seqlens_q` and `cu_seqlens_k`, as in
+            `cuda_ext.flash_attention_varlen`.
+        backward: plan for the gradients, given a gradient of the output with dense rows; default: for the output.
+        device: a GPU to plan for, "a100", "4090", "h100" or "h200"; default the device of the tensors.
+
+    The remaining arguments are those of these two functions.
+
+    Returns:
+        An `AttentionPlan`; ``print`` shows it.
+
+    Raises:
+        RuntimeError: as these functions, and for an unknown device.
+        NotImplementedError: as these functions; for a `device` if the build has no CUDA kernels, outside
+            `cuda_ext.testing.emulated`.
+    """
+    name, gpu = _named_gpu("attention_plan", device)
+    left, right = window_sides("attention_plan", window)
+    kernel, refusal, numbers = ops._attention_plan(
+        query,
+        key,
+        value,
+        backward,
+        gpu.compute_capability,
+        gpu.sms,
+        gpu.shared_kib * 1024,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        alibi_slopes,
+        sinks,
+        bias,
+        mask,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
+    )
+    plan = AttentionPlan(tuple(query.shape), query.dtype, name or str(query.device), backward, kernel, refusal)
+    if not numbers:
+        return plan
+    return replace(
+        plan,
+        dims=(numbers["dim"], numbers["dim_v"]),
+        tile=(numbers["block_m"], numbers["block_n"]),
+        general=bool(numbers["general"]),
+        **{field: numbers[field] for field in ("pack", "splits", "tiles", "blocks", "threads", "workspace")},
+    )
+
+
+def _named_gpu(op: str, device: str | None) -> tuple[str | None, _Gpu]:
+    """The name in GPUS and its entry; zeros without a name."""
+    name = device if device is None else device.lower()
+    expected = ", ".join(map(repr, GPUS))
+    check(name is None or name in GPUS, op, f"expected device to be None or one of {expected}, got {device!r}")
+    return name, GPUS[name] if name is not None else _Gpu(0, 0, 0)
+
+
+def _workspace(size: int) -> str:
+    return f"{size} bytes of workspace" if size else "no workspace"

@@ -45,6 +45,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
                 "gated_mlp",
                 "gemm_plan",
                 "batch_invariant",
+                "attention_plan",
                 "flash_attention",
                 "flash_attention_varlen",
                 "patch",

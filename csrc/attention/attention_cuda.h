@@ -8,8 +8,8 @@
 
 namespace cuda_ext {
 
-// What forward or backward with these parameters would run on `device`. The kernel is the one on wgmma unless `refusal`,
-// an output, says why not.
+// What forward or backward with these parameters would run on `device`. The kernel is the one on wgmma unless
+// `refusal`, an output, says why not.
 AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool backward, const rt::Device& device,
                                   std::string& refusal);
 rt::Device attention_cuda_device();

@@ -12,7 +12,8 @@ namespace cuda_ext {
 // was not built for, and for float64.
 const CudaKernels* cuda_kernels(const char* op, at::Device device, at::ScalarType type);
 
-// Those of the emulator while it is active, else those of this build; null if it has none. They can plan for any device.
+// The kernels of the emulator while it is active, else those of this build; null if it has none. They can plan for any
+// device.
 const CudaKernels* planning_kernels();
 
 // The kernels that the ops run on tensors of a device; kNone: the ops raise an error.
