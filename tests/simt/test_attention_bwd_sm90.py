@@ -52,8 +52,9 @@ def assert_right(tensors: list[Tensor], options: dict[str, Any], **emulation: An
     epsilon = torch.finfo(tensors[0].dtype).eps
     for each, exact, plain in zip(ours, of_reference(torch.float64), of_reference(tensors[0].dtype), strict=True):
         error, allowed = ((x - exact).abs().max() for x in (each.double(), plain))
-        # A gradient that is exactly 0, as that of a query with one key, is a difference of float32 sums.
-        assert error <= 2 * allowed + 2 * epsilon * exact.abs().max() + 1e-5
+        # A gradient that is exactly 0, as that of a query with one key, is a difference of float32 sums of up to 128
+        # products of about 1, multiplied by up to 400 keys or queries.
+        assert error <= 2 * allowed + 2 * epsilon * exact.abs().max() + 1e-4
     return counters
 
 
