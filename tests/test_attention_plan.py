@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,15 +20,6 @@ def qkv(*sizes: int, dtype: torch.dtype = torch.bfloat16, device: str = "meta") 
     batch, queries, keys, heads, heads_kv, dim, dim_v = sizes
     shapes = ((batch, queries, heads, dim), (batch, keys, heads_kv, dim), (batch, keys, heads_kv, dim_v))
     return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-
-
-@contextmanager
-def without_wgmma() -> Iterator[None]:
-    before = torch.ops.cuda_ext._attention_wgmma(False)
-    try:
-        yield
-    finally:
-        torch.ops.cuda_ext._attention_wgmma(before)
 
 
 def test_long_sequences_on_hopper() -> None:
@@ -114,7 +103,7 @@ def test_what_it_says_is_what_runs(arch: str, options: dict[str, Any], backward:
 @BOTH
 def test_wgmma_can_be_switched_off(backward: bool) -> None:
     tensors = [each.normal_().requires_grad_() for each in qkv(1, 100, 100, 2, 2, 64, 64, device="cpu")]
-    with testing.emulated("sm_90a") as emulation, without_wgmma():
+    with testing.emulated("sm_90a") as emulation, testing.attention_without_wgmma():
         plan = attention_plan(*tensors, backward=backward)
         out = cuda_ext.flash_attention(*tensors)
         torch.autograd.grad(out, tensors, torch.ones_like(out))

@@ -6,12 +6,12 @@ the dtype of the op under test it is the plain PyTorch evaluation whose error se
 (`assert_close_to_reference`). The attention reference holds the whole Sq x Sk matrix of scores: it is written to be
 correct and readable, not fast.
 
-`emulated` runs the CUDA kernels without a GPU.
+`emulated` runs the CUDA kernels without a GPU. `attention_without_wgmma` runs attention's kernels for sm_80 on Hopper.
 
 Importing this package needs only torch, not the compiled library.
 """
 
-from cuda_ext.testing.emulation import Emulation, emulated, is_emulating
+from cuda_ext.testing.emulation import Emulation, attention_without_wgmma, emulated, is_emulating
 from cuda_ext.testing.philox import dropout_mask, philox_uint32
 from cuda_ext.testing.references import (
     reference_attention,
@@ -28,6 +28,7 @@ __all__ = [
     "Emulation",
     "assert_close_to_reference",
     "assert_op_matches_reference",
+    "attention_without_wgmma",
     "dropout_mask",
     "emulated",
     "is_emulating",

@@ -1,4 +1,4 @@
-"""`emulated` runs the CUDA kernels on CPU tensors, without a GPU."""
+"""`emulated` runs the CUDA kernels on CPU tensors, without a GPU; `attention_without_wgmma` chooses among them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Emulation", "emulated", "emulated_by", "is_emulating"]
+__all__ = ["Emulation", "attention_without_wgmma", "emulated", "emulated_by", "is_emulating"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,21 @@ def emulated_by(module: Any, settings: dict[str, Any]) -> Iterator[Emulation]:
 def is_emulating() -> bool:
     """Whether an `emulated` block is open."""
     return bool(_emulation_settings)
+
+
+@contextmanager
+def attention_without_wgmma() -> Iterator[None]:
+    """Inside the block, attention runs the kernels for sm_80 on every device, to test or measure them on Hopper.
+
+    Holds for all threads of the process. `cuda_ext.attention_plan` says which kernel a call runs.
+    """
+    from cuda_ext._load import ops
+
+    before = ops._attention_wgmma(False)
+    try:
+        yield
+    finally:
+        ops._attention_wgmma(before)
 
 
 def _apply_emulation(ops: Any) -> None:
