@@ -88,8 +88,12 @@ def test_a_second_call_changes_nothing() -> None:
     path = list(sys.meta_path)
     compat.install()
     assert sys.meta_path == path
+    with compat.install(), compat.install():
+        compat.uninstall()
+        assert sys.meta_path == path
+    assert importlib.util.find_spec("flash_attn") is None
     compat.uninstall()
-    compat.uninstall()
+    compat.install().remove()
 
 
 def test_the_real_package_is_not_replaced_by_accident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

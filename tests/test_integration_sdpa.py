@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from cuda_ext.integrations import sdpa
 
@@ -307,10 +308,23 @@ def test_switch() -> None:
         sdpa.enable(mha_fastpath=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_flops_are_counted(context: Callable[[], Any], requires_grad: bool) -> None:
+    """2 for each pair of a query and a key that it sees, and element of the head dims."""
+    query = torch.randn(2, 3, 7, 8, requires_grad=requires_grad)
+    key, value = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 5)
+    for arguments, pairs in (({}, 63), ({"is_causal": True}, 28), ({"attn_mask": torch.ones(7, 9) > 0}, 63)):
+        with all_served(), context(), FlopCounterMode(display=False) as counter:
+            scaled_dot_product_attention(query, key, value, **arguments)
+        assert counter.get_total_flops() == 2 * 6 * pairs * (8 + 5)
+
+
 def test_all_state_is_restored() -> None:
     def state() -> tuple[object, ...]:
         dispatch = torch._C._dispatch_dump("aten::scaled_dot_product_attention")
-        return dispatch, torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
+        fast, tag = torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
+        return dispatch, fast, tag, set(flop_registry)
 
     for setting in (True, False):
         torch.backends.mha.set_fastpath_enabled(setting)

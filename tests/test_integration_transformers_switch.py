@@ -35,6 +35,10 @@ def test_switch() -> None:
     with pytest.raises(KeyError, match=NAME):
         model(models.ids())
     with integration.enable():
+        with integration.enable():
+            pass
+        model(models.ids())
+        integration.disable()  # ends calls outside of `with`
         model(models.ids())
     assert NAME not in AttentionInterface._global_mapping
 

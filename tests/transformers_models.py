@@ -230,9 +230,10 @@ def enabled() -> Iterator[None]:
     AttentionInterface.register(REFERENCE, _reference)
     AttentionMaskInterface.register(REFERENCE, eager_mask)
     torch._dynamo.reset()
-    with integration.enable():
-        integration.calls(reset=True)
-        yield
+    integration.enable()
+    integration.calls(reset=True)
+    yield
+    integration.disable()
 
 
 def _reference(

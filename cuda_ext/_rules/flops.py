@@ -126,3 +126,22 @@ def _attention_backward_flops(
 ) -> int:
     pairs, dim, dim_v = _attention_sizes(query_shape, key_shape, value_shape, options)
     return 2 * pairs * (3 * dim + 2 * dim_v)
+
+
+def sdpa_flops(
+    query_shape: torch.Size,
+    key_shape: torch.Size,
+    value_shape: torch.Size,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    out_shape: Any = None,
+    **options: Any,
+) -> int:
+    """Of `torch.nn.functional.scaled_dot_product_attention`, query (..., Sq, D), without the pairs that is_causal
+    hides: it is aligned to the top left."""
+    *batch, seqlen_q, dim = query_shape
+    seqlen_k = key_shape[-2]
+    right = seqlen_q - seqlen_k if is_causal else None  # _visible_pairs counts from the bottom right
+    pairs = _product(batch) * _visible_pairs(seqlen_q, seqlen_k, False, None, right)
+    return 2 * pairs * (dim + value_shape[-1])

@@ -7,6 +7,6 @@ Or not even these: after `cuda_ext.compat.install()`, `import flash_attn` gives 
 """
 
 from cuda_ext.compat import flash_attn, flash_attn_interface
-from cuda_ext.compat.installing import Installation, install, uninstall
+from cuda_ext.compat.installing import install, uninstall
 
-__all__ = ["Installation", "flash_attn", "flash_attn_interface", "install", "uninstall"]
+__all__ = ["flash_attn", "flash_attn_interface", "install", "uninstall"]

@@ -13,11 +13,12 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+from cuda_ext._switch import Enabled, Switch
 from cuda_ext.compat import flash_attn, flash_attn_interface
 
-__all__ = ["Installation", "install", "uninstall"]
+__all__ = ["install", "uninstall"]
 
 # The versions whose interfaces `cuda_ext.compat` has. Libraries compare them.
 VERSION, VERSION_3 = "2.8.3", "3.0.0"
@@ -116,21 +117,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return [] if found is None else [found]
 
 
-class Installation:
-    """What `install` returns: leaving it as a context manager uninstalls."""
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        uninstall()
+class _Installed(NamedTuple):
+    finder: _Finder
+    replaced: dict[str, types.ModuleType]
 
 
-_finder: _Finder | None = None
-_replaced: dict[str, types.ModuleType] = {}
-
-
-def install(*, flash_attn_3: bool = False, force: bool = False) -> Installation:
+def install(*, flash_attn_3: bool = False, force: bool = False) -> Enabled:
     """Makes ``import flash_attn`` give `cuda_ext.compat.flash_attn`, in this process.
 
     Also what libraries look for before they import it: the version, the metadata of the distribution ``flash-attn``
@@ -147,7 +139,8 @@ def install(*, flash_attn_3: bool = False, force: bool = False) -> Installation:
         force: whether to do so although the real package is installed. Default False.
 
     Returns:
-        A context manager that calls `uninstall` at its end. A second call while installed changes nothing.
+        An object for `with`: at the end of the block flash-attn is what it was before. Blocks may be nested, and
+        overlap in several threads. Without `with`, it stays installed until `uninstall`.
 
     Raises:
         RuntimeError: the real package is installed, and ``force`` is False; or ``flash_attn_3`` differs from that of
@@ -159,48 +152,52 @@ def install(*, flash_attn_3: bool = False, force: bool = False) -> Installation:
         cuda_ext.compat.install()
         model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_attention_2")
     """
-    global _finder
-    if _finder is not None:
-        if flash_attn_3 != ("flash_attn_3" in _finder.modules):
+    with _switch.lock:
+        if _switch.is_active and flash_attn_3 != ("flash_attn_3" in _switch.state.finder.modules):
             raise RuntimeError(
                 f"cuda_ext.compat.install: expected flash_attn_3={not flash_attn_3}, as it is installed with, got "
                 f"{flash_attn_3}; call cuda_ext.compat.uninstall first"
             )
-        return Installation()
+        return _switch.turn_on(flash_attn_3=flash_attn_3, force=force)
+
+
+def uninstall() -> None:
+    """Undoes `install`: afterwards ``import flash_attn`` finds the real package, or nothing.
+
+    What a program or library has already imported keeps working. A `with` block of `install` that is running keeps it
+    installed to its end. Does nothing if not installed.
+    """
+    _switch.turn_off()
+
+
+def _activate(flash_attn_3: bool, force: bool) -> _Installed:
     finder = _Finder(flash_attn_3)
     if not force and (found := _real_packages(finder)):
         raise RuntimeError(
             f"cuda_ext.compat.install: expected that {' and '.join(found)} cannot be imported, got an installed "
             "package; uninstall it with pip, or pass force=True to hide it in this process"
         )
-    _finder = finder
-    _replaced.update({name: sys.modules.pop(name) for name in list(sys.modules) if _belongs(name, finder)})
+    replaced = {name: sys.modules.pop(name) for name in list(sys.modules) if _belongs(name, finder)}
     sys.meta_path.insert(0, finder)
     _forget_answers()
     if "diffusers" in sys.modules:
         warnings.warn(
             "cuda_ext.compat.install: diffusers looks for flash-attn while it is imported, and was imported before; "
             "call install first",
-            stacklevel=2,
+            stacklevel=5,
         )
-    return Installation()
+    return _Installed(finder, replaced)
 
 
-def uninstall() -> None:
-    """Undoes `install`: afterwards ``import flash_attn`` finds the real package, or nothing.
-
-    What a program or library has already imported keeps working. Does nothing if not installed.
-    """
-    global _finder
-    if _finder is None:
-        return
-    sys.meta_path.remove(_finder)
-    for name in [name for name in sys.modules if _belongs(name, _finder)]:
+def _deactivate(installed: _Installed) -> None:
+    sys.meta_path.remove(installed.finder)
+    for name in [name for name in sys.modules if _belongs(name, installed.finder)]:
         del sys.modules[name]
-    sys.modules.update(_replaced)
-    _replaced.clear()
-    _finder = None
+    sys.modules.update(installed.replaced)
     _forget_answers()
+
+
+_switch = Switch(_activate, _deactivate)
 
 
 def _belongs(name: str, finder: _Finder) -> bool:

@@ -18,10 +18,8 @@ Importing this module registers the implementation "cuda_ext" with `torch.nn.att
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.compiler.config
@@ -30,8 +28,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from cuda_ext._load import ops
+from cuda_ext._rules.flops import sdpa_flops
+from cuda_ext._switch import Enabled, Switch
 from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.attention import flash_attention_varlen
 
@@ -40,80 +41,48 @@ __all__ = ["Enabled", "calls", "disable", "enable", "is_enabled"]
 MhaFastpath = Literal["off", "keep"]
 
 
-class Enabled:
-    """What `enable` returns: for `with`, at the end of whose block it is undone; `remove()` is `disable()`."""
+class _Before(NamedTuple):
+    """What PyTorch has while this is not active."""
 
-    def __init__(self, mha_fastpath: MhaFastpath, turned_on: bool) -> None:
-        self._mha_fastpath: MhaFastpath = mha_fastpath
-        self._turned_on = turned_on
-
-    def __enter__(self) -> Enabled:
-        with _switch.lock:
-            _switch.blocks += 1
-            _switch.update(self._mha_fastpath)
-            if self._turned_on:  # from now on the block keeps it active
-                _switch.is_on = self._turned_on = False
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with _switch.lock:
-            _switch.blocks -= 1
-            _switch.update()
-
-    def remove(self) -> None:
-        disable()
+    fastpath_was_enabled: bool
+    jagged_attention: Any  # PyTorch's function for jagged nested tensors
 
 
-class _Switch:
-    """What is active, and PyTorch's settings from before. Active: after enable(), and while any block runs."""
+def _activate(mha_fastpath: MhaFastpath) -> _Before:
+    from torch.nested._internal import ops as nested_ops
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.is_on, self.blocks = False, 0
-        self._is_active, self._fastpath_was_enabled = False, False
-        self.torch_jagged: Any = None  # PyTorch's function for jagged nested tensors
+    ops._sdpa_switch(True)
+    # The fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer does not call SDPA.
+    fastpath_was_enabled = mha_fastpath == "off" and torch.backends.mha.get_fastpath_enabled()
+    if fastpath_was_enabled:
+        torch.backends.mha.set_fastpath_enabled(False)
+    # SDPA of jagged nested tensors is a function in Python.
+    jagged_attention = nested_ops.jagged_scaled_dot_product_attention
+    nested_ops.jagged_scaled_dot_product_attention = _jagged_attention
+    # Graphs that contain this package's op must not be found in the caches by a process without it.
+    torch.compiler.config.cache_key_tag += _CACHE_TAG
+    # In inference mode, FlopCounterMode replaces an op without a formula by PyTorch's own composition of it.
+    flop_registry.update(_FLOPS)
+    return _Before(fastpath_was_enabled, jagged_attention)
 
-    def is_active(self) -> bool:
-        return self.is_on or self.blocks > 0
 
-    def update(self, mha_fastpath: MhaFastpath = "off") -> None:
-        """Makes PyTorch follow `is_on` and `blocks`; `mha_fastpath` counts if that activates."""
-        if self.is_active() == self._is_active:
-            return
-        self._is_active = self.is_active()
-        if self._is_active:
-            self._activate(mha_fastpath)
-        else:
-            self._deactivate()
+def _deactivate(before: _Before) -> None:
+    from torch.nested._internal import ops as nested_ops
 
-    def _activate(self, mha_fastpath: MhaFastpath) -> None:
-        from torch.nested._internal import ops as nested_ops
-
-        ops._sdpa_switch(True)
-        # The fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer does not call SDPA.
-        self._fastpath_was_enabled = mha_fastpath == "off" and torch.backends.mha.get_fastpath_enabled()
-        if self._fastpath_was_enabled:
-            torch.backends.mha.set_fastpath_enabled(False)
-        # SDPA of jagged nested tensors is a function in Python.
-        self.torch_jagged = nested_ops.jagged_scaled_dot_product_attention
-        nested_ops.jagged_scaled_dot_product_attention = _jagged_attention
-        # Graphs that contain this package's op must not be found in the caches by a process without it.
-        torch.compiler.config.cache_key_tag += _CACHE_TAG
-
-    def _deactivate(self) -> None:
-        from torch.nested._internal import ops as nested_ops
-
-        ops._sdpa_switch(False)
-        if self._fastpath_was_enabled:
-            torch.backends.mha.set_fastpath_enabled(True)
-        nested_ops.jagged_scaled_dot_product_attention = self.torch_jagged
-        torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(_CACHE_TAG, "")
+    ops._sdpa_switch(False)
+    if before.fastpath_was_enabled:
+        torch.backends.mha.set_fastpath_enabled(True)
+    nested_ops.jagged_scaled_dot_product_attention = before.jagged_attention
+    torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(_CACHE_TAG, "")
+    for key in _FLOPS:
+        del flop_registry[key]
 
 
 _CACHE_TAG = "+cuda_ext.sdpa"
-_switch = _Switch()
+# FlopCounterMode looks up the overload to know whether there is a formula, and the packet to find it.
+_SDPA = torch.ops.aten.scaled_dot_product_attention
+_FLOPS: dict[Any, Any] = dict.fromkeys((_SDPA, _SDPA.default), shape_wrapper(sdpa_flops))
+_switch = Switch(_activate, _deactivate)
 
 
 def enable(*, mha_fastpath: MhaFastpath = "off") -> Enabled:
@@ -141,24 +110,18 @@ def enable(*, mha_fastpath: MhaFastpath = "off") -> Enabled:
     """
     if mha_fastpath not in ("off", "keep"):
         raise ValueError(f'sdpa.enable: expected mha_fastpath to be "off" or "keep", got {mha_fastpath!r}')
-    with _switch.lock:
-        turned_on = not _switch.is_on
-        _switch.is_on = True
-        _switch.update(mha_fastpath)
-    return Enabled(mha_fastpath, turned_on)
+    return _switch.turn_on(mha_fastpath=mha_fastpath)
 
 
 def disable() -> None:
     """Takes back `enable()`, and the settings that it changed. A `with` block that is running stays active to its end.
     Without an earlier `enable()` it does nothing."""
-    with _switch.lock:
-        _switch.is_on = False
-        _switch.update()
+    _switch.turn_off()
 
 
 def is_enabled() -> bool:
     """Whether SDPA is routed to this package now, by `enable()` or by a `with` block in any thread."""
-    return _switch.is_active()
+    return _switch.is_active
 
 
 def calls(*, reset: bool = False) -> dict[str, int]:
@@ -219,7 +182,7 @@ def _jagged_attention(
         and (not is_causal or query.shape[2] == key.shape[2])
         and _serves_packed(tensors, dropout_p, is_causal, scale, enable_gqa)
     ):
-        return _switch.torch_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _switch.state.jagged_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     q, k, v = (t.transpose(1, 2).values() for t in tensors)
     options: dict[str, Any] = {"max_seqlen_q": query._maybe_max_seqlen, "max_seqlen_k": key._maybe_max_seqlen}
     options |= {"causal": is_causal, "scale": scale, "dropout_p": dropout_p}

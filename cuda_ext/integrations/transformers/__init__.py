@@ -13,39 +13,24 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
+from cuda_ext._switch import Enabled, Switch
 from cuda_ext.integrations.transformers.names import NAME, counter
 
 __all__ = ["NAME", "calls", "disable", "enable"]
 
 
-class _Enabled:
-    """What `enable` returns: leaving the `with` block restores the state from before the call."""
-
-    def __init__(self, was_enabled: bool) -> None:
-        self._was_enabled = was_enabled
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._was_enabled:
-            disable()
-
-
-def enable() -> _Enabled:
+def enable() -> Enabled:
     """Registers the attention implementation `"cuda_ext"` in transformers.
 
     Models are not changed: a model uses it if it is created with `attn_implementation="cuda_ext"` or told by
     `model.set_attn_implementation("cuda_ext")`. A second call changes nothing.
 
     Returns:
-        An object for a `with` statement, at whose end the implementation is unregistered, unless it was registered
-        before this call. Without `with`, it stays registered until `disable`.
+        An object for `with`: at the end of the block the implementation is unregistered, unless something else has
+        enabled it. Blocks may be nested, and overlap in several threads. Without `with`, it stays registered until
+        `disable`.
 
     Raises:
         ImportError: transformers is not installed, or its version is not supported (5 or newer).
@@ -57,24 +42,16 @@ def enable() -> _Enabled:
             model(input_ids)
         print(cuda_ext.integrations.transformers.calls())
     """
-    functions, masks = _registries()
-    was_enabled = NAME in functions and NAME in masks
-    if not was_enabled:
-        # Without the function for masks, transformers gives the attention function no mask at all: it would ignore
-        # padding without a word.
-        masks[NAME] = importlib.import_module(f"{__name__}.masks").attention_mask
-        functions[NAME] = importlib.import_module(f"{__name__}.attention").attention_forward
-    return _Enabled(was_enabled)
+    return _switch.turn_on()
 
 
 def disable() -> None:
-    """Unregisters what `enable` registered.
+    """Unregisters what `enable` registered, at the end of the `with` blocks that are running.
 
     A model that is still set to `"cuda_ext"` raises `KeyError` when it runs; choose another implementation for it by
     `model.set_attn_implementation("sdpa")`. Does nothing if `enable` was not called.
     """
-    for registry in _registries():
-        registry.pop(NAME, None)
+    _switch.turn_off()
 
 
 def calls(*, reset: bool = False) -> dict[str, dict[str, int]]:
@@ -114,3 +91,19 @@ def _registries() -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[...
         )
     # `register` has no counterpart that unregisters.
     return modeling.AttentionInterface._global_mapping, masking.AttentionMaskInterface._global_mapping
+
+
+def _register() -> None:
+    functions, masks = _registries()
+    # Without the function for masks, transformers gives the attention function no mask at all: it would ignore padding
+    # without a word.
+    masks[NAME] = importlib.import_module(f"{__name__}.masks").attention_mask
+    functions[NAME] = importlib.import_module(f"{__name__}.attention").attention_forward
+
+
+def _unregister(_: None) -> None:
+    for registry in _registries():
+        registry.pop(NAME, None)
+
+
+_switch = Switch(_register, _unregister)
