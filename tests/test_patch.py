@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuda_ext
@@ -672,6 +673,11 @@ def test_transforms() -> None:
             "up.weight"
         ],
         lambda f: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False),
+        lambda f: make_fx(f)(x)(x),
+        lambda f: make_fx(lambda x: torch.autograd.grad(f(x).sum(), list(f.parameters())))(x)(x),
+        lambda f: make_fx(lambda *inputs: torch.func.functional_call(f, *inputs), tracing_mode="symbolic")(
+            dict(f.named_parameters()), x
+        )(dict(f.named_parameters()), x),
     ):
         torch.testing.assert_close(function(block), function(reference), rtol=1e-10, atol=1e-10)
     weights = {key: parameter.detach() for key, parameter in block.named_parameters()}

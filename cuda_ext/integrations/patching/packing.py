@@ -72,8 +72,7 @@ def packed_rows(first: Tensor, second: Tensor) -> Tensor | None:
 
 def _alias(first: Tensor, second: Tensor) -> Tensor:
     shape = (first.shape[0] + second.shape[0], *first.shape[1:])
-    whole = torch.empty(0, dtype=first.dtype, device=first.device)
-    return whole.set_(first.untyped_storage(), first.storage_offset(), shape, first.stride())
+    return first.data.as_strided(shape, first.stride())  # .data: not a view of the parameter for autograd
 
 
 class _PackedRows(torch.autograd.Function):
