@@ -325,10 +325,12 @@ ENVIRONMENTS = (
     Environment("3.10", "2.11.0", (other_wheel,)),
     Environment("3.12", "2.11.0", (other_wheel,)),
     Environment("3.13", "2.11.0", (other_wheel, source)),
+    Environment("3.14", "2.11.0", (other_wheel, source)),
     Environment("3.11", "2.12.1", (wheel_of_another_torch, source)),
     Environment("3.11", "2.13.0+cpu", (source,)),
     Environment("3.12", "2.14.1", (source,)),
     Environment("3.13", "2.15.0", (source,)),
+    Environment("3.14", "2.15.0", (source,)),
     Environment("3.11", None, (without_torch,)),
 )
 COMMANDS: dict[Callable[[Trial], str], str] = {
