@@ -3,6 +3,7 @@
     import cuda_ext
     cuda_ext.gemm, cuda_ext.linear, cuda_ext.gated_linear, cuda_ext.mlp, cuda_ext.gated_mlp
     cuda_ext.gemm_plan              # what a product would run on a GPU, and why
+    cuda_ext.tuning                 # measures which plan of a product is the fastest, when asked
     cuda_ext.batch_invariant        # a row of a product does not depend on the other rows, to the bit
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
     cuda_ext.attention_plan         # what an attention call would run on a GPU, and why
@@ -26,7 +27,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing
+    from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing, tuning
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.integrations.patching import patch, unpatch
@@ -56,6 +57,7 @@ __all__ = [
     "ops",
     "patch",
     "testing",
+    "tuning",
     "unpatch",
 ]
 

@@ -124,7 +124,7 @@ def _versions() -> dict[str, str]:
     for name in PACKAGES:
         versions[name] = _installed_version(name)
     versions["compiler"] = _toolchain.compiler_version() or "none"
-    versions["driver"] = _guarded(_driver_version)
+    versions["driver"] = _guarded(driver_version)
     return versions
 
 
@@ -142,7 +142,7 @@ def _torch_version() -> str:
     return f"{torch.__version__} (CUDA {torch.version.cuda}, {isa}, {threads} threads, {Path(torch.__file__).parent})"
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()[0]
 

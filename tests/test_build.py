@@ -449,9 +449,9 @@ simt::Options& simt::options() {
   return hopper;
 }
 template <class T, Float32Product float32>
-size_t GemmSm80<T, float32>::workspace(const GemmParams&) { return 80; }
+size_t GemmSm80<T, float32>::workspace(const GemmParams&, const Restriction&) { return 80; }
 template <class T, Float32Product float32>
-void GemmSm80<T, float32>::launch(const GemmParams&, Workspace, void*) {}
+void GemmSm80<T, float32>::launch(const GemmParams&, const Restriction&, Workspace, void*) {}
 template struct cuda_ext::GemmSm80<half_t>;
 template struct cuda_ext::GemmSm80<bfloat16_t>;
 template struct cuda_ext::GemmSm80<float>;
@@ -462,12 +462,12 @@ int main() {
   p.a.dtype = p.b.dtype = p.out.dtype = Dtype::kBFloat16;
   p.a.row_stride = p.b.row_stride = 64;
   p.a.column_stride = p.b.column_stride = 1;
-  std::puts(choose_gemm_sm90(p, Float32Product::kTf32).refusal.c_str());
+  std::puts(choose_gemm_sm90(p, Float32Product::kTf32, {}).refusal.c_str());
   const auto allocate = [](size_t bytes) {
     std::printf("%zu\\n", bytes);
     return Workspace{};
   };
-  launch_gemm_cuda(p, allocate, nullptr, Float32Product::kTf32);
+  launch_gemm_cuda(p, allocate, nullptr, Float32Product::kTf32, {});
   try {
     launch_gemm_sm90(p, {}, {}, nullptr);
   } catch (const std::exception& error) {

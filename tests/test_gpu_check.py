@@ -748,7 +748,7 @@ def test_stages_refer_to_existing_files(table) -> None:
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
     families = [f"correct-{family}" for family in correct.FAMILIES]
-    later = ["benchmarks", "tests", "memcheck", "racecheck", "model"]
+    later = ["benchmarks", "tuning", "tests", "memcheck", "racecheck", "model"]
     assert names == ["environment", "build", "conformance", *families, *later]
     (measures,) = [stage for stage in stages if stage.parts]
     more = () if table is stage_table.stages_of_dry_run else ("train", "overhead")

@@ -53,6 +53,7 @@ API: dict[str, tuple[str, str, dict[str, tuple[str, ...]]]] = {
             ),
         },
     ),
+    "tuning": ("Tuning", "``cuda_ext.tuning``: measured plans of products.", {"cuda_ext.tuning": ()}),
     "nn": ("Modules", "Modules of ``cuda_ext.nn``.", {"cuda_ext.nn": ()}),
     "distributed": ("Data parallelism", "``cuda_ext.distributed``.", {"cuda_ext.distributed": ()}),
     "bucket": ("Buckets", "``cuda_ext.bucket``: many tensors in one flat buffer.", {"cuda_ext.bucket": ()}),

@@ -63,6 +63,19 @@ def correctness_stages(backend: str, estimate: float) -> list[Stage]:
     ]
 
 
+def tuning_stage(backend: str, estimate: float) -> Stage:
+    """What the plans of products lose against the best of their candidates."""
+    return Stage(
+        "tuning",
+        (("{python}", "-m", "benchmarks.gpu_check.tuned", backend),),
+        estimate,
+        least=estimate / 2,
+        needs=("build",),
+        key=r"times as fast$|^ .* us .*x  sm_",
+        sources=("benchmarks/gpu_check/tuned.py",),
+    )
+
+
 def build_seconds(cores: int) -> float:
     """Estimate for the library and one architecture, at least a minute, which the slowest source takes."""
     sources = _build.Plan("", "", _toolchain.Toolkit("", Path()), ("9.0a",), cores).sources
@@ -123,6 +136,7 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         benchmark_stage(
             "cuda", 300, ("gemm", "attention", "bucket", "train", "overhead")
         ),  # the stage tells of "build"
+        tuning_stage("cuda", 25),
         # 700 tests, 0.2 s each, and a few that compile.
         Stage(
             "tests",
@@ -170,6 +184,7 @@ def stages_of_dry_run() -> list[Stage]:
         ),
         *correctness_stages("simt", 4),
         benchmark_stage("cpu", 16, ("gemm", "attention", "bucket"), "--minutes", "0.02", "--only", FEW),
+        tuning_stage("simt", 4),
         Stage(
             "tests",
             ((python, "tests/relay.py", "--patience", "300", "--record", "{state}/record", *tests),),

@@ -9,12 +9,13 @@ namespace cuda_ext {
 // The current device, as plans see it.
 rt::Device gemm_cuda_device();
 
-// The plan of the kernel on wgmma for the current device, or why it cannot run.
-sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32);
+// The plan of the kernel on wgmma for the current device, or why it cannot run. A restriction that no plan fits is
+// ignored, as below.
+sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32, const Restriction& only);
 
 // Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64. Unless
 // the output is empty it calls `allocate` once, because the size of the workspace follows from the plan.
-void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream,
-                      Float32Product float32);
+void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream, Float32Product float32,
+                      const Restriction& only);
 
 }  // namespace cuda_ext

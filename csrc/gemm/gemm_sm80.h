@@ -1,14 +1,10 @@
 // The launcher of the GEMM on mma.sync (sm_80 and later).
 #pragma once
 
-#include "gemm/gemm.h"
+#include "gemm/problem.h"
 #include "base/workspace.h"
 
 namespace cuda_ext {
-
-// How float32 operands are multiplied: rounded to tf32 (11 bits), or in three products as sums of two tf32 (about 22
-// bits).
-enum class Float32Product : uint8_t { kThreeTf32, kTf32 };
 
 // Whether the kernels can read `operand` (rows, columns) in place; if not, the caller must make it contiguous first.
 inline bool gemm_sm80_reads(const Operand& operand, int64_t rows, int64_t columns) {
@@ -18,8 +14,8 @@ inline bool gemm_sm80_reads(const Operand& operand, int64_t rows, int64_t column
 // One instantiation per storage type and product, in gemm_sm80_{f16,bf16,f32,tf32}.cu.
 template <class T, Float32Product float32 = Float32Product::kThreeTf32>
 struct GemmSm80 {
-  static size_t workspace(const GemmParams& params);
-  static void launch(const GemmParams& params, Workspace workspace, void* stream);
+  static size_t workspace(const GemmParams& params, const Restriction& only);
+  static void launch(const GemmParams& params, const Restriction& only, Workspace workspace, void* stream);
 };
 extern template struct GemmSm80<half_t>;
 extern template struct GemmSm80<bfloat16_t>;
@@ -39,14 +35,15 @@ auto with_gemm_sm80(const GemmParams& params, Float32Product float32, F&& f) {
 }
 
 // Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
-inline size_t gemm_sm80_workspace(const GemmParams& params, Float32Product float32 = Float32Product::kThreeTf32) {
-  return with_gemm_sm80(params, float32, [&](auto gemm) { return gemm.workspace(params); });
+inline size_t gemm_sm80_workspace(const GemmParams& params, Float32Product float32 = Float32Product::kThreeTf32,
+                                  const Restriction& only = {}) {
+  return with_gemm_sm80(params, float32, [&](auto gemm) { return gemm.workspace(params, only); });
 }
 
 // Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64.
 inline void launch_gemm_sm80(const GemmParams& params, Workspace workspace, void* stream,
-                             Float32Product float32 = Float32Product::kThreeTf32) {
-  with_gemm_sm80(params, float32, [&](auto gemm) { gemm.launch(params, workspace, stream); });
+                             Float32Product float32 = Float32Product::kThreeTf32, const Restriction& only = {}) {
+  with_gemm_sm80(params, float32, [&](auto gemm) { gemm.launch(params, only, workspace, stream); });
 }
 
 }  // namespace cuda_ext

@@ -42,18 +42,18 @@ inline void check_operand(const char* name, const Operand& operand, int64_t rows
 }
 
 template <Arithmetic arithmetic>
-size_t workspace_bytes(const GemmParams& params) {
+size_t workspace_bytes(const GemmParams& params, const Restriction& only) {
   if (is_empty(params)) return 0;
-  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
+  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")), only);
   return assign_workspace(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
 }
 
 template <class T, Arithmetic arithmetic>
-void launch_with(const GemmParams& params, Workspace workspace, rt::Stream stream) {
+void launch_with(const GemmParams& params, const Restriction& only, Workspace workspace, rt::Stream stream) {
   if (is_empty(params)) return;
   check_operand("a", params.a, params.m, params.k);
   check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
-  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")));
+  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")), only);
   assign_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan)
       .expect_fits("gemm_sm80", workspace);
   if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles, stream);
@@ -77,13 +77,14 @@ constexpr sm80::Arithmetic kArithmetic = sizeof(T) == 2                     ? sm
                                                                             : sm80::Arithmetic::kThreeTf32;
 
 template <class T, Float32Product float32>
-size_t GemmSm80<T, float32>::workspace(const GemmParams& params) {
-  return sm80::workspace_bytes<kArithmetic<T, float32>>(params);
+size_t GemmSm80<T, float32>::workspace(const GemmParams& params, const Restriction& only) {
+  return sm80::workspace_bytes<kArithmetic<T, float32>>(params, only);
 }
 
 template <class T, Float32Product float32>
-void GemmSm80<T, float32>::launch(const GemmParams& params, Workspace workspace, void* stream) {
-  sm80::launch_with<T, kArithmetic<T, float32>>(params, workspace, stream);
+void GemmSm80<T, float32>::launch(const GemmParams& params, const Restriction& only, Workspace workspace,
+                                  void* stream) {
+  sm80::launch_with<T, kArithmetic<T, float32>>(params, only, workspace, stream);
 }
 
 }  // namespace cuda_ext

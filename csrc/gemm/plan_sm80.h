@@ -157,14 +157,21 @@ inline double expected_cycles(const GemmPlan& plan, const GemmConfig& tile, Arit
   return cycles;
 }
 
+inline Arithmetic arithmetic_of(const GemmParams& params, Float32Product float32) {
+  if (params.a.dtype != Dtype::kFloat32) return Arithmetic::k16Bit;
+  return float32 == Float32Product::kTf32 ? Arithmetic::kTf32 : Arithmetic::kThreeTf32;
+}
+
 // The tile shape and the split of k with the lowest predicted time.
-inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, const Rates& rates) {
+inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, const Rates& rates,
+                            const Restriction& only = {}) {
   constexpr int kMaxSplits = 32;
   constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
   const bool pairs = has_pairs(params);
   GemmPlan best;
   double best_cycles = std::numeric_limits<double>::infinity();
   for (int shape = 0; shape < kNumShapes[int(arithmetic)]; ++shape) {
+    if (only.config >= 0 && shape != only.config) continue;
     const GemmConfig& tile = kTiles[int(arithmetic)][shape];
     const int64_t row_tiles = ceil_div(params.m, tile.block_m);
     const int64_t column_tiles = ceil_div(params.n, pairs ? tile.block_n / 2 : tile.block_n);
@@ -186,6 +193,7 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
         if (int64_t(plan.tiles) * splits > 2 * tile.min_blocks * rates.num_sms) break;  // more than two waves
         if (ceil_div(plan.all_k_tiles, plan.split_k_tiles) != splits) continue;         // a split would be empty
       }
+      if (only.splits > 0 && splits != only.splits) continue;
       plan.splits = splits;
       const double cycles = expected_cycles(plan, tile, arithmetic, rates);
       if (cycles < best_cycles) {
@@ -194,6 +202,8 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       }
     }
   }
+  if (best_cycles == std::numeric_limits<double>::infinity())  // no plan fits the restriction
+    return choose_plan(params, arithmetic, rates);
   const GemmConfig& tile = kTiles[int(arithmetic)][best.shape];
   const bool a_k_major = is_k_major_a(params), b_k_major = is_k_major_b(params);
   best.in_float32 = params.k * product_of(params.reduced_dims, params.reduced_sizes) <= kMaxFloat32Sum;

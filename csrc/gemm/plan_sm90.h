@@ -115,14 +115,6 @@ struct Rates {
   }
 };
 
-// Restricts the choice of a plan, for tests and for measurements.
-struct Restriction {
-  int config = -1;   // of kConfigs; -1: any
-  int cluster = 0;   // 0: any
-  int k_blocks = 0;  // 0: any
-  int splits = 0;    // 0: any
-};
-
 struct GemmChoice {
   std::optional<GemmPlan> plan;
   std::string refusal;  // why there is none

@@ -9,6 +9,10 @@
 
 namespace cuda_ext {
 
+// How float32 operands are multiplied: rounded to tf32 (11 bits), or in three products as sums of two tf32 (about 22
+// bits).
+enum class Float32Product : uint8_t { kThreeTf32, kTf32 };
+
 inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 inline int64_t product_of(int dims, const int64_t* sizes) {
@@ -23,6 +27,15 @@ inline bool is_empty(const GemmParams& params) {
 
 // Whether the columns of the product are pairs, gate and up, that the epilogue combines to one column of the output.
 HOST_DEVICE bool has_pairs(const GemmParams& params) { return params.gated && params.preact.data == nullptr; }
+
+// Restricts the choice of a plan, for tests and measurements, and to what was measured to be the fastest.
+struct Restriction {
+  int config = -1;    // of sm90::kConfigs, or a shape of sm80::kTiles; -1: any
+  int cluster = 0;    // 0: any
+  int k_blocks = 0;   // 0: any
+  int splits = 0;     // 0: any
+  bool sm80 = false;  // restricts the plan for mma.sync, which has neither clusters nor blocks of them; else for wgmma
+};
 
 // Whether an operand is read along k. If only the other dim is contiguous, it is read along that one.
 inline bool is_k_major(int64_t k, int64_t k_stride, int64_t other_stride) {

@@ -17,8 +17,8 @@ struct CudaKernels {
                                       (sizeof(BucketParams) + sizeof(SymmetricParams));
   uint64_t layout;
 
-  void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product);
-  sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product);
+  void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
+  sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   rt::Device (*gemm_device)();
   size_t (*activation_grad_workspace)(const ActivationGradParams&);
   void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);

@@ -11,6 +11,7 @@
 
 #if CUDA_EXT_WITH_CUDA
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include "launchers/device_probe.h"
@@ -145,6 +146,13 @@ RngSource draw_rng(at::Device device) {
   auto* const generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
   return {nullptr, nullptr, generator->random64(), 0};
+}
+
+bool is_capturing(at::Device device) {
+#if CUDA_EXT_WITH_CUDA
+  if (device.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#endif
+  return false;
 }
 
 LaunchScope::LaunchScope(at::Device device) : device_(device), guard_(device) {

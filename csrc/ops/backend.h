@@ -28,6 +28,9 @@ Tensor with_unit_stride(const Tensor& tensor);
 // torch.manual_seed determines them. During graph capture they are pointers, so that each replay draws new numbers.
 RngSource draw_rng(at::Device device);
 
+// Whether the current stream of the device is captured into a graph.
+bool is_capturing(at::Device device);
+
 // Makes `device` the current device while it exists, and provides its current stream and a workspace for a launch. The
 // workspace size depends on the current device, so create the scope before asking for the size.
 class LaunchScope {

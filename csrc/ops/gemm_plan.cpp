@@ -4,6 +4,7 @@
 #include "gemm/plan_sm80.h"
 #include "gemm/plan_sm90.h"
 #include "ops/product.h"
+#include "ops/tuning.h"
 
 namespace cuda_ext {
 namespace {
@@ -15,11 +16,6 @@ Numbers numbers(std::initializer_list<std::pair<const char*, int64_t>> values) {
   Numbers result;
   for (const auto& [name, value] : values) result.insert(name, value);
   return result;
-}
-
-sm80::Arithmetic arithmetic_of(const GemmParams& params, Float32Product float32) {
-  if (params.a.dtype != Dtype::kFloat32) return sm80::Arithmetic::k16Bit;
-  return float32 == Float32Product::kTf32 ? sm80::Arithmetic::kTf32 : sm80::Arithmetic::kThreeTf32;
 }
 
 Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Device& device) {
@@ -51,10 +47,10 @@ Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Devi
 }
 
 Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::Device& device,
-                   const std::string& refusal) {
-  const sm80::Arithmetic arithmetic = arithmetic_of(params, float32);
+                   const std::string& refusal, const Restriction& only) {
+  const sm80::Arithmetic arithmetic = sm80::arithmetic_of(params, float32);
   const sm80::Rates rates = sm80::rates_of(device);
-  sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic, rates);
+  sm80::GemmPlan plan = sm80::choose_plan(params, arithmetic, rates, only.sm80 ? only : Restriction{});
   const sm80::GemmConfig& tile = sm80::kTiles[int(arithmetic)][plan.shape];
   const double cycles = sm80::expected_cycles(plan, tile, arithmetic, rates);
   return {"sm_80", sm80::cost_of_k_tile(tile, arithmetic, rates).limit(), refusal,
@@ -81,7 +77,7 @@ void set_if_null(const void*& data) {
 }
 
 // `compute_capability` and `num_sms`: of the device to plan for; 0: that of the tensors. `config`, `cluster`,
-// `k_blocks` and `splits`: as in sm90::Restriction.
+// `k_blocks` and `splits`: as in Restriction, for wgmma.
 Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, const OptionalTensor& bias,
                  const OptionalTensor& residual, ActivationName activation, double alpha, double beta,
                  OptionalType out_dtype, bool gated, bool save_preact, int64_t compute_capability, int64_t num_sms,
@@ -127,13 +123,14 @@ Answer gemm_plan(const Tensor& a, const Tensor& b, const OptionalTensor& c, cons
           params, float32 == Float32Product::kTf32, device,
           {.config = int(config), .cluster = int(cluster), .k_blocks = int(k_blocks), .splits = int(splits)});
       answer = choice.plan ? answer_sm90(params, *choice.plan, device)
-                           : answer_sm80(params, float32, device, choice.refusal);
+                           : answer_sm80(params, float32, device, choice.refusal, {});
     } else {
       const LaunchScope scope(a.device());
       const rt::Device device = kernels->gemm_device();
-      const sm90::GemmChoice choice = kernels->choose_gemm_sm90(params, float32);
+      const Restriction only = measured_plan(*kernels, params, float32);
+      const sm90::GemmChoice choice = kernels->choose_gemm_sm90(params, float32, only);
       answer = choice.plan ? answer_sm90(params, *choice.plan, device)
-                           : answer_sm80(params, float32, device, choice.refusal);
+                           : answer_sm80(params, float32, device, choice.refusal, only);
     }
   });
   return *answer;

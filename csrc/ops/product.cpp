@@ -1,4 +1,5 @@
 #include "ops/product.h"
+#include "ops/tuning.h"
 
 #include <ATen/Context.h>
 
@@ -161,7 +162,10 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   const Float32Product float32 = float32_product();
   LaunchScope scope(device);
   launch_for(op, [&] {
-    kernels->gemm(params, [&](size_t bytes) { return scope.workspace(bytes); }, scope.stream(), float32);
+    const auto launch = [&](const GemmParams& launched, const Restriction& only) {
+      kernels->gemm(launched, [&](size_t bytes) { return scope.workspace(bytes); }, scope.stream(), float32, only);
+    };
+    launch(params, tuned_plan(*kernels, params, float32, device, launch));
   });
 }
 

@@ -28,7 +28,7 @@ EXPORT size_t gemm_params_size() { return sizeof(GemmParams); }
 EXPORT size_t activation_grad_params_size() { return sizeof(ActivationGradParams); }
 
 // The tests' restriction of the choice of a plan for wgmma.
-static sm90::Restriction restriction;
+static Restriction restriction;
 EXPORT void gemm_restrict(int config, int cluster, int k_blocks, int splits) {
   restriction = {config, cluster, k_blocks, splits};
 }
