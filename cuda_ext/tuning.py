@@ -1,4 +1,4 @@
-"""Measures on a GPU which plan of a matrix product is the fastest, and keeps the answers. Only when asked.
+"""Measures on a GPU which plan of a matrix product is the fastest, and keeps the results. Only when asked.
 
     with cuda_ext.tuning.tune() as tuned:   # in the block, each product that is new is measured
         train_step(batch)
@@ -30,7 +30,7 @@ from cuda_ext._checks import check
 from cuda_ext._load import ops
 from cuda_ext.info import driver_version
 
-__all__ = ["Product", "clear", "load", "measured", "path_of_answers", "tune"]
+__all__ = ["Product", "clear", "default_path", "load", "measured", "tune"]
 
 _PLAN = ("config", "cluster", "k_blocks", "splits", "sm80")
 _LARGEST_NUMBER = 1024
@@ -74,14 +74,14 @@ class tune:
     capture of a CUDA graph nothing is measured. The CPU kernels have no plans, and ignore it.
 
     Args:
-        path: the file; default `path_of_answers()`. None: nothing is read or written.
+        path: the file; default `default_path()`. None: nothing is read or written.
         candidates: how many plans to measure of each product, at least 1; default 6.
 
     Attributes:
         products: after the block, those that were measured in it.
 
     Raises:
-        ValueError: the file is damaged, or its answers are for another device, driver or build; or ``candidates`` < 1.
+        ValueError: the file is damaged, or was measured with another device, driver or build; or ``candidates`` < 1.
 
     Example::
 
@@ -97,7 +97,7 @@ class tune:
             f"expected candidates to be an int of at least 1, got {candidates!r}",
         )
         self.products: list[Product] = []
-        self._path = None if path is None else Path(path or path_of_answers())
+        self._path = None if path is None else Path(path or default_path())
         self._candidates = candidates
 
     def __enter__(self) -> tune:
@@ -124,7 +124,7 @@ def load(path: str | os.PathLike[str] | None = None) -> list[Product]:
     """Uses what `tune` has written, in this process, and measures nothing.
 
     Args:
-        path: default `path_of_answers()`.
+        path: default `default_path()`.
 
     Returns:
         The products of the file.
@@ -133,7 +133,7 @@ def load(path: str | os.PathLike[str] | None = None) -> list[Product]:
         FileNotFoundError: there is no such file; `tune` writes it.
         ValueError: it is damaged, or for another device, driver or build.
     """
-    products = _read(Path(path or path_of_answers()))
+    products = _read(Path(path or default_path()))
     _use(products)
     return products
 
@@ -154,7 +154,7 @@ def clear() -> None:
     ops._clear_measured_gemms()
 
 
-def path_of_answers() -> Path:
+def default_path() -> Path:
     """The file for the current device, its driver and this build, in ``$XDG_CACHE_HOME/cuda_ext``, by default
     ``~/.cache/cuda_ext``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -191,11 +191,11 @@ def _read(path: Path) -> list[Product]:
     except (ValueError, KeyError, TypeError):
         sound = False
     if not sound:
-        raise ValueError(f"cuda_ext.tuning: expected answers of cuda_ext.tuning.tune in {path}; delete the file")
+        raise ValueError(f"cuda_ext.tuning: {path} was not written by tune(), or is damaged; delete it")
     if made_for != _circumstances():
         raise ValueError(
-            f"cuda_ext.tuning: expected answers for {_circumstances()} in {path}, got {made_for}; measure again with "
-            "cuda_ext.tuning.tune and another path"
+            f"cuda_ext.tuning: expected measurements for {_circumstances()} in {path}, got {made_for}; measure again "
+            "with cuda_ext.tuning.tune and another path"
         )
     return products
 

@@ -134,7 +134,7 @@ def test_batch_invariant_products_stay_so() -> None:
 
 
 def test_files() -> None:
-    path = tuning.path_of_answers()
+    path = tuning.default_path()
     with testing.emulated("sm_90a"):
         with pytest.raises(FileNotFoundError):
             tuning.load()
@@ -175,7 +175,7 @@ def test_damaged_files(damage: Any, tmp_path: Path) -> None:
     path.write_bytes(damage(content))
     tuning.clear()
     for use in (lambda: tuning.load(path), lambda: tuning.tune(path).__enter__()):
-        with pytest.raises(ValueError, match=r"expected answers of cuda_ext\.tuning\.tune in .*; delete the file"):
+        with pytest.raises(ValueError, match=r"cuda_ext\.tuning: .* is damaged; delete it"):
             use()
     assert tuning.measured() == []
 
