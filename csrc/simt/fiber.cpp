@@ -11,8 +11,11 @@ namespace cuda_ext::simt {
 
 namespace {
 
-constexpr size_t kStackBytes = 96 * 1024;
-constexpr size_t kGuardBytes = 16 * 1024;  // a multiple of every page size in use here
+// nvcc's code has a variable for each value, so the frame of one of its kernels, as the host's compiler makes it, may
+// exceed 100 kB. Pages that are not touched take no memory. The guard is a multiple of every page size in use here, and
+// larger than a frame, which could else begin below it.
+constexpr size_t kStackBytes = 512 * 1024;
+constexpr size_t kGuardBytes = 256 * 1024;
 
 }  // namespace
 
