@@ -74,7 +74,8 @@ class tune:
     capture of a CUDA graph nothing is measured. The CPU kernels have no plans, and ignore it.
 
     Args:
-        path: the file; default `default_path()`. None: nothing is read or written.
+        path: the file; default `default_path()`.
+        keep: whether to read and write it; default True.
         candidates: how many plans to measure of each product, at least 1; default 6.
 
     Attributes:
@@ -90,14 +91,14 @@ class tune:
         print(tuned)    # a line per product: microseconds before and after
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = "", *, candidates: int = 6) -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, keep: bool = True, candidates: int = 6) -> None:
         check(
             isinstance(candidates, int) and candidates >= 1,
             "tuning.tune",
             f"expected candidates to be an int of at least 1, got {candidates!r}",
         )
         self.products: list[Product] = []
-        self._path = None if path is None else Path(path or default_path())
+        self._path = Path(path or default_path()) if keep else None
         self._candidates = candidates
 
     def __enter__(self) -> tune:
@@ -178,7 +179,7 @@ def _read(path: Path) -> list[Product]:
         times = (product.seconds, product.seconds_of_default)
         return (
             isinstance(product.name, str)
-            and all(type(number) is int and -1 <= number <= _LARGEST_NUMBER for number in numbers)
+            and all(type(number) is int and 0 <= number <= _LARGEST_NUMBER for number in numbers)
             and isinstance(product.sm80, bool)
             and all(isinstance(time, float) and 0 < time < float("inf") for time in times)
         )

@@ -320,11 +320,15 @@ def test_flops_are_counted(context: Callable[[], Any], requires_grad: bool) -> N
         assert counter.get_total_flops() == 2 * 6 * pairs * (8 + 5)
 
 
-def test_all_state_is_restored() -> None:
+@pytest.mark.parametrize("has_formula", [False, True])
+def test_all_state_is_restored(has_formula: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_formula:  # as a later PyTorch may have
+        monkeypatch.setitem(flop_registry, torch.ops.aten.scaled_dot_product_attention, lambda *args, **kwargs: 1)
+
     def state() -> tuple[object, ...]:
         dispatch = torch._C._dispatch_dump("aten::scaled_dot_product_attention")
         fast, tag = torch.backends.mha.get_fastpath_enabled(), torch.compiler.config.cache_key_tag
-        return dispatch, fast, tag, set(flop_registry)
+        return dispatch, fast, tag, dict(flop_registry)
 
     for setting in (True, False):
         torch.backends.mha.set_fastpath_enabled(setting)

@@ -36,12 +36,12 @@ def test_a_product_is_measured_once_and_right(arch: str, dtype: torch.dtype) -> 
     with testing.emulated(arch) as emulation:
         expected = cuda_ext.gemm(a, b)
         once = emulation.counters["blocks"]
-        with tuning.tune(None) as tuned:
+        with tuning.tune(keep=False) as tuned:
             out = cuda_ext.gemm(a, b)
         assert emulation.counters["blocks"] > 5 * once
         (product,) = tuned.products
         before = emulation.counters["blocks"]
-        with tuning.tune(None) as again:
+        with tuning.tune(keep=False) as again:
             assert torch.equal(cuda_ext.gemm(a, b), out)
         assert again.products == [] and str(again) == "no new products"
         assert emulation.counters["blocks"] - before < 4 * once
@@ -65,7 +65,7 @@ def test_the_plan_says_what_was_measured(arch: str) -> None:
     seen = set()
     with testing.emulated(arch, processors=132):
         expected = a.float() @ b.float()
-        with tuning.tune(None, candidates=1) as tuned:
+        with tuning.tune(keep=False, candidates=1) as tuned:
             cuda_ext.gemm(a, b)
         name, sm80 = tuned.products[0].name, tuned.products[0].sm80
         assert sm80 == (arch == "sm_80")
@@ -87,7 +87,7 @@ def test_an_impossible_plan_is_ignored(arch: str, numbers: list[int]) -> None:
     with testing.emulated(arch):
         default = cuda_ext.gemm_plan(a, b)
         expected = cuda_ext.gemm(a, b)
-        with tuning.tune(None, candidates=1) as tuned:
+        with tuning.tune(keep=False, candidates=1) as tuned:
             cuda_ext.gemm(a, b)
         for sm80 in (False, True):
             torch.ops.cuda_ext._set_measured_gemm(tuned.products[0].name, [*numbers, sm80], [1.0, 2.0])
@@ -99,7 +99,7 @@ def test_an_impossible_plan_is_ignored(arch: str, numbers: list[int]) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_ops_forward_and_backward(arch: str) -> None:
     leaf = lambda *shape: torch.randn(shape).to(torch.bfloat16).requires_grad_()  # noqa: E731
-    with testing.emulated(arch), tuning.tune(None, candidates=3) as tuned:
+    with testing.emulated(arch), tuning.tune(keep=False, candidates=3) as tuned:
         for _ in range(2):
             tensors = {"input": leaf(2, 65, 72), "weight": leaf(40, 72), "bias": leaf(40)}
             assert_op_matches_reference(cuda_ext.linear, reference_linear, tensors, {"activation": "gelu"})
@@ -117,7 +117,7 @@ def test_an_accumulated_product_is_added_once() -> None:
     slot = torch.randn(16, 24)
     before = slot.clone()
     grad = torch.randn(50, 16).bfloat16()
-    with testing.emulated("sm_90a"), tuning.tune(None) as tuned:
+    with testing.emulated("sm_90a"), tuning.tune(keep=False) as tuned:
         torch.ops.cuda_ext.linear_backward.slot(
             grad, x, w, None, output_mask=[False, True, False], weight_slot=slot, slot_alpha=1.0, slot_beta=1.0
         )
@@ -127,7 +127,7 @@ def test_an_accumulated_product_is_added_once() -> None:
 
 def test_batch_invariant_products_stay_so() -> None:
     a, b = operands(200, 72, 4096)
-    with testing.emulated("sm_90a"), cuda_ext.batch_invariant(), tuning.tune(None):
+    with testing.emulated("sm_90a"), cuda_ext.batch_invariant(), tuning.tune(keep=False):
         whole = cuda_ext.gemm(a, b)
         assert torch.equal(cuda_ext.gemm(a[:7], b), whole[:7])
     assert all("batch-invariant" in product.name for product in tuning.measured())
@@ -163,6 +163,7 @@ def test_files() -> None:
         lambda content: json.dumps([1]).encode(),
         lambda content: json.dumps({**content, "products": [{"name": "x"}]}).encode(),
         lambda content: json.dumps({**content, "products": [{**content["products"][0], "config": 1 << 40}]}).encode(),
+        lambda content: json.dumps({**content, "products": [{**content["products"][0], "config": -1}]}).encode(),
         lambda content: json.dumps({**content, "products": [{**content["products"][0], "splits": "2"}]}).encode(),
         lambda content: json.dumps({**content, "products": [{**content["products"][0], "seconds": 0.0}]}).encode(),
     ],
@@ -202,29 +203,33 @@ def test_wrong_arguments() -> None:
 def test_nothing_is_measured_unasked_nor_on_the_cpu() -> None:
     with testing.emulated("sm_90a"):
         cuda_ext.gemm(*operands(64, 64, 64))
-    with tuning.tune(None) as tuned:
+    with tuning.tune(keep=False) as tuned:
         cuda_ext.gemm(*operands(64, 64, 64))
     assert tuned.products == tuning.measured() == []
 
 
 def test_blocks_may_be_nested() -> None:
     with testing.emulated("sm_90a"):
-        with tuning.tune(None) as outer:
-            with tuning.tune(None) as inner:
+        with tuning.tune(keep=False) as outer:
+            with tuning.tune(keep=False) as inner:
                 cuda_ext.gemm(*operands(64, 64, 64))
             cuda_ext.gemm(*operands(64, 72, 64))
         cuda_ext.gemm(*operands(64, 80, 64))
     assert len(inner.products) == 1 and len(outer.products) == 2 == len(tuning.measured())
 
 
-def test_threads_measure_one_after_the_other() -> None:
-    a, b = operands(64, 64, 64)
+def test_a_product_is_measured_by_one_thread() -> None:
+    a, b = operands(300, 200, 500)  # takes the emulator more than a millisecond, after which no round has two launches
     outs: list[Tensor] = []
-    with testing.emulated("sm_90a"), tuning.tune(None) as tuned:
-        threads = [threading.Thread(target=lambda: outs.append(cuda_ext.gemm(a, b))) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with testing.emulated("sm_90a") as emulation:
+        cuda_ext.gemm(a, b)
+        once = emulation.counters["blocks"]
+        with tuning.tune(keep=False, candidates=1) as tuned:
+            threads = [threading.Thread(target=lambda: outs.append(cuda_ext.gemm(a, b))) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert emulation.counters["blocks"] == (1 + 7 + len(threads)) * once  # one for the kernel's start, 6 that are timed
     assert len(tuned.products) == 1 and len(outs) == 4
     assert all(torch.equal(out, outs[0]) for out in outs)

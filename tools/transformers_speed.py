@@ -154,12 +154,68 @@ def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, 
     return [("forward", run(forward)), ("training step", run(step))]
 
 
+def microseconds(call: Callable[[], object]) -> float:
+    """Of the fastest of 15 rounds of some milliseconds."""
+
+    def round_of(calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - begin) / calls
+
+    round_of(100 if round_of(2) < 1e-3 else 1)
+    calls = max(3, int(5e-3 / round_of(3)))
+    return 1e6 * min(round_of(calls) for _ in range(15))
+
+
+def attention_calls(length: int, heads: int, dim: int, work: str) -> list[Callable[[], object]]:
+    """The public op, the attention function of the implementation, and transformers' own function for SDPA, causal."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from cuda_ext.integrations.transformers.attention import attention_forward
+
+    module: Any = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, 1
+    heads_first = [torch.randn(1, heads, length, dim) for _ in range(3)]
+    rows_first = [tensor.transpose(1, 2).contiguous() for tensor in heads_first]
+    for tensor in (*heads_first, *rows_first):
+        tensor.requires_grad_(work != "inference mode")
+    grad = torch.randn(1, length, heads, dim)
+
+    def timed(function: Any, tensors: list[torch.Tensor]) -> Callable[[], object]:
+        return (lambda: torch.autograd.grad(function(), tensors, grad)) if "backward" in work else function
+
+    ours: Any = attention_forward
+    theirs: Any = sdpa_attention_forward
+    return [
+        timed(lambda: cuda_ext.flash_attention(*rows_first, causal=True), rows_first),
+        timed(lambda: ours(module, *heads_first, attention_mask=None, scaling=dim**-0.5)[0], heads_first),
+        timed(lambda: theirs(module, *heads_first, attention_mask=None, scaling=dim**-0.5)[0], heads_first),
+    ]
+
+
+def print_overhead() -> None:
+    torch.set_num_threads(1)
+    print("| tokens, heads, head dim | work | op, us | cuda_ext, us | ratio | sdpa, us |")
+    print("|---|---|---:|---:|---:|---:|", flush=True)
+    for sizes in ((8, 4, 32), (1, 8, 8), (LENGTH, 8, 64)):
+        for work in ("inference mode", "forward", "forward and backward"):
+            with torch.inference_mode(work == "inference mode"):
+                op, ours, theirs = map(microseconds, attention_calls(*sizes, work))
+            shown = f"{op:.1f} | {ours:.1f} | {ours / op:.2f} | {theirs:.1f}"
+            print(f"| {', '.join(map(str, sizes))} | {work} | {shown} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row, beyond 3 rounds")
+    parser.add_argument("--overhead", action="store_true", help="instead: attention alone, what it costs beyond the op")
     given = parser.parse_args()
+    if given.overhead:
+        print_overhead()
+        return
     cuda_ext.integrations.transformers.enable()
     torch.manual_seed(0)
     print("| model | dtype | work | eager, ms | sdpa, ms | cuda_ext, ms | times as fast |")

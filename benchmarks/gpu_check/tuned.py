@@ -26,7 +26,7 @@ SHAPES += [(tokens, n, k) for tokens in (1, 16, 64, 256, 8192) for n, k in WIDTH
 def main(backend: str) -> None:
     on_gpu = backend == "cuda"
     device = torch.device("cuda" if on_gpu else "cpu")
-    with nullcontext() if on_gpu else testing.emulated("sm_90a"), tuning.tune(None, candidates=10) as tuned:
+    with nullcontext() if on_gpu else testing.emulated("sm_90a"), tuning.tune(keep=False, candidates=10) as tuned:
         for m, n, k in SHAPES if on_gpu else [(64, 72, 200)]:
             x = torch.randn(m, k, dtype=torch.bfloat16, device=device, requires_grad=True)
             w = torch.randn(n, k, dtype=torch.bfloat16, device=device, requires_grad=True)

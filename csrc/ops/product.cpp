@@ -1,5 +1,4 @@
 #include "ops/product.h"
-#include "ops/tuning.h"
 
 #include <ATen/Context.h>
 
@@ -7,6 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
+
+#include "ops/tuning.h"
 
 namespace cuda_ext {
 

@@ -46,6 +46,7 @@ class _Before(NamedTuple):
 
     fastpath_was_enabled: bool
     jagged_attention: Any  # PyTorch's function for jagged nested tensors
+    flop_formulas: dict[Any, Any]  # of SDPA itself
 
 
 def _activate(mha_fastpath: MhaFastpath) -> _Before:
@@ -62,8 +63,9 @@ def _activate(mha_fastpath: MhaFastpath) -> _Before:
     # Graphs that contain this package's op must not be found in the caches by a process without it.
     torch.compiler.config.cache_key_tag += _CACHE_TAG
     # In inference mode, FlopCounterMode replaces an op without a formula by PyTorch's own composition of it.
+    flop_formulas = {key: flop_registry[key] for key in _FLOPS if key in flop_registry}
     flop_registry.update(_FLOPS)
-    return _Before(fastpath_was_enabled, jagged_attention)
+    return _Before(fastpath_was_enabled, jagged_attention, flop_formulas)
 
 
 def _deactivate(before: _Before) -> None:
@@ -76,6 +78,7 @@ def _deactivate(before: _Before) -> None:
     torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag.replace(_CACHE_TAG, "")
     for key in _FLOPS:
         del flop_registry[key]
+    flop_registry.update(before.flop_formulas)
 
 
 _CACHE_TAG = "+cuda_ext.sdpa"
