@@ -379,6 +379,29 @@ def test_backward_on_wgmma_is_what_the_kernel_does(evidence: Evidence, dim: int,
     assert counters["blocks"] == work.blocks + around.blocks
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward_with_a_kernel_for_dq_is_what_the_kernels_do(evidence: Evidence, causal: bool) -> None:
+    gpu = dataclasses.replace(GPUS["h200"], sms=4)
+    problem = Problem(2, random.randint(129, 400), 4, 256, causal=causal)
+    choice = attention_work.attention_choice(evidence, gpu, problem, "bfloat16", True)
+    keys, queries, around = attention_work.attention_work(evidence, gpu, problem, "bfloat16", True)
+    assert choice.has_kernel_for_queries
+    tensors = [torch.randn(2, problem.length, 4, 256).bfloat16().requires_grad_() for _ in range(3)]
+    with testing.emulated("sm_90a"):
+        out = cuda_ext.flash_attention(*tensors, causal=causal)
+    with testing.emulated("sm_90a") as emulation:
+        torch.autograd.grad(out, tensors, torch.randn(out.shape).bfloat16())
+    counters, tile = emulation.counters, choice.tile
+    steps = [sum([each.iterations] * each.blocks if isinstance(each.iterations, int) else each.iterations)
+             for each in (keys, queries)]  # fmt: skip
+    scores = 2 * 256 // 16
+    assert counters["wgmma"] == steps[0] * (scores + 2 * tile.block_m // 16) + steps[1] * 2 * (scores + 4)
+    kept = (keys.blocks * tile.block_n + queries.blocks * attention_work.QUERIES_OF_SEPARATE) * 2 * 256 * 2
+    streamed = sum(count * each.iteration.l2 for count, each in zip(steps, (keys, queries), strict=True))
+    assert counters["tma_load_bytes"] == streamed + kept
+    assert counters["blocks"] == keys.blocks + queries.blocks + around.blocks
+
+
 def test_attention_on_wgmma_that_costs_more_is_slower(evidence: Evidence) -> None:
     problem, gpu = Problem(4, 4096, 16, 128), GPUS["h200"]
     (work,) = attention_work.attention_work(evidence, gpu, problem, "bfloat16", False)

@@ -85,6 +85,12 @@ ATTENTION_WGMMA_BACKWARD = replace(
     overlap=32,
 )
 
+# One consumer weighs while the other multiplies, so no exponential need be under its own consumer's products. Before the
+# first product, accumulators are loaded with -lse or -delta.
+ATTENTION_WGMMA_BACKWARD_KEYS = replace(ATTENTION_WGMMA, lead=112, gap=None, overlap=None)
+# P is computed under dP.
+ATTENTION_WGMMA_BACKWARD_QUERIES = replace(ATTENTION_WGMMA, gap=None, overlap=32)
+
 # The first rule that matches a kernel applies; a kernel without a rule is a fault.
 RULES = (
     Rule("probe", shared_bytes=0),
@@ -110,8 +116,15 @@ RULES = (
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
     replace(ATTENTION_WGMMA, name="attention_fwd_sm90"),
     # dP^T is in flight during the softmax; the general kernel computes both together, after the wait.
-    replace(ATTENTION_WGMMA_BACKWARD, name=r"attention_bwd_sm90<Backward<\w+, \w+{[\d, ]+}, true", overlap=0),
+    replace(ATTENTION_WGMMA_BACKWARD, name=r"attention_bwd_sm90<Backward<\w+, \w+{[\w, ]+}, true", overlap=0),
     replace(ATTENTION_WGMMA_BACKWARD, name="attention_bwd_sm90"),
+    replace(ATTENTION_WGMMA_BACKWARD_KEYS, name="attention_bwd_keys_sm90"),
+    replace(
+        ATTENTION_WGMMA_BACKWARD_QUERIES,
+        name=r"attention_bwd_queries_sm90<BackwardQueries<\w+, \w+{[\w, ]+}, true",
+        overlap=0,
+    ),
+    replace(ATTENTION_WGMMA_BACKWARD_QUERIES, name="attention_bwd_queries_sm90"),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
     Rule("attention_bwd_sm80", ("HMMA", "LDSM", "LDGSTS", "RED", r"STG\.E\.128"), (r"REDG\.E\.ADD\.F32x4",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.model.evidence import (
@@ -64,6 +65,10 @@ class AttentionChoice:
     def by_wgmma(self) -> bool:
         return re.search(r"\b(Forward|Backward)Config", self.kernel) is not None
 
+    @property
+    def has_kernel_for_queries(self) -> bool:
+        return "BackwardKeys" in self.kernel
+
 
 def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, backward: bool) -> AttentionChoice:
     unbounded = -1
@@ -120,6 +125,8 @@ def attention_work(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str, b
     """The Work of the main launch; in backward also that of the launches before and after it, which only move bytes."""
     choice = attention_choice(evidence, gpu, problem, dtype, backward)
     if choice.by_wgmma:
+        if choice.has_kernel_for_queries:
+            return separate_backward_sm90_work(evidence, gpu, problem, choice)
         if backward:
             return backward_sm90_work(evidence, gpu, problem, choice)
         return [forward_sm90_work(evidence, gpu, problem, choice)]
@@ -288,6 +295,106 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
         launches=2,
     )
     return [main, around]
+
+
+QUERIES_OF_SEPARATE = 128  # of a tile of attention_bwd_queries_sm90
+
+
+def steps_of_queries(problem: Problem, block_n: int) -> list[int]:
+    """Steps of the blocks of attention_bwd_queries_sm90, in launch order."""
+    steps = []
+    behind = problem.seen_keys - problem.length
+    for first in range(0, problem.length, QUERIES_OF_SEPARATE):
+        last = min(first + QUERIES_OF_SEPARATE, problem.length) - 1
+        end = min(last + behind + 1, problem.seen_keys) if problem.causal else problem.seen_keys
+        begin = 0 if problem.window is None else max(0, first + behind - problem.window)
+        steps.append(math.ceil(end / block_n) - begin // block_n)
+    return [count for count in reversed(steps) for _ in range(problem.batch * problem.heads)]
+
+
+def separate_backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: AttentionChoice) -> list[Work]:
+    """csrc/attention/attention_bwd_keys_sm90.cuh and attention_bwd_queries_sm90.cuh, whose bytes and products
+    tests/simt/test_attention_bwd_sm90.py counts, and the launch before them, which only moves bytes."""
+    tile, size = choice.tile, 2
+    dims, of_pair = tile.dim + tile.dim_v, 2 * problem.dim  # columns of a tile, and those that are not zeros
+    queries = problem.batch * problem.heads * problem.length
+    keys = problem.batch * problem.groups * problem.seen_keys
+
+    def work(kernel: str, steps: Sequence[int], iteration: Amounts, staged: float, kept: float, written: float) -> Work:
+        """Bytes: what a block stages, and what all blocks keep during their loops and write."""
+        iteration += Amounts(issue=evidence.kernel(gpu, kernel).loop.instructions * 4 * 2)
+        return Work(
+            blocks=len(steps),
+            blocks_per_sm=1,
+            iterations=steps[0] if len(set(steps)) == 1 else steps,
+            iteration=iteration,
+            outside=Amounts(
+                shared=3 * staged / 128, issue=EPILOGUE_INSTRUCTIONS * staged / 128, l2=(kept + written) / len(steps)
+            ),
+            in_flight=tile.stages,
+            memory_bytes=size * problem.elements() + written,
+            persistent=Persistent(
+                workers=min(len(steps), gpu.sms),
+                hides_epilogues=False,
+                # Between two blocks: what they keep and the first tile arrive, then scores are multiplied.
+                restart=BLOCK_START_CYCLES + gpu.memory_latency + iteration.tensor / 4 / gpu.wgmma_multiply_adds,
+                # As in forward, one consumer multiplies while the other weighs, and no barrier joins them in a step.
+                overlap=OVERLAP_OF_SOFTMAX,
+            ),
+        )
+
+    area = tile.block_m * tile.block_n
+    rows = tile.block_m * dims * size  # bytes of queries and output gradients
+    of_keys = work(
+        f"attention_bwd_keys_sm90<{choice.kernel}>",
+        choice.steps,
+        Amounts(
+            tensor=area * 2 * dims,
+            # TMA writes queries and output gradients; scores and dP read them and keys and values; dK and dV read them
+            # again. Weights go from one consumer to the other.
+            shared=(3 * rows + tile.block_n * dims * size + 2 * area * 4) / 128,
+            special=area,
+            l2=rows * of_pair / dims + 2 * tile.block_m * 4,
+        ),
+        staged=tile.block_n * dims * size,
+        kept=keys * of_pair * size,
+        written=keys * of_pair * size,
+    )
+    consumers = QUERIES_OF_SEPARATE // 64
+    area = QUERIES_OF_SEPARATE * tile.block_n
+    columns = tile.block_n * dims * size  # bytes of keys and values
+    of_queries = work(
+        f"attention_bwd_queries_sm90<{choice.kernel.replace('BackwardKeys', 'BackwardQueries')}>",
+        steps_of_queries(problem, tile.block_n),
+        Amounts(
+            tensor=area * (2 * tile.dim + tile.dim_v),
+            # TMA writes keys and values; a consumer reads them, its queries and output gradients, and keys again.
+            shared=(
+                (1 + consumers) * columns + (QUERIES_OF_SEPARATE * dims + consumers * tile.block_n * tile.dim) * size
+            )
+            / 128,
+            special=area,
+            l2=columns * of_pair / dims,
+        ),
+        staged=QUERIES_OF_SEPARATE * tile.dim * size,
+        kept=queries * of_pair * size,
+        written=queries * problem.dim * size,
+    )
+    # attention_bwd_rows reads outputs and their gradients.
+    moved = queries * (2 * size * problem.dim + 2 * 4)
+    blocks = problem.batch * problem.heads * math.ceil(problem.length / tile.block_m)
+    around = Work(
+        blocks=blocks,
+        blocks_per_sm=fit(
+            evidence.kernel(gpu, f"attention_bwd_rows<bfloat16_t, {tile.block_m}, 0, {THREADS_OF_ROWS}>"), gpu
+        ),
+        iterations=0,
+        iteration=Amounts(),
+        outside=Amounts(l2=moved / blocks),
+        in_flight=1,
+        memory_bytes=moved,
+    )
+    return [of_keys, of_queries, around]
 
 
 def lone_cycles(gpu: Gpu, tile: AttentionTile, iteration: Amounts, step: dict[str, float], backward: bool) -> float:

@@ -8,7 +8,8 @@ namespace cuda_ext::sm90 {
 template <class T, int tile>
 void BackwardPasses<T, tile>::launch_before(const AttentionBackwardParams& params, const sm80::BackwardPlan& plan,
                                             void* stream) {
-  sm80::launch_rows<T, kBackwardTiles[tile].block_m, kBackwardTiles[tile].dim>(params, plan, stream);
+  constexpr const BackwardConfig& config = kBackwardTiles[tile];
+  sm80::launch_rows<T, config.block_m, config.separate ? 0 : config.dim>(params, plan, stream);
 }
 
 template <class T, int tile>
@@ -19,8 +20,12 @@ void BackwardPasses<T, tile>::launch_after(const AttentionBackwardParams& params
 
 template struct BackwardPasses<half_t, 0>;
 template struct BackwardPasses<half_t, 1>;
+template struct BackwardPasses<half_t, 2>;
+template struct BackwardPasses<half_t, 3>;
 template struct BackwardPasses<bfloat16_t, 0>;
 template struct BackwardPasses<bfloat16_t, 1>;
-static_assert(kNumBackwardTiles == 2);
+template struct BackwardPasses<bfloat16_t, 2>;
+template struct BackwardPasses<bfloat16_t, 3>;
+static_assert(kNumBackwardTiles == 4);
 
 }  // namespace cuda_ext::sm90

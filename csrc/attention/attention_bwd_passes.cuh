@@ -8,7 +8,8 @@
 
 namespace cuda_ext::sm80 {
 
-// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed. Grid: (tiles of
+// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed; dim = 0: it will
+// not. Grid: (tiles of
 // queries of all sequences) x heads, heads innermost. 8 lanes share a row.
 template <class T, int block_m, int dim, int threads>
 GLOBAL(threads, 1)
@@ -167,15 +168,17 @@ void launch_sinks(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
                                                      p, plan);
 }
 
-// Launches what follows the main kernel. Results: the WarpTiles GradQ, GradK and GradV of that kernel.
+// Launches what follows the main kernel. Results: the WarpTiles GradK, GradV and, unless
+// another kernel has stored dQ, GradQ of that kernel, and its kBlockM.
 template <class T, class Results>
 void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
   using GradK = typename Results::GradK;
   using GradV = typename Results::GradV;
-  launch_finish<T, typename Results::GradQ>(
-      p, plan,
-      {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
-      stream);
+  if constexpr (requires { typename Results::GradQ; })
+    launch_finish<T, typename Results::GradQ>(
+        p, plan,
+        {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
+        stream);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
     FinishParams finish{.to = p.grad_key,
@@ -190,7 +193,7 @@ void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
     finish.width = int(p.dim_v);
     launch_finish<T, GradV>(p, plan, finish, stream);
   }
-  if (p.grad_sinks != nullptr) launch_sinks<Results::GradQ::kRows>(p, plan, stream);
+  if (p.grad_sinks != nullptr) launch_sinks<Results::kBlockM>(p, plan, stream);
 }
 
 }  // namespace cuda_ext::sm80

@@ -30,7 +30,7 @@ struct BackwardPlan {
   // In the workspace.
   float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf if the row sees no key
   float* minus_delta = nullptr;  // (heads, head_rows)
-  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles
+  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles; null if dQ has a kernel of its own
   uint32_t* turns = nullptr;     // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
   float* grad_key = nullptr;     // (splits, pairs, tiles) tiles; null if there is only one split
   float* grad_value = nullptr;
@@ -99,8 +99,8 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
   const int64_t rows = p.heads * plan.head_rows;
   cursor.allocate(plan.minus_lse, rows);
   cursor.allocate(plan.minus_delta, rows);
-  cursor.allocate(plan.grad_query, rows * config.dim);
-  if (p.deterministic) cursor.allocate(plan.turns, rows / config.block_m);
+  if (!config.separate) cursor.allocate(plan.grad_query, rows * config.dim);
+  if (!config.separate && p.deterministic) cursor.allocate(plan.turns, rows / config.block_m);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;
     cursor.allocate(plan.grad_key, tiles * config.block_n * config.dim);

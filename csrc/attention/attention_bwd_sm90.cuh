@@ -1,5 +1,5 @@
-// Flash attention backward for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16 and bfloat16 (Shah et
-// al., "FlashAttention-3", arXiv 2407.08608).
+// Flash attention backward for Hopper (sm_90a) and head dims up to 128: TMA, wgmma and warp specialisation, for float16
+// and bfloat16 (Shah et al., "FlashAttention-3", arXiv 2407.08608). Larger ones: attention_bwd_keys_sm90.cuh.
 //
 // Problem        AttentionBackwardParams in attention.h:
 //                P = exp(logits - lse)     dP = dO V^T     dS = P o (dP - delta), delta = rowsum(dO o O) - dlse
@@ -35,21 +35,15 @@
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
+#include "attention/backward_loop_sm90.cuh"
 #include "attention/backward_results_sm90.cuh"
-#include "attention/backward_scores.cuh"
-#include "attention/consumer_tiles_sm90.cuh"
 
 namespace cuda_ext::sm90 {
-
-using sm80::BackwardPlan;
-using sm80::BackwardTask;
-using sm80::load_struct;
-using sm80::QueryTile;
 
 constexpr int kSumsLine = 256;  // floats: the tensor map of the sums of dQ has lines of so many
 
 struct BackwardMaps {
-  HeadsMap query, key, value, grad_out, grad_key, grad_value;
+  KeysMaps loop;
   arch::TensorMap sums;
 };
 
@@ -80,7 +74,6 @@ struct Backward {
   using TileDO = PiecesTile<kBlockM, config.dim_v>;
   using TileScores = PiecesTile<kBlockN, kBlockM>;
   static constexpr int kSumsBytes = kBlockM * config.dim * int(sizeof(float));
-  static constexpr int kColumnsBytes = kBlockM * int(sizeof(float));  // of lse, and of delta
 
   DEVICE static int thread() { return arch::opaque_thread_index() - kWarpgroup; }
 
@@ -99,36 +92,6 @@ struct Backward {
   };
   static_assert(sizeof(Storage) <= 227 * 1024);
 
-  // The accumulators of a consumer as wgmma numbers them.
-  template <int tiles>
-  DEVICE static float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
-    return reinterpret_cast<float (&)[4 * tiles]>(x);
-  }
-  DEVICE static void round(const typename Scores::Accumulators& x, Fragments& fragments) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) sm80::operand_of<T>(x)(fragments[step], 0, step);
-  }
-
-  // x (64 keys, block_m) = or, unless `general`, += A B^T, for the consumer whose keys begin at `a`.
-  template <class TileA, class TileB>
-  DEVICE static void multiply_rows(typename Scores::Accumulators& x, SharedAddress a, SharedAddress b) {
-    constexpr int kDepth = TileA::kPieces * TileA::kElements;
-    const uint64_t rows = TileA::descriptor(a, Major::kK), columns = TileB::descriptor(b, Major::kK);
-#pragma unroll
-    for (int step = 0; step < kDepth / 16; ++step)
-      arch::wgmma_m64k16<T, Major::kK, Major::kK>(
-          registers_of(x), arch::advance_descriptor(rows, TileA::step_bytes(step, Major::kK)),
-          arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kK)), !general || step > 0);
-  }
-  // x (64 keys, columns) += A B, with A (64 keys, block_m) from registers.
-  template <class TileB, int tiles>
-  DEVICE static void multiply_fragments(float (&x)[1][tiles][4], const Fragments& a, SharedAddress b) {
-    const uint64_t columns = TileB::descriptor(b, Major::kMn);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      arch::wgmma_m64k16<T, Major::kMn>(registers_of(x), a[step],
-                                        arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kMn)), 1);
-  }
   // sums (64 queries, 64) = the consumer's part of dS K
   DEVICE static void multiply_keys(typename GradQ::Accumulators& sums, SharedAddress grad_scores, SharedAddress k) {
     const int piece = ConsumerThreads::consumer();
@@ -142,41 +105,6 @@ struct Backward {
           arch::advance_descriptor(b, TileK::step_bytes(step, Major::kMn)), step > 0);
   }
 };
-
-// The producer, one thread. `at`: the block's first tile of queries.
-template <class Kernel>
-DEVICE void produce(const BackwardPlan& plan, const BackwardMaps& maps, typename Kernel::Storage& shared,
-                    QueryTile at) {
-  const BackwardTask::Queries queries = load_struct(shared.task.queries);
-  const BackwardTask::Head head = load_struct(shared.task.head);
-  const int first_key = head.k_begin + load_struct(shared.task.keys).first;
-  arch::barrier_arrive_expect(shared.keys_full, Kernel::TileK::kBytes + Kernel::TileV::kBytes);
-  load_pieces<typename Kernel::TileK>(arch::shared_address(shared.k), maps.key, shared.keys_full, first_key,
-                                      head.head_kv, queries.batch);
-  load_pieces<typename Kernel::TileV>(arch::shared_address(shared.v), maps.value, shared.keys_full, first_key,
-                                      head.head_kv, queries.batch);
-  Ring<Kernel::kStages> ring;
-#pragma unroll 1
-  for (bool more = true; more; at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
-    const int row = queries.begin + at.tile * Kernel::kBlockM;
-    const int padded = sm80::padded_row<Kernel>(plan, queries, at);
-    const auto load = [&]<class Tile>(Barrier& empty, Barrier& full, unsigned char (&to)[Tile::kBytes],
-                                      const HeadsMap& map, float (&columns)[Kernel::kBlockM], const float* from) {
-      arch::barrier_wait(empty, ring.parity ^ 1);
-      arch::barrier_arrive_expect(full, Tile::kBytes + Kernel::kColumnsBytes);
-      load_pieces<Tile>(arch::shared_address(to), map, full, row, at.head, queries.batch);
-      arch::bulk_load(arch::shared_address(columns), from + padded, Kernel::kColumnsBytes, full);
-    };
-    const int stage = ring.stage;
-    load.template operator()<typename Kernel::TileQ>(shared.q_empty[stage], shared.q_full[stage], shared.q[stage],
-                                                     maps.query, shared.minus_lse[stage], plan.minus_lse);
-    load.template operator()<typename Kernel::TileDO>(shared.do_empty[stage], shared.do_full[stage],
-                                                      shared.grad_out[stage], maps.grad_out, shared.minus_delta[stage],
-                                                      plan.minus_delta);
-    ring.advance();
-  }
-}
 
 // The adder, one thread: adds the sums of each step to those in the workspace.
 template <class Kernel>
@@ -206,13 +134,10 @@ DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typenam
 // The first line of a consumer in a tile of keys.
 DEVICE int first_line() { return ConsumerThreads::consumer() * kWarpgroupRows; }
 
-// Clears the lines of a tile from `line` on, if it has any, for all consumers.
+// Clears the lines of a tile from `line` on, for all consumers.
 template <class Kernel, class Tile>
 DEVICE void clear_tail(SharedAddress tile, int line) {
-  constexpr int kLines = Tile::kPieceSize / kPieceBytes;
-  if (line >= kLines) return;
-  clear_lines<Tile>(tile, line, kLines, Kernel::thread(), Kernel::kConsumers * kWarpgroup);
-  sync_consumers<Kernel::kConsumers>();
+  if (clear_from<Kernel, Tile>(tile, line)) sync_consumers<Kernel::kConsumers>();
 }
 
 // Waits for keys and values, and clears those of the next sequence.
@@ -223,23 +148,6 @@ DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storag
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   clear_tail<Kernel, typename Kernel::TileK>(arch::shared_address(shared.k), keys.visible.k_len - keys.first);
   clear_tail<Kernel, typename Kernel::TileV>(arch::shared_address(shared.v), keys.visible.k_len - keys.first);
-}
-
-// Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
-template <class Kernel>
-DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& at) {
-  if (p.cu_seqlens_q == nullptr) return Kernel::kBlockM;
-  return load_struct(shared.task.queries).count - at.tile * Kernel::kBlockM;
-}
-
-// Issues x = A B^T + columns for the consumer's lines of the tile at `a`; the general kernel adds `columns` later.
-template <class Kernel, class TileA, class TileB>
-DEVICE void start_rows(typename Kernel::Scores::Accumulators& x, SharedAddress a, SharedAddress b,
-                       const float* columns) {
-  if constexpr (!Kernel::kGeneral) sm80::start_columns<Kernel>(x, columns);
-  arch::wgmma_fence(Kernel::registers_of(x));
-  Kernel::template multiply_rows<TileA, TileB>(x, a + first_line() * kPieceBytes, b);
-  arch::wgmma_commit();
 }
 
 // The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
@@ -254,7 +162,7 @@ DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& pla
   if constexpr (!Kernel::kGeneral) sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
   // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
   arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
-  arch::wgmma_wait<0>(Kernel::registers_of(grad));
+  arch::wgmma_wait<0>(registers_of(grad));
   if constexpr (Kernel::kGeneral) {
     const int stage = step % Kernel::kStages;
     const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
@@ -284,6 +192,7 @@ template <class Kernel>
 DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
                        QueryTile at, typename Kernel::GradK::Accumulators& grad_key,
                        typename Kernel::GradV::Accumulators& grad_value) {
+  using T = typename Kernel::Element;
   using TileK = typename Kernel::TileK;
   using TileV = typename Kernel::TileV;
   using TileQ = typename Kernel::TileQ;
@@ -301,13 +210,14 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
   };
   const auto start_scores = [&] {
     const int stage = step % Kernel::kStages;
-    start_rows<Kernel, TileK, TileQ>(s, k, arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
+    start_rows<Kernel, TileK, TileQ>(s, k + first_line() * kPieceBytes, arch::shared_address(shared.q[stage]),
+                                     shared.minus_lse[stage]);
   };
 
   await_keys<Kernel>(p, shared);
   await_queries();
   start_scores();
-  arch::wgmma_wait<0>(Kernel::registers_of(s));
+  arch::wgmma_wait<0>(registers_of(s));
 
 #pragma unroll 1
   for (bool more = true; more;) {
@@ -316,12 +226,12 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
     clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, at));
-    start_rows<Kernel, TileV, TileDO>(grad, v, grad_out, shared.minus_delta[stage]);
+    start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
     weigh_step<Kernel>(p, plan, shared, at, step, s, grad);
-    Kernel::round(s, weights);
-    Kernel::round(grad, grad_scores);
-    arch::wgmma_fence(Kernel::registers_of(grad_value), weights);
-    Kernel::template multiply_fragments<TileDO>(grad_value, weights, grad_out);
+    round_operand<T>(s, weights);
+    round_operand<T>(grad, grad_scores);
+    arch::wgmma_fence(registers_of(grad_value), weights);
+    multiply_fragments<T, TileDO>(grad_value, weights, grad_out);
     arch::wgmma_commit();
 
 #pragma unroll
@@ -329,13 +239,13 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
       stage_fragment<typename Kernel::TileScores>(scores, first_line(), part, grad_scores[part]);
     arch::fence_async_shared();
     sync_consumers<Kernel::kConsumers>();  // dS is written
-    arch::wgmma_fence(Kernel::registers_of(sums));
+    arch::wgmma_fence(registers_of(sums));
     Kernel::multiply_keys(sums, scores, k);
     arch::wgmma_commit();
-    arch::wgmma_fence(Kernel::registers_of(grad_key), grad_scores);
-    Kernel::template multiply_fragments<TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
+    arch::wgmma_fence(registers_of(grad_key), grad_scores);
+    multiply_fragments<T, TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
     arch::wgmma_commit();
-    arch::wgmma_wait<2>(Kernel::registers_of(grad_value));  // which frees the registers of P
+    arch::wgmma_wait<2>(registers_of(grad_value));  // which frees the registers of P
     ConsumerThreads::arrive(shared.do_empty[stage]);
     // The scores of the next step or, after the last one, of the same queries, because a product under a condition
     // would make ptxas wait for each product.
@@ -346,21 +256,21 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     }
     start_scores();
 
-    arch::wgmma_wait<2>(Kernel::registers_of(sums));
+    arch::wgmma_wait<2>(registers_of(sums));
     ConsumerThreads::arrive(shared.scores_read);
     store_sums<Kernel>(shared, this_step, sums);
-    arch::wgmma_wait<1>(Kernel::registers_of(grad_key));
+    arch::wgmma_wait<1>(registers_of(grad_key));
     ConsumerThreads::arrive(shared.q_empty[stage]);
-    arch::wgmma_wait<0>(Kernel::registers_of(s));
+    arch::wgmma_wait<0>(registers_of(s));
   }
-  arch::wgmma_wait<0>(Kernel::registers_of(grad_value));
-  arch::wgmma_wait<0>(Kernel::registers_of(grad_key));
+  arch::wgmma_wait<0>(registers_of(grad_value));
+  arch::wgmma_wait<0>(registers_of(grad_key));
 }
 
 // Stores dK and dV of a consumer's keys: staged in the memory of keys and values or, if they are parts of a sum, in the
 // workspace.
 template <class Kernel>
-DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardMaps& maps,
+DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan& plan, const KeysMaps& maps,
                             typename Kernel::Storage& shared, typename Kernel::GradK::Accumulators& grad_key,
                             typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
@@ -368,39 +278,23 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   using TileV = typename Kernel::TileV;
   using GradK = typename Kernel::GradK;
   using GradV = typename Kernel::GradV;
-  const BackwardTask::Keys keys = load_struct(shared.task.keys);
-  const BackwardTask::Head head = load_struct(shared.task.head);
-  const int batch = load_struct(shared.task.queries).batch;
   const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
-    const int64_t part = arch::block_x() % plan.splits;
-    const int64_t tile = (part * plan.schedule.pairs + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles +
-                         keys.first / Kernel::kBlockN;
-    sm80::WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns, Kernel::thread())
+    sm80::WorkspaceTile<GradK>(part_of<GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
         .store(grad_key, plan.scale);
-    sm80::WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns, Kernel::thread())
+    sm80::WorkspaceTile<GradV>(part_of<GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
         .store(grad_value, value_factor);
     return;
   }
   const SharedAddress k = arch::shared_address(shared.k), v = arch::shared_address(shared.v);
   const int own = first_line();
-  const int first = head.k_begin + keys.first, left = keys.visible.k_len - keys.first - own;
-  scale(grad_key, plan.scale);
-  scale(grad_value, value_factor);
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read
-  stage_rows<T, TileK>(k, own, grad_key);
-  stage_rows<T, TileV>(v, own, grad_value);
+  stage_gradient<T, TileK>(k, own, grad_key, plan.scale);
+  stage_gradient<T, TileV>(v, own, grad_value, value_factor);
   arch::fence_async_shared();
   ConsumerThreads::sync();
-  if (p.cu_seqlens_k == nullptr || left >= kWarpgroupRows) {
-    store_pieces<TileK>(maps.grad_key, k, own, first + own, head.head_kv, batch);
-    store_pieces<TileV>(maps.grad_value, v, own, first + own, head.head_kv, batch);
-  } else {
-    store_lines<T, TileK>(k, own, left, int(p.dim),
-                          [&](int line) { return sm80::row_of<T>(p.grad_key, batch, first + line, head.head_kv); });
-    store_lines<T, TileV>(v, own, left, int(p.dim_v),
-                          [&](int line) { return sm80::row_of<T>(p.grad_value, batch, first + line, head.head_kv); });
-  }
+  store_gradient<T, TileK>(p, shared.task, k, own, maps.grad_key, p.grad_key, p.dim);
+  store_gradient<T, TileV>(p, shared.task, v, own, maps.grad_value, p.grad_value, p.dim_v);
 }
 
 // Grid: tiles of keys of all key heads and sequences, `splits` blocks for each.
@@ -419,13 +313,7 @@ attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if (arch::thread_index() == 0) work.task.store(shared.task);
   }
   if (arch::thread_index() == 0) {
-    arch::barrier_init(shared.keys_full, 1);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) {
-      arch::barrier_init(shared.q_full[stage], 1);
-      arch::barrier_init(shared.q_empty[stage], Kernel::kConsumers);
-      arch::barrier_init(shared.do_full[stage], 1);
-      arch::barrier_init(shared.do_empty[stage], Kernel::kConsumers);
-    }
+    init_load_barriers<Kernel>(shared, Kernel::kConsumers);
     arch::barrier_init(shared.scores_read, Kernel::kConsumers);
     arch::barrier_init(shared.sums_full, Kernel::kConsumers);
     arch::barrier_init(shared.sums_empty, 1);
@@ -435,14 +323,14 @@ attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<Kernel::kProducerRegisters>();
     if (!has_steps) return;
-    if (arch::thread_index() == 0) produce<Kernel>(plan, maps, shared, first);
+    if (arch::thread_index() == 0) produce<Kernel>(plan, maps.loop, shared, first);
     if (arch::thread_index() == arch::kWarpSize) add_sums<Kernel>(plan, maps, shared, first);
   } else {
     arch::increase_registers<Kernel::kConsumerRegisters>();
     typename Kernel::GradK::Accumulators grad_key = {};
     typename Kernel::GradV::Accumulators grad_value = {};
     if (has_steps) accumulate<Kernel>(p, plan, shared, first, grad_key, grad_value);
-    store_gradients<Kernel>(p, plan, maps, shared, grad_key, grad_value);
+    store_gradients<Kernel>(p, plan, maps.loop, shared, grad_key, grad_value);
   }
 }
 

@@ -7,7 +7,7 @@
 
 namespace cuda_ext::sm90 {
 
-// One instantiation per storage type and tile, in attention_bwd_sm90_{f16,bf16}_d{64,128}.cu.
+// One instantiation per storage type and tile, in attention_bwd_sm90_{f16,bf16}_d{64,128,192,256}.cu.
 template <class T, int tile>
 struct AttentionBackwardSm90 {
   static AttentionPlan plan(const AttentionBackwardParams& params, const rt::Device& device);
@@ -16,16 +16,17 @@ struct AttentionBackwardSm90 {
 };
 extern template struct AttentionBackwardSm90<half_t, 0>;
 extern template struct AttentionBackwardSm90<half_t, 1>;
+extern template struct AttentionBackwardSm90<half_t, 2>;
+extern template struct AttentionBackwardSm90<half_t, 3>;
 extern template struct AttentionBackwardSm90<bfloat16_t, 0>;
 extern template struct AttentionBackwardSm90<bfloat16_t, 1>;
-static_assert(kNumBackwardTiles == 2);
+extern template struct AttentionBackwardSm90<bfloat16_t, 2>;
+extern template struct AttentionBackwardSm90<bfloat16_t, 3>;
+static_assert(kNumBackwardTiles == 4);
 
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string backward_refusal(const AttentionBackwardParams& p, const rt::Device& device) {
-  constexpr const BackwardConfig& largest = kBackwardTiles[kNumBackwardTiles - 1];
   if (const std::string refusal = forward_refusal(p, device); !refusal.empty()) return refusal;
-  if (p.dim > largest.dim || p.dim_v > largest.dim_v)
-    return "backward on wgmma has tiles for head dims up to " + std::to_string(largest.dim);
   const int64_t queries = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
   if (queries == 0 || p.batch == 0 || p.heads == 0) return "there are no queries";
   if (queries > 1 && p.grad_out.seq_stride == 0) return "TMA cannot read rows with a stride of 0";

@@ -2,36 +2,104 @@
 #pragma once
 
 #include "attention/attention_bwd_passes.h"
+#include "attention/attention_bwd_keys_sm90.cuh"
+#include "attention/attention_bwd_queries_sm90.cuh"
 #include "attention/attention_bwd_sm90.cuh"
 #include "rt/launch.cuh"
 
 namespace cuda_ext::sm90 {
 
-// Calls f(Backward<..>{}) with the instantiation that the parameters require.
+// The kernel with keys resident.
+template <class T, int tile, bool general>
+using KeysKernel = std::conditional_t<kBackwardTiles[tile].separate, BackwardKeys<T, kBackwardTiles[tile], general>,
+                                      Backward<T, kBackwardTiles[tile], general>>;
+
+// Calls f(KeysKernel<..>{}) with the instantiation that the parameters require.
 template <class T, int tile, class F>
 auto with_backward(const AttentionBackwardParams& p, const F& f) {
-  if (sm80::needs_general_kernel(p)) return f(Backward<T, kBackwardTiles[tile], true>{});
-  return f(Backward<T, kBackwardTiles[tile], false>{});
+  return sm80::needs_general_kernel(p) ? f(KeysKernel<T, tile, true>{}) : f(KeysKernel<T, tile, false>{});
 }
 
-inline BackwardMaps make_maps(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan,
-                              const BackwardConfig& config) {
-  constexpr char kName[] = "attention_bwd_sm90";
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const int64_t queries = packed ? p.total_q : p.seqlen_q, keys = packed ? p.total_k : p.seqlen_k;
-  const int64_t lines = p.heads * plan.head_rows * config.dim / kSumsLine;
-  return {heads_map(kName, p, p.query, p.dim, queries, p.heads, 1, config.block_m),
-          heads_map(kName, p, p.key, p.dim, keys, p.heads_kv, 1, config.block_n),
-          heads_map(kName, p, p.value, p.dim_v, keys, p.heads_kv, 1, config.block_n),
-          heads_map(kName, p, p.grad_out, p.dim_v, queries, p.heads, 1, config.block_m),
-          heads_map(kName, p, p.grad_key, p.dim, keys, p.heads_kv, 1, kWarpgroupRows),
-          heads_map(kName, p, p.grad_value, p.dim_v, keys, p.heads_kv, 1, kWarpgroupRows),
-          rt::make_tensor_map(kName, {.data = plan.grad_query,
+// The tensor maps of queries, keys and so on, for launches of `kernel`.
+struct HeadsMaps {
+  const char* kernel;
+  const AttentionBackwardParams& p;
+
+  HeadsMap of_queries(const HeadsView& view, int64_t dim, int lines) const {
+    return heads_map(kernel, p, view, dim, p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q, p.heads, 1, lines);
+  }
+  HeadsMap of_keys(const HeadsView& view, int64_t dim, int lines) const {
+    return heads_map(kernel, p, view, dim, p.cu_seqlens_q != nullptr ? p.total_k : p.seqlen_k, p.heads_kv, 1, lines);
+  }
+};
+
+inline KeysMaps keys_maps(const char* kernel, const AttentionBackwardParams& p, const BackwardConfig& config) {
+  const HeadsMaps maps{kernel, p};
+  return {maps.of_queries(p.query, p.dim, config.block_m), maps.of_keys(p.key, p.dim, config.block_n),
+          maps.of_keys(p.value, p.dim_v, config.block_n),  maps.of_queries(p.grad_out, p.dim_v, config.block_m),
+          maps.of_keys(p.grad_key, p.dim, kWarpgroupRows), maps.of_keys(p.grad_value, p.dim_v, kWarpgroupRows)};
+}
+
+inline QueriesMaps queries_maps(const char* kernel, const AttentionBackwardParams& p, const BackwardConfig& config) {
+  const HeadsMaps maps{kernel, p};
+  return {maps.of_queries(p.query, p.dim, kQueriesOfSeparate), maps.of_queries(p.grad_out, p.dim_v, kQueriesOfSeparate),
+          maps.of_keys(p.key, p.dim, config.block_n), maps.of_keys(p.value, p.dim_v, config.block_n),
+          maps.of_queries(p.grad_query, p.dim, kWarpgroupRows)};
+}
+
+// The sums of dQ in the workspace.
+inline arch::TensorMap sums_map(const char* kernel, const AttentionBackwardParams& p, const sm80::BackwardPlan& plan,
+                                const BackwardConfig& config) {
+  return rt::make_tensor_map(kernel, {.data = plan.grad_query,
                                       .element = rt::Element::kFloat32,
                                       .rank = 2,
-                                      .sizes = {kSumsLine, lines},
+                                      .sizes = {kSumsLine, p.heads * plan.head_rows * config.dim / kSumsLine},
                                       .strides = {kSumsLine * int64_t(sizeof(float))},
-                                      .box = {kSumsLine, config.block_m * config.dim / kSumsLine}})};
+                                      .box = {kSumsLine, config.block_m * config.dim / kSumsLine}});
+}
+
+// One kernel for all gradients.
+template <class Kernel>
+void launch_backward(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan, const BackwardConfig& config,
+                     void* stream) {
+  constexpr char kName[] = "attention_bwd_sm90";
+  rt::launch<attention_bwd_sm90<Kernel>>(kName,
+                                         {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
+                                          .threads = Kernel::kThreads,
+                                          .shared_bytes = sizeof(typename Kernel::Storage),
+                                          .waits = p.deterministic ? rt::Waits::kForEarlier : rt::Waits::kForNone,
+                                          .stream = stream},
+                                         p, plan,
+                                         BackwardMaps{keys_maps(kName, p, config), sums_map(kName, p, plan, config)});
+}
+
+// The order of tiles of queries, of which each head of each sequence is a pair.
+inline sm80::Schedule queries_schedule(const AttentionBackwardParams& p, int block_m) {
+  const int64_t pairs = p.heads * p.batch;
+  return {.tiles = int((p.seqlen_q + block_m - 1) / block_m),
+          .heads = int(p.heads),
+          .pairs = int(pairs),
+          .section = sm80::section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / p.heads, pairs)};
+}
+
+// One kernel for dK and dV, one for dQ.
+template <class Keys, class Queries>
+void launch_separate(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan, const BackwardConfig& config,
+                     void* stream) {
+  rt::launch<attention_bwd_keys_sm90<Keys>>("attention_bwd_keys_sm90",
+                                            {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
+                                             .threads = Keys::kThreads,
+                                             .shared_bytes = sizeof(typename Keys::Storage),
+                                             .stream = stream},
+                                            p, plan, keys_maps("attention_bwd_keys_sm90", p, config));
+  const sm80::Schedule schedule = queries_schedule(p, Queries::kBlockM);
+  rt::launch<attention_bwd_queries_sm90<Queries>>("attention_bwd_queries_sm90",
+                                                  {.grid = {schedule.pairs * schedule.tiles},
+                                                   .threads = Queries::kThreads,
+                                                   .shared_bytes = sizeof(typename Queries::Storage),
+                                                   .stream = stream},
+                                                  p, plan, schedule,
+                                                  queries_maps("attention_bwd_queries_sm90", p, config));
 }
 
 template <class T, int tile>
@@ -52,14 +120,10 @@ void AttentionBackwardSm90<T, tile>::launch(const AttentionBackwardParams& param
   sm80::assign_workspace(params, config, workspace.data, plan).expect_fits("attention_bwd_sm90", workspace);
   BackwardPasses<T, tile>::launch_before(params, plan, stream);
   with_backward<T, tile>(params, [&]<class Kernel>(Kernel) {
-    rt::launch<attention_bwd_sm90<Kernel>>(
-        "attention_bwd_sm90",
-        {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
-         .threads = Kernel::kThreads,
-         .shared_bytes = sizeof(typename Kernel::Storage),
-         .waits = params.deterministic ? rt::Waits::kForEarlier : rt::Waits::kForNone,
-         .stream = stream},
-        params, plan, make_maps(params, plan, config));
+    if constexpr (config.separate)
+      launch_separate<Kernel, BackwardQueries<T, config, Kernel::kGeneral>>(params, plan, config, stream);
+    else
+      launch_backward<Kernel>(params, plan, config, stream);
   });
   BackwardPasses<T, tile>::launch_after(params, plan, stream);
 }

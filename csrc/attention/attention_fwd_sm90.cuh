@@ -102,16 +102,6 @@ struct Forward {
       arch::wgmma_m64k16<T, Major::kMn>(registers_of(out), weights[step],
                                         arch::advance_descriptor(b, TileV::step_bytes(step, Major::kMn)), 1);
   }
-  DEVICE static void round_weights(const Logits& s, Weights& weights) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) sm80::operand_of<T>(s)(weights[step], 0, step);
-  }
-
-  // The accumulators of a consumer as wgmma numbers them.
-  template <int tiles>
-  DEVICE static float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
-    return reinterpret_cast<float (&)[4 * tiles]>(x);
-  }
 };
 
 // The item of a block in a round; at least plan.items() if there is none. In odd rounds blocks are in reverse order, so
@@ -240,13 +230,13 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
   float by[1][2];
   const auto await_keys = [&] { arch::barrier_wait(shared.k_full[keys.stage], keys.parity); };
   const auto start_keys = [&] {
-    arch::wgmma_fence(Kernel::registers_of(s));
+    arch::wgmma_fence(registers_of(s));
     Kernel::multiply_keys(s, q, arch::shared_address(shared.k[keys.stage]));
     arch::wgmma_commit();
   };
   const auto start_values = [&] {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
-    arch::wgmma_fence(Kernel::registers_of(out), weights);
+    arch::wgmma_fence(registers_of(out), weights);
     Kernel::multiply_values(out, weights, arch::shared_address(shared.v[values.stage]));
     arch::wgmma_commit();
   };
@@ -267,10 +257,10 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
   }
   await_keys();
   start_keys();
-  arch::wgmma_wait<0>(Kernel::registers_of(s));
+  arch::wgmma_wait<0>(registers_of(s));
   release(shared.k_empty, keys);
   weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
-  Kernel::round_weights(s, weights);
+  round_operand<typename Kernel::Element>(s, weights);
   const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
   if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
@@ -286,18 +276,18 @@ DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, type
     start_keys();
     start_values();
     turns.pass();
-    arch::wgmma_wait<1>(Kernel::registers_of(s));
+    arch::wgmma_wait<1>(registers_of(s));
     release(shared.k_empty, keys);
     const bool grew = weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for P V.
     if (tile > load_struct(shared.task.keys).begin) await_keys();
-    arch::wgmma_wait<0>(Kernel::registers_of(out));
+    arch::wgmma_wait<0>(registers_of(out));
     release(shared.v_empty, values);
     if (grew) softmax.scale(out, by);
-    Kernel::round_weights(s, weights);
+    round_operand<typename Kernel::Element>(s, weights);
   }
   start_values();
-  arch::wgmma_wait<0>(Kernel::registers_of(out));
+  arch::wgmma_wait<0>(registers_of(out));
   release(shared.v_empty, values);
 }
 

@@ -91,17 +91,17 @@ void AttentionBackwardSm90<T, tile>::launch(const AttentionBackwardParams& param
   template struct sm80::AttentionForwardSm80<bfloat16_t, tile>; \
   template struct sm80::AttentionBackwardSm80<half_t, tile>;    \
   template struct sm80::AttentionBackwardSm80<bfloat16_t, tile>;
-#define CUDA_EXT_LEFT_OUT_SM90(tile)                        \
-  template struct sm90::AttentionForwardSm90<half_t, tile>; \
-  template struct sm90::AttentionForwardSm90<bfloat16_t, tile>;
-#define CUDA_EXT_LEFT_OUT_BACKWARD_SM90(tile)                \
-  template struct sm90::AttentionBackwardSm90<half_t, tile>; \
+#define CUDA_EXT_LEFT_OUT_SM90(tile)                            \
+  template struct sm90::AttentionForwardSm90<half_t, tile>;     \
+  template struct sm90::AttentionForwardSm90<bfloat16_t, tile>; \
+  template struct sm90::AttentionBackwardSm90<half_t, tile>;    \
   template struct sm90::AttentionBackwardSm90<bfloat16_t, tile>;
 static_assert(sm80::kForwardTiles[0].dim == 64 && sm80::kForwardTiles[1].dim == 128 &&
               sm80::kForwardTiles[2].dim == 192 && sm80::kForwardTiles[3].dim == 256);
 static_assert(sm90::kForwardTiles[0].dim == 64 && sm90::kForwardTiles[1].dim == 128 &&
               sm90::kForwardTiles[2].dim == 192 && sm90::kForwardTiles[3].dim == 256);
-static_assert(sm90::kBackwardTiles[0].dim == 64 && sm90::kBackwardTiles[1].dim == 128);
+static_assert(sm90::kBackwardTiles[0].dim == 64 && sm90::kBackwardTiles[1].dim == 128 &&
+              sm90::kBackwardTiles[2].dim == 192 && sm90::kBackwardTiles[3].dim == 256);
 #if !CUDA_EXT_HEAD_DIM_64
 CUDA_EXT_LEFT_OUT_SM80(0)
 #endif
@@ -116,11 +116,9 @@ CUDA_EXT_LEFT_OUT_SM80(3)
 #endif
 #if !CUDA_EXT_HEAD_DIM_64 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(0)
-CUDA_EXT_LEFT_OUT_BACKWARD_SM90(0)
 #endif
 #if !CUDA_EXT_HEAD_DIM_128 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(1)
-CUDA_EXT_LEFT_OUT_BACKWARD_SM90(1)
 #endif
 #if !CUDA_EXT_HEAD_DIM_192 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(2)
@@ -130,7 +128,6 @@ CUDA_EXT_LEFT_OUT_SM90(3)
 #endif
 #undef CUDA_EXT_LEFT_OUT_SM80
 #undef CUDA_EXT_LEFT_OUT_SM90
-#undef CUDA_EXT_LEFT_OUT_BACKWARD_SM90
 
 }  // namespace cuda_ext
 

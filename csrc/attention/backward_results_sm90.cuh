@@ -6,8 +6,9 @@
 
 namespace cuda_ext::sm90 {
 
-template <BackwardConfig config>
+template <BackwardConfig config, bool separate = config.separate>
 struct BackwardResults {
+  static constexpr int kBlockM = config.block_m;
   static constexpr int kConsumers = config.block_n / 64;
   // A consumer has 64 keys, and 64 rows or, if there are no more rows, 64 columns of dQ.
   static constexpr bool kSharesRows = config.block_m == 64;
@@ -15,6 +16,15 @@ struct BackwardResults {
   using GradV = sm80::WarpTiles<config.block_n, config.dim_v, 4 * kConsumers, 1>;
   using GradQ = sm80::WarpTiles<config.block_m, config.dim, config.block_m / 16, kSharesRows ? kConsumers : 1, 64>;
   static_assert(GradQ::kThreads == 128 * kConsumers && GradQ::kColumnTiles == 8);
+};
+
+// If a kernel of its own computes dQ, there are no sums of it. One consumer has dK, another dV. Twice as many threads
+// add up their parts in the workspace, whose order is the same: each has every other 8 columns.
+template <BackwardConfig config>
+struct BackwardResults<config, true> {
+  static constexpr int kBlockM = config.block_m;
+  using GradK = sm80::WarpTiles<config.block_n, config.dim, 4, 2, 8>;
+  using GradV = sm80::WarpTiles<config.block_n, config.dim_v, 4, 2, 8>;
 };
 
 }  // namespace cuda_ext::sm90

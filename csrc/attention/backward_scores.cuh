@@ -179,7 +179,39 @@ DEVICE void multiply_weights(float (&grad)[row_tiles][column_tiles][4],
       for (int q = 0; q < 4; ++q) grad[m][n][q] *= weights[m][n][q];
 }
 
-// Both for the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout
+// A weight of the general kernel before dropout, and the derivative of its logit.
+struct GeneralWeight {
+  float weight, slope_of_cap;
+  bool exists;  // query and key are of the sequence
+};
+
+// From a score without lse subtracted.
+template <class T>
+DEVICE GeneralWeight general_weight(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                                    const Visibility& visible, const GeneralStep& general, float score, float minus_lse,
+                                    int key, int query, bool is_masked) {
+  float logit = score * plan.scale, slope_of_cap = 1.0f;
+  if (plan.softcap > 0.0f) {
+    const float t = arch::tanh(logit * plan.inverse_softcap);
+    logit = plan.softcap * t;
+    slope_of_cap = 1.0f - t * t;
+  }
+  logit -= general.slope * fabsf(float(query + (visible.k_len - general.q_len) - key));
+  const bool exists = query < general.q_len && key < visible.k_len;
+  if (p.bias_kind != BiasKind::kNone && exists)
+    logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
+  if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
+  return {arch::fast_exp2((logit + minus_lse) * plan.factor), slope_of_cap, exists};
+}
+
+// Adds the gradient of a logit to that of the bias.
+DEVICE void add_grad_bias(const AttentionBackwardParams& p, const GeneralStep& general, int key, int query, float x) {
+  arch::reduce_add(static_cast<float*>(p.grad_bias) + general.grad_bias + query * p.grad_bias_strides[2] +
+                       key * p.grad_bias_strides[3],
+                   x);
+}
+
+// P and dS of the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout
 // drops are 0; the others are not yet divided by 1 - dropout_p.
 template <class Kernel>
 DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
@@ -204,27 +236,14 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
-        float logit = s[m][n][q] * plan.scale, slope_of_cap = 1.0f;
-        if (plan.softcap > 0.0f) {
-          const float t = arch::tanh(logit * plan.inverse_softcap);
-          logit = plan.softcap * t;
-          slope_of_cap = 1.0f - t * t;
-        }
-        logit -= general.slope * fabsf(float(query + (visible.k_len - general.q_len) - key));
-        const bool exists = query < general.q_len && key < visible.k_len;
-        if (p.bias_kind != BiasKind::kNone && exists)
-          logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
-        if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
+        const GeneralWeight of = general_weight<T>(p, plan, visible, general, s[m][n][q],
+                                                   arch::bits_float(row_lse.data[q % 2]), key, query, is_masked);
         const bool kept = random[q] >= plan.dropout.drop_below;
-        const float weight = arch::fast_exp2((logit + arch::bits_float(row_lse.data[q % 2])) * plan.factor);
         float& x = grad[m][n][q];
-        x = weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
-        if (p.grad_bias != nullptr && exists)
-          arch::reduce_add(static_cast<float*>(p.grad_bias) + general.grad_bias + query * p.grad_bias_strides[2] +
-                               key * p.grad_bias_strides[3],
-                           x);
-        x *= slope_of_cap;
-        s[m][n][q] = kept ? weight : 0.0f;
+        x = of.weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
+        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, general, key, query, x);
+        x *= of.slope_of_cap;
+        s[m][n][q] = kept ? of.weight : 0.0f;
       }
     }
   }

@@ -35,6 +35,19 @@ DEVICE void clear_lines(SharedAddress tile, int begin, int end, int thread, int 
   arch::fence_async_shared();
 }
 
+// The accumulators of a consumer as wgmma numbers them.
+template <int tiles>
+DEVICE float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
+  return reinterpret_cast<float (&)[4 * tiles]>(x);
+}
+
+// A result (64, 16 steps), rounded, as the operand from registers of the next product.
+template <class T, int steps>
+DEVICE void round_operand(const float (&x)[1][2 * steps][4], uint32_t (&fragments)[steps][4]) {
+#pragma unroll
+  for (int step = 0; step < steps; ++step) sm80::operand_of<T>(x)(fragments[step], 0, step);
+}
+
 // result *= factor
 template <int column_tiles>
 DEVICE void scale(float (&result)[1][column_tiles][4], float factor) {

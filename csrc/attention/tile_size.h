@@ -57,6 +57,7 @@ struct AttentionBackwardConfig {
   int warps = 4;
   int min_blocks = 2;
 
+  static constexpr bool separate = false;  // one kernel computes all gradients
   constexpr int threads() const { return 32 * warps; }
 };
 

@@ -55,17 +55,19 @@ constexpr ForwardTile kForwardTiles[] = {
 };
 constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 
-// A tile shape of backward, where a block owns keys, 64 for each consumer, and loops over queries.
+// A tile shape of backward, where a block owns keys and loops over queries.
 struct BackwardConfig {
   int dim;
   int dim_v;
-  int block_m;  // queries
-  int block_n;  // keys
+  bool separate = false;  // a kernel of its own computes dQ
+  int block_m;            // queries
+  int block_n;            // keys: 64 for each consumer or, if `separate`, for both; last, as in ForwardConfig
 
   static constexpr int min_blocks = 1;  // per SM
   static constexpr int stages = 2;      // of queries, and of output gradients
-  constexpr int threads() const { return 128 * (1 + block_n / 64); }
+  constexpr int threads() const { return 128 * (1 + (separate ? 2 : block_n / 64)); }
 };
+constexpr int kQueriesOfSeparate = 128;  // of a tile of the kernel that computes dQ, 64 for each consumer
 
 // By head dims, from small to large. In registers, of 240: dK and dV of 64 keys, scores and dP, and 32 sums of dQ. In
 // shared memory: keys, values, two stages of queries and of output gradients, dS, and the sums of dQ.
@@ -74,6 +76,10 @@ constexpr BackwardConfig kBackwardTiles[] = {
     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128},
     // 177 KiB. dK and dV take 128 registers, scores and dP 64.
     {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 128},
+    // 153 KiB, and 144 for dQ: the gradients of a block of keys are divided between two consumers.
+    {.dim = 192, .dim_v = 128, .separate = true, .block_m = 64, .block_n = 64},
+    // 225 KiB, and 224 for dQ.
+    {.dim = 256, .dim_v = 256, .separate = true, .block_m = 64, .block_n = 64},
 };
 constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
 

@@ -7,7 +7,7 @@
 namespace cuda_ext::sm80 {
 
 // The distribution of a (rows, columns) result over a grid of warps: each warp has consecutive rows, but every
-// warps_n-th group of `group` columns; groups of 16 work for any number of columns.
+// warps_n-th group of `group` columns; groups of 16 work for any number of columns. Groups of 8: not for mma.
 template <int rows, int columns, int warps_m, int warps_n, int group = 16>
 struct WarpTiles {
   static constexpr int kRows = rows, kColumns = columns;
@@ -15,7 +15,7 @@ struct WarpTiles {
   static constexpr int kRowTiles = rows / 16 / warps_m;
   static constexpr int kColumnTiles = columns / 8 / warps_n;
   static constexpr int kThreads = 32 * warps_m * warps_n;
-  static_assert(rows % (16 * warps_m) == 0 && columns % (group * warps_n) == 0 && group % 16 == 0);
+  static_assert(rows % (16 * warps_m) == 0 && columns % (group * warps_n) == 0 && group % 8 == 0);
   static_assert(kRowTiles == 1 || kRowTiles == 2 || kRowTiles == 4, "as OperandTile::load_fragment requires");
 
   using Accumulators = float[kRowTiles][kColumnTiles][4];

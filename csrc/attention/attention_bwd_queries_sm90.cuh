@@ -1,0 +1,293 @@
+// Flash attention backward for Hopper (sm_90a) and large head dims, second of two kernels: dQ.
+//
+// Problem        as in attention_bwd_sm90.cuh, dQ and the gradient of a bias only; attention_bwd_keys_sm90.cuh computes
+//                dK and dV, and its head says why there are two.
+// Tile           128 queries of one head. A block has one, and loops over the keys that any of them sees, 64 at a time.
+// Warpgroups     0: its first thread, the producer, loads. The others are consumers: each owns 64 queries.
+// Step           The consumer issues scores and dP, (queries, keys). P is computed under dP. dS is an operand of dQ from
+//                registers. One consumer multiplies while the other weighs.
+// Barriers       queries_full: 1 arrival, of the producer, and the bytes of queries and output gradients.
+//                k_full[stage], v_full: 1 arrival and bytes. k_empty[stage], v_empty: 1 arrival per consumer.
+//                Named barriers 1 and 2: the 128 threads of a consumer. 7: both consumers.
+// Shared memory  queries (128, dim) and output gradients (128, dim_v), two stages of keys (64, dim), values (64, dim_v),
+//                in pieces of 64 columns in the 128-byte swizzle; the block's ForwardTask; barriers. At the end dQ is
+//                staged in the memory of the queries.
+// Registers      24 for the producer's warpgroup, 240 for consumers: dim / 2 of dQ, 32 of scores, 32 of dP, 16 of dS.
+// Lengths        TMA reads zeros beyond the tensor. In packed sequences the keys and values beyond a sequence are those
+//                of the next one; they are cleared in shared memory, because 0 times infinity is NaN.
+#pragma once
+
+#include "attention/attention_bwd_sm90.h"
+#include "attention/backward_loop_sm90.cuh"
+#include "attention/forward_rows.cuh"
+
+namespace cuda_ext::sm90 {
+
+using sm80::ForwardTask;
+
+struct QueriesMaps {
+  HeadsMap query, grad_out, key, value, grad_query;
+};
+
+// One instantiation of the kernel.
+template <class T, BackwardConfig config, bool general>
+struct BackwardQueries {
+  using Element = T;
+  static constexpr bool kGeneral = general;
+  static constexpr int kBlockM = kQueriesOfSeparate;
+  static constexpr int kBlockN = config.block_n;
+  static constexpr int kPaddedM = config.block_m;  // the workspace pads sequences to tiles of the other kernel
+  static constexpr int kStages = config.stages;
+  static constexpr int kConsumers = kBlockM / kWarpgroupRows;
+  static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
+  static_assert(config.separate);
+
+  using Scores = sm80::WarpTiles<kBlockM, kBlockN, 4 * kConsumers, 1>;
+  using GradQ = sm80::WarpTiles<kBlockM, config.dim, 4 * kConsumers, 1>;
+  using Fragments = uint32_t[kBlockN / 16][4];  // of dS
+
+  using TileQ = PiecesTile<kBlockM, config.dim>;
+  using TileDO = PiecesTile<kBlockM, config.dim_v>;
+  using TileK = PiecesTile<kBlockN, config.dim>;
+  using TileV = PiecesTile<kBlockN, config.dim_v>;
+
+  DEVICE static int thread() { return arch::opaque_thread_index() - kWarpgroup; }
+
+  struct Storage {
+    alignas(1024) unsigned char q[TileQ::kBytes];
+    alignas(1024) unsigned char grad_out[TileDO::kBytes];
+    alignas(1024) unsigned char k[kStages][TileK::kBytes];
+    alignas(1024) unsigned char v[TileV::kBytes];
+    ForwardTask task;
+    Barrier queries_full, k_full[kStages], k_empty[kStages], v_full, v_empty;
+  };
+  static_assert(sizeof(Storage) <= 227 * 1024);
+};
+
+// Minus lse and minus delta of the two rows of a thread. The plain kernel has lse in powers of two.
+struct RowGradients {
+  float minus_lse[2], minus_delta[2];
+};
+
+template <class Kernel>
+DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task) {
+  const sm80::TileRows rows = load_struct(task.rows);
+  const int64_t first_row =
+      rows.first_head * int64_t(plan.head_rows) +
+      sm80::first_tile<Kernel::kPaddedM>(p, plan, load_struct(task.position).batch) * Kernel::kPaddedM;
+  RowGradients loaded;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = rows.first + Kernel::Scores::row(0, half, Kernel::thread());
+    const int64_t at = first_row + query;
+    const bool exists = query < rows.count;
+    loaded.minus_lse[half] =
+        exists ? arch::load_global<float>(plan.minus_lse + at) * (Kernel::kGeneral ? 1.0f : plan.factor) : -INFINITY;
+    loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + at) : 0.0f;
+  }
+  return loaded;
+}
+
+// The producer, one thread.
+template <class Kernel>
+DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shared) {
+  using TileK = typename Kernel::TileK;
+  using TileV = typename Kernel::TileV;
+  const sm80::TileRows rows = load_struct(shared.task.rows);
+  const sm80::TilePosition at = load_struct(shared.task.position);
+  arch::barrier_arrive_expect(shared.queries_full, Kernel::TileQ::kBytes + Kernel::TileDO::kBytes);
+  load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.queries_full,
+                                      at.q_begin + rows.first, rows.first_head, at.batch);
+  load_pieces<typename Kernel::TileDO>(arch::shared_address(shared.grad_out), maps.grad_out, shared.queries_full,
+                                       at.q_begin + rows.first, rows.first_head, at.batch);
+  Ring<Kernel::kStages> keys;
+  Ring<1> values;
+#pragma unroll 1
+  for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
+    const int first_key = at.k_begin + tile * Kernel::kBlockN;
+    arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
+    arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
+    load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage], first_key,
+                       at.head_kv, at.batch);
+    keys.advance();
+    arch::barrier_wait(shared.v_empty, values.parity ^ 1);
+    arch::barrier_arrive_expect(shared.v_full, TileV::kBytes);
+    load_pieces<TileV>(arch::shared_address(shared.v), maps.value, shared.v_full, first_key, at.head_kv, at.batch);
+    values.advance();
+  }
+}
+
+// The scores s become P, while dP is in flight, and then dP becomes dS. between(): called before
+// the wait for dP.
+template <class Kernel, class Between>
+DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task, int tile,
+                       const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
+                       typename Kernel::Scores::Accumulators& grad, const Between& between) {
+  using Scores = typename Kernel::Scores;
+  const sm80::TileRows rows = load_struct(task.rows);
+  const sm80::Visibility visible = load_struct(task.keys).visible;
+  const int first_key = tile * Kernel::kBlockN, thread = Kernel::thread();
+  const bool is_masked =
+      !visible.all_visible(rows.first, rows.first + Kernel::kBlockM - 1, first_key, first_key + Kernel::kBlockN);
+  const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
+  if constexpr (Kernel::kGeneral) {
+    const sm80::TilePosition at = load_struct(task.position);
+    const sm80::GeneralStep general(p, {at.batch, at.q_begin, rows.count, 0}, rows.first_head);
+    between();
+    arch::wgmma_wait<0>(registers_of(grad));
+    if (plan.dropout.drop_below > 0)
+      plan.dropout.drop(grad, [&](int, int half) { return general.first_row + query_at(half); }, first_key);
+#pragma unroll
+    for (int n = 0; n < Scores::kColumnTiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
+        const sm80::GeneralWeight of = sm80::general_weight<typename Kernel::Element>(
+            p, plan, visible, general, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
+        float& x = grad[0][n][q];
+        x = of.weight * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
+        if (p.grad_bias != nullptr && of.exists) sm80::add_grad_bias(p, general, key, query, x);
+        x *= of.slope_of_cap;
+      }
+  } else {
+    if (is_masked) {
+      const int origin = first_key + Scores::column(thread);
+      sm80::apply_mask<Scores>(s, [&](int, int half) { return visible.keys(query_at(half)).from(origin); });
+    }
+#pragma unroll
+    for (int n = 0; n < Scores::kColumnTiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        s[0][n][q] = arch::fast_exp2(arch::fma(s[0][n][q], plan.factor, of_rows.minus_lse[q / 2]));
+    between();
+    arch::wgmma_wait<0>(registers_of(grad));
+#pragma unroll
+    for (int n = 0; n < Scores::kColumnTiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) grad[0][n][q] = s[0][n][q] * (grad[0][n][q] + of_rows.minus_delta[q / 2]);
+  }
+}
+
+// sums = dS K, over the keys of the block's task, at least one.
+template <class Kernel>
+DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                               typename Kernel::Storage& shared, typename Kernel::GradQ::Accumulators& sums) {
+  using T = typename Kernel::Element;
+  using TileK = typename Kernel::TileK;
+  using TileV = typename Kernel::TileV;
+  const int own = ConsumerThreads::consumer() * kWarpgroupRows * kPieceBytes;
+  const SharedAddress q = arch::shared_address(shared.q) + own, grad_out = arch::shared_address(shared.grad_out) + own,
+                      v = arch::shared_address(shared.v);
+  const RowGradients of_rows = load_rows<Kernel>(p, plan, shared.task);
+  typename Kernel::Scores::Accumulators s, grad;
+  typename Kernel::Fragments grad_scores;
+  Ring<Kernel::kStages> keys;
+  Ring<1> values;
+  const auto await_keys = [&](const Ring<Kernel::kStages>& at) {
+    arch::barrier_wait(shared.k_full[at.stage], at.parity);
+  };
+  arch::barrier_wait(shared.queries_full, 0);
+  await_keys(keys);
+#pragma unroll 1
+  for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
+    const SharedAddress k = arch::shared_address(shared.k[keys.stage]);
+    const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
+    if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
+      arch::barrier_wait(shared.v_full, values.parity);
+      clear_from<Kernel, TileK>(k, left);
+      clear_from<Kernel, TileV>(v, left);
+      sync_consumers<Kernel::kConsumers>();
+    }
+    arch::wgmma_fence(registers_of(s));
+    multiply_lines<T, typename Kernel::TileQ, TileK>(s, q, k, false);
+    arch::wgmma_commit();
+    arch::barrier_wait(shared.v_full, values.parity);
+    arch::wgmma_fence(registers_of(grad));
+    multiply_lines<T, typename Kernel::TileDO, TileV>(grad, grad_out, v, false);
+    arch::wgmma_commit();
+    arch::wgmma_wait<1>(registers_of(s));
+    Ring<Kernel::kStages> next = keys;
+    next.advance();
+    // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
+    weigh_rows<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
+      if (tile + 1 < load_struct(shared.task.end).tile) await_keys(next);
+    });
+    ConsumerThreads::arrive(shared.v_empty);
+    values.advance();
+    round_operand<T>(grad, grad_scores);
+    arch::wgmma_fence(registers_of(sums), grad_scores);
+    multiply_fragments<T, TileK>(sums, grad_scores, k);
+    arch::wgmma_commit();
+    arch::wgmma_wait<0>(registers_of(sums));
+    ConsumerThreads::arrive(shared.k_empty[keys.stage]);
+    keys = next;
+  }
+}
+
+// Stores dQ of a consumer's queries, staged in their memory.
+template <class Kernel>
+DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPlan& plan, const QueriesMaps& maps,
+                             typename Kernel::Storage& shared, typename Kernel::GradQ::Accumulators& sums) {
+  using T = typename Kernel::Element;
+  using TileQ = typename Kernel::TileQ;
+  const sm80::TileRows rows = load_struct(shared.task.rows);
+  const sm80::TilePosition at = load_struct(shared.task.position);
+  const SharedAddress staged = arch::shared_address(shared.q);
+  const int own = ConsumerThreads::consumer() * kWarpgroupRows, first = rows.first + own;
+  ConsumerThreads::sync();  // all warps have read their queries
+  stage_gradient<T, TileQ>(staged, own, sums, plan.scale);
+  arch::fence_async_shared();
+  ConsumerThreads::sync();
+  if (p.cu_seqlens_q == nullptr || first + kWarpgroupRows <= rows.count)
+    store_pieces<TileQ>(maps.grad_query, staged, own, at.q_begin + first, rows.first_head, at.batch);
+  else
+    store_lines<T, TileQ>(staged, own, rows.count - first, int(p.dim), [&](int line) {
+      return sm80::row_of<T>(p.grad_query, at.batch, at.q_begin + rows.first + line, rows.first_head);
+    });
+}
+
+// Grid: tiles of queries of all heads and sequences.
+template <class Kernel>
+GLOBAL(Kernel::kThreads, 1)
+attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
+                           GRID_CONSTANT sm80::Schedule schedule, GRID_CONSTANT QueriesMaps maps) {
+  SHARED_STORAGE(typename Kernel::Storage, shared);
+  bool has_keys;
+  {
+    const sm80::TileIndex at = schedule.find(arch::block_x());
+    const sm80::Sequence sequence(p, at.batch);
+    const sm80::TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len, 1, at.head};
+    if (rows.first >= rows.count) return;
+    const sm80::Visibility visible(p, sequence);
+    const sm80::Span seen = sm80::key_tiles<Kernel>(visible, rows);
+    has_keys = seen.begin < seen.end;
+    if (arch::thread_index() == 0)
+      ForwardTask{rows,
+                  {at.batch, sequence.q_begin, sequence.k_begin, at.head / int(p.heads / p.heads_kv)},
+                  {visible, seen.begin},
+                  {seen.end, 0}}
+          .store(shared.task);
+  }
+  if (arch::thread_index() == 0) {
+    arch::barrier_init(shared.queries_full, 1);
+    for (int stage = 0; stage < Kernel::kStages; ++stage) {
+      arch::barrier_init(shared.k_full[stage], 1);
+      arch::barrier_init(shared.k_empty[stage], Kernel::kConsumers);
+    }
+    arch::barrier_init(shared.v_full, 1);
+    arch::barrier_init(shared.v_empty, Kernel::kConsumers);
+    arch::fence_barrier_init();
+  }
+  arch::sync_threads();
+  if (arch::thread_index() < kWarpgroup) {
+    arch::decrease_registers<kRegistersOfTwo.producer>();
+    if (has_keys && arch::thread_index() == 0) produce_keys<Kernel>(maps, shared);
+    return;
+  }
+  arch::increase_registers<kRegistersOfTwo.consumer>();
+  typename Kernel::GradQ::Accumulators sums = {};
+  if (has_keys) accumulate_queries<Kernel>(p, plan, shared, sums);
+  store_grad_query<Kernel>(p, plan, maps, shared, sums);
+}
+
+}  // namespace cuda_ext::sm90
