@@ -41,8 +41,6 @@ class BuildLibrary(torch_helpers.BuildExtension):
             except _build.BuildError as error:
                 sys.exit(str(error))
             folder = ROOT / "build" / plan.name
-            plan.prepare(folder)
-            _build.use(plan, folder)
             self.build_temp = str(folder)
             (library,) = self.extensions
             library.sources = [str(path.relative_to(ROOT)) for path in plan.sources]
@@ -53,7 +51,8 @@ class BuildLibrary(torch_helpers.BuildExtension):
             library.extra_link_args = plan.link_flags(folder)
             library.library_dirs = torch_helpers.library_paths()
             library.libraries = plan.libraries
-            super().run()
+            with _build.prepared(plan, folder):
+                super().run()
             _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, plan.stamp())
             _build.write_compile_commands(folder, ROOT / "build")
         print(f"cuda_ext: built {plan.summary}", flush=True)

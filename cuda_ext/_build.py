@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_ext import _stamp
+from cuda_ext import _precompiled, _stamp
 from cuda_ext import _toolchain as toolchain
 
 SOURCE_ROOT = _stamp.PACKAGE.parent
@@ -106,7 +106,7 @@ class Plan:
 
     def cxx_flags(self, folder: Path) -> list[str]:
         """The flags for a build in `folder`; the same for every plan, so that ninja keeps the objects."""
-        return [*CXX_FLAGS, f"-I{CSRC}", f"-I{folder / 'include'}", f"-isystem{folder / 'cuda' / 'include'}"]
+        return [*CXX_FLAGS, f"-I{folder / 'include'}", f"-I{CSRC}", f"-isystem{folder / 'cuda' / 'include'}"]
 
     def link_flags(self, folder: Path) -> list[str]:
         return [*LINK_FLAGS, *([f"-L{folder / 'cudart'}"] if self.cuda else [])]
@@ -344,12 +344,25 @@ def torch_helpers() -> Any:
         logger.setLevel(level)
 
 
-def use(plan: Plan, folder: Path) -> None:
-    """Makes torch's build helpers use the compilers and the number of jobs of `plan`, prepared in `folder`."""
+@contextmanager
+def prepared(plan: Plan, folder: Path) -> Iterator[None]:
+    """Prepares `folder`, and makes torch's build helpers use the compilers and the number of jobs of `plan`."""
+    plan.prepare(folder)
     os.environ["MAX_JOBS"] = str(plan.jobs)
     if plan.toolkit:
         os.environ["CUDA_HOME"] = torch_helpers().CUDA_HOME = str(plan.toolkit.home)
         os.environ["PYTORCH_NVCC"] = shlex.quote(str(plan.nvcc(folder)))
+    compiler = os.environ.get("CXX")
+    # Clang precompiles in another way, and ninja does not quote the compiler.
+    if plan.compiler.startswith("g++") and shlex.quote(str(folder)) == str(folder):
+        os.environ["CXX"] = str(_precompiled.prepare(folder, CSRC))
+    try:
+        yield
+    finally:
+        if compiler is None:
+            os.environ.pop("CXX", None)
+        else:
+            os.environ["CXX"] = compiler
 
 
 @contextmanager

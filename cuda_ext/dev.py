@@ -57,19 +57,18 @@ def load(
         # A killed build leaves the lock file of torch's loader behind, which the next one would wait for without end.
         # No other process can need that file, because this one holds `_build.lock`.
         (folder / "lock").unlink(missing_ok=True)
-        plan.prepare(folder)
-        _build.use(plan, folder)
-        library: str = _build.torch_helpers().load(
-            "cuda_ext_jit",
-            [str(file) for file in files],
-            extra_cflags=[*plan.cxx_flags(folder), *extra_cflags],
-            extra_cuda_cflags=[*plan.nvcc_flags, *extra_cuda_cflags],
-            extra_ldflags=plan.link_flags(folder),
-            build_directory=str(folder),
-            verbose=verbose,
-            with_cuda=plan.cuda,
-            is_python_module=False,
-        )
+        with _build.prepared(plan, folder):
+            library: str = _build.torch_helpers().load(
+                "cuda_ext_jit",
+                [str(file) for file in files],
+                extra_cflags=[*plan.cxx_flags(folder), *extra_cflags],
+                extra_cuda_cflags=[*plan.nvcc_flags, *extra_cuda_cflags],
+                extra_ldflags=plan.link_flags(folder),
+                build_directory=str(folder),
+                verbose=verbose,
+                with_cuda=plan.cuda,
+                is_python_module=False,
+            )
     return Path(library)
 
 

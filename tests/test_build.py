@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 import cuda_ext
-from cuda_ext import _build, _load, _stamp, _toolchain
+from cuda_ext import _build, _load, _precompiled, _stamp, _toolchain
 from cuda_ext._toolchain import Toolkit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -536,10 +537,10 @@ class TestHeadDims:
         left_out = {path.name for path in set(plan.sources) - set(few.sources)}
         kinds = [(phase, dtype) for phase in ("fwd", "bwd") for dtype in ("bf16", "f16")]
         expected = {f"attention_{phase}_sm80_{dtype}_d{dim}.cu" for phase, dtype in kinds for dim in (192, 256)}
-        expected |= {f"attention_fwd_sm90_{dtype}_d{dim}.cu" for dtype in ("bf16", "f16") for dim in (192, 256)}
+        expected |= {name.replace("sm80", "sm90") for name in expected}
         assert left_out == expected
         # Last, so that a build which is stopped has all others.
-        assert {path.name for path in plan.sources[-12:]} == left_out
+        assert {path.name for path in plan.sources[-len(expected) :]} == left_out
         assert few.summary.endswith("; head dims 64, 128 only)") and "head dims" not in plan.summary
         assert few.stamp()["head_dims"] == [64, 128]
 
@@ -594,12 +595,68 @@ def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, mon
         monkeypatch.setenv(name, "before")
     monkeypatch.setattr(helpers, "CUDA_HOME", "before")
     monkeypatch.setenv("PYTORCH_NVCC", "before")
-    _build.use(make_plan(), tmp_path)
-    assert os.environ["PYTORCH_NVCC"] == "before"
-    assert (os.environ["MAX_JOBS"], os.environ["CUDA_HOME"], helpers.CUDA_HOME) == ("2", "before", "before")
-    _build.use(make_plan(Toolkit("pip", tmp_path, "13.0")), tmp_path)
-    assert os.environ["PYTORCH_NVCC"] == str(tmp_path / "nvcc")
-    assert os.environ["CUDA_HOME"] == helpers.CUDA_HOME == str(tmp_path)
+    monkeypatch.delenv("CXX", raising=False)
+    with _build.prepared(make_plan(), tmp_path):
+        assert os.environ["PYTORCH_NVCC"] == "before"
+        assert (os.environ["MAX_JOBS"], os.environ["CUDA_HOME"], helpers.CUDA_HOME) == ("2", "before", "before")
+        assert os.environ["CXX"] == str(tmp_path / "c++")
+    assert "CXX" not in os.environ
+    monkeypatch.setenv("CXX", "g++")
+    with _build.prepared(make_plan(Toolkit("pip", make_toolkit(tmp_path / "toolkit"), "13.0")), tmp_path):
+        assert os.environ["PYTORCH_NVCC"] == str(tmp_path / "nvcc")
+        assert os.environ["CUDA_HOME"] == helpers.CUDA_HOME == str(tmp_path / "toolkit")
+    assert os.environ["CXX"] == "g++"
+
+
+class TestPrecompiledHeaders:
+    @pytest.fixture
+    def calls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+        """Compiles a source with the script of a build, and returns the commands that it has run."""
+        compiler, log = tmp_path / "compiler", tmp_path / "log"
+        compiler.write_text(
+            f'#!/bin/sh\necho "$@" >>{log}\n'
+            'case "$*" in *c++-header*) [ -z "$BROKEN" ] || exit 1; shift $(($# - 1)); touch "$1" ;; esac\n'
+        )
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        (tmp_path / "csrc/ops").mkdir(parents=True)
+        (tmp_path / "csrc" / _precompiled.HEADER).touch()
+
+        def run(source: str, prepare: bool = True) -> list[list[str]]:
+            log.write_text("")
+            script = tmp_path / "build/c++"
+            if prepare:
+                script.parent.mkdir(exist_ok=True)
+                assert _precompiled.prepare(script.parent, tmp_path / "csrc") == script
+            arguments = f"-MMD -MF x.o.d -O3 -c -c {tmp_path}/csrc/{source} -o x.o -std=c++17".split()
+            subprocess.run([script, *arguments], check=True)
+            return [line.split() for line in log.read_text().splitlines()]
+
+        return run
+
+    def test_the_first_op_makes_them_with_its_flags(
+        self, calls: Callable[..., list[list[str]]], tmp_path: Path
+    ) -> None:
+        (made, compiled) = calls("ops/a.cpp")
+        header = tmp_path / "csrc" / _precompiled.HEADER
+        precompiled = tmp_path / "build/include/ops/torch_headers.h.gch"
+        assert made == [*["-O3", "-std=c++17", "-w", "-x", "c++-header"], str(header), "-o", f"{precompiled}.new"]
+        assert compiled[-2:] == ["x.o", "-std=c++17"]
+        assert precompiled.exists()
+        assert len(calls("ops/b.cpp")) == 1
+        os.utime(header, (0, 2 * precompiled.stat().st_mtime))
+        assert len(calls("ops/b.cpp")) == 2
+
+    def test_other_sources_do_not(self, calls: Callable[..., list[list[str]]]) -> None:
+        assert len(calls("gemm/a.cpp")) == 1
+
+    def test_a_failure_is_not_repeated(
+        self, calls: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("BROKEN", "1")
+        assert len(calls("ops/a.cpp")) == 2
+        assert len(calls("ops/b.cpp", prepare=False)) == 1
+        assert len(calls("ops/b.cpp")) == 2, "but the next build tries again"
 
 
 def test_lock_is_exclusive_and_goes_with_its_holder(tmp_path: Path, run_python: RunPython) -> None:
@@ -824,6 +881,12 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
             return stamp, has_cuda
 
         assert build("0") == {"library.cpp", "plain.cpp"}
+        if _toolchain.compiler_version().startswith("g++"):
+            commands = json.loads((source / "build/compile_commands.json").read_text())
+            (command,) = (each["command"] for each in commands if each["file"].endswith("library.cpp"))
+            # Lists the headers; one that was precompiled has a "!".
+            listed = subprocess.run(f"{command} -H", shell=True, capture_output=True, text=True, cwd=source).stderr
+            assert re.search(r"^! .*torch_headers\.h\.gch$", listed, re.MULTILINE)
         stamp, has_cuda = load(source)
         assert (stamp["cuda"], stamp["archs"], has_cuda) == (None, [], False)
 
@@ -858,4 +921,5 @@ def copy_sources(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "csrc/launchers", source / "csrc/launchers")
     (source / "csrc/ops").mkdir()
     shutil.copy(ROOT / "csrc/ops/library.cpp", source / "csrc/ops/library.cpp")
+    (source / "csrc" / _precompiled.HEADER).write_text("#pragma once\n#include <torch/library.h>\n")
     return source

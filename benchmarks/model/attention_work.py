@@ -360,8 +360,7 @@ def separate_backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, 
         kept=keys * of_pair * size,
         written=keys * of_pair * size,
     )
-    consumers = QUERIES_OF_SEPARATE // 64
-    area = QUERIES_OF_SEPARATE * tile.block_n
+    consumers, area = QUERIES_OF_SEPARATE // 64, QUERIES_OF_SEPARATE * tile.block_n
     columns = tile.block_n * dims * size  # bytes of keys and values
     of_queries = work(
         f"attention_bwd_queries_sm90<{choice.kernel.replace('BackwardKeys', 'BackwardQueries')}>",

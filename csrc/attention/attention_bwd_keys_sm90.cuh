@@ -12,7 +12,8 @@
 //                consumers multiplies all 64 keys and has one gradient in registers.
 // Step           Scores are transposed, (keys, queries). The first consumer multiplies scores, which become P, hands P
 //                to the second, and adds P^T dO to dV. The second multiplies dP, which becomes dS by P, and adds
-//                dS^T Q to dK. P^T and dS^T are operands from registers. One consumer multiplies while the other weighs.
+//                dS^T Q to dK. P^T and dS^T are operands from registers. One consumer multiplies while the other
+//                weighs.
 // Barriers       keys_full: 1 arrival, of the producer, and the bytes of keys and values. {q,do}_full[stage]: 1 arrival
 //                and the bytes of queries and lse, or of output gradients and delta. {q,do}_empty[stage]: 1 arrival per
 //                warp of both consumers. weights_full[stage]: 1 arrival per warp of the first; its weights have been

@@ -2,16 +2,17 @@
 //
 // Problem        as in attention_bwd_sm90.cuh, dQ and the gradient of a bias only; attention_bwd_keys_sm90.cuh computes
 //                dK and dV, and its head says why there are two.
-// Tile           128 queries of one head. A block has one, and loops over the keys that any of them sees, 64 at a time.
+// Tile           128 queries of one head. A block has one, and loops over the keys that any of them sees, 64 at a
+//                time.
 // Warpgroups     0: its first thread, the producer, loads. The others are consumers: each owns 64 queries.
-// Step           The consumer issues scores and dP, (queries, keys). P is computed under dP. dS is an operand of dQ from
-//                registers. One consumer multiplies while the other weighs.
+// Step           The consumer issues scores and dP, (queries, keys). P is computed under dP. dS is an operand of dQ
+//                from registers. One consumer multiplies while the other weighs.
 // Barriers       queries_full: 1 arrival, of the producer, and the bytes of queries and output gradients.
 //                k_full[stage], v_full: 1 arrival and bytes. k_empty[stage], v_empty: 1 arrival per consumer.
 //                Named barriers 1 and 2: the 128 threads of a consumer. 7: both consumers.
-// Shared memory  queries (128, dim) and output gradients (128, dim_v), two stages of keys (64, dim), values (64, dim_v),
-//                in pieces of 64 columns in the 128-byte swizzle; the block's ForwardTask; barriers. At the end dQ is
-//                staged in the memory of the queries.
+// Shared memory  queries (128, dim) and output gradients (128, dim_v), two stages of keys (64, dim), values
+//                (64, dim_v), in pieces of 64 columns in the 128-byte swizzle; the block's ForwardTask; barriers. At
+//                the end dQ is staged in the memory of the queries.
 // Registers      24 for the producer's warpgroup, 240 for consumers: dim / 2 of dQ, 32 of scores, 32 of dP, 16 of dS.
 // Lengths        TMA reads zeros beyond the tensor. In packed sequences the keys and values beyond a sequence are those
 //                of the next one; they are cleared in shared memory, because 0 times infinity is NaN.

@@ -1,5 +1,7 @@
 // flash_attention and flash_attention_varlen: schema, autocast, dispatch. The public ops share one forward and one
 // backward op, in which cu_seqlens are given for packed sequences and absent for (batch, seq, ...).
+#include "ops/torch_headers.h"
+
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/zeros.h>

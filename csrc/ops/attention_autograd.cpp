@@ -1,4 +1,6 @@
 // The derivatives of flash_attention and flash_attention_varlen: autograd node and kernels for the Autograd key.
+#include "ops/torch_headers.h"
+
 #include "ops/attention_autograd.h"
 
 #include <ATen/ops/as_strided_native.h>

@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/attention_checks.h"
 
 #include <ATen/ops/diff.h>

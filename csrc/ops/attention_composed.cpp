@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/attention_composed.h"
 
 #include <ATen/ops/arange.h>

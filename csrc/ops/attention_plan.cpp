@@ -1,4 +1,6 @@
 // What would run for an attention call, and why: the op behind cuda_ext.attention_plan. It asks the launchers.
+#include "ops/torch_headers.h"
+
 #include <torch/library.h>
 
 #include "ops/attention_params.h"

@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/backend.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -1,4 +1,6 @@
 // Bucket ops: schemas, checks and dispatch. They move gradients and are not differentiable.
+#include "ops/torch_headers.h"
+
 #include "bucket/bucket.h"
 
 #include <ATen/ops/empty.h>

@@ -4,6 +4,8 @@
 // can use the output (relu) or needs neither (no activation). Backward calls activation_backward if there is an
 // activation, then gemm_backward with its result. The latter returns the gradients that output_mask asks for, in the
 // order of the arguments, and empty tensors for the others.
+#include "ops/torch_headers.h"
+
 #include <ATen/ops/mul.h>
 
 #include <algorithm>

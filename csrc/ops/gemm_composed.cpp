@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/gemm_composed.h"
 
 #include <ATen/ops/cat.h>

@@ -1,4 +1,6 @@
 // What would run for a product, and why: the op behind cuda_ext.gemm_plan. It asks the plans that the launchers ask.
+#include "ops/torch_headers.h"
+
 #include <torch/library.h>
 
 #include "gemm/plan_sm80.h"

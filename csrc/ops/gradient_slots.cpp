@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/gradient_slots.h"
 
 #include <ATen/TensorSubclassLikeUtils.h>

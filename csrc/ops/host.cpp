@@ -1,4 +1,6 @@
 // Implements the services that CPU kernels need (cpu/host.h) with torch's thread pool, BLAS and allocator.
+#include "ops/torch_headers.h"
+
 #include "cpu/host.h"
 
 #include <ATen/Parallel.h>

@@ -1,4 +1,6 @@
 // Creates the op namespace; each family of ops adds to it with TORCH_LIBRARY_FRAGMENT.
+#include "ops/torch_headers.h"
+
 #include <torch/library.h>
 
 #include "build_config.h"

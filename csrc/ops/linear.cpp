@@ -3,6 +3,8 @@
 // Forward and backward are as in ops/gemm.cpp, with linear_backward for both ops. linear_backward.slot writes the
 // gradient of the weight into the slot it is given (ops/gradient_slots.h) and returns an empty tensor instead. It is a
 // separate op so that the op that a compiler traces has no side effects.
+#include "ops/torch_headers.h"
+
 #include "ops/gemm_autograd.h"
 #include "ops/gemm_composed.h"
 

@@ -2,6 +2,8 @@
 // pre-activation. The GEMM in mlp_hidden_backward forms the gradient of the hidden tensor; its epilogue turns that into
 // the gradient of the pre-activation, recomputes the hidden tensor, and sums the bias gradient. linear_backward does
 // the rest. The other ops are as in gemm.cpp.
+#include "ops/torch_headers.h"
+
 #include <ATen/ops/zeros.h>
 
 #include "ops/gemm_autograd.h"

@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/product.h"
 
 #include <ATen/Context.h>

@@ -9,6 +9,8 @@
 //
 // A call that flash_attention cannot serve exactly goes to PyTorch's implementation with unchanged arguments. That
 // includes every wrong call, so errors are PyTorch's own.
+#include "ops/torch_headers.h"
+
 #include <ATen/Context.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>

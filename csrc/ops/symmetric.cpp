@@ -1,4 +1,6 @@
 // The op symmetric_all_reduce: checks, and the protocol of symmetric.h between processes on one host.
+#include "ops/torch_headers.h"
+
 #include "bucket/symmetric.h"
 
 #include <fcntl.h>

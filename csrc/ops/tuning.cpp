@@ -1,3 +1,5 @@
+#include "ops/torch_headers.h"
+
 #include "ops/tuning.h"
 
 #include <c10/core/Event.h>
