@@ -468,7 +468,11 @@ def test_refusals(backend: str) -> None:
 
 
 # Head dims, and queries and keys of a block.
-BACKWARD_TILES = [(64, 64, 32, 128), (128, 128, 64, 64), (192, 128, 32, 64), (256, 256, 32, 32)]
+# Head dims and the keys of a tile, by architecture.
+BACKWARD_TILES = [
+    *(("sm_80", *tile) for tile in ((64, 64, 128), (128, 128, 64), (192, 128, 64), (256, 256, 64))),
+    ("sm_89", 256, 256, 32),
+]
 
 
 class TestCost:
@@ -494,13 +498,13 @@ class TestCost:
         assert counted["mma"] == 2 * heads * queries * keys * (dims[0] + dims[1]) // (2 * 16 * 8 * 16)
 
     @pytest.mark.parametrize("tile", BACKWARD_TILES, ids=str)
-    def test_the_backward_moves_every_byte_once_for_each_tile_too(self, tile: tuple[int, ...]) -> None:
+    def test_the_backward_moves_every_byte_once_for_each_tile_too(self, tile: tuple[str, int, int, int]) -> None:
         """Gradients of queries are added up in the workspace: written, added to by every tile of keys, and read."""
-        *dims, _, block_n = tile
+        arch, *dims, block_n = tile
         heads, queries, keys = 8, 128, 128
         tensors = qkv(1, queries, keys, heads, heads, *dims, torch.bfloat16)
         grad_out = torch.randn(1, queries, heads, dims[1]).bfloat16()
-        with testing.emulated("sm_80") as emulation:
+        with testing.emulated(arch) as emulation:
             out = cuda_ext.flash_attention(**tensors)
             before = dict(emulation.counters)
             torch.autograd.grad(out, list(tensors.values()), grad_out)

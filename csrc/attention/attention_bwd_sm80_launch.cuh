@@ -29,18 +29,22 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   launch_after<T, Kernel>(p, plan, stream);
 }
 
-// Calls f(Backward<..>{}) with the instantiation that the parameters require.
+// Calls f(Backward<..>{}) with the instantiation that the parameters and the device require.
 template <class T, int tile, class F>
-auto with_backward(const AttentionBackwardParams& p, const F& f) {
-  constexpr const AttentionBackwardConfig& config = kBackwardTiles[tile];
-  return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
+auto with_backward(const AttentionBackwardParams& p, const rt::Device& device, const F& f) {
+  constexpr const BackwardTile& configs = kBackwardTiles[tile];
+  const auto with = [&]<AttentionBackwardConfig config>() {
+    return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
+  };
+  if (configs.uses_large(device.shared_bytes)) return with.template operator()<configs.large>();
+  return with.template operator()<configs.small>();
 }
 
 template <class T, int tile>
 AttentionPlan AttentionBackwardSm80<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
   if (params.heads == 0) return {};
   return with_backward<T, tile>(
-      params, [&]<class Kernel>(Kernel) { return describe_plan<Kernel>(params, kBackwardTiles[tile], device); });
+      params, device, [&]<class Kernel>(Kernel) { return describe_plan<Kernel>(params, Kernel::kConfig, device); });
 }
 
 template <class T, int tile>
@@ -51,7 +55,8 @@ size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& 
 template <class T, int tile>
 void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
   if (params.heads == 0) return;
-  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
+  with_backward<T, tile>(params, rt::describe_device("attention_bwd_sm80"),
+                         [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
 }
 
 }  // namespace cuda_ext::sm80

@@ -61,17 +61,31 @@ struct AttentionBackwardConfig {
   constexpr int threads() const { return 32 * warps; }
 };
 
-// By head dims, from small to large. All fit in 99 KiB of shared memory: block_n keys and values, block_m queries and
-// output gradients, and a tile of dS. dK and dV of a warp's keys are in registers during the whole loop.
-constexpr AttentionBackwardConfig kBackwardTiles[] = {
+// The configs for head dims up to these; `small` fits in the 99 KiB of shared memory of sm_86 and sm_89.
+struct BackwardTile {
+  int dim;
+  int dim_v;
+  AttentionBackwardConfig small;
+  AttentionBackwardConfig large = small;
+
+  constexpr bool uses_large(int sm_bytes) const { return sm_bytes >= 128 << 10; }
+};
+
+// By head dims, from small to large: block_n keys and values, block_m queries and output gradients, and a tile of dS.
+// dK and dV of a warp's keys are in registers during the whole loop.
+constexpr BackwardTile kBackwardTiles[] = {
     // 49 KiB. With 32 keys per warp, each fragment of the queries serves two products; dK and dV take 128 registers.
-    {.dim = 64, .dim_v = 64, .block_m = 32, .block_n = 128, .key_warps = 4},
+    {64, 64, {.dim = 64, .dim_v = 64, .block_m = 32, .block_n = 128, .key_warps = 4}},
     // 73 KiB. dK and dV of 16 keys take 128 registers, P and dS of 64 queries 64.
-    {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 64, .key_warps = 4},
+    {128, 128, {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 64, .key_warps = 4}},
     // 64 KiB. dK and dV of 16 keys take 160 registers.
-    {.dim = 192, .dim_v = 128, .block_m = 32, .block_n = 64, .key_warps = 4},
-    // 68 KiB. dK and dV of 16 keys would take 256 registers, so two warps share them, each with half of the head dims.
-    {.dim = 256, .dim_v = 256, .block_m = 32, .block_n = 32, .key_warps = 2},
+    {192, 128, {.dim = 192, .dim_v = 128, .block_m = 32, .block_n = 64, .key_warps = 4}},
+    // 68 KiB, or 104 for one block of 8 warps, which adds to dQ half as often. dK and dV of 16 keys would take 256
+    // registers, so two warps share them, each with half of the head dims.
+    {256,
+     256,
+     {.dim = 256, .dim_v = 256, .block_m = 32, .block_n = 32, .key_warps = 2},
+     {.dim = 256, .dim_v = 256, .block_m = 32, .block_n = 64, .key_warps = 4, .warps = 8, .min_blocks = 1}},
 };
 constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
 

@@ -215,8 +215,8 @@ struct BackwardTileSm90 {
 template <class T, int tile>
 struct BackwardTile {
   static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
-    constexpr const sm80::AttentionBackwardConfig& config = sm80::kBackwardTiles[tile];
-    return sm80::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) {
+    return sm80::with_backward<T, tile>(p, device, [&]<class Kernel>(Kernel) {
+      constexpr const sm80::AttentionBackwardConfig& config = Kernel::kConfig;
       return backward_choice<Kernel>(p, sm80::plan_backward(p, config, device),
                                      attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1));
     });

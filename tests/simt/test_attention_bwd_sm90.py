@@ -195,17 +195,17 @@ def test_random_problems(case: int) -> None:
     assert counters["wgmma"] > 0 and counters["mma"] == 0
 
 
-# Sizes, options and numbers of SMs that together reach every synchronisation.
+# Sizes, options and numbers of SMs that together reach every synchronisation; the fastest first.
 RACES: list[tuple[Sizes, dict[str, Any], int]] = [
-    ((1, 300, 200, 2, 2, 64, 64), {"causal": True, "deterministic": True}, 1),
-    ((1, 200, 300, 2, 1, 128, 128), {"deterministic": True}, 1),
+    ((1, 130, 70, 1, 1, 136, 8), {"softcap": 3.0, "dropout_p": 0.3}, 1),
+    ((1, 180, 180, 1, 1, 136, 8), {"cu_seqlens_q": PACKING, "cu_seqlens_k": PACKING}, 1),
+    ((1, 300, 64, 1, 1, 136, 8), {}, 8),
+    ((1, 200, 200, 1, 1, 136, 136), {"causal": True}, 1),
+    ((1, 180, 180, 1, 1, 64, 64), {"cu_seqlens_q": PACKING, "cu_seqlens_k": PACKING, "deterministic": True}, 1),
     ((1, 130, 140, 2, 2, 64, 64), {"softcap": 3.0, "dropout_p": 0.3, "deterministic": True}, 1),
     ((1, 500, 100, 2, 2, 64, 64), {"deterministic": True}, 8),
-    ((1, 180, 180, 1, 1, 64, 64), {"cu_seqlens_q": PACKING, "cu_seqlens_k": PACKING, "deterministic": True}, 1),
-    ((1, 200, 200, 1, 1, 136, 136), {"causal": True}, 1),
-    ((1, 130, 70, 1, 1, 136, 8), {"softcap": 3.0, "dropout_p": 0.3}, 1),
-    ((1, 300, 64, 1, 1, 136, 136), {}, 8),
-    ((1, 180, 180, 1, 1, 136, 8), {"cu_seqlens_q": PACKING, "cu_seqlens_k": PACKING}, 1),
+    ((1, 300, 200, 2, 2, 64, 64), {"causal": True, "deterministic": True}, 1),
+    ((1, 200, 300, 2, 1, 128, 128), {"deterministic": True}, 1),
 ]
 
 
