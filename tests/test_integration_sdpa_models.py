@@ -321,7 +321,13 @@ def test_transformers_llama() -> None:
 def test_transformers_generation() -> None:
     model = tiny_llama().eval()
     tokens = torch.randint(97, (2, 5))
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
+    options = {
+        "max_new_tokens": 12,
+        "min_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(tokens),
+    }
     expected = model.generate(tokens, **options)
     with all_served(12 * 2):
         assert torch.equal(model.generate(tokens, **options), expected)
