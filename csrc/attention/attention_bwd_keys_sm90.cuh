@@ -3,8 +3,8 @@
 // Problem        as in attention_bwd_sm90.cuh, without dQ, which attention_bwd_queries_sm90.cuh computes.
 // Two kernels    The sums of dQ of a tile of 64 queries and 256 columns are 64 KiB, which each block of keys would add
 //                to L2 at a step: more than the products of the step take. Scores and dP are multiplied twice
-//                instead, 7 products where one kernel has 5; nothing is added in L2, so gradients have the same bits
-//                in every run.
+//                instead, 7 products where one kernel has 5; nothing is added in L2 but the gradient of a bias, so
+//                the others have the same bits in every run.
 // Tile           A block has 64 keys of one key head, and loops over the tiles of 64 queries that see any of them, of
 //                all query heads of the group one after the other. If that makes too few blocks, the loop is divided
 //                among several. Sizes: kBackwardTiles in tiles_sm90.h.

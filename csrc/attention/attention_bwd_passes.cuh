@@ -8,9 +8,8 @@
 
 namespace cuda_ext::sm80 {
 
-// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed; dim = 0: it will
-// not. Grid: (tiles of
-// queries of all sequences) x heads, heads innermost. 8 lanes share a row.
+// Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed, none if dim is 0.
+// Grid: (tiles of queries of all sequences) x heads, heads innermost. 8 lanes share a row.
 template <class T, int block_m, int dim, int threads>
 GLOBAL(threads, 1)
 attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan) {
@@ -168,8 +167,8 @@ void launch_sinks(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
                                                      p, plan);
 }
 
-// Launches what follows the main kernel. Results: the WarpTiles GradK, GradV and, unless
-// another kernel has stored dQ, GradQ of that kernel, and its kBlockM.
+// Launches what follows the main kernel. Results: its kBlockM and the WarpTiles GradK, GradV and, if it has summed dQ in
+// the workspace, GradQ.
 template <class T, class Results>
 void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
   using GradK = typename Results::GradK;
