@@ -167,8 +167,8 @@ void launch_sinks(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
                                                      p, plan);
 }
 
-// Launches what follows the main kernel. Results: its kBlockM and the WarpTiles GradK, GradV and, if it has summed dQ in
-// the workspace, GradQ.
+// Launches what follows the main kernel. Results: its kBlockM and the WarpTiles GradK, GradV and, if it has summed dQ
+// in the workspace, GradQ.
 template <class T, class Results>
 void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, void* stream) {
   using GradK = typename Results::GradK;
