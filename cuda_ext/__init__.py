@@ -6,6 +6,8 @@
     cuda_ext.tuning                 # measures which plan of a product is the fastest, when asked
     cuda_ext.batch_invariant        # a row of a product does not depend on the other rows, to the bit
     cuda_ext.flash_attention, cuda_ext.flash_attention_varlen
+    cuda_ext.flash_attention_with_kvcache   # for generation: caches, in pages or not, appended to in place
+    cuda_ext.merge_attention        # attention that was computed in parts
     cuda_ext.attention_plan         # what an attention call would run on a GPU, and why
     cuda_ext.patch, cuda_ext.unpatch    # an existing model on these ops
     cuda_ext.nn, cuda_ext.distributed, cuda_ext.compat, cuda_ext.bucket, cuda_ext.testing, cuda_ext.dev
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from cuda_ext.attention import flash_attention, flash_attention_varlen
     from cuda_ext.gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.integrations.patching import patch, unpatch
+    from cuda_ext.kvcache import flash_attention_with_kvcache, merge_attention
     from cuda_ext.plan import attention_plan, gemm_plan
 
 __version__ = "0.1.0"
@@ -45,6 +48,7 @@ __all__ = [
     "distributed",
     "flash_attention",
     "flash_attention_varlen",
+    "flash_attention_with_kvcache",
     "gated_linear",
     "gated_mlp",
     "gemm",
@@ -52,6 +56,7 @@ __all__ = [
     "info",
     "integrations",
     "linear",
+    "merge_attention",
     "mlp",
     "nn",
     "ops",
@@ -66,6 +71,8 @@ _MODULE_OF = {
     "batch_invariant": "gemm",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",
+    "flash_attention_with_kvcache": "kvcache",
+    "merge_attention": "kvcache",
     "gated_linear": "gemm",
     "gated_mlp": "gemm",
     "gemm_plan": "plan",

@@ -138,7 +138,7 @@ def test_lengths_around_the_tiles(length: int, extra: int) -> None:
 
 
 @pytest.mark.cpu_only("emulated as a device with little shared memory")
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("feature", ["causal", "window", "softcap"])
 def test_devices_with_little_shared_memory(dims: tuple[int, int], feature: str) -> None:
     with testing.emulated("sm_89"):
@@ -338,7 +338,7 @@ def test_a_bias_of_every_shape(shape: tuple[int, ...], deterministic: bool) -> N
         check({**tensors, "bias": bias}, causal=True, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}], ids=str)
 def test_blocks_that_do_a_whole_walk(dims: tuple[int, int], options: dict[str, Any], backend: str) -> None:
     """There are enough of them, so that none is divided: for all SMs of a GPU, or for the 4 of the emulator."""
@@ -470,7 +470,7 @@ def test_refusals(backend: str) -> None:
 # Head dims, and queries and keys of a block.
 # Head dims and the keys of a tile, by architecture.
 BACKWARD_TILES = [
-    *(("sm_80", *tile) for tile in ((64, 64, 128), (128, 128, 64), (192, 128, 64), (256, 256, 64))),
+    *(("sm_80", *tile) for tile in ((64, 64, 128), (96, 96, 64), (128, 128, 64), (192, 128, 64), (256, 256, 64))),
     ("sm_89", 256, 256, 32),
 ]
 
@@ -480,7 +480,7 @@ class TestCost:
 
     pytestmark = pytest.mark.cpu_only("emulated as a test wants it")
 
-    @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+    @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
     def test_every_byte_once_for_each_tile_and_no_bank_conflict(self, dims: tuple[int, int]) -> None:
         heads, queries, keys = 8, 256, 128
         tensors = qkv(1, queries, keys, heads, heads, *dims, torch.bfloat16)

@@ -517,7 +517,7 @@ int main() {  // all instantiations have a definition
 class TestHeadDims:
     @pytest.mark.parametrize(
         ("listed", "dims"),
-        [("", (64, 128, 192, 256)), ("64,128", (64, 128)), (" 256 64 ", (64, 256)), ("128", (128,))],
+        [("", (64, 96, 128, 192, 256)), ("64,128", (64, 128)), (" 256 64 ", (64, 256)), ("128", (128,))],
     )
     def test_the_variable_lists_them(self, monkeypatch: pytest.MonkeyPatch, listed: str, dims: tuple[int, ...]) -> None:
         monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", listed)
@@ -525,24 +525,25 @@ class TestHeadDims:
 
     def test_others_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_EXT_CUDA", "0")
-        monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", "64,96")
+        monkeypatch.setenv("CUDA_EXT_HEAD_DIMS", "64,80")
         with pytest.raises(
-            _build.BuildError, match="HEAD_DIMS: expected some of 64, 128, 192, 256, got 96; other head dims use"
+            _build.BuildError, match="HEAD_DIMS: expected some of 64, 96, 128, 192, 256, got 80; other head dims use"
         ):
             _build.make_plan()
 
     def test_sources_of_the_others_are_not_compiled(self, tmp_path: Path) -> None:
         plan = make_plan(Toolkit("pip", tmp_path, "13.0"))
-        few = dataclasses.replace(plan, head_dims=(64, 128))
+        few = dataclasses.replace(plan, head_dims=(64, 96, 128))
         left_out = {path.name for path in set(plan.sources) - set(few.sources)}
         kinds = [(phase, dtype) for phase in ("fwd", "bwd") for dtype in ("bf16", "f16")]
         expected = {f"attention_{phase}_sm80_{dtype}_d{dim}.cu" for phase, dtype in kinds for dim in (192, 256)}
         expected |= {name.replace("sm80", "sm90") for name in expected}
+        expected |= {f"attention_cache_sm80_{dtype}_d256.cu" for dtype in ("bf16", "f16")}
         assert left_out == expected
         # Last, so that a build which is stopped has all others.
         assert {path.name for path in plan.sources[-len(expected) :]} == left_out
-        assert few.summary.endswith("; head dims 64, 128 only)") and "head dims" not in plan.summary
-        assert few.stamp()["head_dims"] == [64, 128]
+        assert few.summary.endswith("; head dims 64, 96, 128 only)") and "head dims" not in plan.summary
+        assert few.stamp()["head_dims"] == [64, 96, 128]
 
     def test_kernels_that_are_left_out_say_so(self, tmp_path: Path) -> None:
         toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
@@ -553,6 +554,7 @@ class TestHeadDims:
             """
 #include <cstdio>
 #include "attention/attention_bwd_sm80.h"
+#include "attention/attention_cache.h"
 #include "attention/attention_fwd_sm90.h"
 using namespace cuda_ext;
 template <class F> void say(F f) {
@@ -560,13 +562,15 @@ template <class F> void say(F f) {
 }
 int main() {
   AttentionBackwardParams p;
-  p.dim = 160;
-  p.dim_v = 128;
-  say([&] { sm80::AttentionForwardSm80<half_t, 2>::workspace(p); });
-  say([&] { sm80::AttentionForwardSm80<bfloat16_t, 3>::launch(p, {}, nullptr); });
-  say([&] { sm90::AttentionForwardSm90<half_t, 2>::launch(p, {}, nullptr); });
-  say([&] { sm80::AttentionBackwardSm80<bfloat16_t, 2>::workspace(p); });
-  say([&] { sm80::AttentionBackwardSm80<half_t, 3>::launch(p, {}, nullptr); });
+  CachedAttentionParams cached;
+  p.dim = cached.dim = 160;
+  p.dim_v = cached.dim_v = 128;
+  say([&] { sm80::AttentionForwardSm80<half_t, 3>::workspace(p); });
+  say([&] { sm80::AttentionForwardSm80<bfloat16_t, 4>::launch(p, {}, nullptr); });
+  say([&] { sm90::AttentionForwardSm90<half_t, 3>::launch(p, {}, nullptr); });
+  say([&] { sm80::AttentionBackwardSm80<bfloat16_t, 3>::workspace(p); });
+  say([&] { sm80::AttentionBackwardSm80<half_t, 4>::launch(p, {}, nullptr); });
+  say([&] { sm80::AttentionCacheSm80<half_t, 2>::workspace(cached); });
 }
 """
         )
@@ -581,12 +585,14 @@ int main() {
             ": expected head dims whose CUDA kernels are in this library, those of 64, 128, got 160 of query and key "
             "and 128 of value; build it again without CUDA_EXT_HEAD_DIMS, which left theirs out"
         )
-        ops = ["flash_attention"] * 3 + ["flash_attention_backward"] * 2
+        ops = ["flash_attention"] * 3 + ["flash_attention_backward"] * 2 + ["flash_attention_with_kvcache"]
         assert done.stdout.splitlines() == [op + told for op in ops]
         # A kernel that is built has one definition, its own.
         symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
-        assert ", 2>::launch(" in symbols and ", 3>::launch(" in symbols
-        assert ", 0>::" not in symbols and ", 1>::" not in symbols
+        left_out = {"Forward": {1, 3, 4}, "Backward": {1, 3, 4}, "Cache": {2}}
+        for kind, tiles in left_out.items():
+            found = re.findall(rf"sm80::Attention{kind}Sm80<.*?, (\d)>::launch\(", symbols)
+            assert {int(tile) for tile in found} == tiles
 
 
 def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

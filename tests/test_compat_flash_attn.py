@@ -34,6 +34,7 @@ OPTIONS_2 = (
     "deterministic=False, return_attn_probs=False"
 )
 SEQUENCES = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+CACHE = "q, k_cache, v_cache, k=None, v=None"
 OPTIONS_3 = (
     "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1), "
     "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
@@ -46,6 +47,23 @@ SIGNATURES = [
     (flash_attn_2, "flash_attn_varlen_func", f"q, k, v, {SEQUENCES}, {OPTIONS_2}, block_table=None"),
     (flash_attn_2, "flash_attn_varlen_kvpacked_func", f"q, kv, {SEQUENCES}, {OPTIONS_2}"),
     (flash_attn_2, "flash_attn_varlen_qkvpacked_func", f"qkv, cu_seqlens, max_seqlen, {OPTIONS_2}"),
+    (
+        flash_attn_2,
+        "flash_attn_with_kvcache",
+        f"{CACHE}, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, "
+        "block_table=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+        "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False",
+    ),
+    (
+        flash_attn_interface,
+        "flash_attn_with_kvcache",
+        f"{CACHE}, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, cache_batch_idx=None, "
+        "cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, "
+        "rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
+        "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+    ),
+    (flash_attn_interface, "flash_attn_combine", "out_partial, lse_partial, out=None, out_dtype=None"),
     (flash_attn_interface, "flash_attn_func", f"q, k, v, {OPTIONS_3}"),
     (
         flash_attn_interface,
@@ -79,12 +97,14 @@ def test_every_function_is_in_the_table() -> None:
         (module, name)
         for module in (flash_attn_2, flash_attn_interface, bert_padding)
         for name in module.__all__
-        if name != "bert_padding"
+        if name not in ("bert_padding", "layers")
     }
 
 
 def test_both_import_paths_of_flash_attn_2() -> None:
-    assert flash_attn_2.flash_attn_interface.__all__ == [name for name in flash_attn_2.__all__ if "func" in name]
+    assert flash_attn_2.flash_attn_interface.__all__ == [
+        name for name in flash_attn_2.__all__ if name.startswith("flash")
+    ]
     for name in flash_attn_2.flash_attn_interface.__all__:
         assert getattr(flash_attn_2, name) is getattr(flash_attn_2.flash_attn_interface, name)
 
@@ -411,17 +431,22 @@ def refusals() -> list[Any]:
     q, flat, cu = torch.ones(1, 4, 2, 8), torch.ones(4, 2, 8), cumulative(4)
     sequences = (cu, cu, 4, 4)
     two, three = flash_attn_2, flash_attn_interface
-    no_paging = (
-        "flash_attn.flash_attn_varlen_func: expected block_table to be None, because paged keys and values are not "
-        "supported, got a tensor of shape (1, 1); gather the pages"
-    )
     cases: list[tuple[type[Exception], str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         (
             NotImplementedError,
-            no_paging,
+            "flash_attn.flash_attn_varlen_func: expected dropout_p to be 0 with block_table, which is for inference, "
+            "got 0.1; leave it out",
             two.flash_attn_varlen_func,
             (flat,) * 3 + sequences,
-            {"block_table": cu[None, :1]},
+            {"block_table": cu[None, :1], "dropout_p": 0.1},
+        ),
+        (
+            NotImplementedError,
+            "flash_attn_interface.flash_attn_with_kvcache: expected cu_seqlens_k_new to be None, got a tensor of shape "
+            "(2,); write packed keys into the cache yourself",
+            three.flash_attn_with_kvcache,
+            (q, q, q),
+            {"cu_seqlens_k_new": cu},
         ),
     ]
     for name, value, words in [
@@ -435,6 +460,7 @@ def refusals() -> list[Any]:
             (three.flash_attn_func, (q, q, q)),
             (three.flash_attn_varlen_func, (flat, flat, flat, *sequences)),
             (three.flash_attn_qkvpacked_func, (torch.stack([q, q, q], dim=2),)),
+            (three.flash_attn_with_kvcache, (q, q, q)),
         ]:
             if name in inspect.signature(function).parameters:
                 full = f"flash_attn_interface.{function.__name__}: {words}" if words.startswith("expected") else words

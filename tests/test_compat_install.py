@@ -45,12 +45,18 @@ def test_imports() -> None:
         assert flash_attn_varlen_func is compat.flash_attn.flash_attn_varlen_func
         assert (pad_input, unpad_input) == (compat.flash_attn.bert_padding.pad_input, unpad_input)
         assert index_first_axis is compat.flash_attn.bert_padding.index_first_axis
-        assert set(compat.flash_attn.__all__) - {"bert_padding"} <= set(dir(flash_attn))
+        assert set(compat.flash_attn.__all__) - {"bert_padding", "layers"} <= set(dir(flash_attn))
         assert "cuda_ext" in (flash_attn.__doc__ or "")
-        with pytest.raises(NotImplementedError, match="flash_attn_with_kvcache is not there yet; use flash_attn_func"):
-            flash_attn.flash_attn_with_kvcache(torch.ones(1), k_cache=None)
-        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
-            importlib.import_module("flash_attn.layers")
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward
+
+        with pytest.raises(NotImplementedError, match="_wrapped_flash_attn_forward is not there; use flash_attn_func"):
+            _wrapped_flash_attn_forward(torch.ones(1))
+        assert flash_attn.flash_attn_with_kvcache is compat.flash_attn.flash_attn_with_kvcache
+        from flash_attn.layers.rotary import apply_rotary_emb  # type: ignore[import-not-found]
+
+        assert apply_rotary_emb is compat.flash_attn.layers.rotary.apply_rotary_emb
+        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.ops"):
+            importlib.import_module("flash_attn.ops")
         with pytest.raises(ModuleNotFoundError, match="flash_attn_interface"):
             importlib.import_module("flash_attn_interface")
 

@@ -24,7 +24,7 @@ def test_the_kernels_are_right(family: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("family", correct.FAMILIES)
 def test_large_cases_are_more(family: str) -> None:
     small, large = ([name for name, _ in correct.FAMILIES[family](large)] for large in (False, True))
-    assert large[: len(small)] == small and len(large) > len(small)
+    assert set(small) < set(large)
     assert len(set(large)) == len(large)
 
 
@@ -106,4 +106,4 @@ def test_large_cases_cover_split_and_unsplit_kernels(capability: int, processors
         sizes = ((length, length), (heads, heads_kv), (dim, dim_v), batch)
         choice = choose(backward, found[1], *sizes, window, capability, processors)
         splits.setdefault(choice.tile["dim"], set()).add(choice.splits > 1)
-    assert splits == {dim: {False, True} for dim in (64, 128, 192, 256)}
+    assert splits == {dim: {False, True} for dim in (64, 96, 128, 192, 256)}

@@ -78,7 +78,7 @@ def part_of_module(module: str) -> str:
     _, name, *inner = module.split(".")
     if inner[:1] == ["planning"]:
         return "planning"
-    if name in ("gemm", "attention", "bucket", "ops"):  # the keys of csrc's parts
+    if name in ("gemm", "attention", "kvcache", "bucket", "ops"):
         return "public ops"
     return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"
 

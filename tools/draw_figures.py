@@ -67,8 +67,8 @@ LAYERS = (
         "4 public ops",
         Part(
             "public ops",
-            "cuda_ext/{gemm,attention,bucket,ops}.py",
-            "public functions",
+            "cuda_ext/{gemm,attention,kvcache}.py",
+            "and bucket.py, ops.py",
             "rules, support",
             PYTHON,
         ),

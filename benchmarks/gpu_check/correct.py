@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_check.correct gemm cuda
     python -m benchmarks.gpu_check.correct attention-backward simt    # on the emulator instead of a GPU
 
-The families are gemm, attention-forward, attention-backward and bucket. Only torch is needed, not pytest; the tests
-have many more cases and tighter tolerances. The name of a case is printed before it runs, in case it hangs.
+The families are gemm, attention-forward (with caches), attention-backward and bucket. Only torch is needed, not pytest;
+the tests have many more cases and tighter tolerances. The name of a case is printed before it runs, in case it hangs.
 """
 
 from __future__ import annotations
@@ -122,6 +122,48 @@ def attention_backward(sizes: tuple[int, ...], dtype: torch.dtype, **options: An
     return {f"gradient of {name}": pair for name, pair in zip(("query", "key", "value"), zip(grads, exact))}
 
 
+def attention_cache(batch: int, keys: int, queries: int, heads: tuple[int, int], dim: int, page_size: int) -> Results:
+    """Appends the keys of the queries to a cache in pages, and attends to all."""
+    dtype, rows = torch.bfloat16, keys + queries
+    width = -(-rows // page_size)
+    query, new_key, new_value = attention_inputs(batch, queries, *heads, dim, dim, dtype)
+    pools = [torch.full((batch * width, page_size, heads[1], dim), float("nan")).to(dtype) for _ in range(2)]
+    table = torch.randperm(batch * width).reshape(batch, width)
+    earlier = [torch.randn(batch, keys, heads[1], dim).to(dtype) for _ in range(2)]
+    at = torch.arange(keys)
+    for pool, tensor in zip(pools, earlier):
+        pool[table[:, at // page_size], at % page_size] = tensor
+    lengths = torch.full((batch,), keys, dtype=torch.int32)
+    out = cuda_ext.flash_attention_with_kvcache(
+        query, pools[0], pools[1], new_key, new_value, cache_seqlens=lengths, block_table=table.int(), causal=True
+    )
+    whole = [torch.cat(pair, 1).double() for pair in zip(earlier, (new_key, new_value))]
+    at = torch.arange(rows)
+    appended = pools[0][table[:, at // page_size], at % page_size]
+    exact, _ = testing.reference_attention(query.double(), whole[0], whole[1], causal=True, return_lse=True)
+    return {"output": (out, exact), "keys in the cache": (appended, whole[0])}
+
+
+def cache_cases(large: bool) -> Iterator[Case]:
+    found = [
+        (2, 70, 1, (4, 2), 64, 16),
+        (1, 300, 1, (8, 1), 128, 4),
+        (1, 90, 40, (4, 2), 128, 16),
+        (1, 40, 3, (2, 2), 256, 1),
+    ]
+    if large:
+        found += [(8, 4096, 1, (64, 8), 128, 16), (1, 20000, 1, (32, 8), 128, 256), (4, 1024, 512, (16, 4), 64, 32)]
+    for sizes in found:
+        batch, keys, queries, (heads, heads_kv), dim, page_size = sizes
+        name = f"cache bfloat16 B={batch} S={queries}/{keys} H={heads}/{heads_kv} D={dim} pages of {page_size}"
+        yield name, partial(attention_cache, *sizes)
+
+
+def forward_cases(large: bool) -> Iterator[Case]:
+    yield from attention_cases(large, backward=False)
+    yield from cache_cases(large)
+
+
 def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
     run = attention_backward if backward else attention_forward
     phase = "backward" if backward else "forward"
@@ -139,7 +181,7 @@ def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
     if backward:
         found.append(((1, 67, 2, 1, 64, 64), torch.float16, {"causal": True, "deterministic": True}))
     if large:
-        for dim, dim_v in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        for dim, dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
             found.append(((4, 1024, 16, 8, dim, dim_v), torch.bfloat16, {"causal": True}))
             found.append(((1, 1000, 4, 4, dim, dim_v), torch.float16, {}))
     for sizes, dtype, options in found:
@@ -194,7 +236,7 @@ def bucket_cases(large: bool) -> Iterator[Case]:
 
 FAMILIES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "gemm": gemm_cases,
-    "attention-forward": partial(attention_cases, backward=False),
+    "attention-forward": forward_cases,
     "attention-backward": partial(attention_cases, backward=True),
     "bucket": bucket_cases,
 }

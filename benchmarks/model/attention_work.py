@@ -242,13 +242,14 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
     keys = problem.batch * problem.groups * problem.seen_keys
     area, dims = tile.block_m * tile.block_n, tile.dim + tile.dim_v
     rows = tile.block_m * dims * size  # bytes of queries and output gradients
-    sums = tile.block_m * tile.dim * 4
+    sums_dim = math.ceil(tile.dim / 64) * 64  # columns of dQ, of which the last may be zeros
+    sums = tile.block_m * sums_dim * 4
     # For dQ each consumer reads its rows of dS and all keys or, if they share the rows, all of dS and half of the keys.
     of_scores, of_keys = (consumers, 1) if tile.block_m == 64 else (1, consumers)
-    of_sums = of_scores * area + of_keys * tile.block_n * tile.dim
+    of_sums = of_scores * area + of_keys * tile.block_n * sums_dim
     read = 2 * consumers * rows + (tile.block_n * dims + of_sums) * size
     iteration = Amounts(
-        tensor=area * (3 * tile.dim + 2 * tile.dim_v),
+        tensor=area * (2 * dims + sums_dim),
         # TMA writes queries and output gradients and reads sums; threads write dS and sums; wgmma reads the rest.
         shared=(rows + read + area * size + 2 * sums) / 128,
         issue=kernel.loop.instructions * 4 * consumers,
@@ -272,7 +273,7 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
         iteration=iteration,
         outside=outside,
         in_flight=tile.stages,
-        memory_bytes=size * problem.elements() + 2 * 4 * queries * tile.dim + 2 * size * keys * problem.dim,
+        memory_bytes=size * problem.elements() + 2 * 4 * queries * sums_dim + 2 * size * keys * problem.dim,
         persistent=Persistent(
             workers=min(len(choice.steps), gpu.sms),
             hides_epilogues=False,
@@ -281,8 +282,8 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
         ),
     )
     # attention_bwd_rows reads outputs and their gradients and clears the sums, attention_bwd_finish reads the sums.
-    moved = queries * (2 * size * problem.dim + 2 * 4 * tile.dim + size * problem.dim + 2 * 4)
-    rows_kernel = f"bfloat16_t, {tile.block_m}, {tile.dim}, {THREADS_OF_ROWS}"
+    moved = queries * (2 * size * problem.dim + 2 * 4 * sums_dim + size * problem.dim + 2 * 4)
+    rows_kernel = f"bfloat16_t, {tile.block_m}, {sums_dim}, {THREADS_OF_ROWS}"
     blocks = 2 * problem.batch * problem.heads * math.ceil(problem.length / tile.block_m)
     around = Work(
         blocks=blocks,

@@ -14,6 +14,13 @@ SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (
 # Decoding: few rows, square weights of language models.
 DECODE_SHAPES = [(m, size, size) for size in (4096, 5120, 6144, 8192, 14336) for m in (1, 16, 64)]
 
+# Attention over a cache: sequences, keys of each, query heads, key heads, head dim.
+CACHES = [
+    (sequences, keys, heads, heads_kv, 128)
+    for heads, heads_kv in ((64, 8), (32, 8), (32, 32))
+    for sequences, keys in ((1, 1024), (1, 16384), (8, 4096), (8, 16384), (64, 1024), (1, 131072))
+]
+
 # All of GPT-2, a bucket of 25 MiB, and a small bucket.
 PACKS = [
     Pack("pack", "bfloat16", "bfloat16", 124_439_808, 148),

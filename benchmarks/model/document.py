@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.model.cases import DECODE_SHAPES, FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
+from benchmarks.model.cache_work import CacheProblem, predict_cache
+from benchmarks.model.cases import CACHES, DECODE_SHAPES, FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
 from benchmarks.model.evidence import ModelError
 from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.model.prediction import Prediction, predict_attention, predict_bucket, predict_gemm
@@ -85,6 +86,22 @@ def recorded_wgmma() -> str:
     return markdown(head, rows)
 
 
+def recorded_decoding() -> str:
+    """One query over a cache, on the GPUs with the most bandwidth."""
+    rows = []
+    for problem in (CacheProblem(*sizes) for sizes in CACHES):
+        cells = []
+        for gpu in (GPUS["a100"], GPUS["h200"]):
+            p = predict_cache(gpu, problem)
+            of_bandwidth = problem.key_bytes / gpu.memory_bytes / p.seconds
+            combine = microseconds(p.combine.seconds) if p.combine else "0"
+            parts = f"{microseconds(p.attend.seconds)} + {microseconds(p.lookups)} + {combine}"
+            cells += [f"{microseconds(p.seconds)} = {parts}", f"{p.splits}", f"{of_bandwidth:.2f}"]
+        rows.append([str(problem), *cells])
+    head = ["sequences x keys", *("A100: µs", "splits", "of bandwidth"), *("H200: µs", "splits", "of bandwidth")]
+    return markdown(head, rows)
+
+
 def recorded_doubts() -> str:
     """Choices of a launcher that the model predicts to be at least a tenth slower than another."""
     doubts: dict[tuple[str, str, str], list[str]] = {}
@@ -109,6 +126,9 @@ def document_tables() -> str:
         f"{recorded_attention()}\n"
         "FlashAttention-2 on an A100, forward and backward together, TFLOP/s measured by its authors, then predicted "
         f"for ours:\n\n{recorded_plausibility()}\n"
+        "One query per sequence over a cache in bfloat16: the launch with its loop, what it looks up before the first "
+        "keys, and the launch that adds up the splits; the time at memory's speed relative to the predicted time:\n\n"
+        f"{recorded_decoding()}\n"
         f"Launchers' choices that the model predicts to be slower than another:\n\n{recorded_doubts()}"
     )
 

@@ -123,6 +123,13 @@ def flash_attn(
     return with_leaves(lambda: function(q, k, v, **options), (q, k, v), lambda t: t)
 
 
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> Call:
+    """FlashAttention-2's, over a contiguous cache: its pages are multiples of 256."""
+    function = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    _require_16_bit(q)
+    return lambda: function(q, k_cache, v_cache, cache_seqlens=lengths)
+
+
 def flash_attn_3(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None, deterministic: bool = False
 ) -> Call:

@@ -97,6 +97,8 @@ def _cpu_cases() -> Iterator[Case]:
     for kv_heads, queries in itertools.product((0, 2), (1, 2, 4, 8, 16)):
         problem = Problem(1, queries, 8, 64, kv_heads=kv_heads, keys=8192)
         yield attention(problem, "cpu", "float32", False, group="decode")
+    for dtype, kv_heads, queries in itertools.product(("float32", "bfloat16"), (0, 8), (1, 4, 16)):
+        yield cache(Problem(1, queries, 32 if kv_heads else 8, 128, kv_heads=kv_heads, keys=8192), "cpu", dtype)
     # In float16 PyTorch takes seconds for longer sequences, and for backward.
     for causal in (False, True):
         yield attention(Problem(1, 1024, 8, 64, causal=causal), "cpu", "float16", False, group="D=64")
@@ -126,6 +128,8 @@ def _cuda_cases() -> Iterator[Case]:
             yield make(Problem(1, length, 16, 128, causal=True), backward=backward, group="long context")
     for keys in (4096, 32768):
         yield make(Problem(16, 1, 32, 128, kv_heads=8, keys=keys), backward=False, group="decode")
+    for batch, keys in ((8, 16384), (1, 1024), (1, 16384), (8, 4096), (64, 1024)):
+        yield cache(Problem(batch, 1, 64, 128, kv_heads=8, keys=keys), "cuda", "bfloat16")
     for length in (1024, 4096):
         for backward in (False, True):
             problem = Problem(16384 // length, length, 16, 128, causal=True)
@@ -202,6 +206,64 @@ def attention(problem: Problem, device: str, dtype: str, backward: bool, group: 
         input_bytes=size * elements * (3.0 if backward else 1.0),
         # A gradient results from five products of rounded factors.
         tolerance=3e-2 if backward and dtype != "float32" else None,
+    )
+
+
+PAGE_SIZE = 16
+
+
+def cache(problem: Problem, device: str, dtype: str) -> Case:
+    """Attention over a cache in pages, in random order; the others read contiguous keys, but for flash-attn."""
+    p = problem
+    torch_dtype = getattr(torch, dtype)
+
+    def inputs() -> tuple[Tensor, ...]:
+        def normal(length: int, heads: int) -> Tensor:
+            return torch.randn(p.batch, length, heads, p.dim, device=device).to(torch_dtype)
+
+        pages = p.batch * p.seen_keys // PAGE_SIZE
+        table = torch.randperm(pages, device=device).reshape(p.batch, -1)
+        return normal(p.length, p.heads), normal(p.seen_keys, p.groups), normal(p.seen_keys, p.groups), table.int()
+
+    def paged(tensor: Tensor, table: Tensor) -> Tensor:
+        pool = torch.empty_like(tensor).reshape(-1, PAGE_SIZE, p.groups, p.dim)
+        pool[table.flatten().long()] = tensor.reshape(-1, PAGE_SIZE, p.groups, p.dim)
+        return pool
+
+    def ours(qkvt: tuple[Tensor, ...]) -> Call:
+        q, k, v, table = qkvt
+        pools = paged(k, table), paged(v, table)
+        lengths = torch.full((p.batch,), p.seen_keys, dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"cache_seqlens": lengths, "block_table": table}
+        return lambda: cuda_ext.flash_attention_with_kvcache(q, *pools, **options)
+
+    def sdpa(qkvt: tuple[Tensor, ...]) -> Call:
+        q, k, v, _ = qkvt
+        return baselines.sdpa("", q, k, v, causal=False)
+
+    def flash_attn(qkvt: tuple[Tensor, ...]) -> Call:
+        q, k, v, _ = qkvt
+        lengths = torch.full((p.batch,), p.seen_keys, dtype=torch.int32, device=device)
+        return baselines.flash_attn_with_kvcache(q, k, v, lengths)
+
+    sides: dict[str, Any] = {OURS: ours, "SDPA": sdpa}
+    if device == "cuda":
+        sides["FlashAttention-2"] = flash_attn
+    elements = p.elements()
+    return Case(
+        op="flash_attention_with_kvcache",
+        phase="forward",
+        group="cache",
+        name=p.name(),
+        dtype=dtype,
+        sides=sides,
+        inputs=inputs,
+        check=lambda qkvt, out: _output_error(p, qkvt, out),
+        size=float(p.seen_keys),
+        size_name="sequence length",
+        flops=p.flops(False),
+        bytes=torch_dtype.itemsize * elements,
+        input_bytes=torch_dtype.itemsize * elements,
     )
 
 

@@ -32,6 +32,23 @@ struct RngSource {
   uint64_t offset = 0;
 };
 
+// Where the keys and values of each sequence are, if they are in a cache. A sequence has the keys of rows
+// [left_padding, lengths + appended); each pointer may be null. Only CPU kernels and those of attention_cache.h read
+// it.
+struct KeyCache {
+  int64_t capacity = 0;                   // rows of a sequence; 0: there is no cache
+  const int32_t* lengths = nullptr;       // (batch,); null: capacity
+  int64_t appended = 0;                   // rows after `lengths`
+  const int32_t* left_padding = nullptr;  // (batch,); null: 0
+  const int32_t* rows = nullptr;          // (batch,): which sequence of the cache; null: the same
+  // Pages: row r of a sequence is row r % page_size of page block_table[r / page_size]. The batch stride of keys and
+  // values is that of pages.
+  const int32_t* block_table = nullptr;  // (batch, ..); null: the cache is contiguous
+  int64_t table_stride = 0;
+  int64_t page_size = 0;
+  int64_t pages = 0;
+};
+
 struct AttentionParams {
   Dtype dtype = Dtype::kFloat32;
   int64_t batch = 0;
@@ -78,6 +95,7 @@ struct AttentionParams {
   int64_t dropout_pitch = 0;      // the longest key sequence, rounded up to 4
 
   HeadsView query, key, value, out;
+  KeyCache cache;
 
   bool uses_wgmma = true;  // on devices that have it
 };

@@ -99,7 +99,7 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
   const int64_t rows = p.heads * plan.head_rows;
   cursor.allocate(plan.minus_lse, rows);
   cursor.allocate(plan.minus_delta, rows);
-  if (!config.separate) cursor.allocate(plan.grad_query, rows * config.dim);
+  if (!config.separate) cursor.allocate(plan.grad_query, rows * config.sums_dim());
   if (!config.separate && p.deterministic) cursor.allocate(plan.turns, rows / config.block_m);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;

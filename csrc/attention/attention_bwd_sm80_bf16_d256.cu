@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm80 {
 
-template struct AttentionBackwardSm80<bfloat16_t, 3>;
+template struct AttentionBackwardSm80<bfloat16_t, 4>;
 
 }  // namespace cuda_ext::sm80

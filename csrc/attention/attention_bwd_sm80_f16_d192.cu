@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm80 {
 
-template struct AttentionBackwardSm80<half_t, 2>;
+template struct AttentionBackwardSm80<half_t, 3>;
 
 }  // namespace cuda_ext::sm80

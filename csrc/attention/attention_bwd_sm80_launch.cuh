@@ -13,7 +13,7 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
   BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
   assign_workspace(p, config, workspace.data, plan).expect_fits("attention_bwd_sm80", workspace);
 
-  launch_rows<T, Kernel::kBlockM, config.dim>(p, plan, stream);
+  launch_rows<T, Kernel::kBlockM, config.sums_dim()>(p, plan, stream);
 
   plan.query_pass = LinesCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
   plan.grad_out_pass = LinesCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);

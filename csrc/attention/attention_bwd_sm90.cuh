@@ -73,7 +73,7 @@ struct Backward {
   using TileQ = PiecesTile<kBlockM, config.dim>;
   using TileDO = PiecesTile<kBlockM, config.dim_v>;
   using TileScores = PiecesTile<kBlockN, kBlockM>;
-  static constexpr int kSumsBytes = kBlockM * config.dim * int(sizeof(float));
+  static constexpr int kSumsBytes = kBlockM * config.sums_dim() * int(sizeof(float));
 
   DEVICE static int thread() { return arch::opaque_thread_index() - kWarpgroup; }
 

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct AttentionBackwardSm90<bfloat16_t, 3>;
+template struct AttentionBackwardSm90<bfloat16_t, 4>;
 
 }  // namespace cuda_ext::sm90

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct AttentionBackwardSm90<half_t, 2>;
+template struct AttentionBackwardSm90<half_t, 3>;
 
 }  // namespace cuda_ext::sm90

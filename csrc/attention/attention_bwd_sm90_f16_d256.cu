@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct AttentionBackwardSm90<half_t, 3>;
+template struct AttentionBackwardSm90<half_t, 4>;
 
 }  // namespace cuda_ext::sm90

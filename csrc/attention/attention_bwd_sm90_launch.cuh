@@ -53,9 +53,9 @@ inline arch::TensorMap sums_map(const char* kernel, const AttentionBackwardParam
   return rt::make_tensor_map(kernel, {.data = plan.grad_query,
                                       .element = rt::Element::kFloat32,
                                       .rank = 2,
-                                      .sizes = {kSumsLine, p.heads * plan.head_rows * config.dim / kSumsLine},
+                                      .sizes = {kSumsLine, p.heads * plan.head_rows * config.sums_dim() / kSumsLine},
                                       .strides = {kSumsLine * int64_t(sizeof(float))},
-                                      .box = {kSumsLine, config.block_m * config.dim / kSumsLine}});
+                                      .box = {kSumsLine, config.block_m * config.sums_dim() / kSumsLine}});
 }
 
 // One kernel for all gradients.

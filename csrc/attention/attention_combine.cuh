@@ -4,46 +4,65 @@
 #include <cmath>
 
 #include "arch/math.cuh"
+#include "arch/warp.cuh"
 #include "attention/attention_fwd_plan.cuh"
 #include "attention/rows.cuh"
 
 namespace cuda_ext::sm80 {
 
-// out = the outputs of a row's splits, weighted by exp(their log-sum-exp - that of the row), which is stored in lse.
-// One warp per row; no shared memory and no barriers.
+// out = the outputs of a row's splits, at most kMaxSplits, weighted by exp(their log-sum-exp - that of the row), which
+// is stored in lse. By one warp, whose lanes have the weights of every 32nd split.
+template <class T>
+DEVICE void combine_row(const ForwardPlan& plan, int splits, int64_t rows, int64_t row, float* lse, T* out, int dim_v) {
+  constexpr float kLog2e = 1.4426950408889634f;
+  constexpr int kOfLane = kMaxSplits / arch::kWarpSize;
+  float weights[kOfLane];  // logarithms, at first
+  float max = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    const int split = i * arch::kWarpSize + arch::lane_index();
+    weights[i] = split < splits ? arch::load_global<float>(plan.partial_lse + split * rows + row) : -INFINITY;
+    max = fmaxf(max, weights[i]);
+  }
+  max = arch::max_over_lanes(max);
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kOfLane; ++i) {
+    weights[i] = weights[i] == -INFINITY ? 0.0f : arch::fast_exp2((weights[i] - max) * kLog2e);
+    sum += weights[i];
+  }
+  sum = arch::sum_over_lanes(sum);
+  if (arch::lane_index() == 0) arch::store_global(lse, sum == 0.0f ? -INFINITY : max + arch::fast_log2(sum) / kLog2e);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  for (int first = 0; first < dim_v; first += 2 * arch::kWarpSize) {  // all lanes take part in the shuffles
+    const int d = first + arch::lane_index() * 2;
+    float pair[2] = {};
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i)
+      for (int lane = 0; lane < arch::kWarpSize && i * arch::kWarpSize + lane < splits; ++lane) {
+        const float weight = arch::shuffle(weights[i], lane) * inverse;
+        if (weight == 0.0f || d >= dim_v) continue;
+        const int64_t part = (i * arch::kWarpSize + lane) * rows + row;
+        const auto words = arch::load_global<arch::Words2>(plan.partial_out + part * dim_v + d);
+        pair[0] = arch::fma(weight, arch::bits_float(words.data[0]), pair[0]);
+        pair[1] = arch::fma(weight, arch::bits_float(words.data[1]), pair[1]);
+      }
+    if (d < dim_v) arch::store_global(out + d, arch::pack<T>(pair[0], pair[1]));
+  }
+}
+
+// Combines the splits of all rows. One warp per row; no shared memory and no barriers.
 template <class T, int threads>
 GLOBAL(threads, 1)
 attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
-  constexpr float kLog2e = 1.4426950408889634f;
   const bool packed = p.cu_seqlens_q != nullptr;
   const int64_t queries = packed ? p.total_q : p.seqlen_q;  // of a head
   const int64_t rows = (packed ? 1 : p.batch) * p.heads * queries;
   const int64_t row = int64_t(arch::block_x()) * (threads / arch::kWarpSize) + arch::thread_index() / arch::kWarpSize;
   if (row >= rows) return;
-  const auto lse_of = [&](int split) { return arch::load_global<float>(plan.partial_lse + split * rows + row); };
-  float max = -INFINITY;
-  for (int split = 0; split < plan.splits; ++split) max = fmaxf(max, lse_of(split));
-  float sum = 0.0f;
-  if (max != -INFINITY)
-    for (int split = 0; split < plan.splits; ++split) sum += arch::fast_exp2((lse_of(split) - max) * kLog2e);
-  if (arch::lane_index() == 0)
-    arch::store_global(static_cast<float*>(p.lse) + row,
-                       max == -INFINITY ? -INFINITY : max + arch::fast_log2(sum) / kLog2e);
-
   const int64_t head = row / queries, query = row % queries;
-  T* const to = row_of<T>(p.out, packed ? 0 : int(head / p.heads), query, int(head % p.heads));
-  for (int d = arch::lane_index() * 2; d < p.dim_v; d += 2 * arch::kWarpSize) {
-    float pair[2] = {};
-    for (int split = 0; split < plan.splits; ++split) {
-      const float lse = lse_of(split);
-      if (lse == -INFINITY) continue;
-      const float weight = arch::fast_exp2((lse - max) * kLog2e) / sum;
-      const auto words = arch::load_global<arch::Words2>(plan.partial_out + (split * rows + row) * p.dim_v + d);
-      pair[0] = arch::fma(weight, arch::bits_float(words.data[0]), pair[0]);
-      pair[1] = arch::fma(weight, arch::bits_float(words.data[1]), pair[1]);
-    }
-    arch::store_global(to + d, arch::pack<T>(pair[0], pair[1]));
-  }
+  combine_row<T>(plan, plan.splits, rows, row, static_cast<float*>(p.lse) + row,
+                 row_of<T>(p.out, packed ? 0 : int(head / p.heads), query, int(head % p.heads)), int(p.dim_v));
 }
 
 }  // namespace cuda_ext::sm80

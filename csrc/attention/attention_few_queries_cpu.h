@@ -12,7 +12,7 @@
 // order.
 #pragma once
 
-#include "attention/attention_tiles_cpu.h"
+#include "attention/attention_cache_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
@@ -23,8 +23,12 @@ constexpr int64_t kLeastSplitKeys = 512;  // the fewest keys that are worth a se
 template <class T>
 constexpr int64_t kInterleavedKeys = std::max(8, kLanes<T>);  // of a head, before those of the next head are read
 
-// logits (Count, keys), rows kRowKeys apart = q (Count, dim) k^T. dim: whole vectors; rows of q are dim apart. Writes
-// whole vectors of logits.
+// Distance between the rows of logits: pages may end within a vector, of which then the whole is written.
+template <class T>
+constexpr int64_t kLogitsPitch = kRowKeys + kLanes<T>;
+
+// logits (Count, keys), rows kLogitsPitch apart = q (Count, dim) k^T. dim: whole vectors; rows of q are dim apart.
+// Writes whole vectors of logits.
 template <int Count, class T, class Element>
 void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, T* logits) {
   constexpr int lanes = kLanes<T>, kAtOnce = lanes / Count;
@@ -46,11 +50,13 @@ void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, 
     }
     T products[lanes];
     store(products, horizontal_sums<T>(sum));
-    for (int r = 0; r < Count; ++r) std::memcpy(logits + r * kRowKeys + j, products + r * kAtOnce, kAtOnce * sizeof(T));
+    for (int r = 0; r < Count; ++r)
+      std::memcpy(logits + r * kLogitsPitch<T> + j, products + r * kAtOnce, kAtOnce * sizeof(T));
   }
 }
 
-// Columns [begin, begin + Vectors * lanes) of out (Count, pitch) += weights (Count, keys), rows kRowKeys apart @ v.
+// Columns [begin, begin + Vectors * lanes) of out (Count, pitch) += weights (Count, keys), rows kLogitsPitch apart, @
+// v.
 template <int Count, int Vectors, class T, class Element>
 CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Element> v, int64_t begin, T* out,
                                 int64_t pitch) {
@@ -64,7 +70,7 @@ CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Eleme
     for (int x = 0; x < Vectors; ++x) value[x] = load(values + x * lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < Count; ++r) {
-      const Vec<T> weight = splat(weights[r * kRowKeys + j]);
+      const Vec<T> weight = splat(weights[r * kLogitsPitch<T> + j]);
 #pragma GCC unroll 16
       for (int x = 0; x < Vectors; ++x) sum[r][x] += weight * value[x];
     }
@@ -182,14 +188,14 @@ void update_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t
 // The buffers of one thread.
 template <class T>
 struct RowScratch {
-  T *q, *logits;  // (rows, padded dim), (rows, kRowKeys)
+  T *q, *logits;  // (rows, padded dim), (rows, kLogitsPitch)
   T* packed;      // (kInterleavedKeys, pitch or pitch_v), keys or values that cannot be read in place
   T *step, *out;  // (rows, padded dim_v): the sums of kRowKeys keys, and of all
   Scratch scratch;
 
   RowScratch(const AttentionParams& p, int64_t rows)
       : scratch(allocate<T>({{&q, rows * padded<T>(p.dim)},
-                             {&logits, rows * kRowKeys},
+                             {&logits, rows * kLogitsPitch<T>},
                              {&packed, kInterleavedKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
                              {&step, rows * padded<T>(p.dim_v)},
                              {&out, rows * padded<T>(p.dim_v)}})) {}
@@ -198,14 +204,14 @@ struct RowScratch {
 // Calls f(rows) with `count` rows from which whole vectors can be loaded: in place, if dim is a multiple of a vector
 // and the elements need no conversion (or only for a few rows of the tile); else packed.
 template <class T, class Storage, class F>
-CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, int64_t dim, int64_t tile_rows,
-                                        T* packed, F&& f) {
+CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, Rows<const Storage> after, int64_t dim,
+                                        int64_t tile_rows, T* packed, F&& f) {
   constexpr int64_t kConvertedRows = 4;
   if (dim % kLanes<T> == 0 && (std::is_same_v<T, Storage> || tile_rows <= kConvertedRows)) {
-    for (int64_t i = 0; i < count; ++i) prefetch_row(rows[i + kRowsAhead], dim);
+    for (int64_t i = 0; i < count; ++i) prefetch_ahead(rows, i, count, after, dim);
     return f(rows);
   }
-  pack_rows<1>(rows, count, dim, packed);
+  pack_rows<1>(rows, count, dim, packed, after);
   f(Rows<const T>{packed, row_pitch<T>(dim)});
 }
 
@@ -215,15 +221,21 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
 template <class Storage, class T, class F>
 CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
                                           int64_t keys, T* packed, F&& f) {
-  const auto first_head = rows_of<const Storage>(view, tile.batch, tile.s.k_begin + j_begin, tile.kv_head);
-  for (int64_t j = 0; j < keys; j += kInterleavedKeys<T>) {
-    const int64_t count = std::min(kInterleavedKeys<T>, keys - j);
-    for (int64_t h = 0; h < tile.kv_heads; ++h) {
-      const Rows<const Storage> rows{first_head[j] + h * view.head_stride, view.seq_stride};
-      with_whole_vectors(rows, count, dim, tile.head_rows(), packed,
-                         [&](auto whole) { f(j, count, h * tile.head_rows(), whole); });
+  const auto interleave = [&](int64_t piece, Rows<const Storage> piece_rows, int64_t piece_keys,
+                              Rows<const Storage> after) {
+    for (int64_t j = 0; j < piece_keys; j += kInterleavedKeys<T>) {
+      const int64_t count = std::min(kInterleavedKeys<T>, piece_keys - j);
+      for (int64_t h = 0; h < tile.kv_heads; ++h) {
+        const auto of_head = [&](Rows<const Storage> rows) {
+          return Rows<const Storage>{rows.data + h * view.head_stride, rows.stride};
+        };
+        const auto next = j + count < piece_keys ? piece_rows.from(j + count) : after;
+        with_whole_vectors(of_head(piece_rows.from(j)), count, of_head(next), dim, tile.head_rows(), packed,
+                           [&](auto whole) { f(piece - j_begin + j, count, h * tile.head_rows(), whole); });
+      }
     }
-  }
+  };
+  for_pieces<Storage>(tile.p, view, tile.s, tile.batch, tile.kv_head, j_begin, j_begin + keys, interleave);
 }
 
 // Adds keys [j_begin, j_end) to the sums of a tile.
@@ -234,15 +246,15 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   const int64_t dim = padded<T>(p.dim), dim_v = padded<T>(p.dim_v);
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
-    for_interleaved_keys<Storage>(tile, p.key, p.dim, j, keys, scratch.packed,
-                                  [&](int64_t at, int64_t count, int64_t first, auto k) {
-                                    for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
-                                      dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
-                                                                          scratch.logits + (first + r) * kRowKeys + at);
-                                    });
-                                  });
+    for_interleaved_keys<Storage>(
+        tile, p.key, p.dim, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto k) {
+          for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
+            dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
+                                                scratch.logits + (first + r) * kLogitsPitch<T> + at);
+          });
+        });
     for (int64_t r = 0; r < tile.rows(); ++r) {
-      T* const logits = scratch.logits + r * kRowKeys;
+      T* const logits = scratch.logits + r * kLogitsPitch<T>;
       tile.modify_logits(logits, r, j, keys);
       update_row(logits, keys, sums.max[r], sums.sum[r], sums.out + r * dim_v, dim_v);
     }
@@ -252,7 +264,7 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
         tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto v) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             constexpr int kCount = decltype(rows)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
-            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kRowKeys + at, v,
+            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kLogitsPitch<T> + at, v,
                                              scratch.step + (first + r) * dim_v);
           });
         });
@@ -293,7 +305,7 @@ template <class T>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
   return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_adjacent(p)) ||
-         (longest_q <= 16 && p.batch * p.heads < num_threads());
+         (longest_q <= 16 && planned_batch(p) * p.heads < num_threads());
 }
 
 // How many adjacent key heads, of head_rows rows each, share a tile: as many as leave a task for every thread. `tasks`
@@ -316,10 +328,11 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
   const int64_t most_splits = std::max<int64_t>(1, longest_k / kLeastSplitKeys);
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
   const int64_t chunks = std::max<int64_t>(1, (head_rows + kTileRows - 1) / kTileRows);
-  const int64_t together = heads_together<Storage>(p, head_rows, p.batch * chunks * most_splits);
+  const int64_t together = heads_together<Storage>(p, head_rows, planned_batch(p) * chunks * most_splits);
   const int64_t tiles = p.batch * (p.heads_kv / together) * chunks;
   const int64_t tile_rows = std::min(head_rows, kTileRows) * together;
-  const int64_t splits = std::clamp<int64_t>((num_threads() + tiles - 1) / std::max<int64_t>(1, tiles), 1, most_splits);
+  const int64_t planned = std::max<int64_t>(1, planned_batch(p) * (p.heads_kv / together) * chunks);
+  const int64_t splits = std::clamp<int64_t>((num_threads() + planned - 1) / planned, 1, most_splits);
   const auto tile_at = [&](int64_t n) {
     const int64_t groups = p.heads_kv / together, group = n / chunks;
     return RowTile<T>(p, group / groups, group % groups * together, together, n % chunks, chunks);
@@ -350,7 +363,11 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
       }
       if (tile.rows() == 0) continue;
       const int64_t begin = tile.keys_begin(), keys = std::max<int64_t>(0, tile.keys_end() - begin);
-      attend_rows<Storage>(tile, begin + split * keys / splits, begin + (split + 1) * keys / splits, scratch, sums);
+      // In a cache, as many as the sequence would have alone.
+      const int64_t own_splits = p.cache.capacity > 0 ? std::clamp<int64_t>(keys / kLeastSplitKeys, 1, splits) : splits;
+      if (split < own_splits)
+        attend_rows<Storage>(tile, begin + split * keys / own_splits, begin + (split + 1) * keys / own_splits, scratch,
+                             sums);
       if (splits == 1) store_rows<Storage>(tile, &sums, 1);
     }
   });

@@ -136,16 +136,18 @@ class ForwardWorker {
 
   void visit_keys(const Sequence& s, int64_t b, int64_t kv_head) {
     const int64_t pitch = row_pitch<T>(packed_dim<Storage>(p_.dim)), pitch_v = row_pitch<T>(p_.dim_v);
-    const auto k = rows_of<const Storage>(p_.key, b, s.k_begin, kv_head),
-               v = rows_of<const Storage>(p_.value, b, s.k_begin, kv_head);
     // Blocks of keys start at a multiple of 4, as apply_dropout requires; the mask hides the keys this adds.
     const Visibility visible(p_, s);
     const int64_t keys_begin = visible.key_begin(panels_[0].i_begin) / 4 * 4,
                   keys_end = visible.key_end(panels_[count_ - 1].i_end);
     for (int64_t j = keys_begin; j < keys_end; j += kBlockKeys) {
       const int64_t j_end = std::min(keys_end, j + kBlockKeys);
-      pack_rows<kDepth<Storage>>(k.from(j), j_end - j, p_.dim, k_block_);
-      pack_rows<1>(v.from(j), j_end - j, p_.dim_v, v_block_);
+      for_pieces<Storage>(p_, p_.key, s, b, kv_head, j, j_end, [&](int64_t at, auto k, int64_t count, auto after) {
+        pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (at - j) * pitch, after);
+      });
+      for_pieces<Storage>(p_, p_.value, s, b, kv_head, j, j_end, [&](int64_t at, auto v, int64_t count, auto after) {
+        pack_rows<1>(v, count, p_.dim_v, v_block_ + (at - j) * pitch_v, after);
+      });
       for (int64_t n = 0; n < count_; ++n) {
         Panel<T>& panel = panels_[n];
         const int64_t from = std::max(j, visible.key_begin(panel.i_begin) / 4 * 4);
@@ -193,7 +195,8 @@ void forward(const AttentionParams& p) {
   // Blocks are small enough that every thread gets several.
   const int64_t all_panels = p.heads / p.heads_kv * ((longest_q + kPanelQueries<T> - 1) / kPanelQueries<T>);
   const int64_t wanted_blocks = num_threads() == 1 ? 1 : 4 * num_threads();
-  const int64_t panels = std::clamp<int64_t>(p.batch * p.heads_kv * all_panels / wanted_blocks, 1, kBlockPanels);
+  const int64_t panels =
+      std::clamp<int64_t>(planned_batch(p) * p.heads_kv * all_panels / wanted_blocks, 1, kBlockPanels);
   const int64_t blocks = (all_panels + panels - 1) / panels;
 
   run_workers(p.batch * p.heads_kv * blocks, [&](TaskQueue& queue) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "attention/attention_fwd_sm80.h"
+#include "attention/bias.cuh"
 #include "attention/dropout.cuh"
 #include "attention/scheduler.cuh"
 #include "rt/device.h"
@@ -23,7 +24,8 @@ struct ForwardPlan {
   float scale;    // of the logits
   float softcap;  // 0: none
   float inverse_softcap;
-  float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
+  bool bias_in_pairs = false;  // two keys by one load
+  float kept_scale = 1.0f;     // 1 / (1 - dropout_p)
   Dropout dropout;
   int64_t key_pass = 0, value_pass = 0;  // bytes between the lines that a thread copies
   // In the workspace; null if there is only one split.
@@ -68,6 +70,7 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   plan.factor = float(general ? kLog2e : p.scale * kLog2e);
   plan.softcap = float(p.softcap);
   plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.bias_in_pairs = can_read_pairs(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);
   return plan;

@@ -22,7 +22,7 @@ inline bool needs_general_kernel(const AttentionParams& p) {
          p.scale < kSmallestScale;
 }
 
-// One instantiation per storage type and tile, in attention_fwd_sm80_{f16,bf16}_d{64,128,192,256}.cu.
+// One instantiation per storage type and tile, in attention_fwd_sm80_{f16,bf16}_d{64,96,128,192,256}.cu.
 template <class T, int tile>
 struct AttentionForwardSm80 {
   static AttentionPlan plan(const AttentionParams& params, const rt::Device& device);
@@ -33,11 +33,13 @@ extern template struct AttentionForwardSm80<half_t, 0>;
 extern template struct AttentionForwardSm80<half_t, 1>;
 extern template struct AttentionForwardSm80<half_t, 2>;
 extern template struct AttentionForwardSm80<half_t, 3>;
+extern template struct AttentionForwardSm80<half_t, 4>;
 extern template struct AttentionForwardSm80<bfloat16_t, 0>;
 extern template struct AttentionForwardSm80<bfloat16_t, 1>;
 extern template struct AttentionForwardSm80<bfloat16_t, 2>;
 extern template struct AttentionForwardSm80<bfloat16_t, 3>;
-static_assert(kNumForwardTiles == 4);
+extern template struct AttentionForwardSm80<bfloat16_t, 4>;
+static_assert(kNumForwardTiles == 5);
 
 // Calls f(Op<T, tile>{}) with the dtype of the parameters and the first tile in `table` that fits their head dims.
 template <template <class, int> class Op, class T, int tile = 0, class Config, int tiles, class F>

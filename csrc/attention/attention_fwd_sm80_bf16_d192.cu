@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm80 {
 
-template struct AttentionForwardSm80<bfloat16_t, 2>;
+template struct AttentionForwardSm80<bfloat16_t, 3>;
 
 }  // namespace cuda_ext::sm80

@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm80 {
 
-template struct AttentionForwardSm80<half_t, 1>;
+template struct AttentionForwardSm80<half_t, 2>;
 
 }  // namespace cuda_ext::sm80

@@ -13,7 +13,7 @@ namespace cuda_ext {
 
 namespace sm90 {
 
-// One instantiation per storage type and tile, in attention_fwd_sm90_{f16,bf16}_d{64,128,192,256}.cu.
+// One instantiation per storage type and tile, in attention_fwd_sm90_{f16,bf16}_d{64,96,128,192,256}.cu.
 template <class T, int tile>
 struct AttentionForwardSm90 {
   static AttentionPlan plan(const AttentionParams& params, const rt::Device& device);
@@ -24,11 +24,13 @@ extern template struct AttentionForwardSm90<half_t, 0>;
 extern template struct AttentionForwardSm90<half_t, 1>;
 extern template struct AttentionForwardSm90<half_t, 2>;
 extern template struct AttentionForwardSm90<half_t, 3>;
+extern template struct AttentionForwardSm90<half_t, 4>;
 extern template struct AttentionForwardSm90<bfloat16_t, 0>;
 extern template struct AttentionForwardSm90<bfloat16_t, 1>;
 extern template struct AttentionForwardSm90<bfloat16_t, 2>;
 extern template struct AttentionForwardSm90<bfloat16_t, 3>;
-static_assert(kNumForwardTiles == 4);
+extern template struct AttentionForwardSm90<bfloat16_t, 4>;
+static_assert(kNumForwardTiles == 5);
 
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string forward_refusal(const AttentionParams& p, const rt::Device& device) {

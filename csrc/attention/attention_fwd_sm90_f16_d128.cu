@@ -3,6 +3,6 @@
 
 namespace cuda_ext::sm90 {
 
-template struct AttentionForwardSm90<half_t, 1>;
+template struct AttentionForwardSm90<half_t, 2>;
 
 }  // namespace cuda_ext::sm90

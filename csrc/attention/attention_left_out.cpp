@@ -9,6 +9,7 @@
 
 #include "attention/attention_bwd_sm80.h"
 #include "attention/attention_bwd_sm90.h"
+#include "attention/attention_cache.h"
 
 namespace cuda_ext {
 
@@ -54,6 +55,15 @@ void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& param
   refuse("flash_attention_backward", params);
 }
 
+template <class T, int tile>
+size_t AttentionCacheSm80<T, tile>::workspace(const CachedAttentionParams& params) {
+  refuse("flash_attention_with_kvcache", params);
+}
+template <class T, int tile>
+void AttentionCacheSm80<T, tile>::launch(const CachedAttentionParams& params, Workspace, void*) {
+  refuse("flash_attention_with_kvcache", params);
+}
+
 }  // namespace sm80
 
 namespace sm90 {
@@ -96,36 +106,59 @@ void AttentionBackwardSm90<T, tile>::launch(const AttentionBackwardParams& param
   template struct sm90::AttentionForwardSm90<bfloat16_t, tile>; \
   template struct sm90::AttentionBackwardSm90<half_t, tile>;    \
   template struct sm90::AttentionBackwardSm90<bfloat16_t, tile>;
-static_assert(sm80::kForwardTiles[0].dim == 64 && sm80::kForwardTiles[1].dim == 128 &&
-              sm80::kForwardTiles[2].dim == 192 && sm80::kForwardTiles[3].dim == 256);
-static_assert(sm90::kForwardTiles[0].dim == 64 && sm90::kForwardTiles[1].dim == 128 &&
-              sm90::kForwardTiles[2].dim == 192 && sm90::kForwardTiles[3].dim == 256);
-static_assert(sm90::kBackwardTiles[0].dim == 64 && sm90::kBackwardTiles[1].dim == 128 &&
-              sm90::kBackwardTiles[2].dim == 192 && sm90::kBackwardTiles[3].dim == 256);
+#define CUDA_EXT_LEFT_OUT_CACHE(tile)                     \
+  template struct sm80::AttentionCacheSm80<half_t, tile>; \
+  template struct sm80::AttentionCacheSm80<bfloat16_t, tile>;
+template <class Tile, int n>
+constexpr bool has_dims(const Tile (&tiles)[n], const int (&dims)[n]) {
+  for (int i = 0; i < n; ++i)
+    if (tiles[i].dim != dims[i]) return false;
+  return true;
+}
+constexpr int kDims[] = {64, 96, 128, 192, 256};
+static_assert(has_dims(sm80::kForwardTiles, kDims) && has_dims(sm80::kBackwardTiles, kDims));
+static_assert(has_dims(sm90::kForwardTiles, kDims) && has_dims(sm90::kBackwardTiles, kDims));
+static_assert(has_dims(sm80::kCacheTiles, {64, 128, 256}));
 #if !CUDA_EXT_HEAD_DIM_64
 CUDA_EXT_LEFT_OUT_SM80(0)
 #endif
-#if !CUDA_EXT_HEAD_DIM_128
+#if !CUDA_EXT_HEAD_DIM_96
 CUDA_EXT_LEFT_OUT_SM80(1)
 #endif
-#if !CUDA_EXT_HEAD_DIM_192
+#if !CUDA_EXT_HEAD_DIM_128
 CUDA_EXT_LEFT_OUT_SM80(2)
 #endif
-#if !CUDA_EXT_HEAD_DIM_256
+#if !CUDA_EXT_HEAD_DIM_192
 CUDA_EXT_LEFT_OUT_SM80(3)
+#endif
+#if !CUDA_EXT_HEAD_DIM_256
+CUDA_EXT_LEFT_OUT_SM80(4)
 #endif
 #if !CUDA_EXT_HEAD_DIM_64 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(0)
 #endif
-#if !CUDA_EXT_HEAD_DIM_128 || !CUDA_EXT_WITH_SM90A
+#if !CUDA_EXT_HEAD_DIM_96 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(1)
 #endif
-#if !CUDA_EXT_HEAD_DIM_192 || !CUDA_EXT_WITH_SM90A
+#if !CUDA_EXT_HEAD_DIM_128 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(2)
 #endif
-#if !CUDA_EXT_HEAD_DIM_256 || !CUDA_EXT_WITH_SM90A
+#if !CUDA_EXT_HEAD_DIM_192 || !CUDA_EXT_WITH_SM90A
 CUDA_EXT_LEFT_OUT_SM90(3)
 #endif
+#if !CUDA_EXT_HEAD_DIM_256 || !CUDA_EXT_WITH_SM90A
+CUDA_EXT_LEFT_OUT_SM90(4)
+#endif
+#if !CUDA_EXT_HEAD_DIM_64
+CUDA_EXT_LEFT_OUT_CACHE(0)
+#endif
+#if !CUDA_EXT_HEAD_DIM_128
+CUDA_EXT_LEFT_OUT_CACHE(1)
+#endif
+#if !CUDA_EXT_HEAD_DIM_256
+CUDA_EXT_LEFT_OUT_CACHE(2)
+#endif
+#undef CUDA_EXT_LEFT_OUT_CACHE
 #undef CUDA_EXT_LEFT_OUT_SM80
 #undef CUDA_EXT_LEFT_OUT_SM90
 

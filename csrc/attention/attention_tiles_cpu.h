@@ -95,6 +95,11 @@ struct Sequence {
     q_len = packed ? p.cu_seqlens_q[b + 1] - q_begin : p.seqlen_q;
     k_begin = packed ? p.cu_seqlens_k[b] : 0;
     k_len = packed ? p.cu_seqlens_k[b + 1] - k_begin : p.seqlen_k;
+    if (const KeyCache& cache = p.cache; cache.capacity > 0) {
+      k_begin = cache.left_padding != nullptr ? cache.left_padding[b] : 0;
+      const int64_t end = cache.lengths != nullptr ? cache.lengths[b] + cache.appended : cache.capacity;
+      k_len = std::min(end, cache.capacity) - k_begin;
+    }
   }
 };
 
@@ -148,16 +153,29 @@ CUDA_EXT_INLINE void prefetch_row(const Storage* row, int64_t dim) {
   for (int64_t d = 0; d < dim; d += kLine) __builtin_prefetch(row + d);
 }
 
+// Prefetches kRowsAhead rows after the i-th of n, which `after` follow.
+template <class Storage>
+CUDA_EXT_INLINE void prefetch_ahead(Rows<const Storage> rows, int64_t i, int64_t n, Rows<const Storage> after,
+                                    int64_t dim) {
+  const int64_t ahead = i + kRowsAhead;
+  prefetch_row(ahead < n ? rows[ahead] : after[ahead - n], dim);
+}
+
 // (n, dim) rows of storage -> rows of elements of `depth` values, row_pitch apart, padded with zeros to a whole vector.
 template <int depth, class Storage, class T = Compute<Storage>>
-void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
+void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed, Rows<const Storage> after) {
   const int64_t elements = (dim + depth - 1) / depth, pitch = row_pitch<T>(elements);
   for (int64_t i = 0; i < n; ++i) {
-    prefetch_row(rows[i + kRowsAhead], dim);
+    prefetch_ahead(rows, i, n, after, dim);
     for_vectors<T>(elements, [&](int64_t d, int64_t count) {
       store(packed + i * pitch + d, load_along_k<depth>(rows[i] + depth * d, dim - depth * d, count));
     });
   }
+}
+
+template <int depth, class Storage, class T = Compute<Storage>>
+void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
+  pack_rows<depth>(rows, n, dim, packed, rows.from(n));
 }
 
 // (n, dim) rows of storage -> (n / depth, row_pitch) of elements of `depth` rows, for products that sum over rows.

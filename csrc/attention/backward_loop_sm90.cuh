@@ -23,10 +23,9 @@ struct KeysMaps {
 // Issues x (64, columns) = or, if `adds`, += A B^T; rows of A and of B are lines of their tiles.
 template <class T, class TileA, class TileB, int tiles>
 DEVICE void multiply_lines(float (&x)[1][tiles][4], SharedAddress a, SharedAddress b, bool adds) {
-  constexpr int kDepth = TileA::kPieces * TileA::kElements;
   const uint64_t rows = TileA::descriptor(a, Major::kK), columns = TileB::descriptor(b, Major::kK);
 #pragma unroll
-  for (int step = 0; step < kDepth / 16; ++step)
+  for (int step = 0; step < TileA::kColumns / 16; ++step)
     arch::wgmma_m64k16<T, Major::kK, Major::kK>(
         registers_of(x), arch::advance_descriptor(rows, TileA::step_bytes(step, Major::kK)),
         arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kK)), adds || step > 0);

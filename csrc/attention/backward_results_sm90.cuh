@@ -14,7 +14,8 @@ struct BackwardResults {
   static constexpr bool kSharesRows = config.block_m == 64;
   using GradK = sm80::WarpTiles<config.block_n, config.dim, 4 * kConsumers, 1>;
   using GradV = sm80::WarpTiles<config.block_n, config.dim_v, 4 * kConsumers, 1>;
-  using GradQ = sm80::WarpTiles<config.block_m, config.dim, config.block_m / 16, kSharesRows ? kConsumers : 1, 64>;
+  using GradQ =
+      sm80::WarpTiles<config.block_m, config.sums_dim(), config.block_m / 16, kSharesRows ? kConsumers : 1, 64>;
   static_assert(GradQ::kThreads == 128 * kConsumers && GradQ::kColumnTiles == 8);
 };
 

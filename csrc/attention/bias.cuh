@@ -1,5 +1,4 @@
-// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides, so it is read
-// element by element.
+// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides.
 #pragma once
 
 #include <cmath>
@@ -22,6 +21,39 @@ DEVICE float bias_at(const AttentionParams& p, int64_t offset) {
     case BiasKind::kStorage: return arch::to_float(arch::load_global<T>(static_cast<const T*>(p.bias) + offset));
     case BiasKind::kAccumulation: return arch::load_global<float>(static_cast<const float*>(p.bias) + offset);
     default: return arch::load_global<uint8_t>(static_cast<const uint8_t*>(p.bias) + offset) != 0 ? 0.0f : -INFINITY;
+  }
+}
+
+// Whether the elements of two keys, from an even one on, are one aligned word.
+inline bool can_read_pairs(const AttentionParams& p) {
+  const int64_t bytes = p.bias_kind == BiasKind::kStorage ? 2 : p.bias_kind == BiasKind::kAccumulation ? 4 : 1;
+  const auto is_even = [](int64_t x) { return x % 2 == 0; };
+  return p.bias_kind != BiasKind::kNone && p.bias_strides[3] == 1 && is_even(p.bias_strides[0]) &&
+         is_even(p.bias_strides[1]) && is_even(p.bias_strides[2]) &&
+         reinterpret_cast<uintptr_t>(p.bias) % uintptr_t(2 * bytes) == 0;
+}
+
+// Adds them to two logits.
+template <class T>
+DEVICE void add_bias_pair(const AttentionParams& p, int64_t offset, float& first, float& second) {
+  switch (p.bias_kind) {
+    case BiasKind::kStorage: {
+      const auto pair = arch::load_global<uint32_t>(static_cast<const T*>(p.bias) + offset);
+      first += arch::unpack_low<T>(pair);
+      second += arch::unpack_high<T>(pair);
+      return;
+    }
+    case BiasKind::kAccumulation: {
+      const auto pair = arch::load_global<arch::Words2>(static_cast<const float*>(p.bias) + offset);
+      first += arch::bits_float(pair.data[0]);
+      second += arch::bits_float(pair.data[1]);
+      return;
+    }
+    default: {
+      const auto pair = arch::load_global<uint16_t>(static_cast<const uint8_t*>(p.bias) + offset);
+      if ((pair & 0xff) == 0) first += -INFINITY;
+      if (pair >> 8 == 0) second += -INFINITY;
+    }
   }
 }
 

@@ -95,7 +95,7 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
       const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
       const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
 #pragma unroll
-      for (int n = 0; n < Tiles::kColumnTiles; ++n)
+      for (int n = 0; n < Tiles::kColumnTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int key = column + Tiles::column_step(n) + e;
@@ -103,8 +103,17 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
           x *= plan.scale;
           if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
           x -= slope * fabsf(float(last_key - key));
-          if (has_bias && key < k_len) x += bias_at<T>(p, bias + key * p.bias_strides[3]);
         }
+        if (!has_bias) continue;
+        const int key = column + Tiles::column_step(n);
+        float &first = s[m][n][2 * half], &second = s[m][n][2 * half + 1];
+        if (plan.bias_in_pairs && key + 1 < k_len) {
+          add_bias_pair<T>(p, bias + key, first, second);
+        } else {
+          if (key < k_len) first += bias_at<T>(p, bias + key * p.bias_strides[3]);
+          if (key + 1 < k_len) second += bias_at<T>(p, bias + (key + 1) * p.bias_strides[3]);
+        }
+      }
     }
 }
 

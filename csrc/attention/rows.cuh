@@ -37,12 +37,14 @@ DEVICE void copy_lines(arch::SharedAddress tile, int count, int width, const Row
   }
 }
 
-// The same for equidistant lines, with cheaper addresses: a thread copies the same chunk of every kLinesPerPass-th
+// The same for equidistant lines, with cheaper addresses: a thread copies the same chunks of every kLinesPerPass-th
 // line.
 template <class Tile, int threads>
 struct LinesCopy {
-  static constexpr bool kOneChunk = threads % Tile::kChunks == 0;
-  static constexpr int kLinesPerPass = kOneChunk ? threads / Tile::kChunks : 1;
+  // Chunks of a line that threads copy side by side.
+  static constexpr int kWidth = threads % Tile::kChunks == 0 ? Tile::kChunks : Tile::kGroup;
+  static constexpr int kLinesPerPass = threads / kWidth;
+  static_assert(Tile::kLines % kLinesPerPass == 0 && Tile::kChunks % kWidth == 0);
 
   // Bytes between the lines that a thread copies, for lines `stride` elements apart. Kernels receive it as a parameter,
   // i.e. a constant that takes no registers.
@@ -51,20 +53,17 @@ struct LinesCopy {
   // Copies the lines that begin at `lines`, at most `count`.
   DEVICE static void start(arch::SharedAddress tile, const typename Tile::Element* lines, int64_t stride,
                            const int64_t& pass, int count, int width) {
-    if constexpr (kOneChunk) {
-      const int thread = arch::opaque_thread_index();
-      const int chunk = thread % Tile::kChunks, first = thread / Tile::kChunks;
-      const int left = chunk * Tile::kElements < width ? count : 0;
-      const char* source = reinterpret_cast<const char*>(lines + first * stride) + chunk * 16;
+    const int thread = arch::opaque_thread_index();
+    const int chunk = thread % kWidth, first = thread / kWidth;
+#pragma unroll
+    for (int part = 0; part < Tile::kChunks; part += kWidth) {
+      const int left = (part + chunk) * Tile::kElements < width ? count : 0;
+      const char* source = reinterpret_cast<const char*>(lines + first * stride) + (part + chunk) * 16;
 #pragma unroll
       for (int line = 0; line < Tile::kLines; line += kLinesPerPass) {
-        arch::cp_async<16>(tile + Tile::offset(first + line, chunk), source, first + line < left ? 16 : 0);
+        arch::cp_async<16>(tile + Tile::offset(first + line, part + chunk), source, first + line < left ? 16 : 0);
         source += pass;
       }
-    } else {
-      copy_lines<Tile, threads>(tile, count, width, [&](int i) {
-        return reinterpret_cast<const typename Tile::Element*>(reinterpret_cast<const char*>(lines) + i * pass);
-      });
     }
   }
 };

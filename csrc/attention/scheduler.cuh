@@ -29,16 +29,19 @@ struct Schedule {
   }
 };
 
+constexpr int kMaxSplits = 128;  // that attention_combine can add up
+
 // Among how many blocks to divide the `steps` of one block, on a device that runs `at_once` blocks concurrently: the
 // fewest that fill the device to within 15 % of the best number.
 inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
-  constexpr int kMaxSplits = 64;
+  constexpr int kMostSplits = 64;
+  static_assert(kMostSplits <= kMaxSplits);
   if (blocks * 5 >= at_once * 4 || steps < 2) return 1;
   const auto filled = [&](int64_t splits) {
     const double waves = double(blocks * splits) / double(at_once);
     return waves / double((blocks * splits + at_once - 1) / at_once);
   };
-  const int most = int(std::min<int64_t>(kMaxSplits, steps));
+  const int most = int(std::min<int64_t>(kMostSplits, steps));
   double best = 0.0;
   for (int splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
   int splits = 1;

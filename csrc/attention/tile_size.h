@@ -37,6 +37,8 @@ struct AttentionConfig {
 constexpr AttentionConfig kForwardTiles[] = {
     // 50 or 32 KiB. Logits of 32 rows take 128 of 255 registers, their output 64.
     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = {128, 64, 64}, .warps = 4, .min_blocks = 2},
+    // 48 KiB, or 36. Logits take 64 of 255 registers, the output 96.
+    {.dim = 96, .dim_v = 96, .block_m = 128, .block_n = {64, 32, 32}, .warps = 4, .min_blocks = 2},
     // 66 or 48 KiB. Two blocks overlap each other's softmax.
     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = {64, 32, 32}, .warps = 4, .min_blocks = 2},
     // 88 KiB, for one block, so it has 8 warps of 16 rows.
@@ -58,6 +60,7 @@ struct AttentionBackwardConfig {
   int min_blocks = 2;
 
   static constexpr bool separate = false;  // one kernel computes all gradients
+  constexpr int sums_dim() const { return dim; }
   constexpr int threads() const { return 32 * warps; }
 };
 
@@ -76,6 +79,8 @@ struct BackwardTile {
 constexpr BackwardTile kBackwardTiles[] = {
     // 49 KiB. With 32 keys per warp, each fragment of the queries serves two products; dK and dV take 128 registers.
     {64, 64, {.dim = 64, .dim_v = 64, .block_m = 32, .block_n = 128, .key_warps = 4}},
+    // 56 KiB. dK and dV of 16 keys take 96 registers, P and dS of 64 queries 64.
+    {96, 96, {.dim = 96, .dim_v = 96, .block_m = 64, .block_n = 64, .key_warps = 4}},
     // 73 KiB. dK and dV of 16 keys take 128 registers, P and dS of 64 queries 64.
     {128, 128, {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 64, .key_warps = 4}},
     // 64 KiB. dK and dV of 16 keys take 160 registers.

@@ -37,6 +37,11 @@ constexpr ForwardTile kForwardTiles[] = {
      64,
      {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 112, .turns = true, .stages = 3},
      {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128, .turns = true, .stages = 3}},
+    // 192 KiB, as for 128 columns. Logits take 80 registers, weights 40, output 48, of 240.
+    {96,
+     96,
+     {.dim = 96, .dim_v = 96, .block_m = 128, .block_n = 160, .turns = true, .stages = 2},
+     {.dim = 96, .dim_v = 96, .block_m = 128, .block_n = 112, .turns = true, .stages = 2}},
     // 160 KiB. Logits and output take 64 registers each, weights 32, of 240.
     {128,
      128,
@@ -63,8 +68,9 @@ struct BackwardConfig {
   int block_m;            // queries
   int block_n;            // keys: 64 for each consumer or, if `separate`, for both; last, as in ForwardConfig
 
-  static constexpr int min_blocks = 1;  // per SM
-  static constexpr int stages = 2;      // of queries, and of output gradients
+  static constexpr int min_blocks = 1;                             // per SM
+  static constexpr int stages = 2;                                 // of queries, and of output gradients
+  constexpr int sums_dim() const { return (dim + 63) / 64 * 64; }  // of the sums of dQ, whose last columns may be zeros
   constexpr int threads() const { return 128 * (1 + (separate ? 2 : block_n / 64)); }
 };
 constexpr int kQueriesOfSeparate = 128;  // of a tile of the kernel that computes dQ, 64 for each consumer
@@ -74,6 +80,8 @@ constexpr int kQueriesOfSeparate = 128;  // of a tile of the kernel that compute
 constexpr BackwardConfig kBackwardTiles[] = {
     // 162 KiB. dK and dV take 64 registers, scores and dP 128.
     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128},
+    // 177 KiB, as for 128 columns, which dQ has. dK and dV take 96 registers, scores and dP 64.
+    {.dim = 96, .dim_v = 96, .block_m = 64, .block_n = 128},
     // 177 KiB. dK and dV take 128 registers, scores and dP 64.
     {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 128},
     // 153 KiB, and 144 for dQ: the gradients of a block of keys are divided between two consumers.

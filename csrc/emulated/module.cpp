@@ -16,6 +16,7 @@
 
 #include "attention/attention_bwd_sm80_launch.cuh"
 #include "attention/attention_bwd_sm90_launch.cuh"
+#include "attention/attention_cache_sm80_launch.cuh"
 #include "attention/attention_fwd_sm80_launch.cuh"
 #include "attention/attention_fwd_sm90_launch.cuh"
 #include "launchers/cuda_kernels.h"
@@ -246,6 +247,54 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
                   : sm80::with_attention_tile<ForwardTile>("attention_fwd_sm80", sm80::kForwardTiles, p, choose);
 }
 
+// The kernel that attention over a cache runs.
+struct CacheChoice {
+  std::string kernel;
+  Numbers tile;
+  int blocks;
+  std::vector<int> steps;  // of each item, in the order in which blocks take them
+  int splits;              // of the sequence that has most
+};
+
+template <class T, int tile>
+struct CacheChooser {
+  static CacheChoice choose(const CachedAttentionParams& p, const std::vector<int>& lengths, const rt::Device& device) {
+    return sm80::with_cache_kernel<T, tile>(p, [&]<class Kernel>(Kernel, const sm80::CacheConfig& config) {
+      const sm80::CachePlan plan = sm80::plan_cache(p, config, device);
+      CacheChoice choice{typeid(Kernel).name(),
+                         attention_tile<Kernel>(config.dim, config.dim_v, config.min_blocks, 2),
+                         sm80::cache_grid(p, plan, config, device),
+                         {},
+                         1};
+      for (const int length : lengths) {
+        const int tiles = (length + Kernel::kBlockN - 1) / Kernel::kBlockN;
+        const int splits = sm80::cache_splits(tiles, plan.wanted_splits, plan.fixed_splits);
+        const int of_split = (tiles + splits - 1) / splits;
+        choice.splits = std::max(choice.splits, splits);
+        for (int item = 0; item < int(p.heads_kv) * plan.row_tiles * splits; ++item)
+          choice.steps.push_back(std::clamp(tiles - item % splits * of_split, 0, of_split));
+      }
+      return choice;
+    });
+  }
+};
+
+// Without a mask.
+CacheChoice cache_choice(const std::vector<int>& lengths, int64_t capacity, int64_t queries,
+                         std::pair<int64_t, int64_t> heads, int64_t dim, int compute_capability, int processors) {
+  CachedAttentionParams p;
+  p.dtype = Dtype::kBFloat16;
+  p.batch = int64_t(lengths.size());
+  p.seqlen_q = queries;
+  p.seqlen_k = p.cache.capacity = capacity;
+  std::tie(p.heads, p.heads_kv) = heads;
+  p.dim = p.dim_v = dim;
+  const rt::Device device{compute_capability, processors,
+                          simt::Options{.compute_capability = compute_capability}.shared_bytes()};
+  return sm80::with_attention_tile<CacheChooser>("attention_cache_sm80", sm80::kCacheTiles, p,
+                                                 [&](auto chooser) { return chooser.choose(p, lengths, device); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_simt, m) {
@@ -275,6 +324,14 @@ PYBIND11_MODULE(_simt, m) {
       .def_readonly("pairs", &AttentionChoice::pairs)
       .def_readonly("splits", &AttentionChoice::splits)
       .def_readonly("steps", &AttentionChoice::steps);
+  py::class_<CacheChoice>(m, "CacheChoice")
+      .def_readonly("kernel", &CacheChoice::kernel)
+      .def_readonly("tile", &CacheChoice::tile)
+      .def_readonly("blocks", &CacheChoice::blocks)
+      .def_readonly("steps", &CacheChoice::steps)
+      .def_readonly("splits", &CacheChoice::splits);
+  m.def("cache_choice", cache_choice, py::arg("lengths"), py::arg("capacity"), py::arg("queries"), py::arg("heads"),
+        py::arg("dim"), py::arg("compute_capability"), py::arg("processors"));
   m.def("attention_choice", attention_choice, py::arg("backward"), py::arg("dtype"), py::arg("lengths"),
         py::arg("heads"), py::arg("dims"), py::arg("batch"), py::arg("window"), py::arg("compute_capability"),
         py::arg("processors"),

@@ -2,6 +2,7 @@
 // kernels on CPU tensors, provides another (csrc/emulated).
 #pragma once
 
+#include "attention/attention_cache.h"
 #include "attention/attention_cuda.h"
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
@@ -29,6 +30,9 @@ struct CudaKernels {
   void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
   size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
   void (*attention_backward)(const AttentionBackwardParams&, Workspace, void* stream);
+  size_t (*attention_cache_workspace)(const CachedAttentionParams&);
+  void (*attention_cache)(const CachedAttentionParams&, Workspace, void* stream);
+  void (*cache_append)(const CacheAppendParams&, void* stream);
   size_t (*bucket_workspace)(int64_t count, int64_t num_entries, bool stats);
   void (*bucket_pack)(const BucketParams&, float* stats, void* workspace, void* stream);
   void (*bucket_unpack)(const BucketParams&, float* stats, void* workspace, void* stream);
@@ -50,6 +54,9 @@ inline CudaKernels linked_cuda_kernels() {
       .attention_forward = launch_attention_forward_cuda,
       .attention_backward_workspace = attention_backward_cuda_workspace,
       .attention_backward = launch_attention_backward_cuda,
+      .attention_cache_workspace = attention_cache_cuda_workspace,
+      .attention_cache = launch_attention_cache_cuda,
+      .cache_append = launch_cache_append_cuda,
       .bucket_workspace = bucket_cuda_workspace,
       .bucket_pack = launch_bucket_pack_cuda,
       .bucket_unpack = launch_bucket_unpack_cuda,

@@ -133,7 +133,10 @@ void check_packed(AttentionShape& shape, const char* op, const Tensor& query, co
   shape.seqlen_k = std::min(shape.longest_k, key.size(0));
 }
 
-void check_options(const AttentionShape& shape, const char* op, const Tensor& query, const AttentionOptions& o) {
+}  // namespace
+
+void check_attention_options(const AttentionShape& shape, const char* op, const Tensor& query,
+                             const AttentionOptions& o) {
   check_side(op, "window left", o.window_left);
   check_side(op, "window right", o.window_right);
   CUDA_EXT_CHECK(!o.scale.has_value() || std::isfinite(*o.scale), op, "expected a finite scale, got ", *o.scale);
@@ -157,8 +160,6 @@ void check_options(const AttentionShape& shape, const char* op, const Tensor& qu
   check_bias_and_mask(op, query, shape, o);
 }
 
-}  // namespace
-
 AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionOptions& o) {
   AttentionShape shape{};
@@ -172,7 +173,7 @@ AttentionShape check_attention(const char* op, const Tensor& query, const Tensor
     CUDA_EXT_CHECK(key.size(0) == shape.batch, op, "expected key of batch ", shape.batch, " to match query ",
                    shape_string(query), ", got ", shape_string(key));
   }
-  check_options(shape, op, query, o);
+  check_attention_options(shape, op, query, o);
   return shape;
 }
 

@@ -16,6 +16,10 @@ struct AttentionShape {
 AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionOptions& options);
 
+// The part of it that concerns `options`, but for the packing.
+void check_attention_options(const AttentionShape& shape, const char* op, const Tensor& query,
+                             const AttentionOptions& options);
+
 // The dtypes and head dims that the CUDA kernels take; the CPU kernels take more.
 void check_cuda_attention(const char* op, const AttentionShape& shape, const Tensor& query);
 

@@ -31,10 +31,13 @@ struct OperandTile {
   static constexpr int kLineBytes = kChunks * 16;
   static constexpr int kBytes = kLines * kLineBytes;
   static constexpr int kStep = 32 / sizeof(T);  // depth of an mma
-  static_assert(kChunks == 4 || kChunks % 8 == 0);
+  // Chunks are permuted within groups of so many.
+  static constexpr int kGroup = kChunks % 8 == 0 ? 8 : 4;
+  static constexpr int kGroupBytes = kGroup * 16;
+  static_assert(kChunks % kGroup == 0);
 
   DEVICE static int offset(int line, int chunk) {
-    if constexpr (kChunks == 4)  // 2 lines fill the banks, and ldmatrix reads one chunk of each of 8
+    if constexpr (kGroup == 4)  // lines begin in either half of the banks, and ldmatrix reads one chunk of each of 8
       chunk ^= line >> 1 & 3;
     else if constexpr (!k_major && sizeof(T) == 4)  // plain loads of 2 chunks of each of 4 lines
       chunk ^= (line & 3) << 1;
@@ -60,15 +63,20 @@ struct OperandTile {
       return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
   }
 
-  // Loads fragment `i` of the warp in step `step`, from `at` = tile + lane_offset (possibly a LaneAddress). The
-  // permutation is an exclusive or. Within 128 bytes, to which tiles are aligned, so is a step to another chunk, with a
-  // constant.
+  // The address `pairs` pairs of chunks after `at`, the first pair of a group. The permutation is an exclusive or.
+  // Within a group, to whose size lines are aligned, so is a step to another chunk, with a constant.
+  template <class Address>
+  DEVICE static auto along_line(Address at, int pairs) {
+    return (at ^ pairs % (kGroup / 2) * 32) + pairs / (kGroup / 2) * kGroupBytes;
+  }
+
+  // Loads fragment `i` of the warp in step `step`, from `at` = tile + lane_offset (possibly a LaneAddress).
   template <class Address>
   DEVICE static void load_fragment(uint32_t (&m)[4], Address at, int i, int step) {
     if constexpr (k_major) {
-      arch::ldmatrix<4>(m, (at ^ step % 4 * 32) + step / 4 * 128 + i * 16 * kLineBytes);
+      arch::ldmatrix<4>(m, along_line(at, step) + i * 16 * kLineBytes);
     } else if constexpr (sizeof(T) == 2) {
-      arch::ldmatrix<4, true>(m, (at ^ i % 4 * 32) + i / 4 * 128 + step * kStep * kLineBytes);
+      arch::ldmatrix<4, true>(m, along_line(at, i) + step * kStep * kLineBytes);
     } else {  // ldmatrix transposes 16-bit elements only
 #pragma unroll
       for (int q = 0; q < 4; ++q) {

@@ -77,7 +77,7 @@ DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& 
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     constexpr int kLineBytes = Tile::kLineBytes;
     const int chunk = Tiles::column_step(n) / 8;
-    const arch::SharedAddress at = (first ^ chunk % 8 * 16) + chunk / 8 * 128;
+    const arch::SharedAddress at = (first ^ chunk % Tile::kGroup * 16) + chunk / Tile::kGroup * Tile::kGroupBytes;
 #pragma unroll
     for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll

@@ -48,10 +48,12 @@ struct Ring {
   }
 };
 
-// A tile of (lines, columns) 16-bit elements, in pieces of 64 columns: (columns / 64, lines, 64), swizzled.
+// A tile of (lines, columns) 16-bit elements, in pieces of 64 columns: (pieces, lines, 64), swizzled. If the columns do
+// not fill the last piece, the tile has more of them in memory.
 template <int lines, int columns>
 struct PiecesTile {
   static constexpr int kElements = kPieceBytes / 2;  // of a line of a piece
+  static constexpr int kColumns = columns;
   static constexpr int kPieces = (columns + kElements - 1) / kElements;
   static constexpr int kPieceSize = lines * kPieceBytes;
   static constexpr int kBytes = kPieces * kPieceSize;

@@ -6,7 +6,15 @@ of it.
 import importlib
 
 import cuda_ext._load  # noqa: F401
-from cuda_ext._rules import attention_fakes, attention_vmap, bucket, flops, gemm_fakes, gemm_vmap  # noqa: F401
+from cuda_ext._rules import (  # noqa: F401
+    attention_fakes,
+    attention_vmap,
+    bucket,
+    flops,
+    gemm_fakes,
+    gemm_vmap,
+    kvcache_fakes,
+)
 from cuda_ext._rules.after_import import AfterImport
 
 AfterImport("torch.distributed.tensor", lambda: importlib.import_module("cuda_ext._rules.dtensor"))

@@ -187,7 +187,8 @@ def _check_bias_dtype(op: str, bias: Tensor, query: Tensor) -> None:
     )
 
 
-def _out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Results for a query of either form."""
     out = query.new_empty([*query.shape[:-1], value.shape[-1]])
     lse_shape = [query.shape[1], query.shape[0]] if query.dim() == 3 else [query.shape[n] for n in (0, 2, 1)]
     return out, query.new_empty(lse_shape, dtype=_lse_dtype(query))
@@ -205,13 +206,13 @@ def _(
     **scalars: Any,
 ) -> tuple[Tensor, Tensor]:
     _check_attention("flash_attention", query, key, value, None, None, alibi_slopes, sinks, bias, mask, **scalars)
-    return _out_and_lse(query, value)
+    return out_and_lse(query, value)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_varlen")
 def _(query: Tensor, key: Tensor, value: Tensor, *more: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     _check_attention("flash_attention_varlen", query, key, value, *more, **options)
-    return _out_and_lse(query, value)
+    return out_and_lse(query, value)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_forward")
@@ -226,7 +227,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "flash_attention" if cu_seqlens_q is None else "flash_attention_varlen"
     _check_attention(op, query, key, value, cu_seqlens_q, *more, dropout_p=dropout_p, **options)
-    return *_out_and_lse(query, value), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
+    return *out_and_lse(query, value), query.new_empty([0 if dropout_p == 0 else 2], dtype=torch.int64)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention_backward")

@@ -30,7 +30,7 @@ def attend(
     # Only what differs from the defaults: every argument costs time in small calls.
     options: dict[str, Any] = {}
     if type(window_size) is not tuple or window_size != (-1, -1):
-        options["window"] = _window(function, window_size)
+        options["window"] = window_of(function, window_size)
     if softcap != 0.0:
         options["softcap"] = softcap
     if dropout_p != 0.0:
@@ -54,7 +54,8 @@ def attend(
     return (out[..., :dim_v] if is_padded else out), lse
 
 
-def _window(function: str, window_size: tuple[int, int]) -> tuple[int | None, int | None] | None:
+def window_of(function: str, window_size: tuple[int, int]) -> tuple[int | None, int | None] | None:
+    """The window of `cuda_ext.flash_attention` for flash-attn's, in which -1 is unbounded."""
     try:
         sides = [-1 if side is None else index(side) for side in window_size]
         left, right = (side if side >= 0 else None for side in sides)

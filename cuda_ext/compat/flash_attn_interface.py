@@ -11,6 +11,7 @@ Differences from FlashAttention-3:
 - `num_splits`, `pack_gqa` and `sm_margin` tune the speed of FlashAttention-3's kernels and have no effect here.
 - `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` would change the result; values other than their
   defaults raise NotImplementedError.
+- `flash_attn_with_kvcache` takes no packed new keys, and its `softmax_lse` is all that it returns besides `out`.
 - Rows of the output that `seqused_q` excludes are zeros; FlashAttention-3 does not write them.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
 - A packed tensor is read in place, but its gradient is stacked from its parts, a copy that FlashAttention-3 avoids.
@@ -20,12 +21,21 @@ Errors are those of `cuda_ext.compat.flash_attn.flash_attn_interface`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
+from cuda_ext.compat._kvcache_call import attend_packed_to_cache, attend_to_cache
 
-__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"]
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+]
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -195,6 +205,109 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
     )
     return pair if return_attn_probs else pair[0]
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Result:
+    """Attention to a cache, into which `k` and `v` are first written: `cuda_ext.flash_attention_with_kvcache`, with the
+    names of FlashAttention-3. Forward only.
+
+    Args:
+        q: `(B, Sq, H, D)`; with `cu_seqlens_q` and `max_seqlen_q` packed, `(total_q, H, D)`, without `k`.
+        page_table: `(B, n)`, int32: the caches are pages.
+        rotary_seqlens: `(B,)`, int32: the position of the first new key and query, instead of `cache_seqlens`.
+        qv, q_descale, k_descale, v_descale, cu_seqlens_k_new: must be None; attention_chunk: must be 0.
+        scheduler_metadata, pack_gqa, sm_margin: no effect.
+
+    Returns:
+        `out`, `(B, Sq, H, Dv)`; with `return_softmax_lse` also `softmax_lse`, `(B, H, Sq)`, `-inf` for a row without
+        keys. For packed queries `(total_q, H, Dv)` and `(H, total_q)`.
+    """
+    function = "flash_attn_interface.flash_attn_with_kvcache"
+    _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
+    if cu_seqlens_k_new is not None:
+        instead = "write packed keys into the cache yourself, and pass k=None and the new cache_seqlens"
+        refuse(function, "cu_seqlens_k_new", cu_seqlens_k_new, expected="None", instead=instead)
+    options: dict[str, Any] = {
+        "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+        "block_table": page_table,
+        "scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "num_splits": num_splits,
+    }
+    if cu_seqlens_q is not None:
+        if k is not None:
+            instead = "write the new keys and values into the cache yourself, and pass the new cache_seqlens"
+            refuse(function, "k", k, expected="None with cu_seqlens_q", instead=instead)
+        if max_seqlen_q is None:
+            raise RuntimeError(f"cuda_ext.compat.{function}: expected max_seqlen_q with cu_seqlens_q, got None")
+        pair = attend_packed_to_cache(function, q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, **options)
+    else:
+        options |= {"key": k, "value": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
+        options |= {"rotary_interleaved": rotary_interleaved, "rotary_positions": rotary_seqlens}
+        pair = attend_to_cache(function, q, k_cache, v_cache, **options)
+    return pair if return_softmax_lse else pair[0]
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Combines attention to parts of the keys, each normalised by its own lse.
+
+    Args:
+        out_partial: `(splits, B, S, H, D)` or `(splits, total, H, D)`, float32.
+        lse_partial: `(splits, B, S, H)` or `(splits, total, H)`, float32; `-inf` for rows without keys.
+        out: where to store the result. out_dtype: its dtype without `out`, default that of `out_partial`.
+
+    Returns:
+        `out`, `(B, S, H, D)` or `(total, H, D)`, and `lse`, the shape of one part of `lse_partial`.
+    """
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise RuntimeError(
+            "cuda_ext.compat.flash_attn_interface.flash_attn_combine: expected lse_partial of shape "
+            f"{tuple(out_partial.shape[:-1])} to match out_partial, got {tuple(lse_partial.shape)}"
+        )
+    lse = lse_partial.logsumexp(0)
+    weights = torch.where(lse == -torch.inf, 0.0, (lse_partial - lse).exp()).unsqueeze(-1)
+    # Parts without keys may have any values.
+    combined = torch.where(weights == 0, 0.0, weights * out_partial).sum(0)
+    if out is None:
+        return combined.to(out_dtype or out_partial.dtype), lse
+    return out.copy_(combined), lse
 
 
 def _refuse_unsupported(

@@ -29,7 +29,7 @@ def _missing(name: str) -> Any:
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"cuda_ext.compat: {name} is not there yet; use flash_attn_func or flash_attn_varlen_func, or install the "
+            f"cuda_ext.compat: {name} is not there; use flash_attn_func or flash_attn_varlen_func, or install the "
             "flash-attn package"
         )
 
@@ -41,16 +41,17 @@ def _missing(name: str) -> Any:
 def _contents() -> dict[str, dict[str, dict[str, Any]]]:
     """From each distribution to its modules, and to their names."""
     inner = flash_attn.flash_attn_interface
-    kvcache = {"flash_attn_with_kvcache": _missing("flash_attn_with_kvcache")}
     # diffusers imports these for context parallelism.
     wrapped = {name: _missing(name) for name in ("_wrapped_flash_attn_forward", "_wrapped_flash_attn_backward")}
-    functions = {**_public(inner), **kvcache}
-    functions_3 = {**_public(flash_attn_interface), **kvcache}
+    functions = _public(inner)
+    functions_3 = _public(flash_attn_interface)
     return {
         "flash_attn": {
             "flash_attn": {**functions, "__version__": VERSION},
             "flash_attn.flash_attn_interface": {**functions, **wrapped},
             "flash_attn.bert_padding": _public(flash_attn.bert_padding),
+            "flash_attn.layers": {},
+            "flash_attn.layers.rotary": _public(flash_attn.layers.rotary),
         },
         "flash_attn_3": {
             "flash_attn_interface": {**functions_3, "__version__": VERSION_3},
@@ -129,9 +130,9 @@ def install(*, flash_attn_3: bool = False, force: bool = False) -> Enabled:
     and its entry in `importlib.metadata.packages_distributions`. Call it before importing diffusers, which looks for
     flash-attn while it is imported; transformers may be imported before.
 
-    Names that libraries import but that `cuda_ext.compat` lacks, such as ``flash_attn_with_kvcache``, raise
-    NotImplementedError when called. Modules such as ``flash_attn.layers`` are not there. Where a library wants a CUDA
-    device to use flash-attn, it still does.
+    Names that libraries import but that `cuda_ext.compat` lacks, such as ``_wrapped_flash_attn_forward``, raise
+    NotImplementedError when called. Of ``flash_attn.layers`` only ``rotary`` is there, of other modules such as
+    ``flash_attn.ops`` nothing. Where a library wants a CUDA device to use flash-attn, it still does.
 
     Args:
         flash_attn_3: whether to also provide FlashAttention-3, as the modules ``flash_attn_interface`` and

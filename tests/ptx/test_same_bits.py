@@ -113,7 +113,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias": {"bias": "added"},
     "dropout": {"dropout_p": 0.2},
 }
-for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
     CASES[f"attention {dims}"] = lambda dtype, dims=dims: attention(dtype, *dims)
     CASES[f"attention {dims} and its gradients"] = lambda dtype, dims=dims: attention(dtype, *dims, backward=True)
 for name in FEATURES:

@@ -17,7 +17,7 @@ from cuda_ext import testing
 from cuda_ext.testing import reference_attention
 
 # Those of the tiles, of which the last two have a kernel for dQ; then others.
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40), (8, 128), (8, 160), (200, 136))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (80, 40), (8, 128), (8, 160), (200, 136))
 
 
 def forward(tensors: list[Tensor], options: dict[str, Any]) -> Tensor:
@@ -100,7 +100,7 @@ def test_products_and_bytes_are_those_that_are_needed(dim: int) -> None:
     assert counters["tma_store_bytes"] == blocks * stored
 
 
-@pytest.mark.parametrize("dims", DIMS[2:4], ids=str)
+@pytest.mark.parametrize("dims", DIMS[3:5], ids=str)
 def test_products_and_bytes_with_a_kernel_for_dq(dims: tuple[int, int]) -> None:
     """The first kernel reads keys and values once, and queries and output gradients for each block of keys; the second
     the opposite. Nothing is added in memory."""
@@ -120,7 +120,7 @@ def test_products_and_bytes_with_a_kernel_for_dq(dims: tuple[int, int]) -> None:
     assert counters["atomic"] == 0
 
 
-@pytest.mark.parametrize("dims", DIMS[:4], ids=str)
+@pytest.mark.parametrize("dims", DIMS[:5], ids=str)
 def test_no_bank_conflicts(dims: tuple[int, int]) -> None:
     for options in ({"causal": True}, {"softcap": 4.0}):
         _, counters, _ = gradients(qkv(1, 200, 200, 2, 1, *dims, torch.float16), options)
@@ -147,7 +147,7 @@ def test_causal_wastes_no_tile_with_a_kernel_for_dq() -> None:
     assert counters["wgmma"] == of_keys * (2 * dim // 16 + 8) + 2 * of_queries * (2 * dim // 16 + 4)
 
 
-@pytest.mark.parametrize("dims", DIMS[:4], ids=str)
+@pytest.mark.parametrize("dims", DIMS[:5], ids=str)
 def test_deterministic(dims: tuple[int, int]) -> None:
     tensors = qkv(1, *((300, 500, 4, 2) if dims[0] <= 128 else (150, 200, 2, 1)), *dims, torch.bfloat16)
     options = {"causal": True, "deterministic": True}

@@ -15,7 +15,7 @@ from cuda_ext import _emulator, testing
 Counters = dict[str, int]
 
 PHASES = ("forward", "backward")
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 # Many heads fill the device; with few heads, keys are split among blocks.
 SIZES = {"blocks enough": (8, 128, 128), "divided": (2, 128, 512)}  # heads, queries, keys
 # The paper model (benchmarks/model) derives the costs of a step, a block and a tile of queries from these.

@@ -16,7 +16,7 @@ import cuda_ext
 from cuda_ext import testing
 from cuda_ext.testing import reference_attention
 
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (80, 40), (8, 136))
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (80, 40), (8, 136))
 
 
 def assert_right(out: Tensor, tensors: list[Tensor], **options: Any) -> None:
@@ -87,7 +87,7 @@ def test_products_and_bytes_are_those_that_are_needed() -> None:
     assert counters["global_load_bytes"] == 0
 
 
-@pytest.mark.parametrize("dims", DIMS[:4], ids=str)
+@pytest.mark.parametrize("dims", DIMS[:5], ids=str)
 def test_no_bank_conflicts(dims: tuple[int, int]) -> None:
     """With queries of four heads in a tile, too, whose outputs do not leave through TMA."""
     for heads, queries in ((2, 130), (4, 20)):

@@ -8,10 +8,10 @@ Put `cuda_ext.compat.` before `flash_attn` in imports; the rest of a program sta
 Names, order and defaults of the arguments are those of flash-attn 2.8; `flash_attn_interface` lists the differences.
 For its Hopper package, FlashAttention-3, see `cuda_ext.compat.flash_attn_interface`.
 
-`flash_attn_with_kvcache`, which is for inference only, and the package's modules and layers are not included.
+Of the package's modules and layers, `bert_padding` and `layers.rotary` are included.
 """
 
-from cuda_ext.compat.flash_attn import bert_padding
+from cuda_ext.compat.flash_attn import bert_padding, layers
 from cuda_ext.compat.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -19,6 +19,7 @@ from cuda_ext.compat.flash_attn.flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 __all__ = [
@@ -29,4 +30,6 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "layers",
 ]

@@ -1,4 +1,4 @@
-"""The six attention functions of flash-attn 2.
+"""The seven attention functions of flash-attn 2.
 
 Differences from flash-attn 2.8:
 
@@ -12,6 +12,8 @@ Differences from flash-attn 2.8:
   keys, its first rows then see keys outside the window.
 - The dropout mask is that of `cuda_ext.flash_attention`.
 - `deterministic=False` follows `torch.use_deterministic_algorithms`.
+- `flash_attn_with_kvcache` takes pages of any size and never waits for the device; on a CUDA device it wants head dims
+  that are multiples of 8. Rows without keys have an lse of `+inf` there, as in flash-attn.
 - A packed tensor is read in place, but its gradient is stacked from its parts, a copy that flash-attn avoids.
 
 All raise RuntimeError for wrong arguments and NotImplementedError for unsupported ones. Errors of the op call `q`, `k`,
@@ -23,6 +25,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
+from cuda_ext.compat._kvcache_call import attend_packed_to_cache, attend_to_cache
 
 __all__ = [
     "flash_attn_func",
@@ -31,6 +34,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -151,7 +155,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k: the same for keys.
         max_seqlen_q: at least the length of the longest sequence.
         max_seqlen_k: the same for keys.
-        block_table: must be None; paged keys and values are not supported.
+        block_table: `(batch, n)`, int32: `k` and `v` are pages, `(pages, page_size, Hk, D)`, as in
+            `flash_attn_with_kvcache`, and `cu_seqlens_k` only gives the lengths. Forward only.
 
     The remaining arguments are those of `flash_attn_func`.
 
@@ -160,13 +165,21 @@ def flash_attn_varlen_func(
     """
     function = "flash_attn.flash_attn_varlen_func"
     if block_table is not None:
-        refuse(
+        if dropout_p != 0.0:
+            expected = "0 with block_table, which is for inference"
+            refuse(function, "dropout_p", dropout_p, expected=expected, instead="leave it out")
+        out, lse = attend_packed_to_cache(
             function,
-            "block_table",
-            block_table,
-            expected="None, because paged keys and values are not supported",
-            instead="gather the pages into packed k and v of shape (total, heads, dim)",
+            *(q, k, v, cu_seqlens_q, max_seqlen_q),
+            cache_seqlens=cu_seqlens_k.diff(),
+            block_table=block_table,
+            scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
         )
+        return (out, lse, None) if return_attn_probs else out
     pair = attend(
         function,
         q,
@@ -259,3 +272,53 @@ def flash_attn_varlen_qkvpacked_func(
         deterministic,
         return_attn_probs,
     )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to a cache, into which `k` and `v` are first written: `cuda_ext.flash_attention_with_kvcache`, with the
+    names of flash-attn. Forward only.
+
+    Returns:
+        `out`, `(B, Sq, H, D)`; with `return_softmax_lse` also `softmax_lse`, `(B, H, Sq)`, which is `+inf` for a row
+        without keys, as in flash-attn 2.
+    """
+    out, lse = attend_to_cache(
+        "flash_attn.flash_attn_with_kvcache",
+        *(q, k_cache, v_cache),
+        key=k,
+        value=v,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved,
+        scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        num_splits=num_splits,
+    )
+    return (out, lse.masked_fill(lse == -float("inf"), float("inf"))) if return_softmax_lse else out

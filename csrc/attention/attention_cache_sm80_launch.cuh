@@ -1,0 +1,55 @@
+// Launches attention over a cache; included by the files that instantiate it.
+#pragma once
+
+#include "attention/attention_cache_sm80.cuh"
+#include "rt/launch.cuh"
+
+namespace cuda_ext::sm80 {
+
+// Calls f with the kernel for the rows of a key head.
+template <class T, int tile, class F>
+auto with_cache_kernel(const CachedAttentionParams& p, const F& f) {
+  constexpr const CacheTile& configs = kCacheTiles[tile];
+  if (p.seqlen_q * (p.heads / p.heads_kv) <= 2 * configs.few.block_m)
+    return f(CacheForward<T, configs.few>{}, configs.few);
+  return f(CacheForward<T, configs.many>{}, configs.many);
+}
+
+// As many blocks as run at once, or fewer if there is less work.
+inline int cache_grid(const CachedAttentionParams& p, const CachePlan& plan, const CacheConfig& config,
+                      const rt::Device& device) {
+  const int64_t most = p.batch * p.heads_kv * plan.row_tiles * plan.splits;
+  return int(std::min<int64_t>(most, int64_t(device.num_sms) * config.min_blocks));
+}
+
+template <class T, int tile>
+size_t AttentionCacheSm80<T, tile>::workspace(const CachedAttentionParams& params) {
+  return with_cache_kernel<T, tile>(params, [&](auto, const CacheConfig& config) {
+    CachePlan plan = plan_cache(params, config, rt::describe_device("attention_cache_sm80"));
+    return assign_workspace(params, nullptr, plan).used();
+  });
+}
+
+template <class T, int tile>
+void AttentionCacheSm80<T, tile>::launch(const CachedAttentionParams& params, Workspace workspace, void* stream) {
+  if (is_empty(params)) return;
+  with_cache_kernel<T, tile>(params, [&]<class Kernel>(Kernel, const CacheConfig& config) {
+    constexpr const char* kName = "attention_cache_sm80";
+    const rt::Device device = rt::describe_device(kName);
+    CachePlan plan = plan_cache(params, config, device);
+    assign_workspace(params, workspace.data, plan).expect_fits(kName, workspace);
+    rt::launch<attention_cache_sm80<Kernel>>(kName,
+                                             {.grid = {cache_grid(params, plan, config, device)},
+                                              .threads = Kernel::kThreads,
+                                              .shared_bytes = sizeof(typename Kernel::Storage),
+                                              .stream = stream},
+                                             params, plan);
+    if (plan.splits == 1) return;
+    constexpr int kThreads = 128;
+    const int64_t blocks = (lse_rows(params) + kThreads / 32 - 1) / (kThreads / 32);
+    rt::launch<attention_cache_combine<T, Kernel::kBlockN, kThreads>>(
+        "attention_cache_combine", {.grid = {int(blocks)}, .threads = kThreads, .stream = stream}, params, plan);
+  });
+}
+
+}  // namespace cuda_ext::sm80
