@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test bench build docs gpu-check lint format clean
+.PHONY: help demo generate test bench build docs gpu-check lint format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,6 +29,11 @@ demo: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## train a small GPT (ARG
 	@$(call compile,$(DEMO_CUDA))
 	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/torchrun --standalone --nproc-per-node $(PROCS) examples/train_gpt.py $(ARGS)
+
+generate: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## let the demo's GPT write text (ARGS for examples/write_gpt.py)
+	@$(call compile,$(DEMO_CUDA))
+	@CUDA_EXT_CUDA=$(DEMO_CUDA) $(MAKE) --silent --no-print-directory $(VENV)/.demo
+	$(BIN)/python examples/write_gpt.py $(ARGS)
 
 test: $(VENV)/.toolkit ## compile every kernel, lint, run the tests (ARGS=--full: all of them; other ARGS for pytest)
 	@$(call compile,1)

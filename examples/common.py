@@ -15,7 +15,7 @@ from text import Windows, read_text, split_text
 from torch import Tensor
 
 
-def arguments(description: str | None, **options: int | float) -> argparse.Namespace:
+def arguments(description: str | None, **options: int | float | str) -> argparse.Namespace:
     """Parses the command line: `options` by name and default, --device, --out and --seed."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in options.items():

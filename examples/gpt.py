@@ -10,6 +10,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,21 +39,22 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.features, eps=1e-6)
         self.mlp = GatedMLP(config.features, config.hidden_features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = add(x, self.attention, self.attention_norm(x))
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        options = {} if cache is None else {"cache": cache}
+        x = add(x, self.attention, self.attention_norm(x), **options)
         return add(x, self.mlp, self.mlp_norm(x))
 
 
-def add(residual: Tensor, layer: nn.Module, input: Tensor) -> Tensor:
+def add(residual: Tensor, layer: nn.Module, input: Tensor, **options: Any) -> Tensor:
     """``residual + layer(input)``; as one op, except under autocast, which would round the residual to bfloat16."""
     if torch.is_autocast_enabled(input.device.type):
-        return residual + layer(input)
-    return layer(input, residual=residual)
+        return residual + layer(input, **options)
+    return layer(input, residual=residual, **options)
 
 
 class GPT(nn.Module):
     """Maps bytes (B, S) int64 to logits of the next byte (B, S, 256) float32, or with ``targets`` (B, S) to the mean
-    loss in nats, a scalar."""
+    loss in nats, a scalar. With ``cache``, which has one for each layer, the bytes follow those that it has."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -75,10 +77,10 @@ class GPT(nn.Module):
                     deviation /= math.sqrt(2 * layers)
                 nn.init.normal_(parameter, std=0.5 if name == "embedding.weight" else deviation)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: Any = None) -> Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for n, block in enumerate(self.blocks):
+            x = block(x) if cache is None else block(x, cache[n])
         logits = self.head(self.norm(x))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

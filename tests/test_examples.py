@@ -76,6 +76,12 @@ def test_embed_bert(tmp_path: Path) -> None:
         torch.testing.assert_close(vectors[name], vectors["eager"], rtol=0, atol=1e-5)
 
 
+def test_write_gpt(tmp_path: Path) -> None:
+    written = run("write_gpt", tmp_path, "--run", str(tmp_path), "--steps", "3", "--tokens", "12")
+    assert {name: text.shape for name, text in written.items()} == dict.fromkeys(written, (4, 12))
+    assert all(torch.equal(text, written["no cache"]) for text in written.values())
+
+
 def test_generate_gpt2(tmp_path: Path) -> None:
     written = run("generate_gpt2", tmp_path, *TINY, "--tokens", "8", "--width", "64", "--layers", "2")
     assert written["cuda_ext"].shape == (2, 28 + 8)

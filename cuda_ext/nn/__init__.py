@@ -1,7 +1,8 @@
 """Transformer layers built on the ops. Their state dicts load weights of `torch.nn`, timm and Llama-style models."""
 
 from cuda_ext.nn.attention import RotaryEmbedding, SelfAttention
+from cuda_ext.nn.cache import KeyValueCache
 from cuda_ext.nn.linear import MLP, GatedMLP, Linear
 from cuda_ext.nn.packing import unpacked
 
-__all__ = ["MLP", "GatedMLP", "Linear", "RotaryEmbedding", "SelfAttention", "unpacked"]
+__all__ = ["MLP", "GatedMLP", "KeyValueCache", "Linear", "RotaryEmbedding", "SelfAttention", "unpacked"]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cuda_ext.attention import flash_attention
+from cuda_ext.kvcache import flash_attention_with_kvcache
+from cuda_ext.nn.cache import LayerCache
 from cuda_ext.nn.linear import Linear
 from cuda_ext.nn.packing import pack_on_load
 
@@ -28,7 +30,8 @@ class RotaryEmbedding(nn.Module):
         base: of the geometric series of wavelengths. Default 10000.
         max_seqlen: the number of positions the tables start with. Default 2048.
 
-    Shape: input (B, S, H, D) -> the same, for positions 0 to S - 1.
+    Shape: input (B, S, H, D) -> the same, for positions 0 to S - 1. With ``cache``, the positions
+    of a sequence begin at the length that it has there.
     """
 
     cos: Tensor  # (max_seqlen, 1, D)
@@ -61,13 +64,19 @@ class RotaryEmbedding(nn.Module):
         self.cos, self.sin = self._tables(self.cos.shape[0], self.cos.device)
         return self
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, cache: LayerCache | None = None) -> Tensor:
         seqlen = input.shape[1]
-        if seqlen > self.cos.shape[0]:
-            self.cos, self.sin = self._tables(max(seqlen, 2 * self.cos.shape[0]), self.cos.device)
+        longest = seqlen if cache is None else cache.capacity + seqlen
+        if longest > self.cos.shape[0]:
+            self.cos, self.sin = self._tables(max(longest, 2 * self.cos.shape[0]), self.cos.device)
+        if cache is None:
+            cos, sin = self.cos[:seqlen], self.sin[:seqlen]
+        else:
+            at = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
+            cos, sin = self.cos[at], self.sin[at]
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         swapped = x.roll(self.head_dim // 2, dims=-1)
-        return torch.addcmul(x * self.cos[:seqlen], swapped, self.sin[:seqlen]).to(input.dtype)
+        return torch.addcmul(x * cos, swapped, sin).to(input.dtype)
 
     def extra_repr(self) -> str:
         return f"head_dim={self.head_dim}, base={self.base:g}"
@@ -96,7 +105,8 @@ class SelfAttention(nn.Module):
 
     Shape: input (B, S, E) -> (B, S, E). Optional: ``residual`` (B, S, E), added in the epilogue of the output
     projection; ``bias`` (numbers) and ``mask`` (booleans, True = attend), which broadcast to (B, H, S, S), as
-    `cuda_ext.flash_attention` takes them.
+    `cuda_ext.flash_attention` takes them. ``cache``, a layer of a `cuda_ext.nn.KeyValueCache`: for generation, without
+    gradients; the keys of the input are appended to it, in place, and the input attends to all keys that it has.
 
     State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
     (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
@@ -161,13 +171,17 @@ class SelfAttention(nn.Module):
         *,
         bias: Tensor | None = None,
         mask: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         qkv = self.qkv_proj(input).unflatten(-1, (-1, self.head_dim))  # (B, S, H + 2 Hk, D)
         query_key, value = qkv.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
         if self.rotary is not None:
-            query_key = self.rotary(query_key)
+            query_key = self.rotary(query_key, cache)
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
-        out = self._attend(query, key, value, sinks=self.sinks, bias=bias, mask=mask)
+        if cache is None:
+            out = self._attend(query, key, value, sinks=self.sinks, bias=bias, mask=mask)
+        else:
+            out = self._attend_to_cache(query, key, value, cache, bias, mask)
         return self.o_proj(out.flatten(2), residual)
 
     def _check_options(self) -> None:
@@ -191,6 +205,31 @@ class SelfAttention(nn.Module):
             sinks=tensors.get("sinks"),
             bias=tensors.get("bias"),
             mask=tensors.get("mask"),
+        )
+
+    def _attend_to_cache(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, bias: Tensor | None, mask: Tensor | None
+    ) -> Tensor:
+        if bias is not None or mask is not None or (self.training and self.dropout_p > 0):
+            raise RuntimeError(
+                "cuda_ext.nn.SelfAttention: expected no bias, mask or dropout with cache, got "
+                f"bias={'None' if bias is None else 'a tensor'}, mask={'None' if mask is None else 'a tensor'}, "
+                f"dropout_p={self.dropout_p if self.training else 0.0}; hide keys by window or by the lengths, and "
+                "call eval()"
+            )
+        return flash_attention_with_kvcache(
+            query,
+            cache.keys,
+            cache.values,
+            key,
+            value,
+            cache_seqlens=cache.seqlens,
+            block_table=cache.block_table,
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
         )
 
     def extra_repr(self) -> str:
