@@ -138,7 +138,7 @@ def test_float32_sinks_beside_bfloat16_tensors_keep_their_dtype() -> None:
 )
 def test_few_queries(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """They have a kernel of their own, which shares keys among heads and, with more threads than heads, splits them."""
-    queries, dim, dim_v = random.choice([(1, 64, 64), (2, 17, 40), (3, 40, 17), (16, 8, 8)])
+    queries, dim, dim_v = random.choice([(1, 64, 64), (2, 17, 40), (3, 40, 17), (16, 8, 8), (7, 96, 32), (16, 64, 128)])
     heads_kv = random.choice((1, 2, 6))
     heads = heads_kv * random.choice((1, 3, 8))
     tensors = qkv(2, queries, 1100, heads, heads_kv, dim, dim_v, dtype)
@@ -712,7 +712,7 @@ def test_more_threads_than_heads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.sampled(count=1)
-@pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512"] * torch.cpu._is_avx512_bf16_supported()])
+@pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512", "avx512bf16"] * torch.cpu._is_avx512_bf16_supported()])
 def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     """Each but the widest, which all other tests run; one that the processor lacks falls back to the widest it has."""
     tests = [

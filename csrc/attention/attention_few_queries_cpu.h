@@ -13,6 +13,9 @@
 #pragma once
 
 #include "attention/attention_cache_cpu.h"
+#if defined(CUDA_EXT_HAS_AMX_TILES)
+#include "attention/attention_amx_cpu.h"
+#endif
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
@@ -273,6 +276,51 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   }
 }
 
+#if defined(CUDA_EXT_HAS_AMX_TILES)
+
+// The same with AMX. The queries of the tile are in `amx`.
+inline void attend_rows_amx(const RowTile<float>& tile, int64_t j_begin, int64_t j_end, float logit_factor,
+                            const RowScratch<float>& scratch, const AmxScratch& amx, RowSums<float>& sums) {
+  const AttentionParams& p = tile.p;
+  const int64_t rows = tile.head_rows(), whole_rows = AmxScratch::whole(rows), depth = p.dim / kAmxDepth;
+  for (int64_t j = j_begin; j < j_end; j += AmxScratch::kKeys) {
+    const int64_t keys = std::min(AmxScratch::kKeys, j_end - j), key_tiles = (keys + kAmxDepth - 1) / kAmxDepth;
+    amx_begin();
+    for_tiles_of_keys(tile, p.key, p.dim, j, keys, amx.k, [&](int64_t at, int64_t h, const TwoTiles& k) {
+      for (int64_t r = 0; r < rows; r += kAmxRows) {
+        amx_scores(k.of[0], k.of[1], k.stride, amx.q + (h * whole_rows + r) * p.dim, depth, amx.scores);
+        const int64_t first = h * rows + r, count = std::min(kAmxRows, rows - r);
+        for (int64_t half = 0; half < 2; ++half)
+          store_logits<kLogitsPitch<float>>(amx.scores + half * 256, count, logit_factor,
+                                            scratch.logits + first * kLogitsPitch<float> + at + half * 16);
+      }
+    });
+    interleave_values(tile, j, keys, amx.v);
+    std::fill_n(amx.step, tile.kv_heads * whole_rows * p.dim_v, 0.0f);
+    for (int64_t h = 0; h < tile.kv_heads; ++h)
+      for (int64_t r = 0; r < rows; r += kAmxRows) {
+        const int64_t count = std::min(kAmxRows, rows - r);
+        for (int64_t i = h * rows + r; i < h * rows + r + count; ++i) {
+          float* const logits = scratch.logits + i * kLogitsPitch<float>;
+          tile.modify_logits(logits, i, j, keys);
+          update_row(logits, keys, sums.max[i], sums.sum[i], sums.out + i * p.dim_v, p.dim_v);
+        }
+        round_weights<kLogitsPitch<float>>(scratch.logits + (h * rows + r) * kLogitsPitch<float>, count, keys,
+                                           key_tiles, amx.weights);
+        amx_add_values(amx.weights, amx.v + h * AmxScratch::kKeys * p.dim_v, key_tiles, p.dim_v,
+                       amx.step + (h * whole_rows + r) * p.dim_v, p.dim_v);
+      }
+    amx_end();
+    for (int64_t h = 0; h < tile.kv_heads; ++h)
+      for (int64_t i = 0; i < rows * p.dim_v; i += kLanes<float>) {
+        float* const out = sums.out + h * rows * p.dim_v + i;
+        store(out, load(out) + load(amx.step + h * whole_rows * p.dim_v + i));
+      }
+  }
+}
+
+#endif
+
 // Combines the sums of a tile's splits, and stores output and lse.
 template <class Storage, class T = Compute<Storage>>
 void store_rows(const RowTile<T>& tile, const RowSums<T>* sums, int64_t splits) {
@@ -300,10 +348,14 @@ inline bool heads_are_adjacent(const AttentionParams& p) {
 
 // Whether this file's method is faster than panels for longest_q queries: if panels leave most lanes empty, and for a
 // few more queries if keys would be packed from between those of other heads, or if keys have to be split among
-// threads.
-template <class T>
+// threads. With AMX it is, as long as a tile has all rows of a key head.
+template <class Storage>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
+  using T = Compute<Storage>;
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
+#if defined(CUDA_EXT_HAS_AMX_TILES)
+  if (std::is_same_v<Storage, bfloat16_t> && uses_amx(p, head_rows) && head_rows <= kTileRows) return true;
+#endif
   return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_adjacent(p)) ||
          (longest_q <= 16 && planned_batch(p) * p.heads < num_threads());
 }
@@ -343,6 +395,10 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
 
   run_workers(tiles * splits, [&](TaskQueue& queue) {
     const RowScratch<T> scratch(p, tile_rows);
+#if defined(CUDA_EXT_HAS_AMX_TILES)
+    const bool with_amx = std::is_same_v<Storage, bfloat16_t> && uses_amx(p, head_rows);
+    const AmxScratch amx(p, with_amx ? together : 0, std::min(head_rows, kTileRows));
+#endif
     for (int64_t task; queue.next(task);) {
       const int64_t split = task % splits;
       const RowTile<T> tile = tile_at(task / splits);
@@ -365,9 +421,20 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
       const int64_t begin = tile.keys_begin(), keys = std::max<int64_t>(0, tile.keys_end() - begin);
       // In a cache, as many as the sequence would have alone.
       const int64_t own_splits = p.cache.capacity > 0 ? std::clamp<int64_t>(keys / kLeastSplitKeys, 1, splits) : splits;
-      if (split < own_splits)
+      if (split >= own_splits) {
+        // The sums stay those of no keys.
+#if defined(CUDA_EXT_HAS_AMX_TILES)
+      } else if (with_amx) {
+        if constexpr (std::is_same_v<Storage, bfloat16_t>) {
+          pack_queries(tile, amx.q);
+          attend_rows_amx(tile, begin + split * keys / own_splits, begin + (split + 1) * keys / own_splits,
+                          float(p.softcap > 0 ? p.scale / p.softcap : p.scale), scratch, amx, sums);
+        }
+#endif
+      } else {
         attend_rows<Storage>(tile, begin + split * keys / own_splits, begin + (split + 1) * keys / own_splits, scratch,
                              sums);
+      }
       if (splits == 1) store_rows<Storage>(tile, &sums, 1);
     }
   });

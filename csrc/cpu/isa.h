@@ -10,8 +10,8 @@ namespace cuda_ext::cpu {
 
 enum class Isa { kGeneric, kAvx2, kAvx512, kAvx512BFloat16 };
 
-// The widest set that this CPU supports. CUDA_EXT_CPU_ISA=generic|avx2|avx512 lowers it, so that tests reach all
-// variants.
+// The widest set that this CPU supports. CUDA_EXT_CPU_ISA=generic|avx2|avx512|avx512bf16 lowers it, so that tests
+// reach all variants; the last is AVX512-BF16 without AMX (cpu/host.h).
 inline Isa best_isa() {
 #if defined(__x86_64__)
   static const Isa isa = [] {

@@ -15,6 +15,14 @@
 #include <array>
 #include <climits>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "cpu/isa.h"
+
 #if AT_PARALLEL_OPENMP && !defined(_OPENMP)
 #error "compile with -fopenmp: at::parallel_for would run everything on one thread"
 #endif
@@ -66,6 +74,25 @@ void row_major_gemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, in
 }  // namespace
 
 int num_threads() { return at::get_num_threads(); }
+
+bool has_amx() {
+#if defined(__x86_64__) && defined(__linux__)
+  static const bool has = [] {
+    const char* wanted = std::getenv("CUDA_EXT_CPU_ISA");
+    if (best_isa() != Isa::kAvx512BFloat16 || (wanted != nullptr && std::strcmp(wanted, "avx512bf16") == 0))
+      return false;
+    unsigned a, b, c, d;
+    constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24;  // in edx of leaf 7
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kBFloat16) == 0 || (d & kTile) == 0) return false;
+    // Linux gives a process the state of tiles only on request.
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
 
 void parallel_for(int64_t count, int64_t grain, FunctionRef<void(int64_t, int64_t)> body) {
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { body(begin, end); });
