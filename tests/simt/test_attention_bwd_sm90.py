@@ -64,9 +64,9 @@ def assert_right(tensors: list[Tensor], options: dict[str, Any], **emulation: An
         for each in (ours, of_reference(dtype), of_reference(torch.float64, rounds_out=True))
     ]
     for error, plain, flash, gradient in zip(*errors, exact, strict=True):
-        # A gradient that is exactly 0, as that of a query with one key, is a difference of float32 sums of up to 128
+        # A gradient that is exactly 0, as that of a query with one key, is a difference of float32 sums of up to 256
         # products of about 1, multiplied by up to 400 keys or queries.
-        assert error <= 2 * max(plain, flash) + 2 * torch.finfo(dtype).eps * gradient.abs().max() + 1e-4
+        assert error <= 2 * max(plain, flash) + 2 * torch.finfo(dtype).eps * gradient.abs().max() + 2e-4
     return counters
 
 
