@@ -5,6 +5,7 @@ The matrix is that of flash-attn's tests of flash_attn_with_kvcache, with NaN in
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_rows_without_keys() -> None:
         query, cache.keys, cache.values, **cache.arguments, return_lse=True
     )
     assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.cpu_only("emulated as well")
+@pytest.mark.parametrize("sizes", [(0, 1, 4, 2), (2, 0, 4, 2), (2, 1, 0, 0)], ids=str)
+def test_sizes_of_zero(sizes: tuple[int, int, int, int]) -> None:
+    """No sequences, no queries, no heads. New keys are appended even without queries."""
+    batch, queries, heads, heads_kv = sizes
+    for emulated in (False, True):
+        keys, values = (torch.zeros(batch, 8, heads_kv, 64).bfloat16() for _ in range(2))
+        new = torch.ones(batch, 1, heads_kv, 64).bfloat16()
+        with testing.emulated("sm_80") if emulated else contextlib.nullcontext():
+            out, lse = cuda_ext.flash_attention_with_kvcache(
+                torch.zeros(batch, queries, heads, 64).bfloat16(),
+                *(keys, values, new, new),
+                cache_seqlens=torch.full((batch,), 3).int(),
+                return_lse=True,
+            )
+        assert out.shape == (batch, queries, heads, 64) and lse.shape == (batch, heads, queries)
+        assert bool((keys[:, 3] == 1).all()) and bool((values[:, 3] == 1).all()) and not keys[:, 4:].any()
 
 
 def test_a_full_cache() -> None:

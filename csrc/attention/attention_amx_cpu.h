@@ -91,7 +91,7 @@ inline bool uses_amx(const AttentionParams& p, int64_t head_rows) {
 // The buffers of one thread, for tiles of up to `rows` rows of each of `heads` key heads.
 struct AmxScratch {
   bfloat16_t *q, *k, *v,
-      *weights;          // (heads, rows / 16, dim / 32, tile); (16, dim); (heads, keys, dim_v); (keys / 32, tile)
+      *weights;          // (heads, rows / 16, dim / 32, tile); (2, 16, dim); (heads, keys, dim_v); (keys / 32, tile)
   float *scores, *step;  // (2, 16, 16); (heads, rows, dim_v)
   Scratch scratch;
 

@@ -60,7 +60,7 @@ DEVICE Sequence cached_sequence(const CachedAttentionParams& p, int batch) {
   return s;
 }
 
-// The tiles of keys that the rows [first, last) of queries see.
+// The tiles of keys that any query in [first, last] sees.
 template <int block_n>
 DEVICE Span seen_tiles(const Visibility& visible, int first, int last) {
   const int begin = visible.key_begin(first) / block_n, end = (visible.key_end(last) + block_n - 1) / block_n;

@@ -271,6 +271,7 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
     cache.appended = new_rows.count;
   }
   p.cache = cache;
+  if (lse.numel() == 0) return {std::move(out), std::move(lse)};  // launchers plan for at least one row
   if (on_cuda)
     launch_for(op,
                [&] { cuda->attention_cache(p, scope.workspace(cuda->attention_cache_workspace(p)), scope.stream()); });
