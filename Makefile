@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo generate test bench build docs gpu-check lint format clean
+.PHONY: help demo generate test bench build docs gpu-check compile-all lint format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,8 +16,10 @@ THREADS := $(shell echo $$(( $(CORES) > $(PROCS) ? $(CORES) / $(PROCS) : 1 )))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
-# More processes than cores, because some tests wait: for other processes, or for a compiler.
-WHOLE_RUN := --cov --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20
+# More processes than cores, because some tests wait: for other processes, or for a compiler. A quarter of the slow tests
+# is what fits into 20 minutes; coverage means something only when all of them run.
+WHOLE_RUN := --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20 \
+	$(if $(filter --full,$(ARGS)),--cov,--draw-slow 0.25)
 # Without a GPU the demo does not build the CUDA kernels, so that it starts quickly.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 
@@ -36,9 +38,8 @@ generate: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## let the demo's GPT
 	$(BIN)/python examples/write_gpt.py $(ARGS)
 
 test: $(VENV)/.toolkit ## compile every kernel, lint, run the tests (ARGS=--full: all of them; other ARGS for pytest)
-	@$(call compile,1)
+	@$(MAKE) --silent --no-print-directory --jobs 2 compile-all lint
 	@CUDA_EXT_CUDA=1 $(MAKE) --silent --no-print-directory $(VENV)/.test
-	@$(check)
 	$(BIN)/python -m pytest $(ARGS) $(if $(filter-out --full,$(ARGS)),,$(WHOLE_RUN))
 
 bench: $(VENV)/.torch $(if $(HAS_GPU),$(VENV)/.toolkit) ## compare with every installed baseline (ARGS for python -m benchmarks)
@@ -58,10 +59,14 @@ docs: $(VENV)/.torch ## build the documentation site, build/site/index.html
 gpu-check: ## check and measure everything on a CUDA GPU, in 9 minutes; call it again to continue (ARGS=--help)
 	$(PYTHON) -m benchmarks.gpu_check $(ARGS)
 
-lint: $(VENV)/.test ## ruff, clang-format and mypy
+# Installing and linting use one core, so `make test` compiles at the same time.
+compile-all: $(VENV)/.toolkit
+	@$(call compile,1)
+
+lint: $(VENV)/.packages ## ruff, clang-format and mypy
 	@$(check)
 
-format: $(VENV)/.test ## rewrite Python and C++ as the linters want them
+format: $(VENV)/.packages ## rewrite Python and C++ as the linters want them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format -i
@@ -94,6 +99,12 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 
 $(VENV)/.toolkit: $(VENV)/.torch
 	$(INSTALL) "$$($(BIN)/python -m cuda_ext._toolchain)"
+	@touch $@
+
+# What the tests import and the linters, without cuda_ext itself.
+$(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "installing the packages that the tests use into $(VENV)"
+	$(INSTALL) $$($(BIN)/python tools/test_packages.py)
 	@touch $@
 
 $(VENV)/.demo $(VENV)/.docs $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt $(VENV)/.torch

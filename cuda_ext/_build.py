@@ -79,7 +79,7 @@ class Plan:
         emulator = {CSRC / "simt", CSRC / "emulated"}  # built by cuda_ext._emulator
         found = [path for path in CSRC.rglob("*") if path.suffix in suffixes and path.parent not in emulator]
         left_out = set(HEAD_DIMS) - set(self.head_dims)
-        found = [path for path in found if _head_dim(path) not in left_out]
+        found = [path for path in found if head_dim_of(path) not in left_out]
         return sorted((path for path in found if path.suffix != ".cu" or self.archs_of(path)), key=_build_order)
 
     def archs_of(self, source: Path) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ def choose_head_dims() -> tuple[int, ...]:
     return tuple(dim for dim in HEAD_DIMS if str(dim) in words) or HEAD_DIMS
 
 
-def _head_dim(source: Path) -> int:
+def head_dim_of(source: Path) -> int:
     """The head dim that a source is for, or 0."""
     match = re.search(r"_d(\d+)\.cu$", source.name)
     return int(match[1]) if match else 0
@@ -247,7 +247,7 @@ def _build_order(source: Path) -> tuple[bool, bool, Path]:
     """The sort key of a source; ninja starts sources in this order. The slowest come first, so that no core waits for
     them at the end. The large head dims, which a build can omit, come last: an interrupted build has the others."""
     slowest = source.stem.startswith("gemm_sm80") or source.name == "attention.cpp"
-    return _head_dim(source) > 128, not slowest, source
+    return head_dim_of(source) > 128, not slowest, source
 
 
 @dataclass(frozen=True)

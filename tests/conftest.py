@@ -41,7 +41,11 @@ settings.load_profile("cuda_ext")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    sampling = "all tests" if config.getoption("--full") else "random samples of large test matrices; --full runs all"
+    sampling = "all tests" if config.getoption("--full") else "random samples of large test matrices"
+    if config.getoption("--draw-slow") < 1:
+        sampling += (
+            f", {config.getoption('--draw-slow'):.0%} of the slow tests, one of the deep checks; --full runs all"
+        )
     return f"CUDA_EXT_TEST_SEED={SEED}: random inputs; {sampling}"
 
 
@@ -63,25 +67,38 @@ PTX_SUITES: dict[str, set[torch.dtype] | None] = {
     "test_gemm": {torch.bfloat16},
     "test_attention_cuda": {torch.bfloat16},
 }
+# Each compiles all kernels once more, or reads the machine code of all: about a minute of two cores.
+DEEP_CHECKS = ("races", "nvcc's code", "machine code")
 NEEDS_ALL_PTX = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run all tests instead of random samples; implies --all-ptx")
     parser.addoption(
+        "--draw-slow",
+        metavar="FRACTION",
+        type=float,
+        default=1.0,
+        help="run a random part of the tests marked slow, for example 0.25 of them, and one of the deep checks of the "
+        "CUDA kernels: their races, nvcc's code on the emulator, their machine code (default: all)",
+    )
+    parser.addoption(
         "--all-ptx",
         action="store_true",
-        help="on the backend ptx: all tests, all dtypes, and kernels compiled for sm_90a too",
+        help="on the backend ptx: all tests, dtypes and head dims, and kernels compiled for sm_90a too",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.all_ptx = config.option.all_ptx or config.option.full
+    if config.option.full:
+        config.option.all_ptx, config.option.draw_slow = True, 1.0
     config.addinivalue_line(
         "markers",
         "sampled(count=None): without --full, run `count` random combinations of the parameters, or by default as many "
         "as it takes to use every value of every parameter; for each backend separately",
     )
+    config.addinivalue_line("markers", "slow: takes over a second; --draw-slow runs a random part of these tests")
+    config.addinivalue_line("markers", "deep(check): part of one of DEEP_CHECKS; --draw-slow makes one of these checks")
     config.addinivalue_line("markers", "every_backend: run the test on each of the backends cpu, simt, ptx and cuda")
     for name in ("cpu", "simt", "ptx", "cuda"):
         config.addinivalue_line("markers", f"{name}: tests on this backend; `pytest -m {name}` selects them")
@@ -109,14 +126,16 @@ LONGEST = (
 
 @pytest.hookimpl(trylast=True)  # after -k and -m, so that the samples are of what they select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects float64, which has no CUDA kernel, dtypes that PTX_SUITES excludes, and what is not in a sample; puts
-    the longest files first."""
+    """Deselects float64, which has no CUDA kernel, dtypes that PTX_SUITES excludes, and what this run leaves to others
+    (`sampled`, `slow`, `deep`); puts the longest files first."""
     all_ptx = config.getoption("--all-ptx")
 
     def applies(item: pytest.Item) -> bool:
         params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         backend = params.get("backend", "cpu")
         dtypes = {each for each in params.values() if isinstance(each, torch.dtype)}
+        if params.get("library") == "ptx_sm_80" and not all_ptx:  # ptx_sm_90a has the same cases and more
+            return False
         compiled = PTX_SUITES.get(item.module.__name__) if isinstance(item, pytest.Function) else None
         if backend == "ptx" and not all_ptx and compiled is not None:
             draws = getattr(item.obj, "is_hypothesis_test", False)  # type: ignore[attr-defined]
@@ -127,11 +146,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if applies(item)]
     if not config.getoption("--full"):
         left_out = not_sampled(chosen)
-        chosen = [item for item in chosen if item not in left_out]
+        chosen = [item for item in chosen if item not in left_out and not is_left_to_other_runs(item)]
     kept = set(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     order = {name: number for number, name in enumerate(LONGEST)}
     items[:] = sorted(chosen, key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def is_left_to_other_runs(item: pytest.Item) -> bool:
+    """Whether --draw-slow leaves a test out of this run; the same in all processes of a run."""
+    fraction = item.config.getoption("--draw-slow")
+    if fraction == 1:
+        return False
+    if (check := deep_check_of(item)) is not None and check != random.Random(f"{SEED} deep").choice(DEEP_CHECKS):
+        return True
+    return bool(item.get_closest_marker("slow")) and random.Random(f"{SEED} {item.nodeid}").random() >= fraction
+
+
+def deep_check_of(item: pytest.Item) -> str | None:
+    """Which of DEEP_CHECKS a test belongs to, or None."""
+    if marker := item.get_closest_marker("deep"):
+        assert marker.args[0] in DEEP_CHECKS
+        return str(marker.args[0])
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    runs_ptx = any(str(params.get(name, "")).startswith("ptx") for name in ("backend", "library"))
+    return "nvcc's code" if runs_ptx or item.path.parent.name == "ptx" else None
 
 
 def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -169,7 +208,8 @@ def sample(rows: Sequence[Mapping[str, object]], count: int | None, seed: str) -
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Skips a test that needs kernels that only --all-ptx compiles. Else a missing kernel is a failure."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    lacks_kernels = params.get("backend") == "ptx" and not item.config.getoption("--all-ptx")
+    on_ptx = params.get("backend") == "ptx" or item.path.stem == "test_same_bits"
+    lacks_kernels = on_ptx and not item.config.getoption("--all-ptx")
     try:
         yield
     except RuntimeError as error:

@@ -729,6 +729,7 @@ def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias_shape", [None, (8192,), (8192, 1)], ids=str)
 def test_memory_is_linear_in_the_sequence(bias_shape: tuple[int, ...] | None, run_python: Callable[..., Any]) -> None:
     """At S = 8192 one S x S float32 matrix is 256 MiB; forward and backward may grow the process by a tenth of that."""
@@ -750,6 +751,7 @@ print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 lengths = st.integers(1, 150)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     batch=st.integers(0, 2),

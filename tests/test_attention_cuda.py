@@ -298,6 +298,8 @@ def test_packed_sequences_said_to_be_as_long_as_can_be() -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
+@pytest.mark.deep("races")
 @pytest.mark.cpu_only("emulated as a test wants it")
 def test_dropout_of_a_captured_graph_is_drawn_anew_by_each_replay() -> None:
     """Seed and offset then lie in memory that a replay changes; what a forward took of it, its backward gets."""
@@ -531,10 +533,12 @@ class TestCost:
         assert keys <= emulation.counters["global_load_bytes"] < 1.5 * keys
 
 
+@pytest.mark.deep("races")
 class TestRaces:
     pytestmark = pytest.mark.cpu_only("emulated as a test wants it")
     OPTIONS: Any = ({}, {"causal": True}, {"window": (70, 10), "softcap": 2.0, "dropout_p": 0.2})
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     @pytest.mark.parametrize(
         "sizes",
@@ -566,6 +570,7 @@ class TestRaces:
         tensors = qkv(1, 30, 700, 1, 1, 64, 64, torch.float16)
         return {**tensors, "key": (tensors["key"].detach() + 32).requires_grad_()}
 
+    @pytest.mark.slow
     def test_deterministic_gradients_are_equal_in_every_order(self) -> None:
         """Something orders all additions, so their order is the same in 20 schedules. Where blocks do not take turns
         nothing does, or this test would show nothing."""
@@ -578,6 +583,7 @@ class TestRaces:
             with testing.emulated("sm_80", "lazy", "pct", seed):
                 assert all(map(torch.equal, self.run(tensors), first))
 
+    @pytest.mark.slow
     def test_every_wait_is_needed(self) -> None:
         """Few heads divide keys or walks among blocks, many do not, and both ways have waits of their own; as have a
         head dim at which warps share keys, and blocks that take turns."""

@@ -92,6 +92,7 @@ def test_a_lost_gpu_is_attributed_to_the_case_that_lost_it(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("capability", "processors"), [(90, 132), (80, 108)])
 def test_large_cases_cover_split_and_unsplit_kernels(capability: int, processors: int, backward: bool) -> None:

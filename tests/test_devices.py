@@ -145,6 +145,7 @@ def test_vectors_of_sums_where_the_device_has_them(options: dict[str, Any]) -> N
         assert all(map(torch.equal, gradients["sm_80"], gradients["sm_90a"]))
 
 
+@pytest.mark.slow
 def test_more_heads_than_a_grid_has_rows() -> None:
     """The second and third axis of a grid end at 65,535."""
     heads = 65_537

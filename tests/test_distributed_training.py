@@ -123,6 +123,7 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
 EVERY_PAIR = [(o, s) for o in OPTIONS for s in STYLES if o != "sharded" or s not in ("freeze", "uneven")]
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize(("options", "style"), EVERY_PAIR)
@@ -130,6 +131,7 @@ def test_every_option_in_every_style_on_two_ranks(options: str, style: str) -> N
     train_and_compare(torch.float64, options, style)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("style", STYLES)
@@ -137,6 +139,7 @@ def test_styles_on_four_ranks(style: str) -> None:
     train_and_compare(torch.float64, "default", style)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.sampled(count=2)
 @pytest.mark.parametrize("options", OPTIONS)
@@ -144,6 +147,7 @@ def test_float32_on_four_ranks(options: str) -> None:
     train_and_compare(torch.float32, options, "plain")
 
 
+@pytest.mark.slow
 @on_ranks(8)
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("options", OPTIONS)

@@ -80,6 +80,7 @@ def every_split(shapes: dict[str, tuple[int, ...]], names: Sequence[str]) -> Ite
         yield {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_products(size: int, workers: Any) -> None:
@@ -133,6 +134,7 @@ def products() -> None:
         check(gemm, batches, splits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention(size: int, workers: Any) -> None:
     workers.run(size, __name__, "attention", {})
@@ -173,6 +175,7 @@ def attention() -> None:
         flash_attention(**parts, dropout_p=0.5)
 
 
+@pytest.mark.slow
 def test_two_dimensions_of_a_mesh(workers: Any) -> None:
     workers.run(4, __name__, "two_dimensions", {})
 
@@ -272,6 +275,7 @@ def parallel_layers() -> None:
     compare(module, tp.parallelize_module(split, mesh, gated))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order", ["cuda_ext.gemm, torch.distributed.tensor", "torch.distributed.tensor, cuda_ext.gemm"]
 )

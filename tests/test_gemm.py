@@ -337,6 +337,7 @@ def test_many_batch_dims() -> None:
         gemm(rand(*shape, 2, 3), rand(*reversed(shape), 3, 2))
 
 
+@pytest.mark.slow
 @given(
     op=st.sampled_from(list(OPS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
@@ -440,6 +441,7 @@ print(json.dumps("ok"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("instruction sets")
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512"] * torch.cpu._is_avx512_bf16_supported()])

@@ -143,6 +143,7 @@ def test_compile_with_dynamic_shapes_traces_once(op: str) -> None:
             out.sum().backward()
 
 
+@pytest.mark.slow
 def test_compile_with_inductor() -> None:
     """The default backend once, with code of its own around the ops."""
     torch._dynamo.reset()
@@ -171,6 +172,7 @@ def test_compile_under_autocast() -> None:
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(), call())
 
 
+@pytest.mark.slow
 def test_export_with_a_dynamic_batch(tmp_path: Path, run_python: RunPython) -> None:
     """Also saved, and loaded in a process that imports the ops and nothing else."""
 

@@ -256,6 +256,7 @@ def test_generation(name: str, mode: str) -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_compiled_generation(name: str) -> None:
@@ -275,6 +276,7 @@ def test_compiled_generation(name: str) -> None:
 # Compiled models
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
@@ -295,6 +297,7 @@ def test_compiled_forward_has_one_graph_for_all_lengths(name: str, padded: bool)
     assert counted.count <= 2  # the first length is a constant, the second one a symbol
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_compiled_training_on_packed_sequences(explicit: bool) -> None:
@@ -321,6 +324,7 @@ def test_compiled_training_on_packed_sequences(explicit: bool) -> None:
 # Training
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(count=8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*models.DECODERS, *models.OTHERS])

@@ -490,6 +490,7 @@ def small_model() -> nn.Module:
     return Model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_model_is_the_eager_model(backend: str) -> None:
     torch._dynamo.reset()
@@ -508,6 +509,7 @@ def test_compiled_model_is_the_eager_model(backend: str) -> None:
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rotary_tables_grow_in_a_compiled_model() -> None:
     torch._dynamo.reset()
     rotary = RotaryEmbedding(8, max_seqlen=4)

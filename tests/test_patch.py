@@ -689,6 +689,7 @@ def test_transforms() -> None:
     torch.testing.assert_close(*derivatives, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "T5 gated", "GPT2", "Whisper", "nn.Sequential"])
 @pytest.mark.sampled(count=2)
 def test_compiles_without_graph_breaks(name: str) -> None:
@@ -763,6 +764,7 @@ def test_lora(targets: list[str], patch_first: bool) -> None:
 # Ranks
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_wrapped_for_several_ranks() -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard

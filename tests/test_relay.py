@@ -66,6 +66,7 @@ def relay(tmp_path: Path) -> Relay:
     return start
 
 
+@pytest.mark.slow
 def test_gets_to_the_last_test(relay: Relay) -> None:
     process = relay("--patience", "6")
     output, _ = process.communicate(timeout=120)
@@ -90,6 +91,7 @@ def test_good_tests_pass(relay: Relay) -> None:
     assert output.endswith("\nrelay: 2 passed, 1 skipped\n")
 
 
+@pytest.mark.slow
 def test_patience_begins_with_the_first_test(relay: Relay, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("import time\ntime.sleep(5)")
     process = relay("--patience", "4", "-k", "first or last")
@@ -97,6 +99,7 @@ def test_patience_begins_with_the_first_test(relay: Relay, tmp_path: Path) -> No
     assert process.returncode == 0, output
 
 
+@pytest.mark.slow
 def test_no_tests_are_no_success(relay: Relay) -> None:
     process = relay("-k", "none_of_that_name")
     output, _ = process.communicate(timeout=300)
@@ -104,6 +107,7 @@ def test_no_tests_are_no_success(relay: Relay) -> None:
     assert output.endswith("relay: no tests\n")
 
 
+@pytest.mark.slow
 def test_says_what_it_knows_when_it_is_stopped(relay: Relay) -> None:
     process = relay("-k", "first or hangs")
     assert process.stdout is not None
@@ -120,6 +124,7 @@ def test_says_what_it_knows_when_it_is_stopped(relay: Relay) -> None:
     assert output.endswith("relay: 1 passed, 1 begun\n")
 
 
+@pytest.mark.slow
 def test_another_call_goes_on_where_one_was_stopped(relay: Relay, tmp_path: Path) -> None:
     record = tmp_path / "record"
     record.write_text(

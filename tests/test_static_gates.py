@@ -93,6 +93,10 @@ __global__ void __launch_bounds__(32) kernel(unsigned at, float* to, int turns) 
 """
 
 
+# Writing the machine code of the library takes a minute.
+reads_machine_code = pytest.mark.deep("machine code")
+
+
 @pytest.fixture(scope="module")
 def kernels() -> list[Kernel]:
     return static_gates.read_kernels(_stamp.LIBRARY)
@@ -110,14 +114,24 @@ def compiled(folder: Path, source: str, *flags: str) -> tuple[list[Kernel], str]
     return static_gates.read_kernels(folder / "kernel.o"), done.stdout + done.stderr
 
 
+@reads_machine_code
 def test_every_kernel_of_the_library_passes(kernels: list[Kernel]) -> None:
     stamp = _stamp.read()
     assert {kernel.arch for kernel in kernels} == {_toolchain.sm_name(arch) for arch in stamp["archs"]}
     assert static_gates.faults(kernels) == []
+
+
+def test_nothing_spills_and_ptxas_has_no_complaint() -> None:
+    """What needs no machine code, in every run."""
+    stamp = _stamp.read()
+    found = static_gates.read_kernels(_stamp.LIBRARY, machine_code=False)
+    assert len(found) > 300
+    assert [kernel.name for kernel in found if kernel.stack_bytes or kernel.local_bytes or not kernel.threads] == []
     assert static_gates.compiler_complaints(static_gates.build_log(stamp)) == []
     assert static_gates.shared_kernels(static_gates.cuda_objects(stamp)) == []
 
 
+@reads_machine_code
 def test_tables_are_current(kernels: list[Kernel]) -> None:
     cuda, written = static_gates.read_document()
     if cuda != BUILT_FOR:
@@ -129,6 +143,7 @@ def test_tables_are_current(kernels: list[Kernel]) -> None:
 ANY = (Rule("kernel"),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
@@ -142,6 +157,7 @@ def test_bad_kernel_is_a_fault(tmp_path: Path, source: str, complaint: str) -> N
     assert fault.startswith(f"sm_90a kernel: {complaint}")
 
 
+@pytest.mark.slow
 def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     kernels, _ = compiled(tmp_path, READS_BEFORE_IT_MULTIPLIES)
     assert static_gates.faults(kernels, (Rule("kernel", lead=1000),)) == []
@@ -151,6 +167,7 @@ def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     assert fault.startswith("sm_90a kernel: expected at most 8 instructions between two products of its loop, got")
 
 
+@pytest.mark.slow
 def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
     compiled(tmp_path, IS_FINE + IS_FINE.replace("kernel(", "gemm_sm90("))
     for name in ("gemm_sm90_bf16.o", "gemm_sm80_bf16.o"):
@@ -159,6 +176,7 @@ def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
     assert static_gates.shared_kernels(sorted(tmp_path.glob("*.o"))) == [told]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("together", "burst"), [(False, 2), (True, 8)])
 def test_loop_that_loads_all_at_once_is_a_fault(tmp_path: Path, together: bool, burst: int) -> None:
     (kernel,), _ = compiled(tmp_path, LOADS_FRAGMENTS, f"-DTOGETHER={int(together)}")
@@ -168,6 +186,7 @@ def test_loop_that_loads_all_at_once_is_a_fault(tmp_path: Path, together: bool, 
     assert [fault.partition(";")[0] for fault in found] == ([told] if together else [])
 
 
+@pytest.mark.slow
 def test_kernel_without_its_instructions_is_a_fault(tmp_path: Path) -> None:
     (kernel,), _ = compiled(tmp_path, IS_FINE)
     assert (kernel.name, kernel.threads, kernel.count("STG")) == ("kernel", 128, 1)
@@ -275,6 +294,7 @@ def test_softmax_after_the_wait_is_a_fault(controls: tuple[dict[str, Kernel], li
         assert [told in fault for fault in found] == [True] * (exponentials < 2)
 
 
+@pytest.mark.slow
 def test_too_many_threads_is_a_complaint(tmp_path: Path) -> None:
     log = "ptxas fatal   : (C7602) Insufficient registers (128) to compile instruction at line 26906 in function _Z4k\n"
     assert static_gates.compiler_complaints(f"ptxas info : 1 bytes gmem\n{log}") == [log.strip()]
@@ -366,6 +386,7 @@ def test_the_path_with_whole_vectors_counts() -> None:
     assert static_gates.find_loop(between).pause > static_gates.find_loop(between).lead == 0
 
 
+@reads_machine_code
 def test_main_loops_are_found(kernels: list[Kernel]) -> None:
     for kernel in kernels:
         loop = kernel.loop.instructions
@@ -384,6 +405,7 @@ STATIC_SHARED_BYTES = {
 }
 
 
+@reads_machine_code
 def test_tables_are_read_as_written(kernels: list[Kernel]) -> None:
     documented = static_gates.documented_kernels()
     for kernel in kernels:
@@ -393,6 +415,7 @@ def test_tables_are_read_as_written(kernels: list[Kernel]) -> None:
         assert read.shared_bytes == STATIC_SHARED_BYTES.get(family, 0)
 
 
+@reads_machine_code
 def test_tables_go_into_the_document(tmp_path: Path, kernels: list[Kernel]) -> None:
     document = tmp_path / "kernels.md"
     shutil.copy(static_gates.DOCUMENT, document)

@@ -142,6 +142,7 @@ def test_group_of_some_ranks() -> None:
     assert torch.equal(all_reduce(all_reduce_gradient(x, group=alone), group=alone), x)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.sampled(count=1)
 @pytest.mark.parametrize(("backend", "op"), [("aot_eager", "sum"), ("aot_eager", "mean"), ("inductor", "sum")])

@@ -219,8 +219,9 @@ def _dump(binary: Path, *flags: str, folder: Path | None = None) -> str:
         return out.read()
 
 
-def read_kernels(binary: Path) -> list[Kernel]:
-    """The kernels of a library or an object file, sorted by architecture and name."""
+def read_kernels(binary: Path, machine_code: bool = True) -> list[Kernel]:
+    """The kernels of a library or an object file, sorted by architecture and name. Without `machine_code`, whose text
+    takes a minute to write, only their resources."""
     kernels: dict[tuple[str, str], Kernel] = {}
 
     def of(arch: str, symbol: str) -> Kernel:
@@ -236,7 +237,7 @@ def read_kernels(binary: Path) -> list[Kernel]:
                 kernel.shared_bytes -= RESERVED_SHARED_BYTES
     instruction = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]*)[^;]*)")
     code: list[tuple[int, str]] = []
-    for arch, line in _by_arch(_dump(binary, "-sass")):
+    for arch, line in _by_arch(_dump(binary, "-sass") if machine_code else ""):
         if match := re.match(r"\s*Function : (\S+)", line):
             kernel = of(arch, match[1])
             code = []

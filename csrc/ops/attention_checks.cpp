@@ -111,20 +111,21 @@ void check_packed(AttentionShape& shape, const char* op, const Tensor& query, co
   shape.batch = o.cu_seqlens_q->size(0) - 1;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const auto longest = [&](const char* name, const Tensor& cu_seqlens, const OptionalSymInt& limit) {
-    const OptionalInt given = limit ? OptionalInt(limit->guard_int(__FILE__, __LINE__)) : std::nullopt;
+    const bool given = limit.has_value();
+    const int64_t most = given ? limit->guard_int(__FILE__, __LINE__) : kMost;
     int64_t length = 0;
     if (cu_seqlens.is_cpu()) {
       const Tensor contiguous = cu_seqlens.contiguous();
       const int32_t* at = contiguous.const_data_ptr<int32_t>();
       for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, at[b + 1] - at[b]);
-    } else if (!given.has_value() && shape.batch > 0) {
+    } else if (!given && shape.batch > 0) {
       length = cu_seqlens.diff().max().item<int>();  // waits for the stream
     }
-    CUDA_EXT_CHECK(!given.has_value() || *given >= length, op, "expected ", name, " of at least ", length,
-                   ", the longest sequence, got ", *given);
-    CUDA_EXT_CHECK(!given.has_value() || *given <= kMost, op, "expected ", name, " of at most ", kMost,
-                   ", all that int32 cu_seqlens can hold, got ", *given);
-    return given.value_or(length);
+    CUDA_EXT_CHECK(length <= most, op, "expected ", name, " of at least ", length, ", the longest sequence, got ",
+                   most);
+    CUDA_EXT_CHECK(most <= kMost, op, "expected ", name, " of at most ", kMost,
+                   ", all that int32 cu_seqlens can hold, got ", most);
+    return given ? most : length;
   };
   shape.longest_q = longest("max_seqlen_q", *o.cu_seqlens_q, o.max_seqlen_q);
   shape.longest_k = longest("max_seqlen_k", *o.cu_seqlens_k, o.max_seqlen_k);

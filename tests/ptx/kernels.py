@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import random
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,9 +54,18 @@ class Kernels:
 MORE = {"f16", "f32", "tf32"}
 
 
+@functools.cache
+def head_dims(everything: bool) -> tuple[int, ...]:
+    """The head dims of attention's kernels; unless `everything`, 64 and one that the seed of the run draws."""
+    if everything:
+        return _build.HEAD_DIMS
+    seed = os.environ.get("CUDA_EXT_TEST_SEED", "0")  # tests/conftest.py sets it
+    return 64, random.Random(f"{seed} head dim").choice([dim for dim in _build.HEAD_DIMS if dim != 64])
+
+
 def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
-    """The CUDA sources of the package; unless `everything`, without those for `MORE`. Kernels on wgmma are only for
-    sm_90a; nothing calls them on other devices.
+    """The CUDA sources of the package; unless `everything`, without those for `MORE` and for other head dims than
+    `head_dims`. Kernels on wgmma are only for sm_90a; nothing calls them on other devices.
 
     The GEMM sources compile longest and come first, so that all cores are busy to the end.
     """
@@ -62,6 +73,8 @@ def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
     if arch != "sm_90a":
         found = [path for path in found if f"{_build.SM90A_SOURCES}_" not in path.stem]
     found.sort(key=lambda path: (path.parent.name != "gemm", path))
+    dims = {0, *head_dims(everything)}
+    found = [path for path in found if _build.head_dim_of(path) in dims]
     return [path for path in found if everything or not MORE & set(path.stem.split("_"))]
 
 
@@ -71,7 +84,7 @@ def load(arch: str = "sm_80", everything: bool = False) -> Kernels:
 
     Launching a kernel that was left out raises RuntimeError with "is not in this library".
     """
-    name = f"kernels-{arch}{'' if everything else '-bf16'}"
+    name = f"kernels-{arch}{'' if everything else f'-bf16-d{head_dims(False)[-1]}'}"
     return Kernels(build.build_library(name, sources(everything, arch), OTHERS, arch=arch, stubs=True))
 
 

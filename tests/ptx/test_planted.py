@@ -168,6 +168,7 @@ def detect(fault: Fault, csrc: Path, folder: Path) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_a_fault_is_detected(name: str, tmp_path: Path) -> None:
     """Without the fault the case passes, here or in test_conformance.py, test_runtime.py and test_hints.py."""
     if build.find_toolkit() is None:

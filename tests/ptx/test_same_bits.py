@@ -171,6 +171,7 @@ def units_apart(a: Tensor, b: Tensor) -> float:
     return float(((a.double() - b.double()).abs() / one).max())
 
 
+@pytest.mark.slow
 def test_bits_equal_those_of_the_direct_emulation(library: kernels.Kernels, name: str, dtype: torch.dtype) -> None:
     expected = run(CASES[name], dtype, testing.emulated(threads=1))
     most = MAX_UNITS if reason(name, dtype) else 0.0

@@ -182,6 +182,7 @@ RACES: list[tuple[tuple[int, ...], dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.deep("races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: tuple[int, ...], options: dict[str, Any], processors: int) -> None:
     tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
@@ -200,6 +201,8 @@ HARMLESS = {
 }
 
 
+@pytest.mark.deep("races")
+@pytest.mark.slow
 def test_removal_of_any_synchronisation_is_noticed() -> None:
     runs = []
     for sizes, options, processors in RACES:

@@ -24,6 +24,7 @@ def ptxas_log(source: str, architecture: str, target: Path) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
 @pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("architecture", ["80", "90a"])

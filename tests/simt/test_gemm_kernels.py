@@ -442,6 +442,7 @@ def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[i
 HARMLESS: dict[str, str] = {}
 
 
+@pytest.mark.slow
 def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     survivors, calls = undetected_removals(library, hooked, [Case(call) for call in CALLS.values()])
     assert calls >= 15
