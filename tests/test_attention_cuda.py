@@ -130,6 +130,7 @@ def test_pairs_of_features(pair: tuple[str, str], pytestconfig: pytest.Config) -
 
 
 # Around tiles of 128 queries, and of 128 or 64 keys.
+@pytest.mark.sampled
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 193, 257])
 @pytest.mark.parametrize("extra", [-64, -1, 0, 1, 64])
 def test_lengths_around_the_tiles(length: int, extra: int) -> None:
@@ -153,6 +154,7 @@ def test_head_dims_are_padded(dims: tuple[int, int]) -> None:
         check(qkv(1, 70, 75, 2, 1, *dims, dtype), causal=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("group", [1, 2, 8, 40])
 @pytest.mark.parametrize("queries", [1, 3, 20, 150])
 def test_heads_that_share_keys(group: int, queries: int) -> None:
@@ -160,6 +162,7 @@ def test_heads_that_share_keys(group: int, queries: int) -> None:
     check_with(qkv(2, queries, 90, 2 * group, 2, 64, 64, torch.float16), {"causal": True, "sinks": True, "alibi": True})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keys", [1, 64, 65, 1000])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("features", [(), ("causal",), ("window", "sinks"), ("alibi", "softcap")], ids=str)
@@ -200,6 +203,7 @@ HIDDEN_ROWS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("hidden", "packed"), [(name, packed) for name in HIDDEN_ROWS for packed in (False, True)])
 def test_rows_that_see_nothing(hidden: str, with_sinks: bool, packed: bool) -> None:
@@ -340,6 +344,7 @@ def test_a_bias_of_every_shape(shape: tuple[int, ...], deterministic: bool) -> N
         check({**tensors, "bias": bias}, causal=True, deterministic=deterministic)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}], ids=str)
 def test_blocks_that_do_a_whole_walk(dims: tuple[int, int], options: dict[str, Any], backend: str) -> None:

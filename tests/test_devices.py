@@ -41,6 +41,7 @@ def qkv(batch: int, queries: int, keys: int, heads: int, heads_kv: int, dim: int
     return tensors_of({"query": (batch, queries, heads, dim), "key": of_keys, "value": of_keys})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
@@ -73,6 +74,7 @@ def test_layers(name: str) -> None:
         assert_op_matches_reference(cuda_ext.linear, reference_linear, tensors, {"activation": "gelu"})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize(
     ("sizes", "options"),

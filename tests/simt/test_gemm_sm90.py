@@ -335,6 +335,7 @@ def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
             assert repeated.is_right(library), seed
 
 
+@pytest.mark.deep("races")
 @pytest.mark.slow
 @CASE
 def test_no_races(hooked: GemmLibrary, name: str) -> None:
@@ -367,6 +368,7 @@ HARMLESS: dict[str, str] = {
 }
 
 
+@pytest.mark.deep("races")
 @pytest.mark.slow
 def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     survivors, calls = undetected_removals(library, hooked, [make() for make in CASES.values()], HARMLESS)
