@@ -68,7 +68,9 @@ PTX_SUITES: dict[str, set[torch.dtype] | None] = {
     "test_attention_cuda": {torch.bfloat16},
 }
 # Each compiles all kernels once more, or reads the machine code of all: about a minute of two cores.
-DEEP_CHECKS = ("races", "nvcc's code", "machine code")
+DEEP_CHECKS = ("races", "nvcc's ops", "nvcc's primitives", "machine code")
+# The files in tests/ptx that compile the kernels of the package; the others compile those of the tests.
+PTX_OF_OPS = {"test_counters", "test_gemm_sm90", "test_planted", "test_same_bits", "test_widths"}
 NEEDS_ALL_PTX = pytest.StashKey[bool]()
 
 
@@ -80,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=float,
         default=1.0,
         help="run a random part of the tests marked slow, for example 0.25 of them, and one of the deep checks of the "
-        "CUDA kernels: their races, nvcc's code on the emulator, their machine code (default: all)",
+        "CUDA kernels: their races, nvcc's code on the emulator (two checks), their machine code (default: all)",
     )
     parser.addoption(
         "--all-ptx",
@@ -169,8 +171,10 @@ def deep_check_of(item: pytest.Item) -> str | None:
         assert marker.args[0] in DEEP_CHECKS
         return str(marker.args[0])
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    runs_ptx = any(str(params.get(name, "")).startswith("ptx") for name in ("backend", "library"))
-    return "nvcc's code" if runs_ptx or item.path.parent.name == "ptx" else None
+    in_ptx = item.path.parent.name == "ptx"
+    if str(params.get("backend", "")).startswith("ptx") or (in_ptx and item.path.stem in PTX_OF_OPS):
+        return "nvcc's ops"
+    return "nvcc's primitives" if in_ptx or str(params.get("library", "")).startswith("ptx") else None
 
 
 def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
