@@ -104,7 +104,7 @@ $(VENV)/.toolkit: $(VENV)/.torch
 # What the tests import and the linters, without cuda_ext itself.
 $(VENV)/.packages: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "installing the packages that the tests use into $(VENV)"
-	$(INSTALL) $$($(BIN)/python tools/test_packages.py)
+	$(INSTALL) $$($(BIN)/python tools/required_by_tests.py)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.packages

@@ -187,7 +187,7 @@ def not_sampled(items: list[pytest.Item]) -> set[pytest.Item]:
     left_out: set[pytest.Item] = set()
     for key, group in groups.items():
         marker = group[0].get_closest_marker("sampled")
-        assert marker is not None
+        assert marker is not None and not marker.args, "sampled takes count by name"
         kept = sample([item.callspec.params for item in group], marker.kwargs.get("count"), f"{SEED} {key}")
         left_out |= {item for index, item in enumerate(group) if index not in kept}
     return left_out

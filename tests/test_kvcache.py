@@ -89,8 +89,7 @@ def random_case(dtype: torch.dtype, dims: tuple[int, ...] = DIMS) -> None:
     check(torch.randn(len(lengths), queries, heads_kv * group, dim).to(dtype), cache, key, value, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(count=24)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", range(100))
 def test_random(dtype: torch.dtype, case: int) -> None:
@@ -105,7 +104,7 @@ def test_long_sequences(queries: int, keys: int) -> None:
 
 
 @pytest.mark.cpu_only("of dtypes and head dims that CUDA lacks")
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(count=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", range(50))
 def test_random_on_cpu(dtype: torch.dtype, case: int) -> None:
