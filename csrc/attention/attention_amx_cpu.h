@@ -5,29 +5,16 @@
 #pragma once
 
 #include "attention/attention_cache_cpu.h"
+#include "cpu/amx.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kAmxRows = 16, kAmxDepth = 32, kAmxTile = kAmxRows * kAmxDepth;  // bfloat16 elements of a tile
 
-#define CUDA_EXT_AMX                                                                                               \
-  __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"), \
-                 noinline))
-
-struct alignas(64) AmxConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-CUDA_EXT_AMX inline void amx_begin() {
-  static const AmxConfig config;
-  _tile_loadconfig(&config);
-}
-CUDA_EXT_AMX inline void amx_end() { _tile_release(); }
-
 // s (2, 16, 16) = the products of two tiles of keys, rows `stride` elements apart, with 16 rows q (depth, tile).
 CUDA_EXT_AMX inline void amx_scores(const bfloat16_t* k0, const bfloat16_t* k1, int64_t stride, const bfloat16_t* q,
                                     int64_t depth, float* s) {
+  order_tiles_and_memory();
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t d = 0; d < depth; ++d) {
@@ -39,11 +26,13 @@ CUDA_EXT_AMX inline void amx_scores(const bfloat16_t* k0, const bfloat16_t* k1, 
   }
   _tile_stored(0, s, 64);
   _tile_stored(1, s + 256, 64);
+  order_tiles_and_memory();
 }
 
 // out (16, columns), rows `pitch` apart, += p (keys / 32, tile) @ v (keys / 32, columns / 16, tile). columns: whole 32.
 CUDA_EXT_AMX inline void amx_add_values(const bfloat16_t* p, const bfloat16_t* v, int64_t key_tiles, int64_t columns,
                                         float* out, int64_t pitch) {
+  order_tiles_and_memory();
   for (int64_t c = 0; c < columns / 16; c += 2) {
     _tile_loadd(0, out + c * 16, pitch * 4);
     _tile_loadd(1, out + c * 16 + 16, pitch * 4);
@@ -58,6 +47,7 @@ CUDA_EXT_AMX inline void amx_add_values(const bfloat16_t* p, const bfloat16_t* v
     _tile_stored(0, out + c * 16, pitch * 4);
     _tile_stored(1, out + c * 16 + 16, pitch * 4);
   }
+  order_tiles_and_memory();
 }
 
 // Columns [0, dim) of two rows, interleaved: pair `pair` of the tiles (dim / 16, tile) at `to`.
@@ -119,15 +109,6 @@ struct AmxScratch {
 
 constexpr int64_t kRowPointers = AmxScratch::kKeys;
 
-// Pointers to the rows of the tile's first key head.
-template <class Tile>
-void find_rows(const Tile& tile, const HeadsView& view, int64_t j_begin, int64_t keys, const bfloat16_t** rows) {
-  for_pieces<bfloat16_t>(tile.p, view, tile.s, tile.batch, tile.kv_head, j_begin, j_begin + keys,
-                         [&](int64_t j, Rows<const bfloat16_t> piece, int64_t count, Rows<const bfloat16_t>) {
-                           for (int64_t i = 0; i < count; ++i) rows[j - j_begin + i] = piece[i];
-                         });
-}
-
 // (count, dim) queries of each head of a tile -> (heads, rows / 16, dim / 32) tiles of pairs of elements x rows.
 template <class Tile>
 void pack_queries(const Tile& tile, bfloat16_t* q) {
@@ -183,7 +164,7 @@ template <class Tile, class F>
 void for_tiles_of_keys(const Tile& tile, const HeadsView& view, int64_t dim, int64_t j_begin, int64_t keys,
                        bfloat16_t* copies, F&& f) {
   const bfloat16_t* rows[kRowPointers];
-  find_rows(tile, view, j_begin, keys, rows);
+  find_rows(tile.p, view, tile.s, tile.batch, tile.kv_head, j_begin, keys, rows);
   for (int64_t j = 0; j < keys; j += 2 * kAmxRows)
     for (int64_t h = 0; h < tile.kv_heads; ++h) {
       const auto is_whole = [&](int64_t first) {
@@ -217,7 +198,7 @@ template <class Tile>
 void interleave_values(const Tile& tile, int64_t j_begin, int64_t keys, bfloat16_t* v) {
   const AttentionParams& p = tile.p;
   const bfloat16_t* rows[kRowPointers];
-  find_rows(tile, p.value, j_begin, keys, rows);
+  find_rows(p, p.value, tile.s, tile.batch, tile.kv_head, j_begin, keys, rows);
   for (int64_t j = 0; j < (keys + kAmxDepth - 1) / kAmxDepth * kAmxDepth; j += 2)
     for (int64_t h = 0; h < tile.kv_heads; ++h) {
       bfloat16_t* const to = v + h * AmxScratch::kKeys * p.dim_v + j / kAmxDepth * kAmxDepth * p.dim_v;

@@ -43,6 +43,16 @@ CUDA_EXT_INLINE void for_pieces(const AttentionParams& p, const HeadsView& view,
   }
 }
 
+// Pointers to keys or values [j_begin, j_begin + keys).
+template <class Storage>
+void find_rows(const AttentionParams& p, const HeadsView& view, const Sequence& s, int64_t b, int64_t head,
+               int64_t j_begin, int64_t keys, const Storage** rows) {
+  for_pieces<Storage>(p, view, s, b, head, j_begin, j_begin + keys,
+                      [&](int64_t j, Rows<const Storage> piece, int64_t count, Rows<const Storage>) {
+                        for (int64_t i = 0; i < count; ++i) rows[j - j_begin + i] = piece[i];
+                      });
+}
+
 // A row of x, of which the first rotary_dim elements are rotated by the angles of a position.
 template <class Storage, class T = Compute<Storage>>
 void rotate_row(const CacheAppendParams& p, const Storage* x, int64_t dim, int64_t position, Storage* to) {

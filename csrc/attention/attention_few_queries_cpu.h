@@ -285,7 +285,7 @@ inline void attend_rows_amx(const RowTile<float>& tile, int64_t j_begin, int64_t
   const int64_t rows = tile.head_rows(), whole_rows = AmxScratch::whole(rows), depth = p.dim / kAmxDepth;
   for (int64_t j = j_begin; j < j_end; j += AmxScratch::kKeys) {
     const int64_t keys = std::min(AmxScratch::kKeys, j_end - j), key_tiles = (keys + kAmxDepth - 1) / kAmxDepth;
-    amx_begin();
+    const AmxTiles tiles;
     for_tiles_of_keys(tile, p.key, p.dim, j, keys, amx.k, [&](int64_t at, int64_t h, const TwoTiles& k) {
       for (int64_t r = 0; r < rows; r += kAmxRows) {
         amx_scores(k.of[0], k.of[1], k.stride, amx.q + (h * whole_rows + r) * p.dim, depth, amx.scores);
@@ -310,7 +310,6 @@ inline void attend_rows_amx(const RowTile<float>& tile, int64_t j_begin, int64_t
         amx_add_values(amx.weights, amx.v + h * AmxScratch::kKeys * p.dim_v, key_tiles, p.dim_v,
                        amx.step + (h * whole_rows + r) * p.dim_v, p.dim_v);
       }
-    amx_end();
     for (int64_t h = 0; h < tile.kv_heads; ++h)
       for (int64_t i = 0; i < rows * p.dim_v; i += kLanes<float>) {
         float* const out = sums.out + h * rows * p.dim_v + i;

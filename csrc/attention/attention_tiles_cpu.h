@@ -12,6 +12,7 @@
 
 #include "attention/attention.h"
 #include "base/philox.h"
+#include "cpu/amx.h"
 #include "cpu/math.h"
 #include "cpu/microkernel.h"
 
@@ -197,22 +198,70 @@ void pack_along_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed
   }
 }
 
-// (keys, width) of float32 -> (keys, width / 2) of pairs of queries; `pairs` may be `values`.
+#if defined(CUDA_EXT_BFLOAT16_PAIRS)
+
+// The lanes of both, rounded to bfloat16, as pairs of a lane of each.
+CUDA_EXT_INLINE Vec<float> round_to_pairs(Vec<float> first, Vec<float> second) {
+#if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
+  return (Vec<float>)(bfloat16_words(first) | bfloat16_words(second) << 16);
+#else
+  alignas(64) static constexpr auto kOrder = [] {
+    std::array<uint16_t, 32> order{};
+    for (int n = 0; n < 32; ++n) order[n] = uint16_t(n / 2 + n % 2 * 16);
+    return order;
+  }();
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  return (Vec<float>)_mm512_permutexvar_epi16(_mm512_load_si512(kOrder.data()), both);
+#endif
+}
+
+// Two vectors of consecutive floats, rounded to bfloat16, as pairs of neighbours.
+CUDA_EXT_INLINE void store_as_pairs(float* pairs, Vec<float> low, Vec<float> high) {
+#if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
+  store(reinterpret_cast<bfloat16_t*>(pairs), low);
+  store(reinterpret_cast<bfloat16_t*>(pairs) + kLanes<float>, high);
+#else
+  store(pairs, (Vec<float>)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#endif
+}
+
+// (keys, width) of float32 -> (keys, width / 2) of pairs of queries; `pairs` may be `values`. width: an even number of
+// vectors, or keys is even.
 inline void round_to_pairs_of_queries(const float* values, int64_t count, float* pairs) {
-  for (int64_t at = 0; at < count; at += kLanes<float>)
-    store(reinterpret_cast<bfloat16_t*>(pairs) + at, load(values + at));
+  constexpr int64_t lanes = kLanes<float>;
+  for (int64_t at = 0; at < count; at += 2 * lanes)
+    store_as_pairs(pairs + at / 2, load(values + at), load(values + at + lanes));
 }
 
 // (keys, width) of float32 -> (keys / 2, width) of pairs of keys, in place.
 inline void round_to_pairs_of_keys(float* values, int64_t keys, int64_t width) {
-  for (int64_t j = 0; j < keys; j += 2) {
+  for (int64_t j = 0; j < keys; j += 2)
     for (int64_t i = 0; i < width; i += kLanes<float>) {
-      const Words low = bfloat16_words(load(values + j * width + i));
-      const Words high = j + 1 < keys ? bfloat16_words(load(values + (j + 1) * width + i)) : Words{};
-      store(values + j / 2 * width + i, (Vec<float>)(low | high << 16));
+      const float* const at = values + j * width + i;
+      store(values + j / 2 * width + i, round_to_pairs(load(at), j + 1 < keys ? load(at + width) : Vec<float>{}));
     }
+}
+
+// (n, dim) rows of bfloat16 -> their transpose, (dim, pitch) of pairs of rows; with zeros up to a multiple of 32 rows.
+template <class Rows>
+void pack_transposed_pairs(const Rows& rows, int64_t n, int64_t dim, float* packed, int64_t pitch) {
+  constexpr int lanes = kLanes<float>;
+  for (int64_t j = 0; j < 2 * whole_tiles((n + 1) / 2); j += 2 * lanes) {
+    for (int64_t i = j; i < j + 2 * lanes; ++i)
+      if (i + 2 * lanes < n) prefetch_row(rows[i + 2 * lanes], dim);
+    for_vectors<float>(dim, [&](int64_t d, int64_t count) {
+      const auto row = [&](int64_t i) {
+        return i < n ? (Words)load_partial(static_cast<const bfloat16_t*>(rows[i]) + d, count) : Words{};
+      };
+      Vec<float> square[lanes];
+      for (int r = 0; r < lanes; ++r) square[r] = (Vec<float>)(row(j + 2 * r) >> 16 | row(j + 2 * r + 1));
+      transpose<float>(square);
+      for (int64_t c = 0; c < count; ++c) store(packed + (d + c) * pitch + j / 2, square[c]);
+    });
   }
 }
+
+#endif
 
 // (n, dim) rows of storage -> their transpose, (packed_dim, width) of T; lanes from n on are zeros. width: whole
 // vectors.
@@ -255,6 +304,11 @@ void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
                    [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
 }
 
+template <class T>
+void scale_all(T* values, int64_t count, T factor) {
+  for (int64_t i = 0; i < count; i += kLanes<T>) store(values + i, load(values + i) * factor);
+}
+
 // logits (keys, Vectors * lanes) -> cap * tanh(logits).
 template <int Vectors, class T>
 void apply_softcap(T* logits, int64_t keys, T cap) {
@@ -294,6 +348,27 @@ CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   }
 }
 
+// add_bias for bfloat16 with contiguous keys: they are transposed as pairs, in half the steps.
+inline void add_bias_pairs(const bfloat16_t* bias, int64_t i_stride, int64_t queries, int64_t keys, float* logits,
+                           int64_t width) {
+  constexpr int lanes = kLanes<float>;
+  for (int64_t i = 0; i < queries; i += lanes)
+    for_vectors<float>((keys + 1) / 2, [&](int64_t pair, int64_t count) {
+      Vec<float> square[lanes];
+      for (int r = 0; r < lanes; ++r)
+        square[r] = i + r < queries
+                        ? load_along_k<2>(bias + (i + r) * i_stride + 2 * pair, keys - 2 * pair, count)
+                        : Vec<float>{};
+      transpose<float>(square);
+      for (int64_t c = 0; c < count; ++c) {
+        const int64_t j = 2 * (pair + c);
+        float* const at = logits + j * width + i;
+        store(at, load(at) + (Vec<float>)((Words)square[c] << 16));
+        if (j + 1 < keys) store(at + width, load(at + width) + (Vec<float>)((Words)square[c] & 0xffff0000));
+      }
+    });
+}
+
 // Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows
 // of the bias are read one vector of keys at a time if keys are contiguous.
 template <class T, class Element>
@@ -307,6 +382,8 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
     }
     return;
   }
+  if constexpr (std::is_same_v<Element, bfloat16_t>)
+    if (j_stride == 1) return add_bias_pairs(bias, i_stride, queries, keys, logits, width);
   for (int64_t i = 0; i < queries; i += lanes) {
     for_vectors<T>(keys, [&](int64_t j, int64_t count) {
       Vec<T> square[lanes];
