@@ -13,6 +13,7 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kBackwardKeys = 256;  // this many keys share one packing of a panel
+constexpr int64_t kKeyPairPitch = kBackwardKeys / 2 + kTileWords;
 
 // delta = rowsum(dO o O) - dlse, which the softmax gradient subtracts from every dP of a row. Also the gradient of the
 // sinks, -sum over rows of exp(sink - lse) delta, because a sink has a logit but no value.
@@ -45,43 +46,67 @@ void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
   });
 }
 
-// The buffers of one thread. _of_logits: for K Q^T and V dO^T, in elements of kDepth values.
-template <class Storage, class T = Compute<Storage>>
+// The buffers of one thread. _of_logits: for K Q^T and V dO^T, in elements of kDepth values. With tiles, rows and
+// columns are padded to whole ones.
+template <class Storage, bool tiles, class T = Compute<Storage>>
 struct BackwardScratch {
   T *k, *grad_k, *grad_v;        // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
+  T* k_t;                        // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
   T *k_of_logits, *v_of_logits;  // (kBackwardKeys, pitch of packed_dim); k_of_logits is k if the layout is the same
   T *q, *grad_out;               // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
   T *q_t, *grad_out_t;           // (packed_dim of dim or dim_v, width)
+  T* grad_q_t;                   // with tiles: (dim, width), what one block of keys adds
   T *weights, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
   T* mask;                            // (kBackwardKeys, width), dropout
   Scratch scratch;
 
   explicit BackwardScratch(const AttentionParams& p)
-      : scratch(allocate<T>({{&k, kBackwardKeys * row_pitch<T>(p.dim)},
+      : scratch(allocate<T>({{&k, tiles ? 0 : kBackwardKeys * row_pitch<T>(p.dim)},
+                             {&k_t, tiles ? whole_tiles(p.dim) * kKeyPairPitch : 0},
                              {&k_of_logits, kSharesK ? 0 : kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
                              {&v_of_logits, kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim_v))},
                              {&grad_k, kBackwardKeys * row_pitch<T>(p.dim)},
                              {&grad_v, kBackwardKeys * row_pitch<T>(p.dim_v)},
                              {&q, kPanelQueries<T> * row_pitch<T>(p.dim)},
                              {&grad_out, kPanelQueries<T> * row_pitch<T>(p.dim_v)},
-                             {&q_t, kPanelQueries<T> * packed_dim<Storage>(p.dim)},
-                             {&grad_out_t, kPanelQueries<T> * packed_dim<Storage>(p.dim_v)},
+                             {&q_t, kPanelQueries<T> * packed(p.dim)},
+                             {&grad_out_t, kPanelQueries<T> * packed(p.dim_v)},
+                             {&grad_q_t, tiles ? kPanelQueries<T> * whole_tiles(p.dim) : 0},
                              {&weights, kBackwardKeys * kPanelQueries<T>},
                              {&grad_logits, kBackwardKeys * kPanelQueries<T>},
                              {&slopes, p.softcap > 0 ? kBackwardKeys * kPanelQueries<T> : 0},
                              {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0}})) {
     if (kSharesK) k_of_logits = k;
+    if (tiles) std::fill_n(k_t, whole_tiles(p.dim) * kKeyPairPitch, T(0));  // the rows past the last stay zeros
   }
 
   void pack_keys(Rows<const Storage> keys, Rows<const Storage> values, int64_t count, int64_t dim,
                  int64_t dim_v) const {
-    pack_along_rows(keys, count, dim, k);
+    if constexpr (tiles)
+      pack_transposed_pairs(keys, count, dim, k_t, kKeyPairPitch);
+    else
+      pack_along_rows(keys, count, dim, k);
     if (!kSharesK) pack_rows<kDepth<Storage>>(keys, count, dim, k_of_logits);
     pack_rows<kDepth<Storage>>(values, count, dim_v, v_of_logits);
   }
 
+  // x: the queries or their dO, as `by_dim` (packed_dim, width), and as `by_query` in elements of kDepth queries.
+  static void pack_queries(Rows<const Storage> x, int64_t queries, int64_t dim, int64_t width, T* by_dim,
+                           T* by_query) {
+    pack_transposed(x, queries, dim, by_dim, width);
+    pack_along_rows(x, queries, dim, by_query);
+    if constexpr (tiles) {
+      std::fill(by_dim + packed_dim<Storage>(dim) * width, by_dim + packed(dim) * width, T(0));
+      const int64_t pitch = row_pitch<T>(dim);
+      std::fill(by_query + (queries + 1) / 2 * pitch, by_query + width / 2 * pitch, T(0));
+    }
+  }
+
  private:
   static constexpr bool kSharesK = kDepth<Storage> == 1;
+  static int64_t packed(int64_t dim) {
+    return tiles ? whole_tiles(packed_dim<Storage>(dim)) : packed_dim<Storage>(dim);
+  }
 };
 
 // The gradient of a bias, at one head.
@@ -128,9 +153,9 @@ struct BiasGradient {
 
 // Turns the logits (in scratch.weights) and dP (in scratch.grad_logits) of a block into P and dS, and adds to the
 // gradient of the bias.
-template <class Storage, int Vectors, class T = Compute<Storage>>
-void softmax_gradient(const HeadContext<T>& head, const BackwardScratch<Storage>& scratch, const T* lse, const T* delta,
-                      int64_t i_begin, int64_t i_end, int64_t j_begin, int64_t keys, const BiasGradient<T>& grad_bias) {
+template <int Vectors, class Buffers, class T>
+void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const T* lse, const T* delta, int64_t i_begin,
+                      int64_t i_end, int64_t j_begin, int64_t keys, const BiasGradient<T>& grad_bias) {
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
@@ -215,9 +240,10 @@ struct HeadGroups {
 };
 
 // One call of backward: how its work is divided among tasks, and the buffers that they share.
-template <class Storage>
+template <class Storage, bool tiles>
 class BackwardPass {
   using T = Compute<Storage>;
+  using Buffers = BackwardScratch<Storage, tiles>;
 
  public:
   explicit BackwardPass(const AttentionBackwardParams& p)
@@ -254,7 +280,8 @@ class BackwardPass {
     });
 
     run_workers(heads_.groups * shares_ * splits_, [&](TaskQueue& queue) {
-      const BackwardScratch<Storage> scratch(p_);
+      const Buffers scratch(p_);
+      const AmxTiles amx(tiles);
       T* head_grad_q;
       const int64_t group = p_.heads / p_.heads_kv;
       const Scratch head_scratch =
@@ -277,7 +304,7 @@ class BackwardPass {
 
   // One key head of one sequence, in one split of its keys.
   struct KeyHead {
-    const BackwardScratch<Storage>& scratch;
+    const Buffers& scratch;
     T* head_grad_q;  // of this thread
     int64_t b, kv_head, split;
     T* grad_bias;
@@ -299,7 +326,7 @@ class BackwardPass {
     const Sequence s(p_, at.b);
     const auto k = rows_of<const Storage>(p_.key, at.b, s.k_begin, at.kv_head),
                v = rows_of<const Storage>(p_.value, at.b, s.k_begin, at.kv_head);
-    const BackwardScratch<Storage>& scratch = at.scratch;
+    const Buffers& scratch = at.scratch;
     const int64_t group = p_.heads / p_.heads_kv, h_begin = at.kv_head * group, h_end = h_begin + group;
     for (int64_t h = h_begin; h < h_end; ++h)
       for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(at, s, h)[i], padded<T>(p_.dim), T(0));
@@ -321,16 +348,21 @@ class BackwardPass {
 
   // K Q^T or V dO^T, times factor: out (keys, width).
   static void product_of_logits(int64_t keys, int64_t dim, const T* a, const T* b, int64_t width, T* out, T factor) {
-    using Element = Packed<kDepth<Storage>, T>;
     const int64_t steps = packed_dim<Storage>(dim);
-    block_product<false>(keys, width / kLanes<T>, steps, reinterpret_cast<const Element*>(a), row_pitch<T>(steps), 1,
-                         reinterpret_cast<const Element*>(b), width, out, width, factor);
+    if constexpr (tiles) {
+      amx_product<false>(keys, width, steps, a, row_pitch<T>(steps), b, width, out, width);
+      if (factor != 1) scale_all(out, keys * width, factor);
+    } else {
+      using Element = Packed<kDepth<Storage>, T>;
+      block_product<false>(keys, width / kLanes<T>, steps, reinterpret_cast<const Element*>(a), row_pitch<T>(steps), 1,
+                           reinterpret_cast<const Element*>(b), width, out, width, factor);
+    }
   }
 
   // Adds what queries of head h and keys [j, j + keys), which are packed in scratch, contribute to all gradients.
   void visit_queries(const KeyHead& at, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
-    const BackwardScratch<Storage>& scratch = at.scratch;
+    const Buffers& scratch = at.scratch;
     const HeadContext<T> head(p_, s, at.b, h);
     const auto q = rows_of<const Storage>(p_.query, at.b, s.q_begin, h),
                grad_out = rows_of<const Storage>(p_.grad_out, at.b, s.q_begin, h);
@@ -345,24 +377,44 @@ class BackwardPass {
     const int64_t i_last = std::clamp<int64_t>(j + keys - head.visible.low, 0, s.q_len);
     for (int64_t i = i_first; i < i_last; i += kPanelQueries<T>) {
       const int64_t i_end = std::min(s.q_len, i + kPanelQueries<T>), queries = i_end - i;
-      const int64_t width = padded<T>(queries);
-      pack_transposed(q.from(i), queries, p_.dim, scratch.q_t, width);
-      pack_transposed(grad_out.from(i), queries, p_.dim_v, scratch.grad_out_t, width);
-      pack_along_rows(q.from(i), queries, p_.dim, scratch.q);
-      pack_along_rows(grad_out.from(i), queries, p_.dim_v, scratch.grad_out);
+      const int64_t width = tiles ? 2 * whole_tiles((queries + 1) / 2) : padded<T>(queries);
+      scratch.pack_queries(q.from(i), queries, p_.dim, width, scratch.q_t, scratch.q);
+      scratch.pack_queries(grad_out.from(i), queries, p_.dim_v, width, scratch.grad_out_t, scratch.grad_out);
 
       product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.weights, head.logit_factor);
       product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
       with_vectors(width / lanes, [&](auto count) {
-        softmax_gradient<Storage, decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j,
-                                                          keys, grad_bias);
+        softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
+                                                 grad_bias);
       });
-      add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
+      if constexpr (tiles)
+        add_products_of_tiles(keys, queries, width, scratch, grad_q[i], grad_q.stride);
+      else
+        add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
+    }
+  }
+
+  // The same with tiles, for which the product that gives dQ is transposed.
+  void add_products_of_tiles(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
+                             int64_t grad_q_stride) const {
+    if constexpr (tiles) {
+      T* const weights = scratch.weights;
+      T* const grad_logits = scratch.grad_logits;
+      round_to_pairs_of_queries(weights, keys * width, weights);
+      amx_product<true>(keys, p_.dim_v, width / 2, weights, width / 2, scratch.grad_out, pitch_v_, scratch.grad_v,
+                        pitch_v_);
+      round_to_pairs_of_queries(grad_logits, keys * width, weights);
+      amx_product<true>(keys, p_.dim, width / 2, weights, width / 2, scratch.q, pitch_, scratch.grad_k, pitch_);
+      round_to_pairs_of_keys(grad_logits, keys, width);
+      const int64_t pairs = (keys + 1) / 2, whole = whole_tiles(pairs);
+      std::fill(grad_logits + pairs * width, grad_logits + whole * width, T(0));
+      amx_product<false>(p_.dim, width, whole, scratch.k_t, kKeyPairPitch, grad_logits, width, scratch.grad_q_t, width);
+      add_transposed(scratch.grad_q_t, width, queries, p_.dim, grad_q, grad_q_stride);
     }
   }
 
   // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.weights and scratch.grad_logits, which it overwrites.
-  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const BackwardScratch<Storage>& scratch,
+  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch,
                                T* grad_q, int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
     const int64_t vectors = padded<T>(p_.dim) / kLanes<T>, vectors_v = padded<T>(p_.dim_v) / kLanes<T>;
@@ -425,5 +477,10 @@ class BackwardPass {
   T* split_grad_q_ = nullptr;      // (splits, rows, pitch) if there are several splits
   T* other_bias_parts_ = nullptr;  // all but the first, which is the result
 };
+
+template <class Storage>
+void run_backward(const AttentionBackwardParams& p) {
+  with_tiles<Storage>([&](auto tiles) { BackwardPass<Storage, decltype(tiles)::value>(p).run(); });
+}
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

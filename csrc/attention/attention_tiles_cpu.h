@@ -295,6 +295,24 @@ void unpack_transposed(const T* packed, int64_t width, const T* lane_scale, int6
   }
 }
 
+// rows (n, dim) += the transpose of values (dim, width). dim: of rows that are padded to a whole vector.
+template <class T>
+void add_transposed(const T* values, int64_t width, int64_t n, int64_t dim, T* rows, int64_t stride) {
+  constexpr int lanes = kLanes<T>;
+  for (int64_t i = 0; i < n; i += lanes)
+    for (int64_t d = 0; d < dim; d += lanes) {
+      Vec<T> square[lanes];
+#pragma GCC unroll 16
+      for (int r = 0; r < lanes; ++r) square[r] = load(values + (d + r) * width + i);
+      transpose<T>(square);
+      const int64_t count = std::min<int64_t>(lanes, n - i);
+      for (int64_t r = 0; r < count; ++r) {
+        T* const row = rows + (i + r) * stride + d;
+        store(row, load(row) + square[r]);
+      }
+    }
+}
+
 // The inverse of pack_rows<1>.
 template <class Storage, class T = Compute<Storage>>
 void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
