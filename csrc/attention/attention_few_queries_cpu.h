@@ -347,13 +347,17 @@ inline bool heads_are_adjacent(const AttentionParams& p) {
 
 // Whether this file's method is faster than panels for longest_q queries: if panels leave most lanes empty, and for a
 // few more queries if keys would be packed from between those of other heads, or if keys have to be split among
-// threads. With AMX it is, as long as a tile has all rows of a key head.
+// threads. With AMX it is for more rows, and, if keys have to be split, as long as a tile has all rows of a key head.
 template <class Storage>
 bool are_few_queries(const AttentionParams& p, int64_t longest_q) {
   using T = Compute<Storage>;
   const int64_t head_rows = p.heads / p.heads_kv * longest_q;
 #if defined(CUDA_EXT_HAS_AMX_TILES)
-  if (std::is_same_v<Storage, bfloat16_t> && uses_amx(p, head_rows) && head_rows <= kTileRows) return true;
+  constexpr int64_t kFewRows = 2 * kAmxRows;
+  const bool splits_keys = planned_batch(p) * p.heads_kv < num_threads();
+  if (std::is_same_v<Storage, bfloat16_t> && uses_amx(p, head_rows) &&
+      head_rows <= (splits_keys ? kTileRows : kFewRows))
+    return true;
 #endif
   return longest_q <= kLanes<T> / 2 || head_rows <= 8 || (head_rows <= 16 && heads_are_adjacent(p)) ||
          (longest_q <= 16 && planned_batch(p) * p.heads < num_threads());

@@ -366,25 +366,38 @@ CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
   }
 }
 
-// add_bias for bfloat16 with contiguous keys: they are transposed as pairs, in half the steps.
-inline void add_bias_pairs(const bfloat16_t* bias, int64_t i_stride, int64_t queries, int64_t keys, float* logits,
-                           int64_t width) {
-  constexpr int lanes = kLanes<float>;
-  for (int64_t i = 0; i < queries; i += lanes)
-    for_vectors<float>((keys + 1) / 2, [&](int64_t pair, int64_t count) {
+// add_bias for bfloat16: rows are transposed as pairs of keys, in half the steps. load_pairs(i, pair, count) gives
+// `count` pairs of row i.
+template <class LoadPairs>
+void add_bias_pairs(int64_t queries, int64_t keys, float* logits, int64_t width, LoadPairs&& load_pairs) {
+  constexpr int64_t lanes = kLanes<float>;
+  for (int64_t pair = 0; 2 * pair < keys; pair += lanes)
+    for (int64_t i = 0; i < queries; i += lanes) {
       Vec<float> square[lanes];
-      for (int r = 0; r < lanes; ++r)
-        square[r] = i + r < queries
-                        ? load_along_k<2>(bias + (i + r) * i_stride + 2 * pair, keys - 2 * pair, count)
-                        : Vec<float>{};
-      transpose<float>(square);
-      for (int64_t c = 0; c < count; ++c) {
-        const int64_t j = 2 * (pair + c);
-        float* const at = logits + j * width + i;
-        store(at, load(at) + (Vec<float>)((Words)square[c] << 16));
-        if (j + 1 < keys) store(at + width, load(at + width) + (Vec<float>)((Words)square[c] & 0xffff0000));
+      const int64_t rows = std::min(lanes, queries - i), count = std::min(lanes, (keys + 1) / 2 - pair);
+      if (rows == lanes) {
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < lanes; ++r) square[r] = load_pairs(i + r, pair, count);
+      } else {
+        for (int64_t r = 0; r < lanes; ++r) square[r] = r < rows ? load_pairs(i + r, pair, count) : Vec<float>{};
       }
-    });
+      transpose<float>(square);
+      const auto add = [&](int64_t j, Words bias) {
+        float* const at = logits + j * width + i;
+        store(at, load(at) + (Vec<float>)bias);
+      };
+      const auto add_pair = [&](int64_t c) {
+        const int64_t j = 2 * (pair + c);
+        add(j, (Words)square[c] << 16);
+        if (j + 1 < keys) add(j + 1, (Words)square[c] & 0xffff0000);
+      };
+      if (count == lanes) {
+#pragma GCC unroll 16
+        for (int64_t c = 0; c < lanes; ++c) add_pair(c);
+      } else {
+        for (int64_t c = 0; c < count; ++c) add_pair(c);
+      }
+    }
 }
 
 // Applies a bias (queries, keys) to the transposed logits (keys, width), whose first `queries` lanes are in use. Rows
@@ -400,8 +413,15 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
     }
     return;
   }
-  if constexpr (std::is_same_v<Element, bfloat16_t>)
-    if (j_stride == 1) return add_bias_pairs(bias, i_stride, queries, keys, logits, width);
+  if constexpr (std::is_same_v<Element, bfloat16_t>) {
+    if (j_stride == 1)
+      return add_bias_pairs(queries, keys, logits, width, [&](int64_t i, int64_t pair, int64_t count) {
+        constexpr int64_t kPairsAhead = 2 * kLanes<T>;
+        const bfloat16_t* const row = bias + i * i_stride + 2 * pair;
+        __builtin_prefetch(row + 2 * kPairsAhead);
+        return load_along_k<2>(row, keys - 2 * pair, count);
+      });
+  }
   for (int64_t i = 0; i < queries; i += lanes) {
     for_vectors<T>(keys, [&](int64_t j, int64_t count) {
       Vec<T> square[lanes];

@@ -29,16 +29,26 @@ void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]) {
 
 namespace {
 
+// A bias or mask whose keys are adjacent, or all the same. Some models compute a position bias with its heads
+// innermost: then every head would read the whole of it. Dimensions along which it is expanded are not copied.
+Tensor with_adjacent_keys(Tensor bias) {
+  if (bias.size(-1) <= 1 || bias.stride(-1) <= 1) return bias;
+  for (int64_t d = 0; d < bias.dim(); ++d)
+    if (bias.stride(d) == 0 && bias.size(d) > 1) bias = bias.narrow(d, 0, 1);
+  return bias.contiguous();
+}
+
 void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::ScalarType type, const AttentionOptions& o,
                        bool on_cuda) {
-  operands.bias = value_or_empty(o.bias);
+  if (is_given(o.bias)) operands.bias = with_adjacent_keys(*o.bias);
   if (is_given(o.mask) && on_cuda) {
     operands.bias = is_given(o.bias)
-                        ? o.bias->detach().masked_fill(o.mask->logical_not(), -std::numeric_limits<double>::infinity())
-                        : *o.mask;
+                        ? operands.bias.detach().masked_fill(o.mask->logical_not(), -std::numeric_limits<double>::infinity())
+                        : with_adjacent_keys(*o.mask);
   } else if (is_given(o.mask)) {
-    p.mask = static_cast<const uint8_t*>(o.mask->const_data_ptr());
-    broadcast_strides(*o.mask, p.mask_strides);
+    operands.mask = with_adjacent_keys(*o.mask);
+    p.mask = static_cast<const uint8_t*>(operands.mask.const_data_ptr());
+    broadcast_strides(operands.mask, p.mask_strides);
   }
   if (operands.bias.defined()) {
     const auto bias_type = operands.bias.scalar_type();

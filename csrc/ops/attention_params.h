@@ -17,7 +17,7 @@ void broadcast_strides(const Tensor& tensor, int64_t (&strides)[4]);
 
 // Tensors that an AttentionParams points into; keeps them alive until the launch.
 struct AttentionOperands {
-  Tensor query, key, value, alibi_slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k;
+  Tensor query, key, value, alibi_slopes, sinks, bias, mask, cu_seqlens_q, cu_seqlens_k;
 };
 
 // Whether attention may use wgmma; for tests. Returns the previous answer.
