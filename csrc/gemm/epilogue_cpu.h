@@ -1,5 +1,5 @@
 // The epilogues: short passes over a tile of results (rows, kPanelColumns) while it is in L1, one for each term of the
-// formulas in gemm.h. A gated tile has two parts, gate and up, one after the other in memory.
+// formulas in gemm.h. A gated tile has two parts, gate and up, `part_size` apart in memory.
 #pragma once
 
 #include "gemm/activation_cpu.h"
@@ -118,9 +118,9 @@ struct ForwardEpilogue {
   Output preact_out;
   Output out;
 
-  void operator()(const TilePosition& at, T* tile) const {
+  void operator()(const TilePosition& at, T* tile, int64_t part_size = kTileSize<T>) const {
     for (int64_t part = 0; part < (gated ? 2 : 1); ++part) {
-      T* const z = tile + part * kTileSize<T>;
+      T* const z = tile + part * part_size;
       const TilePosition z_at{at.row, at.column + part * n, at.rows, at.columns};
       if (alpha != T(1)) for_tile<T>(at, [&](int64_t i) { store(z + i, alpha * load(z + i)); });
       if (c.data != nullptr) add_scaled(c, beta, z_at, z);
@@ -128,7 +128,7 @@ struct ForwardEpilogue {
       if (preact_out.data != nullptr) store_tile(preact_out, gated ? 2 * n : n, z_at, z);
     }
     if (gated) {
-      const T* const up = tile + kTileSize<T>;
+      const T* const up = tile + part_size;
       with_activation(activation, [&](auto f) {
         for_tile<T>(at, [&](int64_t i) { store(tile + i, f.template value<T>(load(tile + i)) * load(up + i)); });
       });
@@ -155,7 +155,7 @@ struct BackwardEpilogue {
   Output hidden;
   T* sums;  // (num_row_blocks, n), gated: (num_row_blocks, 2n)
 
-  void operator()(const TilePosition& at, T* tile) const {
+  void operator()(const TilePosition& at, T* tile, int64_t = 0) const {
     alignas(64) T z[kTileSize<T>];
     alignas(64) T h[kTileSize<T>];
     const TilePosition up_at{at.row, at.column + n, at.rows, at.columns};

@@ -2,6 +2,7 @@
 // microkernel reads. `depth`: see cpu/bfloat16_pair.h.
 #pragma once
 
+#include "cpu/amx.h"
 #include "cpu/microkernel.h"
 #include "gemm/gemm.h"
 
@@ -95,6 +96,42 @@ void pack_a(const Storage* a, int64_t row_stride, int64_t k_stride, int64_t rows
     } else {
       for (int64_t p = 0; p < elements; ++p)
         to[p] = load_element<depth>(a + depth * p * k_stride, k_stride, k - depth * p);
+    }
+  }
+}
+
+// The panel of a that products of tiles need: row-major, with zeros up to a whole tile. One tile more than the elements
+// of a row, so that rows do not compete for the few cache sets that a power of two would map them to.
+template <int64_t block_k>
+constexpr int64_t kTilePanelPitch = block_k + kTileWords;
+
+// Packs rows of a, as pairs, into such a panel.
+template <int64_t block_k>
+void pack_tiles_of_a(const bfloat16_t* a, int64_t row_stride, int64_t k_stride, int64_t rows, int64_t readable_rows,
+                     int64_t k, float* panel) {
+  constexpr int64_t pitch = kTilePanelPitch<block_k>, lanes = kLanes<float>;
+  const int64_t pairs = (k + 1) / 2;
+  if (panel_order(row_stride, k_stride) == PanelOrder::kColumnMajor) {
+    for (int64_t i = 0; i < rows; i += lanes)
+      for (int64_t p = 0; p < pairs; p += lanes) {
+        Vec<float> square[lanes];
+        for (int64_t c = 0; c < lanes; ++c)
+          square[c] = p + c < pairs ? load_across_k<2>(a + i + 2 * (p + c) * k_stride, k_stride, k - 2 * (p + c),
+                                                       readable_rows - i)
+                                    : Vec<float>{};
+        transpose<float>(square);
+        for (int64_t r = 0; r < lanes; ++r) store(panel + (i + r) * pitch + p, square[r]);
+      }
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i, a += row_stride, panel += pitch) {
+    if (k_stride == 1) {
+      for_vectors<float>(pairs, [&](int64_t p, int64_t count) {
+        store(panel + p, load_along_k<2>(a + 2 * p, k - 2 * p, count));
+      });
+    } else {
+      for (int64_t p = 0; p < whole_tiles(pairs); ++p)
+        panel[p] = p < pairs ? load_element<2>(a + 2 * p * k_stride, k_stride, k - 2 * p) : 0.0f;
     }
   }
 }

@@ -6,13 +6,25 @@
 // sums are kept in scratch memory, tile by tile. After the last block a tile goes straight from the microkernel to the
 // epilogue, which finds it in L1, and from there to memory, once. Packing converts to float32, so 16-bit operands cost
 // no more than float32 ones. Where the CPU multiplies pairs of bfloat16, they stay pairs and cost half (`depth` 2: see
-// pack_cpu.h).
+// pack_cpu.h); with AMX, a tenth (`tiles`: see cpu/amx.h).
 #pragma once
 
 #include "gemm/direct_products_cpu.h"
 #include "gemm/epilogue_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
+
+// The panels of a: their rows, the elements along k of a block, and their distance in memory.
+template <class T, bool tiles>
+struct PanelsOfA {
+  static constexpr int64_t rows = kPanelRows, block_k = kBlockK, size = kPanelSize<T>;
+  static constexpr int64_t rows_together = kRowBlock;  // are packed at a time
+};
+template <class T>
+struct PanelsOfA<T, true> {
+  static constexpr int64_t rows = 2 * kTileWords, block_k = 256, size = rows * kTilePanelPitch<block_k>;
+  static constexpr int64_t rows_together = rows;
+};
 
 template <class T>
 using MultiplyPanels = void (*)(int64_t k, const T* a, const T* b, T* tile, bool accumulate);
@@ -96,8 +108,10 @@ CUDA_EXT_INLINE void with_operand(Dtype dtype, F&& f) {
     f(static_cast<bfloat16_t*>(nullptr));
 }
 
-template <class T, int depth>
+template <class T, int depth, bool tiles>
 struct Task {
+  using Panels = PanelsOfA<T, tiles>;
+
   const GemmParams& params;
   Operand a;  // of this batch
   Operand b;
@@ -111,20 +125,23 @@ struct Task {
   void run(const Epilogue& epilogue) const {
     const int64_t parts = params.gated && params.preact.data == nullptr ? 2 : 1;  // only the forward product is gated
     const int64_t reduced = product(params.reduced_dims, params.reduced_sizes);
-    constexpr int64_t block_k = depth * kBlockK;
+    constexpr int64_t block_k = depth * Panels::block_k, tile_size = Panels::rows * kPanelColumns<T>;
     const int64_t blocks_per_product = std::max<int64_t>(1, ceil_div(params.k, block_k));  // an empty sum writes zeros
     const int64_t blocks = reduced * blocks_per_product;
-    const int64_t row_tiles = ceil_div(rows, kPanelRows), column_tiles = ceil_div(columns, kPanelColumns<T>);
-    const int64_t panel_size = ceil_div(std::min(params.k, block_k), depth) * kPanelColumns<T>;
+    const int64_t row_tiles = ceil_div(rows, Panels::rows), column_tiles = ceil_div(columns, kPanelColumns<T>);
+    const int64_t panel_steps = ceil_div(std::min(params.k, block_k), depth);
+    const int64_t panel_size = (tiles ? whole_tiles(panel_steps) : panel_steps) * kPanelColumns<T>;
 
     const int64_t packed_b_size = column_tiles * parts * panel_size;
-    const int64_t sums_size = blocks > 1 ? row_tiles * column_tiles * parts * kTileSize<T> : 0;
-    const int64_t packed_a_size = std::min(kRowBlock / kPanelRows, row_tiles) * kPanelSize<T>;
+    const int64_t sums_size = blocks > 1 ? row_tiles * column_tiles * parts * tile_size : 0;
+    constexpr int64_t panels_together = Panels::rows_together / Panels::rows;
+    const int64_t packed_a_size = std::min(panels_together, row_tiles) * Panels::size;
     const Scratch scratch((packed_b_size + packed_a_size + sums_size) * int64_t(sizeof(T)));
     T* const packed_b = scratch.as<T>();
     T* const packed_a = packed_b + packed_b_size;
     T* const sums = packed_a + packed_a_size;
-    alignas(64) T single_tile[2 * kTileSize<T>];
+    alignas(64) T single_tile[2 * tile_size];
+    const AmxTiles amx(tiles);
     const bool row_major = panel_order(a.row_stride, a.column_stride) == PanelOrder::kRowMajor;
 
     for (int64_t block = 0; block < blocks; ++block) {
@@ -139,10 +156,9 @@ struct Task {
 
       if (k > 0) pack_columns(offset_b, k, parts, panel_size, packed_b);
       for (int64_t i = 0; i < row_tiles; ++i) {
-        constexpr int64_t panels_per_block = kRowBlock / kPanelRows;
-        if (k > 0 && i % panels_per_block == 0) pack_rows(offset_a, i * kPanelRows, k, packed_a);
-        const T* const panel_a = packed_a + i % panels_per_block * kPanelSize<T>;
-        const int64_t tile_rows = std::min<int64_t>(kPanelRows, rows - i * kPanelRows);
+        if (k > 0 && i % panels_together == 0) pack_rows(offset_a, i * Panels::rows, k, packed_a);
+        const T* const panel_a = packed_a + i % panels_together * Panels::size;
+        const int64_t tile_rows = std::min<int64_t>(Panels::rows, rows - i * Panels::rows);
         for (int64_t j = 0; j < column_tiles; ++j) {
           const int64_t tile_columns = std::min<int64_t>(kPanelColumns<T>, columns - j * kPanelColumns<T>);
           const int64_t vectors = ceil_div(tile_columns, kLanes<T>);
@@ -154,26 +170,50 @@ struct Task {
                 plain_out + (row + i * kPanelRows) * params.n + column + j * kPanelColumns<T>, params.n, false);
             continue;
           }
-          const auto multiply = row_major
-                                    ? find_multiply_panels<T, depth, PanelOrder::kRowMajor>(tile_rows, vectors)
-                                    : find_multiply_panels<T, depth, PanelOrder::kColumnMajor>(tile_rows, vectors);
-          T* const tile = blocks > 1 ? sums + (i * column_tiles + j) * parts * kTileSize<T> : single_tile;
+          const auto multiply = find_multiply(row_major, tile_rows, vectors);
+          T* const tile = blocks > 1 ? sums + (i * column_tiles + j) * parts * tile_size : single_tile;
           for (int64_t part = 0; part < parts; ++part)
-            multiply(ceil_div(k, depth), panel_a, packed_b + (j * parts + part) * panel_size,
-                     tile + part * kTileSize<T>, block > 0);
+            multiply(ceil_div(k, depth), panel_a, packed_b + (j * parts + part) * panel_size, tile + part * tile_size,
+                     block > 0);
           if (block == blocks - 1)
-            epilogue({row + i * kPanelRows, column + j * kPanelColumns<T>, tile_rows, tile_columns}, tile);
+            finish(epilogue, {row + i * Panels::rows, column + j * kPanelColumns<T>, tile_rows, tile_columns}, tile);
         }
       }
     }
   }
 
  private:
+  static auto find_multiply(bool row_major, int64_t rows, int64_t vectors) {
+    if constexpr (tiles)
+      return [rows, vectors](int64_t k, const T* a, const T* b, T* tile, bool accumulate) {
+        const auto product = accumulate ? &amx_product<true> : &amx_product<false>;
+        product(rows, vectors * kTileWords, k, a, kTilePanelPitch<Panels::block_k>, b, kPanelColumns<T>, tile,
+                kPanelColumns<T>);
+      };
+    else
+      return row_major ? find_multiply_panels<T, depth, PanelOrder::kRowMajor>(rows, vectors)
+                       : find_multiply_panels<T, depth, PanelOrder::kColumnMajor>(rows, vectors);
+  }
+
+  // Epilogues take up to kPanelRows rows, of the same row block.
+  template <class Epilogue>
+  static void finish(const Epilogue& epilogue, const TilePosition& at, T* tile) {
+    for (int64_t i = at.row, end; i < at.row + at.rows; i = end) {
+      end = std::min(at.row + at.rows, (i / kPanelRows + 1) * kPanelRows);
+      epilogue({i, at.column, end - i, at.columns}, tile + (i - at.row) * kPanelColumns<T>,
+               Panels::rows * kPanelColumns<T>);
+    }
+  }
+
   void pack_rows(int64_t offset_a, int64_t first, int64_t k, T* panels) const {
     with_operand<T, depth>(a.dtype, [&](auto* type) {
       const auto* data = static_cast<decltype(type)>(const_cast<void*>(a.data)) + offset_a;
-      pack_a<depth>(data + (row + first) * a.row_stride, a.row_stride, a.column_stride,
-                    std::min(kRowBlock, rows - first), params.m - row - first, k, panels);
+      const auto* from = data + (row + first) * a.row_stride;
+      const int64_t count = std::min(Panels::rows_together, rows - first), readable = params.m - row - first;
+      if constexpr (tiles)
+        pack_tiles_of_a<Panels::block_k>(from, a.row_stride, a.column_stride, count, readable, k, panels);
+      else
+        pack_a<depth>(from, a.row_stride, a.column_stride, count, readable, k, panels);
     });
   }
 
@@ -185,13 +225,18 @@ struct Task {
         pack_b<depth>(data + (column + part * params.n) * b.column_stride, b.row_stride, b.column_stride, k, columns,
                       parts * panel_size, panels + part * panel_size);
     });
+    const int64_t steps = ceil_div(k, depth);
+    if (tiles && steps % kTileWords != 0)
+      for (int64_t panel = 0; panel < ceil_div(columns, kPanelColumns<T>) * parts; ++panel)
+        std::fill(panels + panel * panel_size + steps * kPanelColumns<T>,
+                  panels + panel * panel_size + whole_tiles(steps) * kPanelColumns<T>, T(0));
   }
 };
 
 // The least number of multiply-adds that is worth waking a thread for (about 10 us of work).
 constexpr double kWorkPerThread = 1e6;
 
-template <class T, int depth>
+template <class T, int depth, bool tiles>
 void run_packed(const GemmParams& params, const Epilogues<T>& epilogues) {
   const int64_t batches = product(params.batch_dims, params.batch_sizes);
   const int64_t parts = params.gated && !epilogues.is_backward() ? 2 : 1;
@@ -205,7 +250,7 @@ void run_packed(const GemmParams& params, const Epilogues<T>& epilogues) {
     const int64_t batch = index / tasks_per_batch;
     const int64_t row = index % tasks_per_batch % grid.row_tasks * grid.task_rows;
     const int64_t column = index % tasks_per_batch / grid.row_tasks * grid.task_columns;
-    const Task<T, depth> task{params,
+    const Task<T, depth, tiles> task{params,
                               of_batch(params, params.a, batch),
                               of_batch(params, params.b, batch),
                               row,
