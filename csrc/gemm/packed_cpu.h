@@ -20,9 +20,10 @@ struct PanelsOfA {
   static constexpr int64_t rows = kPanelRows, block_k = kBlockK, size = kPanelSize<T>;
   static constexpr int64_t rows_together = kRowBlock;  // are packed at a time
 };
+// A panel and that of b fit in L1 together.
 template <class T>
 struct PanelsOfA<T, true> {
-  static constexpr int64_t rows = 2 * kTileWords, block_k = 256, size = rows * kTilePanelPitch<block_k>;
+  static constexpr int64_t rows = 2 * kTileWords, block_k = 128, size = rows * kTilePanelPitch<block_k>;
   static constexpr int64_t rows_together = rows;
 };
 
@@ -67,16 +68,17 @@ struct Grid {
   int64_t column_tasks;
 };
 
-// The packed panels of b should fit in half of a 1 MB L2; the partial sums of a task in about 2 MB.
-template <class T>
-constexpr int64_t kMaxTaskColumns = 480 / int64_t(sizeof(T) / sizeof(float));
+// The packed panels of b should fit in half of a 1 MB L2; the partial sums of a task in about 2 MB, with tiles in 4.
+template <class T, bool tiles>
+constexpr int64_t kMaxTaskColumns = (tiles ? 960 : 480) / int64_t(sizeof(T) / sizeof(float));
 constexpr int64_t kMaxTaskRows = 15 * kRowBlock;
 
 // Chooses the grid with the lowest predicted time. A task costs its multiply-adds, and packing an element as much as 12
-// of them.
-template <class T>
+// of them, or 30 with tiles.
+template <class T, bool tiles>
 Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t threads) {
-  const int64_t max_columns = kMaxTaskColumns<T> / parts / kPanelColumns<T> * kPanelColumns<T>;
+  constexpr double kPackingCost = tiles ? 30 : 12;
+  const int64_t max_columns = kMaxTaskColumns<T, tiles> / parts / kPanelColumns<T> * kPanelColumns<T>;
   Grid best{};
   double best_cost = std::numeric_limits<double>::infinity();
   const int64_t least_rows = ceil_div(m, kMaxTaskRows), least_columns = ceil_div(n, max_columns);
@@ -89,7 +91,7 @@ Grid choose_grid(int64_t m, int64_t n, int64_t batches, int64_t parts, int64_t t
       grid.column_tasks = ceil_div(n, grid.task_columns);
       const double rows = double(std::min(m, grid.task_rows)), columns = double(std::min(n, grid.task_columns) * parts);
       const double cost = double(ceil_div(grid.row_tasks * grid.column_tasks * batches, threads)) *
-                          (rows * columns + 12.0 * (rows + columns));
+                          (rows * columns + kPackingCost * (rows + columns));
       if (cost < best_cost) {
         best_cost = cost;
         best = grid;
@@ -243,7 +245,7 @@ void run_packed(const GemmParams& params, const Epilogues<T>& epilogues) {
   const double work = double(batches * product(params.reduced_dims, params.reduced_sizes)) * double(params.m) *
                       double(params.n * parts) * double(params.k);
   const int64_t threads = int64_t(std::min(double(num_threads()), 1.0 + work / kWorkPerThread));
-  const Grid grid = choose_grid<T>(params.m, params.n, batches, parts, threads);
+  const Grid grid = choose_grid<T, tiles>(params.m, params.n, batches, parts, threads);
   const int64_t tasks_per_batch = grid.row_tasks * grid.column_tasks;
 
   const auto run_task = [&](int64_t index) {
