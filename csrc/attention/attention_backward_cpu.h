@@ -91,8 +91,7 @@ struct BackwardScratch {
   }
 
   // x: the queries or their dO, as `by_dim` (packed_dim, width), and as `by_query` in elements of kDepth queries.
-  static void pack_queries(Rows<const Storage> x, int64_t queries, int64_t dim, int64_t width, T* by_dim,
-                           T* by_query) {
+  static void pack_queries(Rows<const Storage> x, int64_t queries, int64_t dim, int64_t width, T* by_dim, T* by_query) {
     pack_transposed(x, queries, dim, by_dim, width);
     pack_along_rows(x, queries, dim, by_query);
     if constexpr (tiles) {
@@ -414,8 +413,8 @@ class BackwardPass {
   }
 
   // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.weights and scratch.grad_logits, which it overwrites.
-  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch,
-                               T* grad_q, int64_t grad_q_stride) const {
+  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
+                               int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
     const int64_t vectors = padded<T>(p_.dim) / kLanes<T>, vectors_v = padded<T>(p_.dim_v) / kLanes<T>;
     using Element = Packed<depth, T>;

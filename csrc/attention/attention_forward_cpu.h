@@ -225,8 +225,8 @@ class ForwardWorker {
 
   const AttentionParams& p_;
   // Of a panel's queries and output, and of a block's values.
-  const int64_t q_size_ = (tiles ? whole_tiles(packed_dim<Storage>(p_.dim)) : packed_dim<Storage>(p_.dim)) *
-                          kPanelQueries<T>,
+  const int64_t q_size_ =
+                    (tiles ? whole_tiles(packed_dim<Storage>(p_.dim)) : packed_dim<Storage>(p_.dim)) * kPanelQueries<T>,
                 out_size_ = (tiles ? whole_tiles(p_.dim_v) : p_.dim_v) * kPanelQueries<T>,
                 v_size_ = tiles ? whole_tiles(p_.dim_v) * kValuePitch : kBlockKeys * row_pitch<T>(p_.dim_v);
   T *q_t_, *out_t_, *k_block_, *v_block_, *logits_;

@@ -126,9 +126,8 @@ void pack_tiles_of_a(const bfloat16_t* a, int64_t row_stride, int64_t k_stride, 
   }
   for (int64_t i = 0; i < rows; ++i, a += row_stride, panel += pitch) {
     if (k_stride == 1) {
-      for_vectors<float>(pairs, [&](int64_t p, int64_t count) {
-        store(panel + p, load_along_k<2>(a + 2 * p, k - 2 * p, count));
-      });
+      for_vectors<float>(
+          pairs, [&](int64_t p, int64_t count) { store(panel + p, load_along_k<2>(a + 2 * p, k - 2 * p, count)); });
     } else {
       for (int64_t p = 0; p < whole_tiles(pairs); ++p)
         panel[p] = p < pairs ? load_element<2>(a + 2 * p * k_stride, k_stride, k - 2 * p) : 0.0f;

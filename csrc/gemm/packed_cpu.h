@@ -253,13 +253,13 @@ void run_packed(const GemmParams& params, const Epilogues<T>& epilogues) {
     const int64_t row = index % tasks_per_batch % grid.row_tasks * grid.task_rows;
     const int64_t column = index % tasks_per_batch / grid.row_tasks * grid.task_columns;
     const Task<T, depth, tiles> task{params,
-                              of_batch(params, params.a, batch),
-                              of_batch(params, params.b, batch),
-                              row,
-                              column,
-                              std::min(grid.task_rows, params.m - row),
-                              std::min(grid.task_columns, params.n - column),
-                              depth == 1 ? plain_result<T>(params, batch) : nullptr};
+                                     of_batch(params, params.a, batch),
+                                     of_batch(params, params.b, batch),
+                                     row,
+                                     column,
+                                     std::min(grid.task_rows, params.m - row),
+                                     std::min(grid.task_columns, params.n - column),
+                                     depth == 1 ? plain_result<T>(params, batch) : nullptr};
     if (epilogues.is_backward())
       task.run(epilogues.backward());
     else

@@ -42,9 +42,9 @@ void set_bias_and_mask(AttentionParams& p, AttentionOperands& operands, at::Scal
                        bool on_cuda) {
   if (is_given(o.bias)) operands.bias = with_adjacent_keys(*o.bias);
   if (is_given(o.mask) && on_cuda) {
-    operands.bias = is_given(o.bias)
-                        ? operands.bias.detach().masked_fill(o.mask->logical_not(), -std::numeric_limits<double>::infinity())
-                        : with_adjacent_keys(*o.mask);
+    operands.bias = is_given(o.bias) ? operands.bias.detach().masked_fill(o.mask->logical_not(),
+                                                                          -std::numeric_limits<double>::infinity())
+                                     : with_adjacent_keys(*o.mask);
   } else if (is_given(o.mask)) {
     operands.mask = with_adjacent_keys(*o.mask);
     p.mask = static_cast<const uint8_t*>(operands.mask.const_data_ptr());
