@@ -15,17 +15,17 @@ constexpr int64_t kAmxRows = 16, kAmxDepth = 32, kAmxTile = kAmxRows * kAmxDepth
 CUDA_EXT_AMX inline void amx_scores(const bfloat16_t* k0, const bfloat16_t* k1, int64_t stride, const bfloat16_t* q,
                                     int64_t depth, float* s) {
   order_tiles_and_memory();
-  _tile_zero(0);
-  _tile_zero(1);
+  CUDA_EXT_TILE_ZERO(0);
+  CUDA_EXT_TILE_ZERO(1);
   for (int64_t d = 0; d < depth; ++d) {
-    _tile_loadd(2, k0 + d * kAmxDepth, stride * 2);
-    _tile_loadd(3, k1 + d * kAmxDepth, stride * 2);
-    _tile_loadd(4, q + d * kAmxTile, 64);
-    _tile_dpbf16ps(0, 2, 4);
-    _tile_dpbf16ps(1, 3, 4);
+    CUDA_EXT_TILE_LOAD(2, k0 + d * kAmxDepth, stride * 2);
+    CUDA_EXT_TILE_LOAD(3, k1 + d * kAmxDepth, stride * 2);
+    CUDA_EXT_TILE_LOAD(4, q + d * kAmxTile, 64);
+    CUDA_EXT_TILE_MULTIPLY_ADD(0, 2, 4);
+    CUDA_EXT_TILE_MULTIPLY_ADD(1, 3, 4);
   }
-  _tile_stored(0, s, 64);
-  _tile_stored(1, s + 256, 64);
+  CUDA_EXT_TILE_STORE(0, s, 64);
+  CUDA_EXT_TILE_STORE(1, s + 256, 64);
   order_tiles_and_memory();
 }
 
@@ -34,18 +34,18 @@ CUDA_EXT_AMX inline void amx_add_values(const bfloat16_t* p, const bfloat16_t* v
                                         float* out, int64_t pitch) {
   order_tiles_and_memory();
   for (int64_t c = 0; c < columns / 16; c += 2) {
-    _tile_loadd(0, out + c * 16, pitch * 4);
-    _tile_loadd(1, out + c * 16 + 16, pitch * 4);
+    CUDA_EXT_TILE_LOAD(0, out + c * 16, pitch * 4);
+    CUDA_EXT_TILE_LOAD(1, out + c * 16 + 16, pitch * 4);
     for (int64_t n = 0; n < key_tiles; ++n) {
       const bfloat16_t* const tile = v + (n * (columns / 16) + c) * kAmxTile;
-      _tile_loadd(2, p + n * kAmxTile, 64);
-      _tile_loadd(3, tile, 64);
-      _tile_loadd(4, tile + kAmxTile, 64);
-      _tile_dpbf16ps(0, 2, 3);
-      _tile_dpbf16ps(1, 2, 4);
+      CUDA_EXT_TILE_LOAD(2, p + n * kAmxTile, 64);
+      CUDA_EXT_TILE_LOAD(3, tile, 64);
+      CUDA_EXT_TILE_LOAD(4, tile + kAmxTile, 64);
+      CUDA_EXT_TILE_MULTIPLY_ADD(0, 2, 3);
+      CUDA_EXT_TILE_MULTIPLY_ADD(1, 2, 4);
     }
-    _tile_stored(0, out + c * 16, pitch * 4);
-    _tile_stored(1, out + c * 16 + 16, pitch * 4);
+    CUDA_EXT_TILE_STORE(0, out + c * 16, pitch * 4);
+    CUDA_EXT_TILE_STORE(1, out + c * 16 + 16, pitch * 4);
   }
   order_tiles_and_memory();
 }
@@ -53,21 +53,10 @@ CUDA_EXT_AMX inline void amx_add_values(const bfloat16_t* p, const bfloat16_t* v
 // Columns [0, dim) of two rows, interleaved: pair `pair` of the tiles (dim / 16, tile) at `to`.
 inline void interleave_rows(const bfloat16_t* first, const bfloat16_t* second, int64_t dim, int64_t pair,
                             bfloat16_t* to) {
-  alignas(64) static constexpr auto kOrder = [] {
-    std::array<uint16_t, 64> order{};
-    for (int n = 0; n < 32; ++n) {
-      order[2 * n] = uint16_t(n);
-      order[2 * n + 1] = uint16_t(32 + n);
-    }
-    return order;
-  }();
-  const __m512i low = _mm512_load_si512(kOrder.data()), high = _mm512_load_si512(kOrder.data() + 32);
-  for (int64_t d = 0; d < dim; d += 32) {
-    const __m512i a = first != nullptr ? _mm512_loadu_si512(first + d) : _mm512_setzero_si512();
-    const __m512i b = second != nullptr ? _mm512_loadu_si512(second + d) : _mm512_setzero_si512();
-    bfloat16_t* const at = to + d / 16 * kAmxTile + pair * kAmxDepth;
-    _mm512_store_si512(at, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_store_si512(at + kAmxTile, _mm512_permutex2var_epi16(a, high, b));
+  for (int64_t d = 0; d < dim; d += kLanes<float>, to += kAmxTile) {
+    const Words low = first != nullptr ? (Words)load(first + d) >> 16 : Words{};
+    const Words high = second != nullptr ? (Words)load(second + d) : Words{};
+    store(reinterpret_cast<float*>(to + pair * kAmxDepth), (Vec<float>)(low | high));
   }
 }
 
@@ -145,9 +134,8 @@ void round_weights(const float* weights, int64_t count, int64_t keys, int64_t ke
     for (int64_t r = 0; r < kAmxRows; ++r) {
       const float* const from = weights + r * pitch + n * kAmxDepth;
       const int64_t left = r < count ? keys - n * kAmxDepth : 0;
-      const __m512 low = left > 0 ? _mm512_loadu_ps(from) : _mm512_setzero_ps();
-      const __m512 high = left > 16 ? _mm512_loadu_ps(from + 16) : _mm512_setzero_ps();
-      _mm512_store_si512(to + n * kAmxTile + r * kAmxDepth, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+      store_as_pairs(reinterpret_cast<float*>(to + n * kAmxTile + r * kAmxDepth), left > 0 ? load(from) : Vec<float>{},
+                     left > 16 ? load(from + 16) : Vec<float>{});
     }
 }
 

@@ -44,9 +44,64 @@ struct AmxTiles {
 
 #else
 
+#if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
+
+// The tiles of the only thread of a test, on CPUs that have none. They must be configured before use, and start as NaN.
+struct TilesModel {
+  alignas(64) float words[8][kTileWords][kTileWords];
+  bool configured = false;
+
+  void configure(bool on) {
+    if (configured == on) std::abort();
+    configured = on;
+    std::memset(words, 0xff, sizeof words);
+  }
+  auto& at(int tile) {
+    if (!configured) std::abort();
+    return words[tile];
+  }
+  void zero(int tile) { std::memset(at(tile), 0, sizeof words[tile]); }
+  void load(int tile, const void* from, int64_t stride) {
+    for (int64_t i = 0; i < kTileWords; ++i)
+      std::memcpy(at(tile)[i], static_cast<const char*>(from) + i * stride, sizeof words[tile][i]);
+  }
+  void store(int tile, void* to, int64_t stride) {
+    for (int64_t i = 0; i < kTileWords; ++i)
+      std::memcpy(static_cast<char*>(to) + i * stride, at(tile)[i], sizeof words[tile][i]);
+  }
+  void multiply_add(int sum, int a, int b) {
+    for (int64_t i = 0; i < kTileWords; ++i)
+      for (int64_t k = 0; k < kTileWords; ++k) {
+        const auto* const pairs_a = reinterpret_cast<const BFloat16Pair*>(at(a)[i]);
+        const auto* const pairs_b = reinterpret_cast<const BFloat16Pair*>(at(b)[k]);
+        float* const row = at(sum)[i];
+        for (int64_t j = 0; j < kTileWords; j += kLanes<float>)
+          cpu::CUDA_EXT_ISA::store(row + j,
+                                   cpu::CUDA_EXT_ISA::multiply_add(cpu::CUDA_EXT_ISA::load(row + j), splat(pairs_a[k]),
+                                                                   cpu::CUDA_EXT_ISA::load(pairs_b + j)));
+      }
+  }
+};
+inline TilesModel tiles_model;
+
+#define CUDA_EXT_AMX __attribute__((noinline))
+#define CUDA_EXT_TILE_ZERO(tile) tiles_model.zero(tile)
+#define CUDA_EXT_TILE_LOAD(tile, from, stride) tiles_model.load(tile, from, stride)
+#define CUDA_EXT_TILE_STORE(tile, to, stride) tiles_model.store(tile, to, stride)
+#define CUDA_EXT_TILE_MULTIPLY_ADD(sum, a, b) tiles_model.multiply_add(sum, a, b)
+
+#else
+
 #define CUDA_EXT_AMX                                                                                               \
   __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2"), \
                  noinline))
+// Tiles are numbers 0 to 7, as literals.
+#define CUDA_EXT_TILE_ZERO(tile) _tile_zero(tile)
+#define CUDA_EXT_TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define CUDA_EXT_TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
+#define CUDA_EXT_TILE_MULTIPLY_ADD(sum, a, b) _tile_dpbf16ps(sum, a, b)
+
+#endif
 
 // GCC does not know that a load of a tile reads memory, nor that a store writes it.
 CUDA_EXT_INLINE void order_tiles_and_memory() { __asm__ volatile("" ::: "memory"); }
@@ -64,6 +119,10 @@ class AmxTiles {
   AmxTiles& operator=(const AmxTiles&) = delete;
 
  private:
+#if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
+  static void configure() { tiles_model.configure(true); }
+  static void release() { tiles_model.configure(false); }
+#else
   struct alignas(64) Config {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -74,6 +133,7 @@ class AmxTiles {
     _tile_loadconfig(&config);
   }
   CUDA_EXT_AMX static void release() { _tile_release(); }
+#endif
 
   bool used_;
 };
@@ -87,34 +147,34 @@ CUDA_EXT_AMX void multiply_tiles(int64_t k, const float* a, int64_t a_stride, co
   float* const c1 = c + kTileWords * c_stride / 4;
   order_tiles_and_memory();
   if constexpr (accumulate) {
-    _tile_loadd(0, c, c_stride);
-    if constexpr (two_columns) _tile_loadd(1, c + kTileWords, c_stride);
-    if constexpr (two_rows) _tile_loadd(2, c1, c_stride);
-    if constexpr (two_rows && two_columns) _tile_loadd(3, c1 + kTileWords, c_stride);
+    CUDA_EXT_TILE_LOAD(0, c, c_stride);
+    if constexpr (two_columns) CUDA_EXT_TILE_LOAD(1, c + kTileWords, c_stride);
+    if constexpr (two_rows) CUDA_EXT_TILE_LOAD(2, c1, c_stride);
+    if constexpr (two_rows && two_columns) CUDA_EXT_TILE_LOAD(3, c1 + kTileWords, c_stride);
   } else {
-    _tile_zero(0);
-    if constexpr (two_columns) _tile_zero(1);
-    if constexpr (two_rows) _tile_zero(2);
-    if constexpr (two_rows && two_columns) _tile_zero(3);
+    CUDA_EXT_TILE_ZERO(0);
+    if constexpr (two_columns) CUDA_EXT_TILE_ZERO(1);
+    if constexpr (two_rows) CUDA_EXT_TILE_ZERO(2);
+    if constexpr (two_rows && two_columns) CUDA_EXT_TILE_ZERO(3);
   }
   for (int64_t step = 0; step < k; step += kTileWords, b += kTileWords * b_stride / 4) {
-    _tile_loadd(6, b, b_stride);
-    _tile_loadd(4, a + step, a_stride);
-    _tile_dpbf16ps(0, 4, 6);
+    CUDA_EXT_TILE_LOAD(6, b, b_stride);
+    CUDA_EXT_TILE_LOAD(4, a + step, a_stride);
+    CUDA_EXT_TILE_MULTIPLY_ADD(0, 4, 6);
     if constexpr (two_columns) {
-      _tile_loadd(7, b + kTileWords, b_stride);
-      _tile_dpbf16ps(1, 4, 7);
+      CUDA_EXT_TILE_LOAD(7, b + kTileWords, b_stride);
+      CUDA_EXT_TILE_MULTIPLY_ADD(1, 4, 7);
     }
     if constexpr (two_rows) {
-      _tile_loadd(5, a1 + step, a_stride);
-      _tile_dpbf16ps(2, 5, 6);
+      CUDA_EXT_TILE_LOAD(5, a1 + step, a_stride);
+      CUDA_EXT_TILE_MULTIPLY_ADD(2, 5, 6);
     }
-    if constexpr (two_rows && two_columns) _tile_dpbf16ps(3, 5, 7);
+    if constexpr (two_rows && two_columns) CUDA_EXT_TILE_MULTIPLY_ADD(3, 5, 7);
   }
-  _tile_stored(0, c, c_stride);
-  if constexpr (two_columns) _tile_stored(1, c + kTileWords, c_stride);
-  if constexpr (two_rows) _tile_stored(2, c1, c_stride);
-  if constexpr (two_rows && two_columns) _tile_stored(3, c1 + kTileWords, c_stride);
+  CUDA_EXT_TILE_STORE(0, c, c_stride);
+  if constexpr (two_columns) CUDA_EXT_TILE_STORE(1, c + kTileWords, c_stride);
+  if constexpr (two_rows) CUDA_EXT_TILE_STORE(2, c1, c_stride);
+  if constexpr (two_rows && two_columns) CUDA_EXT_TILE_STORE(3, c1 + kTileWords, c_stride);
   order_tiles_and_memory();
 }
 

@@ -9,6 +9,14 @@
 
 #define CUDA_EXT_INLINE inline __attribute__((always_inline))
 
+// The vectors for which there are intrinsics, where operators do not suffice: none in a model of an instruction set,
+// which every CPU runs.
+#if defined(CUDA_EXT_BFLOAT16_PAIRS_MODEL)
+#define CUDA_EXT_INTRINSIC_BYTES 0
+#else
+#define CUDA_EXT_INTRINSIC_BYTES CUDA_EXT_VECTOR_BYTES
+#endif
+
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int kVectorBytes = CUDA_EXT_VECTOR_BYTES;
@@ -145,9 +153,9 @@ template <class Storage>
 Vec<float> from_bits(HalfWords bits);
 template <>
 CUDA_EXT_INLINE Vec<float> from_bits<bfloat16_t>(HalfWords bits) {
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)bits), 16);
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
   return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)bits), 16);
 #else
   return (Vec<float>)(__builtin_convertvector(bits, Words) << 16);
@@ -155,9 +163,9 @@ CUDA_EXT_INLINE Vec<float> from_bits<bfloat16_t>(HalfWords bits) {
 }
 template <>
 CUDA_EXT_INLINE Vec<float> from_bits<half_t>(HalfWords bits) {
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   return (Vec<float>)_mm512_cvtph_ps((__m256i)bits);
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
   return (Vec<float>)_mm256_cvtph_ps((__m128i)bits);
 #else
   Vec<float> v;
@@ -189,9 +197,9 @@ HalfWords to_bits(Vec<float> v);
 template <>
 CUDA_EXT_INLINE HalfWords to_bits<bfloat16_t>(Vec<float> v) {
   const Words words = bfloat16_words(v);
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   return (HalfWords)_mm512_cvtepi32_epi16((__m512i)words);
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
   const __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);  // lanes 0..3 0..3 4..7 4..7
   return (HalfWords)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
 #else
@@ -200,9 +208,9 @@ CUDA_EXT_INLINE HalfWords to_bits<bfloat16_t>(Vec<float> v) {
 }
 template <>
 CUDA_EXT_INLINE HalfWords to_bits<half_t>(Vec<float> v) {
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   return (HalfWords)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
   return (HalfWords)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
 #else
   HalfWords bits;
@@ -227,20 +235,20 @@ CUDA_EXT_INLINE Vec<Compute<Storage>> round_to(Vec<Compute<Storage>> v) {
 // p must be aligned to the bytes written. Call stream_end() on the same thread before another thread reads the result.
 template <class Storage>
 CUDA_EXT_INLINE void stream(Storage* p, Vec<Compute<Storage>> v) {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && CUDA_EXT_INTRINSIC_BYTES > 0
   if constexpr (sizeof(Storage) == 2) {
     const HalfWords bits = to_bits<Storage>(v);
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)bits);
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
     _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)bits);
 #else
     _mm_stream_si64(reinterpret_cast<long long*>(p), (long long)bits);
 #endif
   } else {
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
     _mm512_stream_si512(reinterpret_cast<__m512i*>(p), (__m512i)v);
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), (__m256i)v);
 #else
     _mm_stream_si128(reinterpret_cast<__m128i*>(p), (__m128i)v);
@@ -261,9 +269,9 @@ CUDA_EXT_INLINE std::array<Vec<double>, 2> widen(Vec<float> v) {
   typedef float HalfVec __attribute__((vector_size(kVectorBytes / 2)));
   std::array<HalfVec, 2> half;
   std::memcpy(&half, &v, sizeof v);
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   return {(Vec<double>)_mm512_cvtps_pd((__m256)half[0]), (Vec<double>)_mm512_cvtps_pd((__m256)half[1])};
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
   return {(Vec<double>)_mm256_cvtps_pd((__m128)half[0]), (Vec<double>)_mm256_cvtps_pd((__m128)half[1])};
 #else
   return {__builtin_convertvector(half[0], Vec<double>), __builtin_convertvector(half[1], Vec<double>)};
@@ -272,9 +280,9 @@ CUDA_EXT_INLINE std::array<Vec<double>, 2> widen(Vec<float> v) {
 
 // Partial loads and stores access only `count` elements (0 <= count <= lanes); other lanes are loaded as zeros.
 
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
 CUDA_EXT_INLINE __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1); }
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
 CUDA_EXT_INLINE __m256i first_words(int64_t count) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -287,13 +295,13 @@ template <class Storage>
 CUDA_EXT_INLINE Vec<Compute<Storage>> load_partial(const Storage* p, int64_t count) {
   constexpr int lanes = kLanes<Compute<Storage>>;
   if (count >= lanes) return load(p);
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   // Masked, because a copy to a padded array would stall on store forwarding.
   const auto mask = first_lanes(count);
   if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm512_maskz_loadu_ps(mask, p);
   if constexpr (std::is_same_v<Storage, double>) return (Vec<double>)_mm512_maskz_loadu_pd(__mmask8(mask), p);
   if constexpr (sizeof(Storage) == 2) return from_bits<Storage>((HalfWords)_mm256_maskz_loadu_epi16(mask, p));
-#elif CUDA_EXT_VECTOR_BYTES == 32
+#elif CUDA_EXT_INTRINSIC_BYTES == 32
   if constexpr (std::is_same_v<Storage, float>) return (Vec<float>)_mm256_maskload_ps(p, first_words(count));
   if constexpr (std::is_same_v<Storage, double>) return (Vec<double>)_mm256_maskload_pd(p, first_double_words(count));
 #endif
@@ -306,13 +314,13 @@ template <class Storage>
 CUDA_EXT_INLINE void store_partial(Storage* p, Vec<Compute<Storage>> v, int64_t count) {
   constexpr int lanes = kLanes<Compute<Storage>>;
   if (count >= lanes) return store(p, v);
-#if CUDA_EXT_VECTOR_BYTES == 64
+#if CUDA_EXT_INTRINSIC_BYTES == 64
   const auto mask = first_lanes(count);
   if constexpr (std::is_same_v<Storage, float>) return _mm512_mask_storeu_ps(p, mask, (__m512)v);
   if constexpr (std::is_same_v<Storage, double>) return _mm512_mask_storeu_pd(p, __mmask8(mask), (__m512d)v);
   if constexpr (sizeof(Storage) == 2) return _mm256_mask_storeu_epi16(p, mask, (__m256i)to_bits<Storage>(v));
 #endif
-#if CUDA_EXT_VECTOR_BYTES == 32
+#if CUDA_EXT_INTRINSIC_BYTES == 32
   // In up to three pieces, because masked stores are slow on some CPUs.
   if constexpr (std::is_same_v<Storage, float>) {
     __m128 rest = _mm256_castps256_ps128((__m256)v);

@@ -1,9 +1,15 @@
 // The CPU kernels' variants for AVX512-BF16, on one thread, with a model of the instruction and a vector length that
-// every CPU supports. Also defines the functions of the host process that CPU kernels call.
+// every CPU supports. With MODEL_TILES also AMX, for which vectors are as long as there, and GCC splits them. Defines the
+// functions of the host process that CPU kernels call.
 #include "cpu/isa_prelude.h"
 
 #define CUDA_EXT_ISA modelled
+#if defined(MODEL_TILES)
+#define CUDA_EXT_VECTOR_BYTES 64
+#define CUDA_EXT_HAS_AMX_TILES
+#else
 #define CUDA_EXT_VECTOR_BYTES 16
+#endif
 #define CUDA_EXT_BFLOAT16_PAIRS
 #define CUDA_EXT_BFLOAT16_PAIRS_MODEL
 
@@ -13,6 +19,7 @@
 namespace cuda_ext::cpu {
 
 int num_threads() { return 1; }
+bool has_amx() { return true; }
 void parallel_for(int64_t count, int64_t, FunctionRef<void(int64_t, int64_t)> body) { body(0, count); }
 void run_workers(int64_t count, FunctionRef<void(TaskQueue&)> worker) {
   TaskQueue queue(count);
@@ -43,9 +50,8 @@ EXPORT void pairs_gemm(const cuda_ext::GemmParams* params) { cuda_ext::cpu::mode
 // sum (4,) += the products of 4 pairs.
 EXPORT void pairs_multiply_add(float* sum, const uint32_t* a, const uint32_t* b) {
   using namespace cuda_ext::cpu::modelled;
-  const auto* const pairs_a = reinterpret_cast<const BFloat16Pair*>(a);
-  const auto* const pairs_b = reinterpret_cast<const BFloat16Pair*>(b);
-  store(sum, multiply_add(load(sum), load(pairs_a), load(pairs_b)));
+  const auto pairs = [](const uint32_t* bits) { return (Words)load_partial(reinterpret_cast<const float*>(bits), 4); };
+  store_partial(sum, multiply_add(load_partial(sum, 4), pairs(a), pairs(b)), 4);
 }
 
 // One sequence: query, out, grad_out and grad_query are (queries, heads, dim or dim_v), contiguous and bfloat16, key,
