@@ -245,6 +245,27 @@ def test_bias_of_every_broadcast_shape(dtype: torch.dtype, bias_dtype: torch.dty
     check({**qkv(2, 70, 90, 4, 2, 16, 8, dtype), **named(bias), "sinks": sinks}, terms, causal=True, softcap=3.0)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("dtype", "bias_dtype"), BIAS_DTYPES, ids=str)
+def test_bias_whose_keys_are_not_adjacent(dtype: torch.dtype, bias_dtype: torch.dtype, batch: int) -> None:
+    """As T5 computes its position bias, with the heads innermost; expanded to the batch, or sliced."""
+    inputs = qkv(2, 70, 90, 4, 2, 16, 8, dtype)
+    strided = bias_of((70, 90, 4), bias_dtype, hidden=0.3 if bias_dtype == torch.bool else 0.0).detach()
+    strided = strided.permute(2, 0, 1).expand(batch, 4, 70, 90)
+    every_third = strided.repeat_interleave(3, dim=-1)[..., ::3]
+    adjacent = strided.contiguous()
+    assert strided.stride(-1) == 4 and every_third.stride(-1) == 3
+
+    def run(bias: torch.Tensor) -> list[torch.Tensor]:
+        bias = bias.requires_grad_(bias.dtype != torch.bool)
+        out = flash_attention(**inputs, **named(bias))
+        wanted = [*inputs.values(), *[bias] * bias.requires_grad]
+        return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+
+    for other in (strided, every_third):
+        assert all(torch.equal(a, b) for a, b in zip(run(adjacent), run(other.detach()), strict=True))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (90,), (70, 90), (70, 1), (4, 70, 90), (4, 1, 1), (1, 90)], ids=str)
 def test_bias_of_lower_rank(shape: tuple[int, ...]) -> None:
     bias = bias_of(shape, torch.float32)

@@ -444,7 +444,7 @@ print(json.dumps("ok"))
 @pytest.mark.slow
 @pytest.mark.cpu_only("instruction sets")
 @pytest.mark.sampled(count=1)
-@pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512"] * torch.cpu._is_avx512_bf16_supported()])
+@pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512", "avx512bf16"] * torch.cpu._is_avx512_bf16_supported()])
 def test_every_instruction_set(isa: str, run_python: Callable[..., Any], request: pytest.FixtureRequest) -> None:
     """Each but the widest, which every other test runs; on a processor that lacks one, the widest it has runs again."""
     seed = str(torch.randint(2**31, ()).item())

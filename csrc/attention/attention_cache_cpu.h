@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention/attention_cache.h"
-#include "attention/attention_tiles_cpu.h"
+#include "attention/attention_logits_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 

@@ -14,7 +14,7 @@
 
 #include "attention/attention_cache_cpu.h"
 #if defined(CUDA_EXT_HAS_AMX_TILES)
-#include "attention/attention_amx_cpu.h"
+#include "attention/attention_few_queries_amx_cpu.h"
 #endif
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {

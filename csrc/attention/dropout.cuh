@@ -1,4 +1,4 @@
-// Dropout: the same weights are dropped as on the CPU (attention_tiles_cpu.h), and in forward and backward.
+// Dropout: the same weights are dropped as on the CPU (attention_logits_cpu.h), and in forward and backward.
 #pragma once
 
 #include "arch/memory.cuh"

@@ -32,7 +32,7 @@ namespace {
 // A bias or mask whose keys are adjacent, or all the same. Some models compute a position bias with its heads
 // innermost: then every head would read the whole of it. Dimensions along which it is expanded are not copied.
 Tensor with_adjacent_keys(Tensor bias) {
-  if (bias.size(-1) <= 1 || bias.stride(-1) <= 1) return bias;
+  if (bias.dim() == 0 || bias.size(-1) <= 1 || bias.stride(-1) <= 1) return bias;
   for (int64_t d = 0; d < bias.dim(); ++d)
     if (bias.stride(d) == 0 && bias.size(d) > 1) bias = bias.narrow(d, 0, 1);
   return bias.contiguous();
