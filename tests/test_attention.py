@@ -258,7 +258,7 @@ def test_bias_whose_keys_are_not_adjacent(dtype: torch.dtype, bias_dtype: torch.
 
     def run(bias: torch.Tensor) -> list[torch.Tensor]:
         bias = bias.requires_grad_(bias.dtype != torch.bool)
-        out = flash_attention(**inputs, **named(bias))
+        out = cuda_ext.flash_attention(**inputs, **named(bias))
         wanted = [*inputs.values(), *[bias] * bias.requires_grad]
         return [out.detach(), *torch.autograd.grad(out, wanted, torch.ones_like(out))]
 

@@ -1,5 +1,5 @@
-// Backward of one panel of queries and one block of keys on the CPU: buffers, the gradient of the softmax, and that of a
-// bias. attention_backward_cpu.h visits panels and blocks.
+// Backward of one panel of queries and one block of keys on the CPU: buffers, the gradient of the softmax and that of
+// a bias. attention_backward_cpu.h visits panels and blocks.
 #pragma once
 
 #include "attention/attention_logits_cpu.h"

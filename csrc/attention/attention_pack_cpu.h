@@ -1,5 +1,5 @@
-// What attention's forward and backward share on the CPU: sequences, rows, and their packing. See attention_logits_cpu.h
-// for masks, bias and dropout.
+// What attention's forward and backward share on the CPU: sequences, rows and their packing. Masks, bias and dropout
+// are in attention_logits_cpu.h.
 //
 // Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim,
 // width). S^T = K Q^T then multiplies broadcast keys by whole vectors of queries, each softmax row stays in one lane,
@@ -8,8 +8,8 @@
 // Where the CPU multiplies pairs of bfloat16, K Q^T and V dO^T do so, in half the steps: their operands are bfloat16,
 // and products and sums are as exact as float32 ones. So do the other products of backward, for which the weights and
 // their gradient are rounded to bfloat16, as the CUDA kernels do; the gradients are then exact to 2.4e-3 instead of
-// 1.7e-3, and half of what rounding every intermediate costs. The output keeps weights in float32, except with AMX, whose
-// products of tiles need both operands in bfloat16: its distance to float64 is then 2.5e-3 instead of 1.8e-3.
+// 1.7e-3, and half of what rounding every intermediate costs. The output keeps weights in float32, except with
+// AMX, which multiplies tiles of bfloat16 only: its distance to float64 is then 2.5e-3 instead of 1.8e-3.
 #pragma once
 
 #include "attention/attention.h"
@@ -225,8 +225,8 @@ CUDA_EXT_INLINE void store_as_pairs(float* pairs, Vec<float> low, Vec<float> hig
 #endif
 }
 
-// (keys, width) of float32 -> (keys, width / 2) of pairs of queries; `pairs` may be `values`. Of an odd number of vectors,
-// the last is read and written together with what follows.
+// (keys, width) of float32 -> (keys, width / 2) of pairs of queries; `pairs` may be `values`. Of an odd number of
+// vectors, the last is read and written together with what follows.
 inline void round_to_pairs_of_queries(const float* values, int64_t count, float* pairs) {
   constexpr int64_t lanes = kLanes<float>;
   for (int64_t at = 0; at < count; at += 2 * lanes)

@@ -1,6 +1,6 @@
 // The CPU kernels' variants for AVX512-BF16, on one thread, with a model of the instruction and a vector length that
-// every CPU supports. With MODEL_TILES also AMX, for which vectors are as long as there, and GCC splits them. Defines the
-// functions of the host process that CPU kernels call.
+// every CPU supports. With MODEL_TILES they use a model of AMX, too; vectors are then of 64 bytes, which GCC splits.
+// Also defines the functions of the host process that CPU kernels call.
 #include "cpu/isa_prelude.h"
 
 #define CUDA_EXT_ISA modelled

@@ -19,7 +19,6 @@ from test_gemm_kernels import LAYOUTS, assert_exact, integers
 from cuda_ext import _emulator
 from cuda_ext.testing import reference_attention
 
-
 # GCC takes over a minute to optimise vectors of 64 bytes for CPUs that have shorter ones.
 MODELS = {"pairs": (), "tiles": ("-DMODEL_TILES", "-Wno-psabi", "-O0")}
 
