@@ -262,18 +262,31 @@ bool prefers_direct(const GemmParams& params, int64_t parts) {
 
 constexpr double kDirectWorkPerThread = 3e5;  // multiply-adds that are worth waking a thread for
 
+// The columns of a task: at most `most`, and few enough that all threads have about as many tasks, where `others` is the
+// number of tasks that differ in batch or rows.
+template <class T>
+int64_t direct_task_columns(int64_t n, int64_t most, int64_t others, int64_t threads) {
+  const int64_t per_other = ceil_div(threads, std::max<int64_t>(1, others));
+  const int64_t tasks = ceil_div(ceil_div(n, most), per_other) * per_other;
+  return ceil_div(ceil_div(n, tasks), kPanelColumns<T>) * kPanelColumns<T>;
+}
+
 template <class T>
 void run_direct(const GemmParams& params, const Epilogues<T>& epilogues) {
   const bool backward = epilogues.is_backward();
   const int64_t batches = product(params.batch_dims, params.batch_sizes);
+  const int64_t row_tasks = ceil_div(params.m, kRowBlock);
+  // The cost of a column of a task in multiply-adds; reading an element of b counts as 8 of them.
+  const double column_work = double(params.k) * double(std::min(params.m, kRowBlock) + 8) *
+                             double(product(params.reduced_dims, params.reduced_sizes));
+  const double all_work = column_work * double(params.n) * double(batches * row_tasks);
+  const int64_t threads = int64_t(std::min(double(num_threads()), 1 + all_work / kDirectWorkPerThread));
   // The sums of a task stay in L1 or L2. Longer pieces of b's rows are prefetched better.
-  const int64_t task_columns = (params.m == 1 ? 168 : 42) * kPanelColumns<T>;
-  const int64_t row_tasks = ceil_div(params.m, kRowBlock), column_tasks = ceil_div(params.n, task_columns);
+  const int64_t most_columns = (params.m == 1 ? 168 : 42) * kPanelColumns<T>;
+  const int64_t task_columns = direct_task_columns<T>(params.n, most_columns, batches * row_tasks, threads);
+  const int64_t column_tasks = ceil_div(params.n, task_columns);
   const int64_t tasks = batches * row_tasks * column_tasks;
-  // The cost of a task in multiply-adds; reading an element of b counts as 8 of them.
-  const double work = double(params.k) * double(std::min(params.n, task_columns)) *
-                      double(std::min(params.m, kRowBlock) + 8) *
-                      double(product(params.reduced_dims, params.reduced_sizes));
+  const double work = column_work * double(std::min(params.n, task_columns));
   parallel_for(tasks, int64_t(1 + kDirectWorkPerThread / (1 + work)), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
       const int64_t batch = index / (row_tasks * column_tasks);

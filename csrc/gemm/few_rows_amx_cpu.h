@@ -4,13 +4,14 @@
 // a^T is packed once, for all tasks; a task has some of the columns of b. Sums stay in tiles for all of k.
 #pragma once
 
+#include "gemm/direct_cpu.h"
 #include "gemm/packed_cpu.h"
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kFewTileRows = 256;             // the most rows for which this method is faster
 constexpr int64_t kTileColumns = 2 * kTileWords;  // of b, at a time
-constexpr int64_t kColumnsPerTask = 4 * kTileColumns;
+constexpr int64_t kMaxColumnsPerTask = 4 * kTileColumns;
 
 inline bool prefers_few_rows(const GemmParams& params) {
   const Operand& b = params.b;
@@ -95,16 +96,25 @@ inline void run_few_rows(const GemmParams& params, const Epilogues<float>& epilo
                 pairs * kPanelColumns<float>, packed.as<float>() + batch * batch_size);
     }
   });
-  const int64_t tasks = ceil_div(params.n, kColumnsPerTask);
-  run_workers(batches * tasks, [&](TaskQueue& queue) {
-    for (int64_t task; queue.next(task);) {
-      const int64_t batch = task / tasks, begin = task % tasks * kColumnsPerTask;
-      const auto epilogue = epilogues.forward(batch);
-      const Operand b = of_batch(params, params.b, batch);
-      FewRowsTask(params, b, packed.as<float>() + batch * batch_size, epilogue)
-          .run(begin, std::min(params.n, begin + kColumnsPerTask));
-    }
-  });
+  // Reading an element of b takes as long as 8 multiply-adds of the direct method, whose threshold this is.
+  const double work = double(batches * params.n) * double(pairs) * double(16 + params.m / 4);
+  const int64_t threads = int64_t(std::min(double(num_threads()), 1 + work / kDirectWorkPerThread));
+  const int64_t most = ceil_div(ceil_div(batches * params.n, 4 * threads), kTileColumns) * kTileColumns;
+  const int64_t task_columns = std::min(most, kMaxColumnsPerTask), tasks = ceil_div(params.n, task_columns);
+  const auto run_task = [&](int64_t task) {
+    const int64_t batch = task / tasks, begin = task % tasks * task_columns;
+    const auto epilogue = epilogues.forward(batch);
+    const Operand b = of_batch(params, params.b, batch);
+    FewRowsTask(params, b, packed.as<float>() + batch * batch_size, epilogue)
+        .run(begin, std::min(params.n, begin + task_columns));
+  };
+  if (threads == 1) {
+    for (int64_t task = 0; task < batches * tasks; ++task) run_task(task);
+  } else {
+    run_workers(batches * tasks, [&](TaskQueue& queue) {
+      for (int64_t task; queue.next(task);) run_task(task);
+    });
+  }
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA
