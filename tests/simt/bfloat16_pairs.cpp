@@ -33,7 +33,7 @@ Scratch::Scratch(int64_t bytes) : data_(std::aligned_alloc(64, size_t(bytes + 63
 Scratch::~Scratch() { std::free(data_); }
 
 namespace avx512 {
-// Never called: for operands of other types.
+// Never called: for operands of other types, and for small products.
 void launch_gemm(const GemmParams&) { std::abort(); }
 void attention_forward(const AttentionParams&) { std::abort(); }
 void attention_backward(const AttentionBackwardParams&) { std::abort(); }
@@ -46,7 +46,7 @@ void attention_backward(const AttentionBackwardParams&) { std::abort(); }
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-EXPORT void pairs_gemm(const cuda_ext::GemmParams* params) { cuda_ext::cpu::modelled::launch_gemm(*params); }
+EXPORT void pairs_gemm(const cuda_ext::GemmParams* params) { cuda_ext::cpu::modelled::run_gemm<float, 2>(*params); }
 // sum (4,) += the products of 4 pairs.
 EXPORT void pairs_multiply_add(float* sum, const uint32_t* a, const uint32_t* b) {
   using namespace cuda_ext::cpu::modelled;
