@@ -17,10 +17,14 @@ namespace cuda_ext::cpu::CUDA_EXT_ISA {
 template <class Storage>
 void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
   using T = Compute<Storage>;
-  run_workers(p.heads, [&](TaskQueue& queue) {
-    for (int64_t h; queue.next(h);) {
+  // One task adds up the gradient of a sink. Without sinks, sequences are tasks, too.
+  const bool over_batch = p.grad_sinks != nullptr;
+  run_workers(over_batch ? p.heads : p.heads * p.batch, [&](TaskQueue& queue) {
+    for (int64_t task; queue.next(task);) {
+      const int64_t h = task % p.heads;
+      const int64_t first = over_batch ? 0 : task / p.heads, last = over_batch ? p.batch : first + 1;
       double sink_gradient = 0;
-      for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t b = first; b < last; ++b) {
         const Sequence s(p, b);
         const auto out = rows_of<const Storage>(p.out, b, s.q_begin, h),
                    grad_out = rows_of<const Storage>(p.grad_out, b, s.q_begin, h);

@@ -10,14 +10,13 @@ template <class Storage, class T = Compute<Storage>>
 void sum_row_blocks(const Storage* matrix, int64_t row_stride, int64_t rows, int64_t n, T* sums) {
   constexpr int64_t kSteps = 8;  // rows that one pass over the sums adds
   static_assert(kRowBlock % kSteps == 0);
-  const int64_t grain = std::max<int64_t>(1, 32768 / (n * kRowBlock));
-  parallel_for(num_row_blocks(rows), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * kRowBlock; row < std::min(end * kRowBlock, rows); row += kSteps) {
-      const int64_t steps = std::min(kSteps, rows - row);
-      const Storage* const from = matrix + row * row_stride;
-      T* const to = sums + row / kRowBlock * n;
-      for_vectors<T>(n, [&](int64_t j, int64_t count) {
-        Vec<T> sum = row % kRowBlock == 0 ? Vec<T>{} : load_partial(to + j, count);
+  for_row_blocks(rows, n, 4 * kLanes<T>, 32768, [&](int64_t begin, int64_t end, int64_t first, int64_t last) {
+    for (int64_t row = begin; row < end; row += kSteps) {
+      const int64_t steps = std::min(kSteps, end - row);
+      const Storage* const from = matrix + row * row_stride + first;
+      T* const to = sums + row / kRowBlock * n + first;
+      for_vectors<T>(last - first, [&](int64_t j, int64_t count) {
+        Vec<T> sum = row == begin ? Vec<T>{} : load_partial(to + j, count);
         if (steps == kSteps) {
 #pragma GCC unroll 8
           for (int64_t i = 0; i < kSteps; ++i) sum += load_partial(from + i * row_stride + j, count);

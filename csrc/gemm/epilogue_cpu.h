@@ -240,16 +240,33 @@ struct Epilogues {
   }
 };
 
-// Calls epilogue(position, tile) for every tile of `matrix` (rows, n), a thread for each row block.
+// Calls f(row_begin, row_end, column_begin, column_end) for all of a matrix (rows, n), on all threads: pieces of a row
+// block, or several pieces one after the other. A piece has all columns if there are enough row blocks for the threads,
+// otherwise a multiple of `multiple` of them; it is worth a thread from `elements` on.
+template <class F>
+void for_row_blocks(int64_t rows, int64_t n, int64_t multiple, int64_t elements, const F& f) {
+  const int64_t row_blocks = num_row_blocks(rows);
+  const int64_t wanted = ceil_div(num_threads(), std::max<int64_t>(1, row_blocks));
+  const int64_t width = std::max<int64_t>(1, ceil_div(ceil_div(n, wanted), multiple) * multiple);
+  const int64_t pieces = ceil_div(n, width);
+  const int64_t grain = 1 + elements / std::max<int64_t>(1, width * std::min(rows, kRowBlock));
+  parallel_for(row_blocks * pieces, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t row = index / pieces * kRowBlock, column = index % pieces * width;
+      f(row, std::min(rows, row + kRowBlock), column, std::min(n, column + width));
+    }
+  });
+}
+
+// Calls epilogue(position, tile) for every tile of `matrix` (rows, n).
 template <class T, class Epilogue>
 void for_tiles_of(const Operand& matrix, int64_t rows, int64_t n, const Epilogue& epilogue) {
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, n * kRowBlock));
-  parallel_for(num_row_blocks(rows), grain, [&](int64_t begin, int64_t end) {
+  for_row_blocks(rows, n, kPanelColumns<T>, 16384, [&](int64_t row_begin, int64_t row_end, int64_t begin, int64_t end) {
     alignas(64) T tile[kTileSize<T>];
-    for (int64_t row = begin * kRowBlock; row < std::min(end * kRowBlock, rows); row += kPanelRows)
-      for (int64_t column = 0; column < n; column += kPanelColumns<T>) {
-        const TilePosition at{row, column, std::min<int64_t>(kPanelRows, rows - row),
-                              std::min<int64_t>(kPanelColumns<T>, n - column)};
+    for (int64_t row = row_begin; row < row_end; row += kPanelRows)
+      for (int64_t column = begin; column < end; column += kPanelColumns<T>) {
+        const TilePosition at{row, column, std::min<int64_t>(kPanelRows, row_end - row),
+                              std::min<int64_t>(kPanelColumns<T>, end - column)};
         load_tile(matrix, at, tile);
         epilogue(at, tile);
       }
