@@ -262,8 +262,8 @@ bool prefers_direct(const GemmParams& params, int64_t parts) {
 
 constexpr double kDirectWorkPerThread = 3e5;  // multiply-adds that are worth waking a thread for
 
-// The columns of a task: at most `most`, and few enough that all threads have about as many tasks, where `others` is the
-// number of tasks that differ in batch or rows.
+// The columns of a task: at most `most`, and few enough that all threads have about as many tasks, where `others` is
+// the number of tasks that differ in batch or rows.
 template <class T>
 int64_t direct_task_columns(int64_t n, int64_t most, int64_t others, int64_t threads) {
   const int64_t per_other = ceil_div(threads, std::max<int64_t>(1, others));
