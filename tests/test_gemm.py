@@ -188,7 +188,7 @@ def test_integers_are_exact(dtype: torch.dtype, m: int, n: int, k: int) -> None:
         assert torch.equal(bias_leaf.grad.double(), dz.sum(0))
 
 
-SMALL_SIZES = (1, 2, 3, 4, 5, 8, 13, 24, 33, 36, 37, 73)
+SMALL_SIZES = (1, 2, 3, 4, 5, 8, 13, 24, 33, 36, 37, 48, 49, 73, 128, 129)
 COLUMNS = (*SMALL_SIZES, 100, 1009)
 DEPTHS = (0, 1, 3, 4, 16, 17, 64, 65, 255, 256, 257, 511, 512, 515, 768, 1100)
 ADDENDS: tuple[Callable[[int, int], tuple[int, ...]], ...] = (
@@ -205,13 +205,26 @@ ADDENDS: tuple[Callable[[int, int], tuple[int, ...]], ...] = (
     k=st.sampled_from(DEPTHS),
     layouts=st.tuples(*[st.sampled_from(["contiguous", "padded", "every other", "shifted", "transposed"])] * 2),
     addend=st.sampled_from(ADDENDS),
+    threads=st.sampled_from([1, 2, 5]),
 )
 @settings(max_examples=60)
 def test_few_rows_and_small_matrices_are_exact(
     dtype: torch.dtype, lead: tuple[int, ...], m: int, n: int, k: int, layouts: tuple[str, str],
-    addend: Callable[[int, int], tuple[int, ...]],
+    addend: Callable[[int, int], tuple[int, ...]], threads: int,
 ) -> None:  # fmt: skip
     """Sizes around what a register tile, a vector, a block of k holds, and either operand laid out in any way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_few_rows(dtype, lead, m, n, k, layouts, addend)
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_few_rows(
+    dtype: torch.dtype, lead: tuple[int, ...], m: int, n: int, k: int, layouts: tuple[str, str],
+    addend: Callable[[int, int], tuple[int, ...]],
+) -> None:  # fmt: skip
     a, b = integers(*lead, m, k, dtype=dtype), integers(*lead, k, n, dtype=dtype)
     a, b = strided_copies(a).get(layouts[0], a), strided_copies(b).get(layouts[1], b)
     out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -374,9 +387,11 @@ def test_random_calls(
 
 
 @pytest.mark.cpu_only("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [5, 111])
 @pytest.mark.parametrize("op", OPS)
-def test_same_bits_again_and_on_any_number_of_threads(op: str) -> None:
-    tensors = arguments(op, (3,), 111, 130, 70, f=90)
+def test_same_bits_again_and_on_any_number_of_threads(op: str, rows: int, dtype: torch.dtype) -> None:
+    tensors = arguments(op, (3,), rows, 130, 96, f=90, dtype=dtype)
 
     def run() -> list[Tensor]:
         out = OPS[op](**tensors, activation="gelu")

@@ -3,6 +3,7 @@
 //   K block -> packed float      S^T = K Q^T       (keys, queries)   microkernel
 //   V block -> packed float      P^T = exp(S^T - max)                along each lane
 //                                O^T += V^T P^T    (dim_v, queries)  microkernel
+// In bfloat16 with AMX, both products are of tiles (cpu/amx.h); V is then packed as its transpose, and P rounded.
 // Sequences of a few queries use attention_few_queries_cpu.h instead.
 #pragma once
 

@@ -87,34 +87,45 @@ class FewRowsTask {
 
 inline void run_few_rows(const GemmParams& params, const Epilogues<float>& epilogues) {
   const int64_t batches = product(params.batch_dims, params.batch_sizes), pairs = params.k / 2;
-  const int64_t panels = ceil_div(params.m, kPanelColumns<float>), batch_size = panels * pairs * kPanelColumns<float>;
-  const Scratch packed(batches * batch_size * int64_t(sizeof(float)));
-  parallel_for(batches, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t batch = begin; batch < end; ++batch) {
-      const Operand a = of_batch(params, params.a, batch);
-      pack_b<2>(static_cast<const bfloat16_t*>(a.data), a.column_stride, a.row_stride, params.k, params.m,
-                pairs * kPanelColumns<float>, packed.as<float>() + batch * batch_size);
-    }
-  });
+  const int64_t panel_size = pairs * kPanelColumns<float>, size = ceil_div(params.m, kPanelColumns<float>) * panel_size;
+  const auto pack = [&](int64_t batch, float* a_t) {
+    const Operand a = of_batch(params, params.a, batch);
+    pack_b<2>(static_cast<const bfloat16_t*>(a.data), a.column_stride, a.row_stride, params.k, params.m, panel_size,
+              a_t);
+  };
+  const auto run_columns = [&](int64_t batch, const float* a_t, int64_t begin, int64_t end) {
+    const auto epilogue = epilogues.forward(batch);
+    const Operand b = of_batch(params, params.b, batch);
+    FewRowsTask(params, b, a_t, epilogue).run(begin, std::min(params.n, end));
+  };
   // Reading an element of b takes as long as 8 multiply-adds of the direct method, whose threshold this is.
   const double work = double(batches * params.n) * double(pairs) * double(16 + params.m / 4);
   const int64_t threads = int64_t(std::min(double(num_threads()), 1 + work / kDirectWorkPerThread));
-  const int64_t most = ceil_div(ceil_div(batches * params.n, 4 * threads), kTileColumns) * kTileColumns;
-  const int64_t task_columns = std::min(most, kMaxColumnsPerTask), tasks = ceil_div(params.n, task_columns);
-  const auto run_task = [&](int64_t task) {
-    const int64_t batch = task / tasks, begin = task % tasks * task_columns;
-    const auto epilogue = epilogues.forward(batch);
-    const Operand b = of_batch(params, params.b, batch);
-    FewRowsTask(params, b, packed.as<float>() + batch * batch_size, epilogue)
-        .run(begin, std::min(params.n, begin + task_columns));
-  };
-  if (threads == 1) {
-    for (int64_t task = 0; task < batches * tasks; ++task) run_task(task);
-  } else {
-    run_workers(batches * tasks, [&](TaskQueue& queue) {
-      for (int64_t task; queue.next(task);) run_task(task);
-    });
+  if (threads == 1 || batches >= threads) {
+    const auto worker = [&](TaskQueue& queue) {
+      const Scratch a_t(size * int64_t(sizeof(float)));
+      for (int64_t batch; queue.next(batch);) {
+        pack(batch, a_t.as<float>());
+        run_columns(batch, a_t.as<float>(), 0, params.n);
+      }
+    };
+    if (threads > 1) return run_workers(batches, worker);
+    TaskQueue queue(batches);
+    return worker(queue);
   }
+  // Several threads share a batch, and its packed a.
+  const Scratch packed(batches * size * int64_t(sizeof(float)));
+  parallel_for(batches, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t batch = begin; batch < end; ++batch) pack(batch, packed.as<float>() + batch * size);
+  });
+  const int64_t share = ceil_div(ceil_div(batches * params.n, 4 * threads), kTileColumns) * kTileColumns;
+  const int64_t columns = std::min(share, kMaxColumnsPerTask), tasks = ceil_div(params.n, columns);
+  run_workers(batches * tasks, [&](TaskQueue& queue) {
+    for (int64_t task; queue.next(task);) {
+      const int64_t batch = task / tasks, begin = task % tasks * columns;
+      run_columns(batch, packed.as<float>() + batch * size, begin, begin + columns);
+    }
+  });
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA
