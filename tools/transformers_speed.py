@@ -1,6 +1,7 @@
-"""Speed of models of transformers with attn_implementation="cuda_ext", against "eager" and "sdpa".
+"""Speed and exactness of models of transformers with attn_implementation="cuda_ext", against "eager" and "sdpa".
 
     OMP_NUM_THREADS=2 python tools/transformers_speed.py [--families llama bert] [--dtypes float32] [--seconds 20]
+    python tools/transformers_speed.py --exactness [--dtypes bfloat16]
 
 Random weights, 2 layers, 2 sequences of 512 tokens, hidden size 512; ViT: 768 and 224² pixels. The implementations
 alternate in one process, and the fastest run of each counts, in CPU time of all threads, which other programs on the
@@ -11,7 +12,9 @@ of docs/transformers.md: milliseconds, and how many times as fast "cuda_ext" is 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -206,17 +209,58 @@ def print_overhead() -> None:
             print(f"| {', '.join(map(str, sizes))} | {work} | {shown} |", flush=True)
 
 
+def results(model: Any, inputs: Inputs) -> list[torch.Tensor]:
+    """The logits of the tokens that are not padding, and the gradients of all parameters, in float64."""
+    real = inputs["attention_mask"].bool()
+    logits = model(**inputs).logits[real].double()
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad((logits * weights).sum(), list(model.parameters()), allow_unused=True)
+    return [logits.detach(), torch.cat([g.double().flatten() for g in gradients if g is not None])]
+
+
+def print_exactness(dtypes: list[str]) -> None:
+    """Relative distances to the same weights in float64: medians over 5 models of 4 layers and 2 sequences."""
+    compared = {"llama": "sdpa", "gemma2": "eager", "gpt-oss": "eager"}
+    print("| model | dtype | outputs: others | cuda_ext | gradients: others | cuda_ext |")
+    print("|---|---|---:|---:|---:|---:|", flush=True)
+    for family, other in compared.items():
+        name, config, _, _ = FAMILIES[family]
+        for dtype in dtypes:
+            distances: dict[str, list[list[float]]] = {other: [], OURS: []}
+            for seed in range(5):
+                torch.manual_seed(seed)
+                settings = config()
+                settings.num_hidden_layers, settings._attn_implementation = 4, "eager"
+                settings.layer_types = None if family == "llama" else (settings.layer_types * 2)[:4]
+                settings._experts_implementation = "eager"  # grouped products have no float64
+                model = getattr(hf, name)(settings).to(getattr(torch, dtype)).eval()
+                mask = torch.arange(200) < torch.tensor([[200], [200 if family == "gemma2" else 150]])
+                inputs = {"input_ids": torch.randint(1, 1000, (2, 200)), "attention_mask": mask.long()}
+                exact = results(copy.deepcopy(model).double(), inputs)
+                for key, found in distances.items():
+                    model.set_attn_implementation(key)
+                    pairs = zip(results(model, inputs), exact, strict=True)
+                    found.append([float((got - want).norm() / want.norm()) for got, want in pairs])
+            medians = {key: [statistics.median(column) for column in zip(*rows)] for key, rows in distances.items()}
+            shown = " | ".join(f"{medians[other][n]:.1e} | {medians[OURS][n]:.1e}" for n in range(2))
+            print(f"| {family}, beside {other} | {dtype} | {shown} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="for each row, beyond 3 rounds")
     parser.add_argument("--overhead", action="store_true", help="instead: attention alone, what it costs beyond the op")
+    parser.add_argument("--exactness", action="store_true", help="instead: distances to the same models in float64")
     given = parser.parse_args()
     if given.overhead:
         print_overhead()
         return
     cuda_ext.integrations.transformers.enable()
+    if given.exactness:
+        print_exactness(given.dtypes)
+        return
     torch.manual_seed(0)
     print("| model | dtype | work | eager, ms | sdpa, ms | cuda_ext, ms | times as fast |")
     print("|---|---|---|---:|---:|---:|---:|", flush=True)
