@@ -107,7 +107,8 @@ def flash_attention(
         bias: added to the logits; broadcasts to `(B, H, Sq, Sk)`, in the dtype of `query` or float32, with any
             strides. Differentiable. `-inf` hides a key. To broadcast a dimension, pass size 1 instead of calling
             `expand`: the gradient is as large as the tensor you pass. Hide keys with `-inf` or `mask`, not with a large
-            number: in a row where every bias is -1e30, rounding loses the logits.
+            number: in a row where every bias is -1e30, rounding loses the logits. If its last dimension has another
+            stride than 1 or 0, it is copied first; so is a mask.
         mask: boolean, `True` where a key takes part; broadcasts like `bias`, any strides. It has the meaning of a
             boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device, `bias` and
             `mask` together take a temporary tensor of the shape to which they broadcast.
