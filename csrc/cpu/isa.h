@@ -1,6 +1,7 @@
 // One CPU kernel source, several instruction sets. A kernel lives in X_cpu.inc and is compiled once per instruction set
 // by X_cpu_{avx512,avx2,generic}.cpp, each into its own namespace; the launcher calls the one that best_isa() selects.
-// AVX512-BF16 is avx512 with one more instruction; only kernels that use it have this fourth variant.
+// AVX512-BF16 is avx512 with one more instruction, and AMX where the CPU has it (cpu/amx.h); only kernels that use it
+// have this fourth variant.
 #pragma once
 
 #include <cstdlib>
