@@ -216,29 +216,7 @@ class BackwardPass {
         softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
                                                  grad_bias);
       });
-      if constexpr (tiles)
-        add_products_of_tiles(keys, queries, width, scratch, grad_q[i], grad_q.stride);
-      else
-        add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
-    }
-  }
-
-  // The same with tiles, for which the product that gives dQ is transposed.
-  void add_products_of_tiles(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
-                             int64_t grad_q_stride) const {
-    if constexpr (tiles) {
-      T* const weights = scratch.weights;
-      T* const grad_logits = scratch.grad_logits;
-      round_to_pairs_of_queries(weights, keys * width, weights);
-      amx_product<true>(keys, p_.dim_v, width / 2, weights, width / 2, scratch.grad_out, pitch_v_, scratch.grad_v,
-                        pitch_v_);
-      round_to_pairs_of_queries(grad_logits, keys * width, weights);
-      amx_product<true>(keys, p_.dim, width / 2, weights, width / 2, scratch.q, pitch_, scratch.grad_k, pitch_);
-      round_to_pairs_of_keys(grad_logits, keys, width);
-      const int64_t pairs = (keys + 1) / 2, whole = whole_tiles(pairs);
-      std::fill(grad_logits + pairs * width, grad_logits + whole * width, T(0));
-      amx_product<false>(p_.dim, width, whole, scratch.k_t, kKeyPairPitch, grad_logits, width, scratch.grad_q_t, width);
-      add_transposed(scratch.grad_q_t, width, queries, p_.dim, grad_q, grad_q_stride);
+      add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
     }
   }
 
@@ -246,25 +224,45 @@ class BackwardPass {
   void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
                                int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
-    const int64_t vectors = padded<T>(p_.dim) / kLanes<T>, vectors_v = padded<T>(p_.dim_v) / kLanes<T>;
-    using Element = Packed<depth, T>;
-    const auto elements = [](const T* packed) { return reinterpret_cast<const Element*>(packed); };
-    const int64_t query_steps = (queries + depth - 1) / depth, key_steps = (keys + depth - 1) / depth;
     T* const weights = scratch.weights;
     T* const grad_logits = scratch.grad_logits;
     if constexpr (depth == 2) round_to_pairs_of_queries(weights, keys * width, weights);
-    block_product<true>(keys, vectors_v, query_steps, elements(weights), width / depth, 1, elements(scratch.grad_out),
-                        pitch_v_, scratch.grad_v, pitch_v_);
+    add_product_over_queries(keys, p_.dim_v, queries, weights, width, scratch.grad_out, scratch.grad_v);
     const T* by_query = grad_logits;
     if constexpr (depth == 2) {
       round_to_pairs_of_queries(grad_logits, keys * width, weights);
       by_query = weights;
       round_to_pairs_of_keys(grad_logits, keys, width);
     }
-    block_product<true>(keys, vectors, query_steps, elements(by_query), width / depth, 1, elements(scratch.q), pitch_,
-                        scratch.grad_k, pitch_);
-    block_product<true>(queries, vectors, key_steps, elements(grad_logits), 1, width, elements(scratch.k), pitch_,
-                        grad_q, grad_q_stride);
+    add_product_over_queries(keys, p_.dim, queries, by_query, width, scratch.q, scratch.grad_k);
+    const int64_t key_steps = (keys + depth - 1) / depth;
+    if constexpr (tiles) {
+      // Transposed, because grad_logits has the layout of a second operand.
+      const int64_t whole = whole_tiles(key_steps);
+      std::fill(grad_logits + key_steps * width, grad_logits + whole * width, T(0));
+      amx_product<false>(p_.dim, width, whole, scratch.k_t, kKeyPairPitch, grad_logits, width, scratch.grad_q_t, width);
+      add_transposed(scratch.grad_q_t, width, queries, p_.dim, grad_q, grad_q_stride);
+    } else {
+      using Element = Packed<depth, T>;
+      block_product<true>(queries, padded<T>(p_.dim) / kLanes<T>, key_steps,
+                          reinterpret_cast<const Element*>(grad_logits), 1, width,
+                          reinterpret_cast<const Element*>(scratch.k), pitch_, grad_q, grad_q_stride);
+    }
+  }
+
+  // sum (keys, dim) += a (keys, width) @ b (queries, dim), of elements of kDepth queries.
+  static void add_product_over_queries(int64_t keys, int64_t dim, int64_t queries, const T* a, int64_t width,
+                                       const T* b, T* sum) {
+    constexpr int depth = kDepth<Storage>;
+    const int64_t pitch = row_pitch<T>(dim);
+    if constexpr (tiles) {
+      amx_product<true>(keys, dim, width / depth, a, width / depth, b, pitch, sum, pitch);
+    } else {
+      using Element = Packed<depth, T>;
+      block_product<true>(keys, padded<T>(dim) / kLanes<T>, (queries + depth - 1) / depth,
+                          reinterpret_cast<const Element*>(a), width / depth, 1, reinterpret_cast<const Element*>(b),
+                          pitch, sum, pitch);
+    }
   }
 
   // dQ = the sum of the splits' dQ, in their order.

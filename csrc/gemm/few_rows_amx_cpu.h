@@ -30,7 +30,7 @@ class FewRowsTask {
   void run(int64_t begin, int64_t end) const {
     const AmxTiles amx;
     const Scratch tail(end % kTileColumns != 0 ? kTileColumns * params_.k * int64_t(sizeof(bfloat16_t)) : 0);
-    alignas(64) float tile[2 * kTile], transposed[kTile];
+    alignas(64) float tile[2 * kTileElements], transposed[kTileElements];
     const int64_t parts = params_.gated ? 2 : 1, pairs = params_.k / 2;
     for (int64_t column = begin; column < end; column += kTileColumns) {
       const int64_t columns = std::min(kTileColumns, end - column);
@@ -47,17 +47,17 @@ class FewRowsTask {
           }
           amx_product<false>(columns, rows, pairs, reinterpret_cast<const float*>(from), stride / 2, a_t_ + row * pairs,
                              kPanelColumns<float>, transposed, kPanelColumns<float>);
-          transpose_tile(transposed, rows, columns, tile + part * kTile);
+          transpose_tile(transposed, rows, columns, tile + part * kTileElements);
         }
         for (int64_t i = 0; i < rows; i += kPanelRows)
           epilogue_({row + i, column, std::min<int64_t>(kPanelRows, rows - i), columns},
-                    tile + i * kPanelColumns<float>, kTile);
+                    tile + i * kPanelColumns<float>, kTileElements);
       }
     }
   }
 
  private:
-  static constexpr int64_t kTile = kPanelColumns<float> * kPanelColumns<float>;  // elements, at least
+  static constexpr int64_t kTileElements = kPanelColumns<float> * kPanelColumns<float>;
 
   // Tiles past the last column of b would read outside it.
   void copy_columns(const bfloat16_t* from, int64_t columns, bfloat16_t* to) const {
