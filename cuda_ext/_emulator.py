@@ -23,6 +23,8 @@ from cuda_ext import _build
 from cuda_ext import _toolchain as toolchain
 
 CSRC = _build.CSRC
+# What all kernels are launched with; these sources have no kernels.
+LAUNCHING = (CSRC / "rt" / "launch.cu", CSRC / "rt" / "tensor_map.cu")
 FOLDER = _build.SOURCE_ROOT / "build" / "simt"
 FLAGS = (
     "-std=c++20",
@@ -48,7 +50,7 @@ def build_library(
     """Builds a shared library of CUDA sources and the emulator, and returns its path.
 
     name: the library's name; use a different one for each combination of the other arguments.
-    kernels: sources with device code, which may include headers in their own folder.
+    kernels: sources with device code, which may include headers in their own folder; LAUNCHING is linked with them.
     others: C++ sources, each with its flags in addition to the common ones.
     hooks: whether the emulator sees the plain loads and stores of the kernels; several times slower.
     """
@@ -56,7 +58,7 @@ def build_library(
     if not emulator:
         raise RuntimeError(f"cuda_ext: emulation compiles the kernels, but {CSRC} is missing; use a source checkout")
     jobs = [(source, (*FLAGS, *KERNEL_FLAGS, *HOOK_FLAGS * hooks, f"-I{source.parent}")) for source in kernels]
-    jobs += [(source, FLAGS) for source in emulator]
+    jobs += [(source, FLAGS) for source in (*emulator, *LAUNCHING)]
     jobs += [(source, (*FLAGS, *flags)) for source, flags in others]
     with _build.lock(FOLDER), ThreadPoolExecutor(toolchain.available_cores()) as pool:
         objects = list(pool.map(lambda job: compile_source(*job), jobs))
@@ -112,7 +114,7 @@ def load(hooks: bool = False) -> ModuleType:
     """The module `_simt` (csrc/emulated), which contains all CUDA kernels of the package."""
     import torch
 
-    kernels = sorted(path for path in CSRC.rglob("*.cu") if path.parent.name != "launchers")
+    kernels = sorted(path for path in CSRC.rglob("*.cu") if path.parent.name not in ("launchers", "rt"))
     headers = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include")
     flags = [f"-isystem{path}" for path in headers]
     if not (FOLDER / f"{_name(hooks)}.so").exists():

@@ -445,11 +445,7 @@ class TestSm90a:
 #include "rt/device.h"
 using namespace cuda_ext;
 // The device has wgmma; the kernel on mma.sync asks for 80 bytes.
-simt::Options& simt::options() {
-  static Options hopper;
-  hopper.compute_capability = 90;
-  return hopper;
-}
+rt::Device rt::describe_device(const char*) { return {.compute_capability = 90}; }
 template <class T, Float32Product float32>
 size_t GemmSm80<T, float32>::workspace(const GemmParams&, const Restriction&) { return 80; }
 template <class T, Float32Product float32>

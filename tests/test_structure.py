@@ -31,13 +31,16 @@ def includes_of(csrc: Path) -> dict[str, list[str]]:
     return {name: re.findall(r'^\s*#include "(\w+/[^"]+)"', text, re.MULTILINE) for name, text in sources.items()}
 
 
-def torch_files(csrc: Path) -> set[str]:
-    """The files that include torch, themselves or by what they include."""
+def with_users(csrc: Path, files: set[str]) -> set[str]:
+    """`files` and all that include them, directly or not."""
     includes = includes_of(csrc)
-    torch = {name for name in includes if re.search(r"#include <(torch|ATen|c10)/", (csrc / name).read_text())}
-    while more := {name for name, own in includes.items() if name not in torch and not torch.isdisjoint(own)}:
-        torch |= more
-    return torch
+    while more := {name for name, own in includes.items() if name not in files and not files.isdisjoint(own)}:
+        files = files | more
+    return files
+
+
+def files_with(csrc: Path, pattern: str) -> set[str]:
+    return {name for name in includes_of(csrc) if re.search(pattern, (csrc / name).read_text(), re.MULTILINE)}
 
 
 def uses_of_csrc(csrc: Path) -> set[tuple[str, str]]:
@@ -132,9 +135,22 @@ def test_a_planted_upward_use_is_found(tmp_path: Path, file: str, line: str, fou
 
 
 def test_only_ops_include_torch() -> None:
-    torch = torch_files(ROOT / "csrc")
+    torch = with_users(ROOT / "csrc", files_with(ROOT / "csrc", r"#include <(torch|ATen|c10)/"))
     assert {name.split("/")[0] for name in torch} == {"ops"}
     assert {Path(name).suffix for name in torch} == {".cpp", ".h"}  # nvcc compiles .cu, .cuh and .inc
+
+
+# nvcc parses a file once for each architecture and twice for the host. These headers took a
+# quarter of the time that all kernels took to compile.
+SLOW_HEADERS = r"algorithm|atomic|functional|iostream|map|memory|ranges|sstream|unordered_map|vector"
+SLOW_HEADERS += r"|cuda\.h|cuda_bf16\.h|cuda_fp16\.h"
+
+
+def test_kernels_include_no_header_that_compiles_slowly() -> None:
+    csrc = ROOT / "csrc"
+    kernels = {name for name in with_users(csrc, files_with(csrc, r"^GLOBAL\(")) if name.endswith(".cu")}
+    assert len(kernels) > 60
+    assert not kernels & with_users(csrc, files_with(csrc, rf"^#include <({SLOW_HEADERS})>"))
 
 
 # Imports between modules

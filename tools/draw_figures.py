@@ -253,12 +253,12 @@ def linear() -> Drawing:
         "choose_plan (plan_sm90.h, plan_sm80.h): tile and split of k;\nthen one instantiation",
     )
     d.line((425, 480), (425, 502))
-    d.box((220, 502, 420, 36), HARDWARE, "csrc/rt/launch.cuh: rt::launch")
+    d.box((220, 502, 420, 36), HARDWARE, "csrc/rt/launch.cuh: rt::launch, launch.cu")
     d.line((325, 538), (325, 576))
     d.note(333, 560, "nvcc")
     d.line((535, 538), (535, 576))
     d.note(543, 560, "C++ compiler")
-    d.box((220, 576, 205, 36), HARDWARE, "cudaLaunchKernelEx")
+    d.box((220, 576, 205, 36), HARDWARE, "cudaLaunchKernelExC")
     d.box((435, 576, 205, 36), BASE, "simt::launch")
     d.line((325, 612), (325, 632))
     d.line((535, 612), (535, 632))
@@ -448,7 +448,7 @@ def overlap() -> Drawing:
 def emulator() -> Drawing:
     d = Drawing(1080, 564, "How the emulator runs a kernel")
     d.text(20, 26, "One launch", size=14, bold=True)
-    d.box((20, 44, 250, 48), HARDWARE, "rt::launch", "rt/launch.cuh, without __CUDACC__")
+    d.box((20, 44, 250, 48), HARDWARE, "rt::launch", "rt/launch.cu, without __CUDACC__")
     d.box(
         (20, 124, 250, 62),
         BASE,

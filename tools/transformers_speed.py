@@ -1,12 +1,20 @@
 """Speed and exactness of models of transformers with attn_implementation="cuda_ext", against "eager" and "sdpa".
 
-    OMP_NUM_THREADS=2 python tools/transformers_speed.py [--families llama bert] [--dtypes float32] [--seconds 20]
-    python tools/transformers_speed.py --exactness [--dtypes bfloat16]
+    OMP_NUM_THREADS=2 python tools/transformers_speed.py --families llama bert --dtypes float32 --seconds 20
+    OMP_NUM_THREADS=2 python tools/transformers_speed.py attention
+    python tools/transformers_speed.py exactness --dtypes bfloat16
+
+Prints one of the tables of docs/transformers.md or docs/patch.md:
+
+models      whole models: milliseconds, and how many times as fast "cuda_ext" is as the faster of the two others
+patch       the same, with cuda_ext.patch(model)
+attention   attention alone, of the shapes that the models have and of longer ones, against SDPA
+overhead    what the attention function costs beyond the op
+exactness   distances to the same models in float64
 
 Random weights, 2 layers, 2 sequences of 512 tokens, hidden size 512; ViT: 768 and 224² pixels. The implementations
 alternate in one process, and the fastest run of each counts, in CPU time of all threads, which other programs on the
-machine disturb less than elapsed time. Set OMP_WAIT_POLICY=passive, so that waiting threads use none. Prints the table
-of docs/transformers.md: milliseconds, and how many times as fast "cuda_ext" is as the faster of the two others.
+machine disturb less than elapsed time. Set OMP_WAIT_POLICY=passive, so that waiting threads use none.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -133,7 +141,7 @@ def fastest(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str,
     return best
 
 
-def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, dict[str, float]]]:
+def measure(family: str, dtype: torch.dtype, seconds: float, patched: bool) -> list[tuple[str, dict[str, float]]]:
     name, config, make_inputs, others = FAMILIES[family]
     inputs = {key: x.to(dtype) if x.is_floating_point() else x for key, x in make_inputs().items()}
     models = {}
@@ -141,6 +149,8 @@ def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, 
         settings = config()
         settings._attn_implementation = implementation
         models[implementation] = getattr(hf, name)(settings).to(dtype).eval()
+    if patched:
+        cuda_ext.patch(models[OURS])
 
     def forward(model: Any) -> object:
         with torch.no_grad():
@@ -155,6 +165,84 @@ def measure(family: str, dtype: torch.dtype, seconds: float) -> list[tuple[str, 
         return fastest({key: functools.partial(work, model) for key, model in models.items()}, seconds)
 
     return [("forward", run(forward)), ("training step", run(step))]
+
+
+def print_models(families: list[str], dtypes: list[str], seconds: float, patched: bool) -> None:
+    print(f"| model | dtype | work | eager, ms | sdpa, ms | {'patched' if patched else OURS}, ms | times as fast |")
+    print("|---|---|---|---:|---:|---:|---:|", flush=True)
+    for dtype in dtypes:
+        for family in families:
+            for work, best in measure(family, getattr(torch, dtype), seconds, patched):
+                ours = best.pop(OURS)
+                shown = " | ".join(f"{best[key] * 1e3:.0f}" if key in best else "–" for key in ("eager", "sdpa"))
+                ratio = min(best.values()) / ours
+                print(f"| {family} | {dtype} | {work} | {shown} | {ours * 1e3:.0f} | {ratio:.2f} |", flush=True)
+
+
+class Attention(NamedTuple):
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = False
+    bias: bool = False  # with its gradient, as in T5
+
+    def tensors(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Query, key, value, with heads first as in models, and the bias if there is one."""
+        sizes = [(self.queries, self.heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads)]
+        found = [torch.randn(self.batch, heads, rows, self.head_dim) for rows, heads in sizes]
+        if self.bias:
+            found.append(torch.randn(1, self.heads, self.queries, self.keys))
+        return [tensor.to(dtype).requires_grad_() for tensor in found]
+
+
+ATTENTION = {
+    "llama, qwen3": Attention(BATCH, LENGTH, LENGTH, 8, 2, 64, causal=True),
+    "gpt2": Attention(BATCH, LENGTH, LENGTH, 8, 8, 64, causal=True),
+    "bert, whisper's encoder": Attention(BATCH, LENGTH, LENGTH, 8, 8, 64),
+    "t5's encoder": Attention(BATCH, LENGTH, LENGTH, 8, 8, 64, bias=True),
+    "t5's cross-attention": Attention(BATCH, LENGTH // 4, LENGTH, 8, 8, 64),
+    "vit": Attention(BATCH, 197, 197, 12, 12, 64),
+    "2048 tokens": Attention(1, 2048, 2048, 4, 4, 128, causal=True),
+    "1024 tokens": Attention(1, 1024, 1024, 4, 4, 256, causal=True),
+    "513 queries, 777 keys": Attention(1, 513, 777, 4, 4, 40),
+}
+
+
+def attention_times(shape: Attention, dtype: torch.dtype, seconds: float) -> dict[str, dict[str, float]]:
+    theirs = shape.tensors(dtype)
+    # The op's layout has rows first. Each side gets contiguous tensors.
+    ours = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in theirs[:3]] + theirs[3:]
+    bias = theirs[3] if shape.bias else None
+    sdpa: Any = torch.nn.functional.scaled_dot_product_attention
+    grouped = shape.heads != shape.kv_heads
+    forward: dict[str, Callable[[], Any]] = {
+        "sdpa": lambda: sdpa(*theirs[:3], attn_mask=bias, is_causal=shape.causal, enable_gqa=grouped),
+        OURS: lambda: cuda_ext.flash_attention(*ours[:3], causal=shape.causal, bias=bias),
+    }
+    backward: dict[str, Callable[[], object]] = {}
+    for key, inputs in (("sdpa", theirs), (OURS, ours)):
+        out = forward[key]()
+        backward[key] = functools.partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
+    with torch.no_grad():
+        forward_times = fastest(forward, seconds)
+    return {"forward": forward_times, "backward": fastest(backward, seconds)}
+
+
+def print_attention(dtypes: list[str], seconds: float) -> None:
+    print(
+        "| attention of | batch, queries, keys | heads, dim | dtype | work | sdpa, ms | cuda_ext, ms | times as fast |"
+    )
+    print("|---|---|---|---|---|---:|---:|---:|", flush=True)
+    for dtype in dtypes:
+        for name, shape in ATTENTION.items():
+            heads = str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads} on {shape.kv_heads}"
+            sizes = f"{shape.batch}, {shape.queries}, {shape.keys} | {heads}, {shape.head_dim}"
+            for work, best in attention_times(shape, getattr(torch, dtype), seconds).items():
+                times = f"{best['sdpa'] * 1e3:.2f} | {best[OURS] * 1e3:.2f} | {best['sdpa'] / best[OURS]:.2f}"
+                print(f"| {name} | {sizes} | {dtype} | {work} | {times} |", flush=True)
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -248,29 +336,24 @@ def print_exactness(dtypes: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each row, beyond 3 rounds")
-    parser.add_argument("--overhead", action="store_true", help="instead: attention alone, what it costs beyond the op")
-    parser.add_argument("--exactness", action="store_true", help="instead: distances to the same models in float64")
+    tables = ("models", "patch", "attention", "overhead", "exactness")
+    parser.add_argument("table", nargs="?", choices=tables, default="models")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="of models and patch")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: %(default)s")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="for each row, beyond 3 rounds; default: %(default)s"
+    )
     given = parser.parse_args()
-    if given.overhead:
-        print_overhead()
-        return
-    cuda_ext.integrations.transformers.enable()
-    if given.exactness:
-        print_exactness(given.dtypes)
-        return
     torch.manual_seed(0)
-    print("| model | dtype | work | eager, ms | sdpa, ms | cuda_ext, ms | times as fast |")
-    print("|---|---|---|---:|---:|---:|---:|", flush=True)
-    for dtype in given.dtypes:
-        for family in given.families:
-            for work, best in measure(family, getattr(torch, dtype), given.seconds):
-                ours = best.pop(OURS)
-                shown = " | ".join(f"{best[key] * 1e3:.0f}" if key in best else "–" for key in ("eager", "sdpa"))
-                ratio = min(best.values()) / ours
-                print(f"| {family} | {dtype} | {work} | {shown} | {ours * 1e3:.0f} | {ratio:.2f} |", flush=True)
+    cuda_ext.integrations.transformers.enable()
+    if given.table == "overhead":
+        print_overhead()
+    elif given.table == "exactness":
+        print_exactness(given.dtypes)
+    elif given.table == "attention":
+        print_attention(given.dtypes, given.seconds)
+    else:
+        print_models(given.families, given.dtypes, given.seconds, patched=given.table == "patch")
 
 
 if __name__ == "__main__":

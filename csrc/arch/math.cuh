@@ -3,10 +3,7 @@
 
 #include "arch/target.cuh"
 
-#if defined(__CUDACC__)
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#else
+#if !defined(__CUDACC__)
 #include <cmath>
 #endif
 
@@ -14,7 +11,12 @@ namespace cuda_ext::arch {
 
 #if defined(__CUDACC__)
 
-DEVICE float to_float(half_t x) { return __half2float(__ushort_as_half(x.bits)); }
+// As instructions: the headers with CUDA's own types take longer to parse than most kernels here.
+DEVICE float to_float(half_t x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
 DEVICE float to_float(bfloat16_t x) { return __uint_as_float(uint32_t(x.bits) << 16); }
 
 // Round to nearest, ties to even.
@@ -26,11 +28,15 @@ DEVICE float from_float<float>(float x) {
 }
 template <>
 DEVICE half_t from_float<half_t>(float x) {
-  return {__half_as_ushort(__float2half_rn(x))};
+  half_t y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
 }
 template <>
 DEVICE bfloat16_t from_float<bfloat16_t>(float x) {
-  return {__bfloat16_as_ushort(__float2bfloat16_rn(x))};
+  bfloat16_t y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
 }
 
 // Two elements in one register, `low` in the lower half.

@@ -4,6 +4,7 @@
 
 #include "attention/attention_bwd_plan.cuh"
 #include "attention/rows.cuh"
+#include "rt/launch.cuh"
 #include "tile/results.cuh"
 
 namespace cuda_ext::sm80 {

@@ -3,6 +3,7 @@
 
 #include "attention/attention_bwd_passes.cuh"
 #include "attention/attention_bwd_sm80.cuh"
+#include "rt/launch.cuh"
 
 namespace cuda_ext::sm80 {
 

@@ -18,8 +18,9 @@ auto with_cache_kernel(const CachedAttentionParams& p, const F& f) {
 // As many blocks as run at once, or fewer if there is less work.
 inline int cache_grid(const CachedAttentionParams& p, const CachePlan& plan, const CacheConfig& config,
                       const rt::Device& device) {
-  const int64_t most = p.batch * p.heads_kv * plan.row_tiles * plan.splits;
-  return int(std::min<int64_t>(most, int64_t(device.num_sms) * config.min_blocks));
+  const int64_t tiles = p.batch * p.heads_kv * plan.row_tiles * plan.splits;
+  const int64_t at_once = int64_t(device.num_sms) * config.min_blocks;
+  return int(tiles < at_once ? tiles : at_once);
 }
 
 template <class T, int tile>

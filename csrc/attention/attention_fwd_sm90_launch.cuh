@@ -13,6 +13,10 @@ inline sm80::ForwardPlan plan_forward(const AttentionParams& p, const ForwardTil
       p, {.block_m = config.block_m, .block_n = config.block_n, .at_once = device.num_sms, .packs_any_group = false});
 }
 
+inline int persistent_blocks(const sm80::ForwardPlan& plan, const rt::Device& device) {
+  return plan.items() < device.num_sms ? plan.items() : device.num_sms;
+}
+
 // Calls f(Forward<..>{}) with the instantiation that the parameters require.
 template <class T, int tile, class F>
 auto with_forward(const AttentionParams& p, const F& f) {
@@ -45,7 +49,7 @@ AttentionPlan AttentionForwardSm90<T, tile>::plan(const AttentionParams& params,
             .pack = plan.pack,
             .splits = plan.splits,
             .tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles,
-            .blocks = std::min(plan.items(), device.num_sms),
+            .blocks = persistent_blocks(plan, device),
             .threads = Kernel::kThreads,
             .workspace = workspace};
   });
@@ -65,7 +69,7 @@ void AttentionForwardSm90<T, tile>::launch(const AttentionParams& params, Worksp
   with_forward<T, tile>(params, [&]<class Kernel>(Kernel) {
     const ForwardMaps maps = make_maps(params, plan, Kernel::kBlockM, Kernel::kBlockN);
     rt::launch<attention_fwd_sm90<Kernel>>("attention_fwd_sm90",
-                                           {.grid = {std::min(plan.items(), device.num_sms)},
+                                           {.grid = {persistent_blocks(plan, device)},
                                             .threads = Kernel::kThreads,
                                             .shared_bytes = sizeof(typename Kernel::Storage),
                                             .stream = stream},

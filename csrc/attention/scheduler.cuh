@@ -1,8 +1,6 @@
 // The assignment of tiles to blocks.
 #pragma once
 
-#include <algorithm>
-
 #include "arch/thread.cuh"
 
 namespace cuda_ext::sm80 {
@@ -41,9 +39,9 @@ inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
     const double waves = double(blocks * splits) / double(at_once);
     return waves / double((blocks * splits + at_once - 1) / at_once);
   };
-  const int most = int(std::min<int64_t>(kMostSplits, steps));
   double best = 0.0;
-  for (int splits = 1; splits <= most; ++splits) best = std::max(best, filled(splits));
+  for (int splits = 1; splits <= kMostSplits && splits <= steps; ++splits)
+    if (filled(splits) > best) best = filled(splits);
   int splits = 1;
   while (filled(splits) < 0.85 * best) ++splits;
   // Without empty splits.
@@ -51,10 +49,12 @@ inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
   return int((steps + split_steps - 1) / split_steps);
 }
 
-// The number of pairs in a section, whose operands of `pair_bytes` each should fit in L2 together.
+// The number of pairs in a section, at least 1, whose operands of `pair_bytes` each should fit in L2 together.
 inline int section_size(int64_t pair_bytes, int64_t pairs) {
   constexpr int64_t kSectionBytes = 32 << 20;
-  return int(std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(1, pair_bytes), 1, std::max<int64_t>(1, pairs)));
+  const int64_t fitting = pair_bytes > 0 ? kSectionBytes / pair_bytes : pairs;
+  const int64_t section = fitting < pairs ? fitting : pairs;
+  return section > 1 ? int(section) : 1;
 }
 
 }  // namespace cuda_ext::sm80

@@ -3,10 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <stdexcept>
 #include <string>
-#include <type_traits>
 
 namespace cuda_ext {
 
@@ -15,9 +13,6 @@ struct Workspace {
   void* data = nullptr;
   size_t bytes = 0;
 };
-
-// The caller's function that provides a workspace of so many bytes.
-using AllocateWorkspace = std::function<Workspace(size_t bytes)>;
 
 // Allocates arrays in a workspace, one after the other. With a null workspace it only counts the bytes.
 class WorkspaceCursor {

@@ -1,6 +1,5 @@
 #include "bucket/bucket_kernels.cuh"
 
-#include <algorithm>
 #include <stdexcept>
 
 #include "bucket/bucket_cuda.h"
@@ -41,7 +40,7 @@ void write_chunk(const std::string& name, const BucketEntry* entries, int count,
                  TableEntry* target, void* stream) {
   TableChunk<capacity> chunk{target, workspace.counter, count, {}};
   for (int i = 0; i < count; ++i) chunk.entries[i] = device_entry(name, entries[i]);
-  const int blocks = std::max(1, (count + arch::kWarpSize - 1) / arch::kWarpSize);
+  const int blocks = count > 0 ? (count + arch::kWarpSize - 1) / arch::kWarpSize : 1;
   rt::launch<bucket::bucket_table_kernel<capacity>>(
       (name + "_table").c_str(), {.grid = {blocks}, .threads = arch::kWarpSize, .stream = stream}, chunk);
 }
@@ -51,7 +50,8 @@ void write_table(const char* name, const BucketParams& params, const Workspace& 
   int64_t first = 0;
   do {
     const BucketEntry* const entries = params.entries + first;
-    const int count = int(std::min<int64_t>(params.num_entries - first, bucket::kLargeChunk));
+    const int64_t left = params.num_entries - first;
+    const int count = left < bucket::kLargeChunk ? int(left) : bucket::kLargeChunk;
     if (count <= bucket::kSmallChunk)
       write_chunk<bucket::kSmallChunk>(name, entries, count, workspace, workspace.table + first, stream);
     else

@@ -1,9 +1,9 @@
 #include "gemm/activation_grad.cuh"
 
-#include <algorithm>
 #include <string>
 
 #include "gemm/activation_grad.h"
+#include "rt/launch.cuh"
 
 namespace cuda_ext {
 
@@ -22,9 +22,9 @@ Plan make_plan(const ActivationGradParams& params) {
   const auto ceil_div = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
   Plan plan;
   plan.column_tiles = ceil_div(params.n, kTileColumns);
-  plan.block_rows = std::max<int64_t>(1, ceil_div(ceil_div(params.rows * plan.column_tiles, kBlocks), kTileRows));
-  plan.block_rows *= kTileRows;
-  plan.row_tiles = std::max<int64_t>(1, ceil_div(params.rows, plan.block_rows));  // at least one, to write zero sums
+  const int64_t tile_rows = ceil_div(ceil_div(params.rows * plan.column_tiles, kBlocks), kTileRows);
+  plan.block_rows = kTileRows * (tile_rows > 0 ? tile_rows : 1);
+  plan.row_tiles = params.rows > 0 ? ceil_div(params.rows, plan.block_rows) : 1;  // at least one, to write zero sums
   return plan;
 }
 

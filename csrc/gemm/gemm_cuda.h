@@ -1,10 +1,16 @@
 // The GEMM on CUDA devices: the kernel on wgmma where it can run, else the one on mma.sync.
 #pragma once
 
+#include <functional>
+
 #include "gemm/gemm_sm80.h"
 #include "gemm/gemm_sm90.h"
+#include "gemm/plan_sm90.h"
 
 namespace cuda_ext {
+
+// The caller's function that provides a workspace of so many bytes.
+using AllocateWorkspace = std::function<Workspace(size_t bytes)>;
 
 // The current device, as plans see it.
 rt::Device gemm_cuda_device();

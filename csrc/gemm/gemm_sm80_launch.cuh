@@ -9,6 +9,7 @@
 #include "gemm/gemm_sm80.h"
 #include "gemm/split_k.h"
 #include "rt/device.h"
+#include "rt/launch.cuh"
 
 namespace cuda_ext::sm80 {
 

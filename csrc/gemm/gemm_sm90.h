@@ -2,7 +2,7 @@
 #pragma once
 
 #include "base/workspace.h"
-#include "gemm/plan_sm90.h"
+#include "gemm/config_sm90.h"
 
 namespace cuda_ext {
 

@@ -3,6 +3,7 @@
 
 #include "gemm/gemm_sm90.cuh"
 #include "gemm/gemm_sm90.h"
+#include "rt/launch.cuh"
 
 namespace cuda_ext::sm90 {
 

@@ -1,26 +1,12 @@
 // The operands of a GEMM on wgmma: how TMA reads them, or why it cannot. No header of CUDA is needed.
 #pragma once
 
-#include <algorithm>
 #include <string>
 
 #include "base/device.h"
-#include "gemm/problem.h"
+#include "gemm/config_sm90.h"
 
 namespace cuda_ext::sm90 {
-
-// How the boxes of an operand's tile are loaded: pieces of `lines` lines each. Of column pairs, gate and up, a tile has
-// runs of 2^run_shift pieces of the one and of the other in turn.
-struct OperandLoads {
-  bool batched = false;  // the tensor map has 5 dimensions, else 2
-  int tile_lines = 0;    // from one tile to the next
-  int piece_lines = 0;
-  int run_shift = 30;                        // no pairs: one run
-  int run_lines = 0;                         // lines of the output from one pair of runs to the next
-  int64_t upper = 0;                         // lines from gate to up
-  int8_t batch_slots[kMaxBatchDims] = {};    // which of the 3 outer dimensions of the map a batch dim is; -1: broadcast
-  int8_t reduced_slots[kMaxBatchDims] = {};  // the same for reduced dims
-};
 
 // A product as the kernel sees it: out = a @ b, or its transpose.
 struct Side {
@@ -55,7 +41,7 @@ inline std::string tma_refusal(const GemmParams& params, const Side& side, Opera
   // The stride of a single line has no meaning if it is less than the line; then that of lines without gaps decides, so
   // that the choice does not depend on the number of lines.
   const int64_t inner = side.k_major ? params.k : side.lines, outer = side.k_major ? side.lines : params.k;
-  const int64_t stride = outer == 1 ? std::max(inner, side.line_stride) : side.line_stride;
+  const int64_t stride = outer == 1 && inner > side.line_stride ? inner : side.line_stride;
   if (stride <= 0) return refuse("has rows or columns with a stride of 0");
   if (stride * size % 16 != 0) return refuse("has a stride that is no multiple of 16 bytes");
   int slots = 0;

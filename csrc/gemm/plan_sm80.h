@@ -2,7 +2,6 @@
 // sizes, strides and alignments.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -132,7 +131,10 @@ inline ByteStrides byte_strides(const GemmParams& params, const Operand& operand
 // Cycles that each resource takes for a k tile. In shared memory each row is read by all warps that use it.
 struct TileCost {
   double tensor, l2, shared;
-  double most() const { return std::max({tensor, l2, shared}); }
+  double most() const {
+    const double memory = l2 > shared ? l2 : shared;
+    return tensor > memory ? tensor : memory;
+  }
   const char* limit() const { return most() == tensor ? "tensor cores" : most() == l2 ? "L2" : "shared memory"; }
 };
 inline TileCost cost_of_k_tile(const GemmConfig& tile, Arithmetic arithmetic, const Rates& rates) {

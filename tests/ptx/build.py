@@ -86,7 +86,8 @@ def build_library(
     with _build.lock(folder), ThreadPoolExecutor(toolchain.available_cores()) as pool:
         with _build.lock(_emulator.FOLDER):
             own = list(pool.map(lambda job: _emulator.compile_source(job[0], (*_emulator.FLAGS, *job[1])), sources))
-        objects = [*own, *(each for group in pool.map(kernel_objects, kernels) for each in group)]
+        launching = [csrc / path.relative_to(_emulator.CSRC) for path in _emulator.LAUNCHING]
+        objects = [*own, *(each for group in pool.map(kernel_objects, [*kernels, *launching]) for each in group)]
         if stubs:
             objects.append(compile_stubs(folder / f"{name}-stubs.cpp", objects))
         return _emulator.link(folder / f"{name}.so", objects)

@@ -122,7 +122,7 @@ fault("a generic address taken for a shared one", "arch/memory.cuh",
       MEMORY, "shared_vectors", "store_shared .* is an address of")
 fault("a wrong assumption about the thread index", "arch/thread.cuh", "__builtin_assume(index >= 0 && index < 1024);",
       "__builtin_assume(index >= 0 && index < 32);", "attention/attention_fwd_sm80_bf16_d64", "attention")
-fault("bfloat16 rounded to zero", "arch/math.cuh", "__float2bfloat16_rn", "__float2bfloat16_rz",
+fault("bfloat16 rounded to zero", "arch/math.cuh", "cvt.rn.bf16.f32", "cvt.rz.bf16.f32",
       MEMORY, "conversions", TRANSLATOR)
 
 # Layout of parameters and shared memory.
@@ -142,44 +142,44 @@ fault("shared memory that only the device has", "gemm/gemm_sm80.cuh", "  struct 
       "outside of the block's")
 
 # Launches.
-fault("a grid with y and z swapped", "rt/launch.cuh", "dim3(config.grid.x, config.grid.y, config.grid.z)",
+fault("a grid with y and z swapped", "rt/launch.cu", "dim3(config.grid.x, config.grid.y, config.grid.z)",
       "dim3(config.grid.x, config.grid.z, config.grid.y)", GRID, "grid_indices", VALUES)
-fault("a launch without its shared memory", "rt/launch.cuh", "launch.dynamicSmemBytes = config.shared_bytes",
+fault("a launch without its shared memory", "rt/launch.cu", "launch.dynamicSmemBytes = config.shared_bytes",
       "launch.dynamicSmemBytes = 0", WARP, "sync_warp", "outside of the block's")
-fault("more than 48 KiB not requested", "rt/launch.cuh", "if (bytes <= kFree) return;",
+fault("more than 48 KiB not requested", "rt/launch.cu", "if (bytes <= kFree) return;",
       "if (bytes <= 16 * kFree) return;",
       LAUNCHES, "shared_100_kib", "allowed for this kernel are 49152")
-fault("more than 48 KiB requested only once", "rt/launch.cuh", "load(std::memory_order_acquire) >= bytes) return;",
+fault("more than 48 KiB requested only once", "rt/launch.cu", "load(std::memory_order_acquire) >= bytes) return;",
       "load(std::memory_order_acquire) > 0) return;", LAUNCHES, "shared_grows", "allowed for this kernel are 61440")
-fault("a cluster not requested", "rt/launch.cuh",
+fault("a cluster not requested", "rt/launch.cu",
       "launch.numAttrs++];\n    attribute.id = cudaLaunchAttributeClusterDimension",
       "launch.numAttrs];\n    attribute.id = cudaLaunchAttributeClusterDimension",
       CLUSTER, "cluster_loads", "block 1 of a cluster")
-fault("a cluster along z", "rt/launch.cuh", "clusterDim = {unsigned(config.cluster.x), unsigned(config.cluster.y), "
+fault("a cluster along z", "rt/launch.cu", "clusterDim = {unsigned(config.cluster.x), unsigned(config.cluster.y), "
       "unsigned(config.cluster.z)}", "clusterDim = {unsigned(config.cluster.z), unsigned(config.cluster.y), "
       "unsigned(config.cluster.x)}", CLUSTER, "cluster_loads", "does not divide the grid")
-fault("more than 8 blocks of a cluster not requested", "rt/launch.cuh",
+fault("more than 8 blocks of a cluster not requested", "rt/launch.cu",
       "  if (config.nonportable_cluster)", "  if (false)", LAUNCHES, "cluster_of_16", "this kernel allows at most 8")
-fault("blocks that wait not launched together", "rt/launch.cuh", "if (config.waits == Waits::kForAny)", "if (false)",
+fault("blocks that wait not launched together", "rt/launch.cu", "if (config.waits == Waits::kForAny)", "if (false)",
       GRID, "blocks_in_turn", DEADLOCK)
-fault("a programmatic launch without its attribute", "rt/launch.cuh", "if (config.programmatic)", "if (false)",
+fault("a programmatic launch without its attribute", "rt/launch.cu", "if (config.programmatic)", "if (false)",
       LAUNCHES, "programmatic", "the launch requests")
-fault("an error of a launch ignored", "rt/launch.cuh", 'check(cudaLaunchKernelEx(&launch, kernel, params...), name, '
-      '"launch");', "cudaLaunchKernelEx(&launch, kernel, params...);", LAUNCHES, "threads_33", "DID NOT RAISE")
-fault("an error of a launch not cleared", "rt/launch.cuh", "  cudaGetLastError();", "", LAUNCHES, "no_error_is_left",
+fault("an error of a launch ignored", "rt/launch.cu", 'check(cudaLaunchKernelExC(&launch, kernel, arguments), name, '
+      '"launch");', "cudaLaunchKernelExC(&launch, kernel, arguments);", LAUNCHES, "threads_33", "DID NOT RAISE")
+fault("an error of a launch not cleared", "rt/launch.cu", "  cudaGetLastError();", "", LAUNCHES, "no_error_is_left",
       "an error remains")
 
 # Tensor maps.
-fault("a tensor map with another stride", "rt/tensor_map.cuh", "cuuint64_t(t.strides[d - 1])",
+fault("a tensor map with another stride", "rt/tensor_map.cu", "cuuint64_t(t.strides[d - 1])",
       "cuuint64_t(t.strides[0])", SM90, "tma_load_3d_48_none_float16")
-fault("a tensor map with the box as its size", "rt/tensor_map.cuh", "sizes[d] = cuuint64_t(t.sizes[d]);",
+fault("a tensor map with the box as its size", "rt/tensor_map.cu", "sizes[d] = cuuint64_t(t.sizes[d]);",
       "sizes[d] = cuuint64_t(t.box[d]);", SM90, "tma_load_2d_64_swizzle64_float16")
-fault("a tensor map with another swizzle", "rt/tensor_map.cuh", "? CU_TENSOR_MAP_SWIZZLE_64B",
+fault("a tensor map with another swizzle", "rt/tensor_map.cu", "? CU_TENSOR_MAP_SWIZZLE_64B",
       "? CU_TENSOR_MAP_SWIZZLE_NONE", SM90, "tma_load_2d_64_swizzle64_float16")
-fault("a tensor map of another type", "rt/tensor_map.cuh",
+fault("a tensor map of another type", "rt/tensor_map.cu",
       "CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_DATA_TYPE_FLOAT16", "CU_TENSOR_MAP_DATA_TYPE_FLOAT16, "
       "CU_TENSOR_MAP_DATA_TYPE_FLOAT32", SM90, "tma_load_2d_64_swizzle64_float16", "refused the tensor")
-fault("a tensor map of one dimension less", "rt/tensor_map.cuh", "kTypes[int(t.element)], cuuint32_t(t.rank)",
+fault("a tensor map of one dimension less", "rt/tensor_map.cu", "kTypes[int(t.element)], cuuint32_t(t.rank)",
       "kTypes[int(t.element)], cuuint32_t(t.rank - 1)", SM90, "tma_load_3d_48_none_float16",
       "coordinates for a tensor of")
 

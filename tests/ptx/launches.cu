@@ -1,4 +1,8 @@
 // Launches that test the replacement of the CUDA runtime: passing parameters, and refusals.
+#include <cuda.h>
+
+#include <stdexcept>
+
 #include "arch/cluster.cuh"
 #include "arch/tma.cuh"
 #include "arch/warp.cuh"
@@ -113,10 +117,14 @@ void encode(const Map& m, const uint32_t* in, uint32_t* out) {
   const cuuint64_t sizes[] = {m.size, 4}, strides[] = {m.stride};
   const cuuint32_t box[] = {m.box, 4}, steps[] = {m.step, 1};
   char* const data = const_cast<char*>(reinterpret_cast<const char*>(in)) + m.offset;
-  out[0] = rt::tensor_map_encoder("encode")(reinterpret_cast<CUtensorMap*>(map + m.map_offset),
-                                            CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, data, sizes, strides, box, steps,
-                                            CU_TENSOR_MAP_INTERLEAVE_NONE, m.swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  rt::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result),
+            "encode", "look for the driver's function");
+  out[0] = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
+      reinterpret_cast<CUtensorMap*>(map + m.map_offset), CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, data, sizes, strides, box,
+      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, m.swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 #define MAP(name, ...)               \
   static const Register name##_case( \

@@ -5,6 +5,10 @@
 
 #include "conformance.h"
 
+#if !defined(__CUDACC__)
+#include "simt/options.h"
+#endif
+
 using cuda_ext::conformance::cases;
 
 namespace {

@@ -16,6 +16,7 @@
 #include "arch/tma.cuh"
 #include "arch/warp.cuh"
 #include "arch/wgmma.cuh"
+#include "rt/launch.cuh"
 #include "rt/tensor_map.cuh"
 
 namespace cuda_ext::conformance {

@@ -76,7 +76,7 @@ def compile_for(arch: str, folder: Path) -> Path:
     cudart = _toolchain.find_cudart(toolkit.home)
     assert cudart is not None  # a usable toolkit has it
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = sources(arch)
+    kernels = [*sources(arch), *_emulator.LAUNCHING]
     code = arch.removeprefix("sm_")
     command = [
         *(str(toolkit.home / "bin" / "nvcc"), "-shared", "-std=c++20", "-O2", "-Xcompiler", "-fPIC"),
