@@ -215,20 +215,20 @@ def attention_times(shape: Attention, dtype: torch.dtype, seconds: float) -> dic
     theirs = shape.tensors(dtype)
     # The op's layout has rows first. Each side gets contiguous tensors.
     ours = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in theirs[:3]] + theirs[3:]
-    bias = theirs[3] if shape.bias else None
     sdpa: Any = torch.nn.functional.scaled_dot_product_attention
     grouped = shape.heads != shape.kv_heads
-    forward: dict[str, Callable[[], Any]] = {
-        "sdpa": lambda: sdpa(*theirs[:3], attn_mask=bias, is_causal=shape.causal, enable_gqa=grouped),
-        OURS: lambda: cuda_ext.flash_attention(*ours[:3], causal=shape.causal, bias=bias),
+    outputs: dict[str, Callable[..., Any]] = {
+        "sdpa": lambda q, k, v, bias=None: sdpa(q, k, v, bias, is_causal=shape.causal, enable_gqa=grouped),
+        OURS: lambda q, k, v, bias=None: cuda_ext.flash_attention(q, k, v, causal=shape.causal, bias=bias),
     }
     backward: dict[str, Callable[[], object]] = {}
+    forward: dict[str, Callable[[], object]] = {}
     for key, inputs in (("sdpa", theirs), (OURS, ours)):
-        out = forward[key]()
+        # Without gradients: SDPA computes in another way if its mask has one.
+        forward[key] = functools.partial(outputs[key], *(x.detach() for x in inputs))
+        out = outputs[key](*inputs)
         backward[key] = functools.partial(torch.autograd.grad, out, inputs, torch.randn_like(out), retain_graph=True)
-    with torch.no_grad():
-        forward_times = fastest(forward, seconds)
-    return {"forward": forward_times, "backward": fastest(backward, seconds)}
+    return {"forward": fastest(forward, seconds), "backward": fastest(backward, seconds)}
 
 
 def print_attention(dtypes: list[str], seconds: float) -> None:
