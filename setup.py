@@ -57,6 +57,14 @@ class BuildLibrary(torch_helpers.BuildExtension):
             _build.write_compile_commands(folder, ROOT / "build")
         print(f"cuda_ext: built {plan.summary}", flush=True)
 
+    def build_extension(self, ext: Extension) -> None:
+        """Starts the sources in the order of the plan; setuptools would sort them by name."""
+        compile_sorted, order = self.compiler.compile, {name: place for place, name in enumerate(ext.sources)}
+        self.compiler.compile = lambda sources, *rest, **options: compile_sorted(
+            sorted(sources, key=order.__getitem__), *rest, **options
+        )
+        super().build_extension(ext)
+
     def copy_extensions_to_source(self) -> None:
         (_stamp.PACKAGE / _stamp.STAMP_FILE).unlink(missing_ok=True)
         super().copy_extensions_to_source()

@@ -80,6 +80,11 @@ class Clock:
             self.seconds += self.TICK
 
 
+def is_alive(process: int) -> bool:
+    """Whether it runs; the parent has not yet waited for one that ended."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def train(
     folder: Path, rank: int, ranks: int, store: dist.TCPStore, fault: str, algorithm: str, faulty: list[int]
 ) -> None:
@@ -108,6 +113,8 @@ def train(
     before = [parameter.detach().clone() for parameter in model.parameters()]
     while len(model._reducer.watch.boards) < 2:  # they are created during the first steps
         time.sleep(0.01)
+    processes: list[int] = [0] * ranks
+    dist.all_gather_object(processes, os.getpid())
     dist.barrier()
     clock = Clock()
     faults: dict[str, Callable[[], object]] = {
@@ -126,6 +133,9 @@ def train(
     }
     if rank in faulty:
         faults[fault]()
+    elif fault == "dies" and len(faulty) > 1:  # together: none lives to hear that another is dead
+        while any(is_alive(processes[other]) for other in faulty):
+            time.sleep(0.01)
     try:
         for _ in range(3):
             step(torch.randn(4, 5))

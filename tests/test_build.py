@@ -875,16 +875,18 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
 
     @pytest.mark.slow
     def test_builds_compile_what_changed_and_nothing_else(self, tmp_path: Path, run_python: RunPython) -> None:
-        """On a small library: csrc/ops/library.cpp, csrc/launchers, and a source that knows nothing of CUDA. The last
-        build is a wheel, which must work where it is unpacked."""
+        """On a small library: csrc/ops/library.cpp, csrc/launchers, and a source that knows nothing of CUDA, which is
+        compiled first because of its name. The last build is a wheel, which must work where it is unpacked."""
         source = copy_sources(tmp_path)
-        (source / "csrc/plain.cpp").write_text("int plain() { return 0; }\n")
+        (source / "csrc/plain").mkdir()
+        (source / "csrc/plain/gemm_sm80_plain.cpp").write_text("int plain() { return 0; }\n")
 
         def build(cuda: str, *command: str) -> set[str]:
             command = command or ("build_ext", "--inplace")
             done = run_python(str(source / "setup.py"), *command, CUDA_EXT_CUDA=cuda)
             assert done.returncode == 0, done.stdout
-            return {name for name in ("library.cpp", "device_probe.cu", "plain.cpp") if f"/{name} -o " in done.stdout}
+            names = ("library.cpp", "device_probe.cu", "gemm_sm80_plain.cpp")
+            return {name for name in names if f"/{name} -o " in done.stdout}
 
         def load(path: Path) -> tuple[dict[str, Any], bool]:
             code = "import json; from cuda_ext import _load, _stamp;"
@@ -892,7 +894,7 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
             stamp, has_cuda = json.loads(run_python("-c", code, path=path).stdout)
             return stamp, has_cuda
 
-        assert build("0") == {"library.cpp", "plain.cpp"}
+        assert build("0") == {"library.cpp", "gemm_sm80_plain.cpp"}
         if _toolchain.compiler_version().startswith("g++"):
             commands = json.loads((source / "build/compile_commands.json").read_text())
             (command,) = (each["command"] for each in commands if each["file"].endswith("library.cpp"))
@@ -910,8 +912,9 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
         (source / "csrc/launchers/device_probe.h").touch()
         assert build("1") == {"library.cpp", "device_probe.cu"}
         commands = json.loads((source / "build/compile_commands.json").read_text())
-        files = {str(Path(command["file"]).relative_to(source)) for command in commands}
-        assert files == {"csrc/ops/library.cpp", "csrc/launchers/device_probe.cu", "csrc/plain.cpp"}
+        files = [str(Path(command["file"]).relative_to(source)) for command in commands]
+        slowest = "csrc/plain/gemm_sm80_plain.cpp"
+        assert files == [slowest, "csrc/launchers/device_probe.cu", "csrc/ops/library.cpp"]  # in the order of the plan
 
         assert build("0", "bdist_wheel") == {"library.cpp"}
         (wheel,) = (source / "dist").iterdir()
