@@ -65,6 +65,11 @@ def build_library(
         return link(FOLDER / f"{name}.so", objects)
 
 
+def kernel_sources() -> list[Path]:
+    """The sources of the package's kernels and of what selects among them."""
+    return sorted(path for path in CSRC.rglob("*.cu") if path.parent.name not in ("launchers", "rt"))
+
+
 def link(target: Path, objects: Sequence[Path]) -> Path:
     """Links `objects` to the shared library `target`."""
     command = [compiler(), "-shared", "-pthread", *map(str, objects), "-o"]
@@ -114,12 +119,11 @@ def load(hooks: bool = False) -> ModuleType:
     """The module `_simt` (csrc/emulated), which contains all CUDA kernels of the package."""
     import torch
 
-    kernels = sorted(path for path in CSRC.rglob("*.cu") if path.parent.name not in ("launchers", "rt"))
     headers = (sysconfig.get_path("include"), Path(torch.__file__).parent / "include")
     flags = [f"-isystem{path}" for path in headers]
     if not (FOLDER / f"{_name(hooks)}.so").exists():
         print("cuda_ext: compiling the CUDA kernels for the emulator takes one to three minutes", file=sys.stderr)
-    path = build_library(_name(hooks), kernels, [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
+    path = build_library(_name(hooks), kernel_sources(), [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
     # Under different names: for a second module of the same name, pybind11 returns the first one.
     spec = importlib.util.spec_from_file_location(f"{_name(hooks)}._simt", path)
     assert spec is not None and spec.loader is not None

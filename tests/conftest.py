@@ -252,14 +252,6 @@ def emulation_of(name: str, all_ptx: bool) -> AbstractContextManager[testing.Emu
     return kernels.emulated(kernels.load(arch, all_ptx), arch, mode="lazy", schedule="pct", seed=seed)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group with one rank."""

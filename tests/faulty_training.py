@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from processes import is_alive
 from torch import nn
 
 from cuda_ext.distributed import BucketedDataParallel, status_board
@@ -78,11 +79,6 @@ class Clock:
         while True:
             time.sleep(self.TICK)
             self.seconds += self.TICK
-
-
-def is_alive(process: int) -> bool:
-    """Whether it runs; the parent has not yet waited for one that ended."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def train(

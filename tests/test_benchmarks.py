@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, is_alive
+from conftest import ROOT
+from processes import is_alive
 
 sys.path.insert(0, str(ROOT))
 

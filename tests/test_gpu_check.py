@@ -20,7 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT, is_alive
+from conftest import ROOT
+from processes import is_alive
 
 from benchmarks.gpu_check import __main__ as gpu_check
 from benchmarks.gpu_check import build_in_time, correct, machine, stage_table

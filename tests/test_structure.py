@@ -140,8 +140,7 @@ def test_only_ops_include_torch() -> None:
     assert {Path(name).suffix for name in torch} == {".cpp", ".h"}  # nvcc compiles .cu, .cuh and .inc
 
 
-# nvcc parses a file once for each architecture and twice for the host. These headers took a
-# quarter of the time that all kernels took to compile.
+# nvcc parses a file once for each architecture and twice for the host. These headers took a quarter of its time.
 SLOW_HEADERS = r"algorithm|atomic|functional|iostream|map|memory|ranges|sstream|unordered_map|vector"
 SLOW_HEADERS += r"|cuda\.h|cuda_bf16\.h|cuda_fp16\.h"
 

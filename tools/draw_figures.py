@@ -253,7 +253,7 @@ def linear() -> Drawing:
         "choose_plan (plan_sm90.h, plan_sm80.h): tile and split of k;\nthen one instantiation",
     )
     d.line((425, 480), (425, 502))
-    d.box((220, 502, 420, 36), HARDWARE, "csrc/rt/launch.cuh: rt::launch, launch.cu")
+    d.box((220, 502, 420, 36), HARDWARE, "csrc/rt/launch.cuh, launch.cu: rt::launch")
     d.line((325, 538), (325, 576))
     d.note(333, 560, "nvcc")
     d.line((535, 538), (535, 576))

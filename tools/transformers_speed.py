@@ -221,8 +221,8 @@ def attention_times(shape: Attention, dtype: torch.dtype, seconds: float) -> dic
         "sdpa": lambda q, k, v, bias=None: sdpa(q, k, v, bias, is_causal=shape.causal, enable_gqa=grouped),
         OURS: lambda q, k, v, bias=None: cuda_ext.flash_attention(q, k, v, causal=shape.causal, bias=bias),
     }
-    backward: dict[str, Callable[[], object]] = {}
     forward: dict[str, Callable[[], object]] = {}
+    backward: dict[str, Callable[[], object]] = {}
     for key, inputs in (("sdpa", theirs), (OURS, ours)):
         # Without gradients: SDPA computes in another way if its mask has one.
         forward[key] = functools.partial(outputs[key], *(x.detach() for x in inputs))

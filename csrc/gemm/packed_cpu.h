@@ -3,11 +3,10 @@
 // The output is cut into tasks of up to about 1000 x 480 elements (x 960 with AMX), which threads fetch from a queue. A
 // task goes through k in blocks of PanelsOfA::block_k. For each block it packs the rows of b (which stay in L2) and
 // then, rows_together at a time, the rows of a, and multiplies every packed panel of a (which stays in L1) by every
-// packed panel of b. Partial
-// sums are kept in scratch memory, tile by tile. After the last block a tile goes straight from the microkernel to the
-// epilogue, which finds it in L1, and from there to memory, once. Packing converts to float32, so 16-bit operands cost
-// no more than float32 ones. Where the CPU multiplies pairs of bfloat16, they stay pairs and cost half (`depth` 2: see
-// pack_cpu.h); with AMX, a tenth (`tiles`: see cpu/amx.h).
+// packed panel of b. Partial sums are kept in scratch memory, tile by tile. After the last block a tile goes straight
+// from the microkernel to the epilogue, which finds it in L1, and from there to memory, once. Packing converts to
+// float32, so 16-bit operands cost no more than float32 ones. Where the CPU multiplies pairs of bfloat16, they stay
+// pairs and cost half (`depth` 2: see pack_cpu.h); with AMX, a tenth (`tiles`: see cpu/amx.h).
 #pragma once
 
 #include "gemm/direct_products_cpu.h"

@@ -69,7 +69,7 @@ def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
 
     The GEMM sources compile longest and come first, so that all cores are busy to the end.
     """
-    found = [path for path in _emulator.CSRC.rglob("*.cu") if path.parent.name not in ("launchers", "rt")]
+    found = _emulator.kernel_sources()
     if arch != "sm_90a":
         found = [path for path in found if f"{_build.SM90A_SOURCES}_" not in path.stem]
     found.sort(key=lambda path: (path.parent.name != "gemm", path))
