@@ -1,7 +1,7 @@
 """Measures cuda_ext against its baselines, interleaved in one process, and shows the results.
 
     python -m benchmarks                        # all suites, on the GPU if there is one
-    python -m benchmarks gemm attention         # some suites of: gemm attention bucket train overhead build
+    python -m benchmarks gemm attention         # some suites of: gemm attention bucket train overhead build plans
     python -m benchmarks report DIR             # writes an HTML page from any results
     python -m benchmarks compare OLD NEW        # lists what became slower, beyond noise
     python -m benchmarks model                  # predicts times on a GPU; needs none
@@ -51,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device,
         minutes=options.minutes,
         only=options.only,
+        without=options.without,
         timer=options.timer,
         against_itself=options.aa,
         threads=options.threads,
@@ -102,7 +103,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="default: all")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="default: all but plans")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
@@ -113,6 +114,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="time limit of the whole run (default 9); cases without time are reported as out of time",
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose op, shape, group or dtype matches")
+    parser.add_argument(
+        "--without", default="", metavar="REGEX", help="leave out baselines whose name matches, such as torch.compile"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -148,17 +152,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = [suite for suite in options.suites if suite not in runner.SUITES]
     if unknown:
         parser.error(f"expected suites of {', '.join(runner.SUITES)}, got {', '.join(unknown)}")
-    options.suites = [suite for suite in runner.SUITES if suite in (options.suites or runner.SUITES)]
+    options.suites = [suite for suite in runner.SUITES if suite in (options.suites or runner.DEFAULT_SUITES)]
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "--device cuda: PyTorch finds no GPU; run `python -m cuda_ext.info` to see why, or use --device cpu"
         )
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        re.compile(options.only)
-    except re.error as error:
-        parser.error(f"--only {options.only}: expected a regular expression: {error}")
+    for name in ("only", "without"):
+        try:
+            re.compile(getattr(options, name))
+        except re.error as error:
+            parser.error(f"--{name} {getattr(options, name)}: expected a regular expression: {error}")
     if options.minutes <= 0:
         parser.error(f"--minutes: expected more than 0, got {options.minutes:g}")
     if options.seed is None:
@@ -170,7 +175,7 @@ def list_cases(plan: runner.Plan) -> int:
     from benchmarks.suites.worker import selected
 
     for suite in plan.suites:
-        for case in selected(suite, plan.device, plan.only):
+        for case in selected(suite, plan.device, plan.only, plan.without):
             sides = ", ".join(side for side in case.sides if side != OURS)
             print(f"{suite:<10} {case.op} | {case.phase} | {case.name} | {case.dtype} | {sides}")
     return 0

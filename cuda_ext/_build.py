@@ -37,7 +37,11 @@ CSRC = SOURCE_ROOT / "csrc"
 WARNINGS = ("-Wall", "-Wextra", "-Wundef", "-Wno-psabi", "-Wno-unused-parameter")
 # Without -fopenmp, torch's parallel_for silently runs on one thread.
 CXX_FLAGS = ("-O3", "-g0", "-fno-math-errno", "-fopenmp", *WARNINGS, f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
-NVCC_FLAGS = ("-O3", "-std=c++20", "-lineinfo", f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}")
+# Line numbers switch nvcc's compression of device code off, unless it is asked for.
+NVCC_FLAGS = (
+    *("-O3", "-std=c++20", "-lineinfo", "-Xfatbin=-compress-all"),
+    f"-DCUDA_EXT_NAMESPACE={toolchain.NAMESPACE}",
+)
 # Suffix of the files next to CUDA objects that keep nvcc's messages. Only there does ptxas report that it serialised
 # matrix products; it calls that information, which no flag turns into an error (tools/static_gates.py does).
 LOG_SUFFIX = ".log"
@@ -96,7 +100,9 @@ class Plan:
 
     @property
     def nvcc_flags(self) -> list[str]:
-        return [*NVCC_FLAGS, f"-I{CSRC}", *toolchain.gencode_flags(self.archs)]
+        knows_modes = self.toolkit is not None and self.toolkit.version >= "13"
+        smallest = ["--compress-mode=size"] if knows_modes else []
+        return [*NVCC_FLAGS, *smallest, f"-I{CSRC}", *toolchain.gencode_flags(self.archs)]
 
     @property
     def name(self) -> str:

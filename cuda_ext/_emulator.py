@@ -97,11 +97,31 @@ def headers(folder: Path) -> list[str]:
 
 
 def make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
-    """Runs `command` with the output file as its last argument, unless `target` was made from the same inputs."""
-    key = hashlib.sha256(repr((command, inputs)).encode()).hexdigest()
-    key_file = target.with_suffix(target.suffix + ".key")
-    if target.exists() and key_file.exists() and key_file.read_text() == key:
-        return
+    """Runs `command` with the output file as its last argument, unless `target` was made from the same inputs by the
+    same command."""
+    key = [*command, *inputs]
+    if not is_made(target, key):
+        run_compiler(target, command, key)
+
+
+def _key_file(target: Path) -> Path:
+    return target.with_suffix(target.suffix + ".key")
+
+
+def _digest(key: Sequence[str]) -> str:
+    """The same in every checkout, so that what was compiled in one can be carried to another."""
+    return hashlib.sha256(repr(key).replace(str(_build.SOURCE_ROOT), "").encode()).hexdigest()
+
+
+def is_made(target: Path, key: Sequence[str]) -> bool:
+    """Whether `run_compiler` has made `target` with this key."""
+    key_file = _key_file(target)
+    return target.exists() and key_file.exists() and key_file.read_text() == _digest(key)
+
+
+def run_compiler(target: Path, command: Sequence[str], key: Sequence[str]) -> None:
+    """Runs `command` with the output file as its last argument, and stores `key` for `is_made`."""
+    key_file = _key_file(target)
     key_file.unlink(missing_ok=True)
     # Written to a new file: a process may have loaded the old library.
     scratch = target.with_suffix(".tmp" + target.suffix)
@@ -111,7 +131,7 @@ def make(target: Path, command: Sequence[str], inputs: Sequence[str]) -> None:
     if done.stdout:
         print(done.stdout, file=sys.stderr)
     scratch.replace(target)
-    key_file.write_text(key)
+    key_file.write_text(_digest(key))
 
 
 @functools.cache

@@ -199,8 +199,8 @@ class TestMeasure:
 
 class TestWorker:
     ORDER: dict[str, Any] = {  # noqa: RUF012
-        "suite": "planted", "device": "cpu", "timer": "", "against_itself": False, "only": "", "ceilings": {},
-        "done": [], "first": 0, "skip": {}, "deadline": 0.0,
+        "suite": "planted", "device": "cpu", "timer": "", "against_itself": False, "only": "", "without": "",
+        "ceilings": {}, "done": [], "first": 0, "skip": {}, "deadline": 0.0,
     }  # fmt: skip
 
     def messages(self, monkeypatch: pytest.MonkeyPatch, cases: list[Case], **order: Any) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from conftest import ROOT
 from processes import is_alive
 
 from benchmarks.gpu_check import __main__ as gpu_check
-from benchmarks.gpu_check import build_in_time, correct, machine, stage_table
+from benchmarks.gpu_check import build_in_time, machine, stage_table
 from benchmarks.gpu_check import report as gpu_report
 from benchmarks.gpu_check import stages as stages_module
 from benchmarks.gpu_check.report import MAX_BYTES, FolderError, prepare, tidy
@@ -187,19 +187,19 @@ import cuda_ext
 from cuda_ext import testing
 cuda_ext.gated_mlp = lambda *tensors, **options: -testing.reference_gated_mlp(*tensors, **options)
 from benchmarks.gpu_check import correct
-sys.exit(correct.main("gemm", "simt"))
+sys.exit(correct.main(["all", "simt", "ga"]))
 """
 
 
 @pytest.mark.slow
 def test_the_first_lines_name_the_family_that_is_broken(tmp_path: Path) -> None:
-    (known,) = [stage for stage in stage_table.stages_of_dry_run() if stage.name == "correct-gemm"]
+    (known,) = [stage for stage in stage_table.stages_of_dry_run() if stage.name == "correct"]
     stages = [python("environment", ""), replace(known, commands=(("{python}", "-c", BROKEN_GEMM),), needs=())]
     status, _, found = check(tmp_path / "out", [*stages, python("last", "")], minutes=2)
-    assert (status, found["correct-gemm"], found["last"]) == (1, "FAILED", "passed")
+    assert (status, found["correct"], found["last"]) == (1, "FAILED", "passed")
     lines = (tmp_path / "out" / "report.md").read_text().splitlines()
     assert lines[0] == "# GPU check: a stand-in, dry run"
-    named = "- **BROKEN: correct-gemm**: exit status 1: gated_mlp bfloat16 17 x 24, 40: WRONG: output: "
+    named = "- **BROKEN: correct**: exit status 1: gemm: gated_mlp 33 x 72 x 40: WRONG: output: "
     assert lines[2].startswith(named), lines[2]
     assert lines[3] == "- Of 3 stages: 2 passed, 1 FAILED"
 
@@ -698,10 +698,6 @@ def test_chosen_head_dims_are_built_and_no_others(tmp_path: Path, monkeypatch: p
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", code]) == 0
 
 
-def test_the_families_are_those_with_cases() -> None:
-    assert tuple(correct.FAMILIES) == stage_table.FAMILIES
-
-
 def test_the_document_has_the_stages_and_their_estimates() -> None:
     rows = re.findall(
         r"^\| (`.*`) \| .* \| ([\d, each]+) \|$", (ROOT / "docs" / "gpu-check.md").read_text(), re.MULTILINE
@@ -759,11 +755,11 @@ def test_stages_refer_to_existing_files(table) -> None:
     stages = table() if table is stage_table.stages_of_dry_run else table(16)
     names = [stage.name for stage in stages]
     assert len(set(names)) == len(names)
-    families = [f"correct-{family}" for family in correct.FAMILIES]
-    later = ["benchmarks", "tuning", "tests", "memcheck", "racecheck", "model"]
-    assert names == ["environment", "build", "conformance", *families, *later]
+    on_gpu = table is stage_table.stages_on_gpu
+    first, profile, more = (["first-tests"], ["profile"], ("train", "overhead", "plans")) if on_gpu else ([], [], ())
+    later = [*first, "benchmarks", *profile, "tests", "memcheck", "racecheck"]
+    assert names == ["environment", "build", "conformance", "correct", *later]
     (measures,) = [stage for stage in stages if stage.parts]
-    more = () if table is stage_table.stages_of_dry_run else ("train", "overhead")
     assert measures.parts == ("gemm", "attention", "bucket", *more)
     assert all(stage.estimate >= 1 for stage in stages)
     for i, stage in enumerate(stages):
@@ -792,4 +788,3 @@ def test_dry_run(tmp_path: Path) -> None:
     assert len([path for path in out.rglob("*") if path.is_file()]) <= 8
     report = (out / "report.md").read_text()
     assert f"- Of {len(names)} stages: {len(names)} passed\n- 20" in report
-    assert "| gemm bfloat16 | tensor |" in report and "A rehearsal: the measurements are predicted times" in report

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import relay as relay_module
 from conftest import ROOT
 
 Relay = Callable[..., "subprocess.Popen[str]"]
@@ -49,8 +50,8 @@ def test_last(): assert "torch" not in sys.modules
 def relay(tmp_path: Path) -> Relay:
     (tmp_path / "test_trouble.py").write_text(TESTS)
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(ROOT / "tests" / "relay.py"), *arguments, str(tmp_path / "test_trouble.py")]
+    def start(*arguments: str, files: Sequence[str] = ("test_trouble.py",)) -> subprocess.Popen[str]:
+        command = [sys.executable, str(ROOT / "tests" / "relay.py"), *arguments, *(str(tmp_path / f) for f in files)]
         # The start of a process takes most of the time: without plugins and coverage it is a sixth.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
         return subprocess.Popen(
@@ -97,6 +98,61 @@ def test_patience_begins_with_the_first_test(relay: Relay, tmp_path: Path) -> No
     process = relay("--patience", "4", "-k", "first or last")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
+
+
+QUICK = """
+import os, time
+def test_passes(): pass
+def test_last(): time.sleep(1)
+"""
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_files(relay: Relay, tmp_path: Path) -> None:
+    """A test that hangs holds up only the other tests of its process."""
+    files = ("test_trouble.py", "test_a.py", "test_b.py")
+    for name in files[1:]:
+        (tmp_path / name).write_text(QUICK)
+    record = tmp_path / "record"
+    process = relay("--patience", "4", "--processes", "5", "--record", str(record), "-k", "not gpu", files=files)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    counts = output.rstrip().splitlines()[-1].removeprefix("relay: ").split(", ")
+    assert sorted(counts) == ["1 crashed", "1 hung", "1 skipped", "2 failed", "6 passed"]
+    lines = output.splitlines()
+    of_file = {name: {line[:4] for line in lines if f"{name}::" in line and line.startswith("[")} for name in files}
+    assert sorted(map(len, of_file.values())) == [1, 1, 1] and len(set.union(*of_file.values())) == 3
+    (trouble,) = of_file["test_trouble.py"]
+    assert f"relay: {trouble}a test hung; the rest goes on in a new process" in lines
+    assert any(line.startswith(trouble) and "in test_hangs" in line for line in lines), "where it was"
+    hung = next(i for i, line in enumerate(lines) if "a test hung" in line)
+    assert all(any(f"{name}::test_last PASSED" in line for line in lines[:hung]) for name in files[1:])
+
+    again = relay("--processes", "2", "--record", str(record), "-k", "passes or first", files=files)
+    output, _ = again.communicate(timeout=120)
+    assert "::" not in output.partition("\ncrashed ")[0] and again.returncode == 1
+    assert not list(tmp_path.glob("record.*"))
+
+
+def test_the_longest_files_are_shared_out_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, size in (("a", 9), ("b", 5), ("c", 4), ("d", 3)):
+        (tmp_path / name).write_text("x" * size)
+    assert relay_module.shared_out(["-m", "cuda", "d", "a", "b", "c"], 2) == [
+        ["-m", "cuda", "d", "a"],
+        ["-m", "cuda", "b", "c"],
+    ]
+    assert relay_module.shared_out(["a::test", "b", "-v"], 5) == [["a::test", "-v"], ["b", "-v"]]
+    assert relay_module.shared_out(["-m", "cuda"], 1) == [["-m", "cuda"]]
+    assert relay_module.shared_out(["-m", "cuda"], 2) == []
+
+
+def test_more_patience_with_what_is_slow(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    lane = relay_module.Lane([], record, record, patience=15)
+    for last, patience in (("gemm_compile", 60), ("gemm", 15), ("distributed_cuda", 60)):
+        record.write_text(f"passed\ttest_compile.py::test_a\nbegun\ttest_{last}.py::test_a\n")
+        assert lane._patience_now() == patience
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_check                          # or: make gpu-check
     python -m benchmarks.gpu_check                          # again: continues where the first one stopped
+    python -m benchmarks.gpu_check --resume state.tar.gz    # the same on a fresh machine, with a file of the first one
     python -m benchmarks.gpu_check --only gemm,attention    # only these stages; --list names them
     python -m benchmarks.gpu_check --again tests            # repeats a finished stage
     python -m benchmarks.gpu_check --dry-run                # the same on the CPU and the emulator
@@ -9,8 +10,8 @@
 It needs a CUDA GPU with its driver, nvcc, a C++ compiler, ninja and a Python with torch and setuptools; if pytest is
 installed, it also runs the tests. It needs neither a network nor git. It builds the library for the GPU, records the
 results of the conformance kernels, checks a few cases of each family of kernels, measures, runs the tests and the
-sanitizer, and compares the measurements with predictions. It ends within --minutes and writes one folder of at most 8
-files; read report.md first. Finished work is kept in build/gpu-check, where a second call continues.
+sanitizer. It ends within --minutes and writes one folder of at most 8 files; read report.md first. Finished work is
+kept in build/gpu-check, where a second call continues, and in state.tar.gz, with which one on another machine does.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ import argparse
 import math
 import os
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from benchmarks.gpu_check.machine import Refusal, arch_of, build_variables, head_dims, missing, probe, sanitizer
-from benchmarks.gpu_check.report import LOG, FolderError, Report, clock, empty, merge_logs, pack, prepare, tidy
-from benchmarks.gpu_check.stage_table import MODEL, ROOT, stages_of_dry_run, stages_on_gpu
+from benchmarks.gpu_check.report import LOG, STATE, FolderError, Report, clock, empty, merge_logs, pack, prepare, tidy
+from benchmarks.gpu_check.stage_table import ROOT, stages_of_dry_run, stages_on_gpu
 from benchmarks.gpu_check.stages import Outcome, Run, Stage
 from benchmarks.gpu_check.state import State
 from benchmarks.results import slug
@@ -93,6 +96,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=ROOT / "build" / "gpu-check",
         help="folder for work that the next call continues (default: build/gpu-check)",
     )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="continue the work in a state.tar.gz that an earlier check has left"
+    )
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU and the emulator; needs no GPU")
     parser.add_argument("--list", action="store_true", help="print the stages and exit")
     return parser.parse_args(arguments)
@@ -130,6 +136,8 @@ class Check:
         except OSError as error:  # a full disk, say
             self.report.gone.append(f"files of `{outcome.stage.name}`: {error}")
         self.state.end(outcome)
+        with suppress(OSError):
+            pack(self.state.folder.parent, out / STATE)
         if outcome.stage.name == "build" and head_dims() != self.state.facts[-1]:
             # Outcomes with another library are not valid for this one.
             self.state.facts[-1] = head_dims()
@@ -171,7 +179,13 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
         if options.list:
             list_stages(stages)
             return 0
+        if options.resume:
+            with tarfile.open(options.resume) as tar:
+                tar.extractall(options.state, filter="data")
         prepare(out)
+    except (OSError, tarfile.TarError) as error:
+        print(f"gpu_check: --resume {options.resume}: expected a check's state.tar.gz: {error}", file=sys.stderr)
+        return 2
     except (Refusal, FolderError) as refusal:
         print(f"gpu_check: {refusal}", file=sys.stderr)
         return 2
@@ -203,7 +217,7 @@ def main(arguments: Sequence[str] | None = None, table: Sequence[Stage] | None =
     for stage in stages:
         state.restore(stage)
     finished = {stage.name: outcome for stage in stages if (outcome := state.earlier(stage))}
-    report.earlier, report.model = finished, state.folder / "model" / MODEL
+    report.earlier = finished
     print(report.heading, *facts, f"Writes to {out}", estimates(stages, finished, seconds), sep="\n  ", flush=True)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         Check(stages, report, state, finished, Path(scratch), seconds).run(words, variables)

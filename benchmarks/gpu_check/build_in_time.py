@@ -1,7 +1,8 @@
 """Builds the library for a GPU within a time limit, if necessary with attention's kernels for fewer head dims.
 
-    python -m benchmarks.gpu_check.build_in_time --minutes 3
+    TORCH_CUDA_ARCH_LIST=9.0a python -m benchmarks.gpu_check.build_in_time --minutes 3
 
+Nothing is compiled if there is a library for this GPU and these sources, in its place or carried in gpu-library.tar.gz.
 Files that were compiled in time are kept: the next call continues with the rest.
 """
 
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check import carried
 from cuda_ext import _build
 
 TIMES = _build.SOURCE_ROOT / "build" / "source-times.json"
@@ -74,6 +76,10 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] | None =
     parser.add_argument("--minutes", type=float, required=True, help="time limit")
     options = parser.parse_args(arguments)
     if command is None:
+        if not (problem := carried.unpack(os.environ["TORCH_CUDA_ARCH_LIST"])):
+            print(f"cuda_ext: the library of sources {_build.sources_digest()} is used; nothing is compiled")
+            return 0
+        print(f"cuda_ext: compiling, because {problem}", flush=True)
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
         with suppress(OSError):
             keep_times(_build.CSRC, TIMES)

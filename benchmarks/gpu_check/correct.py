@@ -1,17 +1,21 @@
-"""Compares a few cases of one family of kernels with the reference: shows in seconds whether it works at all.
+"""Compares a few cases of each family of kernels with the reference: shows in seconds whether they work at all.
 
-    python -m benchmarks.gpu_check.correct gemm cuda
-    python -m benchmarks.gpu_check.correct attention-backward simt    # on the emulator instead of a GPU
+    python -m benchmarks.gpu_check.correct all cuda
+    python -m benchmarks.gpu_check.correct gemm,attention-backward simt    # on the emulator instead of a GPU
+    python -m benchmarks.gpu_check.correct gemm cuda "wgmma 128x256"       # the cases whose names contain this
 
-The families are gemm, attention-forward (with caches), attention-backward and bucket. Only torch is needed, not pytest;
-the tests have many more cases and tighter tolerances. The name of a case is printed before it runs, in case it hangs.
+The families are gemm, attention-forward (with caches), attention-backward and bucket. They run side by side, each case
+in a child process: one that hangs or crashes costs no other. Only torch is needed, not pytest; the tests have many more
+cases and tighter tolerances. The last lines name, for each family, the cases that are not right.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,76 +23,24 @@ import torch
 from torch import Tensor
 
 import cuda_ext
+from benchmarks.gpu_check import isolated
+from benchmarks.gpu_check.mismatch import compare
+from benchmarks.gpu_check.product_cases import (
+    EMULATED,
+    SAME_BITS,
+    Case,
+    NotHere,
+    Results,
+    again,
+    gemm_cases,
+    name_of,
+    settle,
+)
 from benchmarks.suites.measure import TF32_TOLERANCE, TOLERANCE
-from cuda_ext import bucket, testing
+from cuda_ext import _emulator, bucket, testing
 
-# name -> (actual, expected).
-Results = dict[str, tuple[Tensor, Tensor]]
-Case = tuple[str, Callable[[], Results]]
 LEFT_OUT = "whose CUDA kernels are in this library"  # of csrc/attention/attention_left_out.cpp
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# Products, with the gradients of all operands
-
-
-def product(op: Callable[..., Tensor], reference: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Results:
-    def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-        out = function(*leaves, **options)
-        generator = torch.Generator(out.device).manual_seed(1)
-        grad_out = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float64)
-        return [out, *torch.autograd.grad(out, leaves, grad_out.to(tensors[0].dtype).to(dtype))]
-
-    names = ["output", *(f"gradient {i}" for i in range(len(tensors)))]
-    return dict(zip(names, zip(run(op, tensors[0].dtype), run(reference, torch.float64))))
-
-
-def in_tf32(case: Callable[[], Results]) -> Results:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        return case()
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def gemm_cases(large: bool) -> Iterator[Case]:
-    def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, transposed: bool = False) -> Tensor:
-        tensor = torch.randn(shape[::-1] if transposed else shape, dtype=torch.float32).mul_(shape[0] ** -0.5).to(dtype)
-        return tensor.t() if transposed else tensor
-
-    def gemm(m: int, n: int, k: int, dtype: torch.dtype, layout: str = "nn") -> Results:
-        a, b = (
-            rand(m, k, dtype=dtype, transposed=layout[0] == "t"),
-            rand(k, n, dtype=dtype, transposed=layout[1] == "t"),
-        )
-        return product(cuda_ext.gemm, testing.reference_gemm, a, b)
-
-    for layout in ("nn", "nt", "tn", "tt"):
-        yield f"gemm bfloat16 {layout} 136 x 72 x 104", partial(gemm, 136, 72, 104, torch.bfloat16, layout)
-    yield "gemm bfloat16 nn 24 x 40 x 4096", partial(gemm, 24, 40, 4096, torch.bfloat16)  # split k
-    yield "gemm float16 nn 61 x 37 x 83", partial(gemm, 61, 37, 83, torch.float16)
-    yield "gemm float32 nn 72 x 40 x 64", partial(gemm, 72, 40, 64, torch.float32)
-    yield "gemm tf32 nn 72 x 40 x 64", partial(in_tf32, partial(gemm, 72, 40, 64, torch.float32))
-    yield (
-        "linear bfloat16 gelu 33 x 72 x 40",
-        lambda: product(
-            cuda_ext.linear, testing.reference_linear, rand(33, 40), rand(72, 40), rand(72), activation="gelu"
-        ),
-    )
-    yield (
-        "gated_mlp bfloat16 17 x 24, 40",
-        lambda: product(cuda_ext.gated_mlp, testing.reference_gated_mlp, rand(17, 24), rand(80, 24), rand(24, 40)),
-    )
-    if large:  # whole tiles, many waves, split k
-        for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
-            yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, torch.bfloat16)
-        for dtype in (torch.float16, torch.float32):
-            yield f"gemm {name_of(dtype)} nt 1024 x 768 x 512", partial(gemm, 1024, 768, 512, dtype, "nt")
+LANES = 3  # processes of a family on a GPU
 
 
 # Attention
@@ -104,8 +56,15 @@ def attention_inputs(
 def attention_forward(sizes: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Results:
     inputs = attention_inputs(*sizes, dtype)  # type: ignore[call-arg, arg-type]
     out, lse = cuda_ext.flash_attention(*inputs, return_lse=True, **options)
+    settle()
     exact = testing.reference_attention(*(tensor.double() for tensor in inputs), return_lse=True, **options)
-    return {"output": (out, exact[0]), "lse": (lse, exact[1])}
+    results = {"output": (out, exact[0]), "lse": (lse, exact[1])}
+    return results | again(cuda_ext.flash_attention, *inputs, **options)
+
+
+def without_wgmma(case: Callable[[], Results]) -> Results:
+    with testing.attention_without_wgmma():
+        return case()
 
 
 def attention_backward(sizes: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Results:
@@ -188,7 +147,10 @@ def attention_cases(large: bool, backward: bool) -> Iterator[Case]:
         batch, length, heads, heads_kv, dim, dim_v = sizes
         words = " ".join(name if value is True else f"{name} {value}" for name, value in options.items())
         shape = f"B={batch} S={length} H={heads}/{heads_kv} D={dim}/{dim_v}"
-        yield " ".join(f"{phase} {name_of(dtype)} {shape} {words}".split()), partial(run, sizes, dtype, **options)
+        name, case = f"{phase} {name_of(dtype)} {shape} {words}".strip(), partial(run, sizes, dtype, **options)
+        yield name, case
+        if batch > 1:
+            yield f"{name} mma.sync", partial(without_wgmma, case)
 
 
 # Buckets
@@ -242,68 +204,137 @@ FAMILIES: dict[str, Callable[[bool], Iterator[Case]]] = {
 }
 
 
-def run(cases: Iterator[Case], on_gpu: bool) -> int:
-    """Prints the verdict of each case; returns how many are wrong, or not run because the GPU is lost."""
-    wrong, right, lost = 0, 0, ""
-    for name, case in cases:
-        if lost:
-            print(f"{name}: NOT RUN: the GPU was lost in {lost}", flush=True)
-            wrong += 1
-            continue
-        print(f"{name}:", end=" ", flush=True)
-        try:
-            for what, (actual, exact) in case().items():
-                expect(what, actual, exact, tf32="tf32" in name)
-        except AssertionError as error:
-            print(f"WRONG: {error}", flush=True)
-        except Exception as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if LEFT_OUT in first:
-                print(f"not in this build: {first}", flush=True)
-                continue
-            print(f"FAILED: {first}", flush=True)
-        else:
-            print("right", flush=True)
-            right += 1
-            continue
-        wrong += 1
-        if on_gpu:
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                lost = name
-    print(f"correct: {right} right, {wrong} not", flush=True)
-    return wrong if right else max(1, wrong)
+def verdict(name: str, case: Callable[[], Results]) -> isolated.Answer:
+    """Runs a case in this process; a second of two faults on a GPU may be a consequence of the first."""
+    torch.manual_seed(zlib.crc32(name.encode()))
+    good, worst, texts = False, 0.0, []
+    try:
+        for what, (actual, exact) in case().items():
+            text, error = compare(what, actual, exact, tolerance_of(name, what, actual))
+            texts += [f"WRONG: {text}"] * bool(text)
+            worst = max(worst, error)
+        good = not texts
+        if good:
+            texts = [f"right, errors up to {worst:.1e}"]
+    except Exception as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        good = LEFT_OUT in first or isinstance(error, NotHere)
+        texts.append(f"not here: {first}" if good else f"FAILED: {first}")
+    return isolated.Answer(good, "\n".join(texts), spoilt=not good and gpu_is_lost())
 
 
-def expect(what: str, actual: Tensor, exact: Tensor, tf32: bool) -> None:
-    """Raises AssertionError if an error exceeds the tolerance, relative to the largest element."""
-    dtype = actual.dtype
-    actual, exact = actual.detach().double(), exact.detach().to(actual.dtype).double()
-    if actual.shape != exact.shape:
-        raise AssertionError(f"{what}: expected shape {tuple(exact.shape)}, got {tuple(actual.shape)}")
-    finite = exact.isfinite()
-    tolerance = TF32_TOLERANCE if tf32 else TOLERANCE[name_of(dtype)]
-    allowed = tolerance * float(exact.abs().where(finite, 0.0).max())
-    # Infinities must be equal; a NaN equals nothing.
-    wrong = torch.where(finite, ~((actual - exact).abs() <= allowed), actual != exact)
-    if count := int(wrong.sum()):
-        first = tuple(int(i) for i in wrong.nonzero()[0])
-        raise AssertionError(
-            f"{what}: {count} of {wrong.numel()} elements are wrong by more than {allowed:.2g}, the first at {first}: "
-            f"expected {float(exact[first]):.6g}, got {float(actual[first]):.6g}"
-        )
+def tolerance_of(name: str, what: str, actual: Tensor) -> float:
+    if what.startswith(SAME_BITS):
+        return 0.0
+    return TF32_TOLERANCE if "tf32" in name else TOLERANCE[name_of(actual.dtype)]
 
 
-def main(family: str, backend: str) -> int:
-    emulated = testing.emulated(mode="lazy") if backend == "simt" else nullcontext()
-    with emulated, torch.device("cuda" if backend == "cuda" else "cpu"):
-        where = "the emulator" if backend == "simt" else torch.cuda.get_device_name()
-        print(f"{family} on {where}", flush=True)
-        return 1 if run(FAMILIES[family](backend == "cuda"), backend == "cuda") else 0
+def gpu_is_lost() -> bool:
+    try:
+        settle()
+    except RuntimeError:
+        return True
+    return False
+
+
+def prepare(backend: str) -> None:
+    torch.set_num_threads(1)  # the threads of the parent do not exist in a child
+    if backend == "cuda":  # the context, and cuBLAS, which the references need
+        one = torch.ones(8, 8, dtype=torch.float64, device="cuda")
+        (one @ one).sum().item()
+
+
+def kind_of(name: str) -> str:
+    """ "wgmma 128x256", "linear bias": if several of a kind hang, all do."""
+    return " ".join(name.split()[:2])
+
+
+def verdict_on(backend: str, family: str, name: str) -> isolated.Answer:
+    """`verdict`, in a child."""
+    with ExitStack() as stack:
+        for context in contexts(backend):
+            stack.enter_context(context)
+        return verdict(name, dict(FAMILIES[family](backend == "cuda"))[name])
+
+
+def contexts(backend: str) -> list[AbstractContextManager[Any]]:
+    if backend == "cuda":
+        return [torch.device("cuda")]
+    arch, processors = EMULATED
+    return [torch.device("cpu"), testing.emulated(arch, mode="lazy", processors=processors)]
+
+
+def check(
+    families: Sequence[str],
+    backend: str,
+    containing: str = "",
+    patience: float = isolated.PATIENCE,
+    start_patience: float = isolated.START_PATIENCE,
+) -> int:
+    """Prints the verdict of each case as it comes, and those that are not right again at the end. Returns the exit
+    status."""
+    names = {
+        family: found
+        for family in families
+        if (found := [name for name, _ in FAMILIES[family](backend == "cuda") if containing in name])
+    }
+    answers: dict[str, dict[str, isolated.Answer]] = {family: {} for family in names}
+    if backend == "simt":
+        _emulator.load(hooks=False)  # which may compile it, so no child should
+    results = isolated.run(
+        names,
+        partial(verdict_on, backend),
+        prepare=partial(prepare, backend),
+        kind=kind_of,
+        lanes=LANES if backend == "cuda" else 1,
+        patience=patience,
+        start_patience=start_patience,
+    )
+    try:
+        for result in results:
+            answers[result.group][result.case] = result.answer
+            for line in result.answer.text.splitlines():
+                print(f"{result.group}: {result.case}: {line} ({result.seconds:.1f} s)", flush=True)
+    except KeyboardInterrupt:
+        print("correct: stopped before the end", flush=True)
+    finally:
+        results.close()
+    for family in names:
+        print(f"correct: {family}: {summary(names[family], answers[family])}", flush=True)
+    if not names:
+        print(f"correct: no case has {containing!r} in its name", flush=True)
+    return 0 if names and all(is_right(names[family], answers[family]) for family in names) else 1
+
+
+def is_right(names: Sequence[str], answers: dict[str, isolated.Answer]) -> bool:
+    """Whether nothing is wrong, and something was found right."""
+    return all(name in answers and answers[name].good for name in names) and any(
+        answer.text.startswith("right") for answer in answers.values()
+    )
+
+
+def summary(names: Sequence[str], answers: dict[str, isolated.Answer]) -> str:
+    """ "60 right, 1 not run, 2 not right: linear bfloat16 ... (WRONG), ..." """
+    right = sum(answer.text.startswith("right") for answer in answers.values())
+    counts = [f"{right} right"]
+    if left_out := sum(answer.good for answer in answers.values()) - right:
+        counts.append(f"{left_out} not here")
+    if missing := len(names) - len(answers):
+        counts.append(f"{missing} not run")
+    bad = [f"{name} ({answer.text.partition(':')[0]})" for name, answer in answers.items() if not answer.good]
+    return ", ".join([*counts, f"{len(bad)} not right"]) + (f": {'; '.join(bad)}" if bad else "")
+
+
+def main(arguments: Sequence[str]) -> int:
+    families, backend, containing = [*arguments, ""][:3]
+    chosen = list(FAMILIES) if families == "all" else families.split(",")
+    # On SIGTERM, which a stage receives when its time is over, say what is known.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return check(chosen, backend, containing)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in FAMILIES or sys.argv[2] not in ("cuda", "simt"):
-        sys.exit(f"{__doc__}\nexpected a family and cuda or simt, got {sys.argv[1:]}")
-    sys.exit(main(*sys.argv[1:]))
+    known = len(sys.argv) in (3, 4) and set(sys.argv[1].split(",")) <= {*FAMILIES, "all"}
+    if not known or sys.argv[2] not in ("cuda", "simt"):
+        sys.exit(f"{__doc__}\nexpected families, cuda or simt, and perhaps a part of names; got {sys.argv[1:]}")
+    sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ from benchmarks.gpu_check.stages import FAILED, IN_PART, PASSED, SKIPPED, STOPPE
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
 TITLE = "# GPU check"
 LOG = "logs.txt"
+STATE = "state.tar.gz"  # for --resume
 REWRITE = 10.0  # seconds between updates of the report while a stage runs
 
 
@@ -82,7 +83,7 @@ def whole_lines(file: Path) -> None:
 def tidy(out: Path, stages: Sequence[Stage]) -> list[str]:
     """Enforces the limits on `out`, including the report: the least important plots are removed first. Returns the
     removed files, with reasons."""
-    ours = ["results.jsonl", LOG, *(stage.archive for stage in stages if stage.archive)]
+    ours = ["results.jsonl", LOG, STATE, *(stage.archive for stage in stages if stage.archive)]
     subjects = ["summary", *(name for stage in stages for name in (stage.name, *stage.parts))]
 
     def importance(path: Path) -> tuple[int, int, str]:
@@ -127,7 +128,6 @@ class Report:
     stages: Sequence[Stage]
     outcomes: list[Outcome] = field(default_factory=list)
     earlier: Mapping[str, Outcome] = field(default_factory=dict)  # by name, from earlier calls
-    model: Path | None = None  # a Markdown table that compares predictions with measurements
     gone: list[str] = field(default_factory=list)  # files removed from the folder
     began: float = field(default_factory=time.monotonic)
     _running: str = ""
@@ -139,7 +139,6 @@ class Report:
         lines = [f"{TITLE}: {self.heading}", "", *(f"- {line}" for line in self.verdict())]
         lines += [*(f"- {fact}" for fact in self.facts)]
         lines += [f"- {clock(time.monotonic() - self.began)} {'so far' if running else 'in total'}", "", *self._table()]
-        lines += ["", "## Predictions and measurements", "", *self._model()]
         lines += ["", "## Measurements", "", *summary(self.out / "results.jsonl")]
         for outcome in self._known().values():
             if outcome.limit:
@@ -197,11 +196,6 @@ class Report:
                 lines.append(f"| {stage.name} | {verdict} | {stage.estimate:.0f} | | | |")
         taken = sum(outcome.seconds for outcome in known.values())
         return [*lines, f"| all | | {sum(stage.estimate for stage in self.stages):.0f} | | {taken:.1f} | |"]
-
-    def _model(self) -> list[str]:
-        if self.model is None or not self.model.is_file():
-            return ["Not compared. `python -m benchmarks.predicted results.jsonl` does so on any machine."]
-        return self.model.read_text().splitlines()
 
 
 def excerpt(outcome: Outcome) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks.gpu_check import carried
 from benchmarks.gpu_check.stages import Stage
 from cuda_ext import _build, _emulator, _toolchain
 
@@ -15,31 +16,38 @@ DESCRIBE = ("{python}", "-c", "from cuda_ext import info; print(info.render(info
 INFO = r"MiB /|^  (torch|python|setuptools|ninja|compiler|driver|cores|free memory): |, sm_\d|: CUDA \d"
 BUILD = r"^cuda_ext: |\berror\b|^FAILED"
 CONFORMANCE = r"FAULT|: rounding|faults; answers|^record: |\berror\b"
-CORRECT = r": (WRONG|FAILED|NOT RUN)\b|: not in this build|^correct: |:$"
+CORRECT = r": (WRONG|FAILED|HUNG|CRASHED|NOT RUN|not here): |^correct: "
 PYTEST = r"^(FAILED|ERROR|lost|hung|crashed|begun)\b|\b(passed|failed|errors?)\b.* in [\d.]+s|^relay: "
 
 # The sources of `python -m benchmarks`.
 MEASURING = tuple(
     f"benchmarks/{name}" for name in ("__main__.py", "environment.py", "results.py", "suites", "presentation")
 )
-FAMILIES = ("gemm", "attention-forward", "attention-backward", "bucket")
+ISOLATED = "benchmarks/gpu_check/isolated.py"
+CORRECTNESS = (ISOLATED, *(f"benchmarks/gpu_check/{name}.py" for name in ("correct", "mismatch", "product_cases")))
+# What a process does first, and what needs several: before anything is measured.
+FIRST_TESTS = ("tests/test_first_calls.py", "tests/test_distributed_cuda.py", "tests/test_capture.py")
+# Baselines that take longer to compile or to run than everything else together.
+SLOW = "torch.compile|FlexAttention|math|efficient"
+PROFILED = ("gemm", "attention-forward", "attention-backward", "decode")
 
 # One case of each family that a CPU measures quickly; the first case of a suite is always measured.
 FEW = (
     "^gemm forward .*512 × 512 × 512 float32$|^flash_attention full forward .*S=1024 H=8 D=64 float32$|"
     "^pack forward .*ResNet-50 float32$"
 )
-MODEL = "model.md"  # in the folder of the stage "model"
 
 
 def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more: str) -> Stage:
-    """One command for all suites, so that the ceilings are measured once."""
-    options = ("--device", device, "--minutes", "{minutes}", "--out", "{out}", "--resume")
+    """One command for all suites, so that the ceilings are measured once. Plots and the page can be made from the
+    results on any machine."""
+    options = ("--device", device, "--minutes", "{minutes}", "--out", "{out}", "--resume", "--no-plots")
     return Stage(
         "benchmarks",
         (("{python}", "-m", "benchmarks", "{parts}", *options, *more),),
         estimate,
         least=estimate / 15,
+        most=1.2 * estimate,
         fills=True,
         needs=("build",),
         parts=suites,
@@ -47,32 +55,29 @@ def benchmark_stage(device: str, estimate: float, suites: tuple[str, ...], *more
     )
 
 
-def correctness_stages(backend: str, estimate: float) -> list[Stage]:
-    """A stage per family of kernels, so that the report names the broken one."""
-    return [
-        Stage(
-            f"correct-{family}",
-            (("{python}", "-m", "benchmarks.gpu_check.correct", family, backend),),
-            estimate,
-            least=estimate / 2,
-            needs=("build",),
-            key=CORRECT,
-            sources=("benchmarks/gpu_check/correct.py", "benchmarks/suites/measure.py"),
-        )
-        for family in FAMILIES
-    ]
-
-
-def tuning_stage(backend: str, estimate: float) -> Stage:
-    """What the plans of products lose against the best of their candidates."""
+def correctness_stage(backend: str, estimate: float) -> Stage:
+    """All families of kernels side by side, each case in a process that it can spoil."""
     return Stage(
-        "tuning",
-        (("{python}", "-m", "benchmarks.gpu_check.tuned", backend),),
+        "correct",
+        (("{python}", "-m", "benchmarks.gpu_check.correct", "all", backend),),
         estimate,
-        least=estimate / 2,
+        least=estimate / 3,
         needs=("build",),
-        key=r"times as fast$|^ .* us .*x  sm_",
-        sources=("benchmarks/gpu_check/tuned.py",),
+        key=CORRECT,
+        sources=(*CORRECTNESS, "benchmarks/suites/measure.py"),
+    )
+
+
+def test_stage(name: str, estimate: float, *arguments: str) -> Stage:
+    return Stage(
+        name,
+        (("{python}", "tests/relay.py", "--record", "{state}/record", *arguments),),
+        estimate,
+        least=min(20, estimate),
+        needs=("build",),
+        key=PYTEST,
+        sign=r"^relay: pytest ",
+        sources=("tests",),
     )
 
 
@@ -84,12 +89,13 @@ def build_seconds(cores: int) -> float:
 
 
 def stages_on_gpu(cores: int) -> list[Stage]:
-    """Most valuable first. The estimates are for an H100 or H200, derived from counts, not measured; the table in
-    docs/gpu-check.md repeats them."""
+    """In the order of what they decide: does everything run, is it right, how fast is it, and why. The estimates are
+    for an H100; the table in docs/gpu-check.md repeats them."""
     # Other test files may import packages that are not installed.
     marks = re.compile(r"mark\.(every_backend|cuda)\b")
     files = sorted(path for path in (ROOT / "tests").glob("test_*.py") if marks.search(path.read_text()))
     tests = [str(path.relative_to(ROOT)) for path in files]
+    first = [name for name in tests if name in FIRST_TESTS]
     small_cases = ("--kernel-regex", "kns=cuda_ext", "{python}", "-m", "benchmarks.gpu_check.small_cases", "cuda")
     sanitizers = [
         Stage(
@@ -111,52 +117,40 @@ def stages_on_gpu(cores: int) -> list[Stage]:
         )
     ]
     return [
-        Stage("environment", (("nvidia-smi",), DESCRIBE), 10, always=True, repeats=True, key=INFO),
+        Stage("environment", (("nvidia-smi",), DESCRIBE), 5, always=True, repeats=True, key=INFO),
         Stage(
             "build",
             (("{python}", "-m", "benchmarks.gpu_check.build_in_time", "--minutes", "{minutes}"),),
-            build_seconds(cores),
+            5 if carried.ARCHIVE.exists() else build_seconds(cores),
             always=True,
             repeats=True,  # ninja knows what is left
             key=BUILD,
         ),
-        # nvcc compiles a thousand lines for one architecture; each case takes less than a second.
         Stage(
             "conformance",
             (("{python}", "tests/simt/record.py", "--golden", "{scratch}"),),
-            60,
-            least=20,
+            15,
+            least=10,
             key=CONFORMANCE,
             archive="golden.tar.gz",
-            sources=("tests/simt", "tests/ptx"),
+            sources=("tests/simt", "tests/ptx", ISOLATED),
         ),
-        # Mostly the start of PyTorch and CUDA.
-        *correctness_stages("cuda", 15),
-        # 210 cases, 1.2 s each, and the start of six processes.
-        benchmark_stage(
-            "cuda", 300, ("gemm", "attention", "bucket", "train", "overhead")
-        ),  # the stage tells of "build"
-        tuning_stage("cuda", 25),
-        # 700 tests, 0.2 s each, and a few that compile.
+        correctness_stage("cuda", 45),
+        test_stage("first-tests", 35, "-m", "cuda", *first),
+        benchmark_stage("cuda", 150, ("gemm", "attention", "bucket", "train", "overhead", "plans"), "--without", SLOW),
         Stage(
-            "tests",
-            (("{python}", "tests/relay.py", "--record", "{state}/record", "-m", "cuda", *tests),),
-            180,
+            "profile",
+            (("{python}", "-m", "benchmarks.gpu_check.profiled", "--ncu", "{scratch}", *PROFILED),),
+            50,
             least=20,
             needs=("build",),
-            key=PYTEST,
-            sign=r"^relay: pytest ",
-            sources=("tests",),
+            archive="profiles.tar.gz",
+            key=r"^=== ncu|Duration|Compute \(SM\) Throughput|No Eligible",
+            sources=("benchmarks/gpu_check/profiled.py",),
         ),
+        test_stage("tests", 90, "--processes", "5", "-m", "cuda", *(name for name in tests if name not in first)),
         *sanitizers,
-        # Half of the time compiles the emulator, which the model queries.
-        model_stage(("{out}/results.jsonl",), 40),
     ]
-
-
-def model_stage(arguments: tuple[str, ...], estimate: float) -> Stage:
-    command = ("{python}", "-m", "benchmarks.predicted", *arguments, "--to", f"{{state}}/{MODEL}")
-    return Stage("model", (command,), estimate, repeats=True, key=r"^\| ")
 
 
 def stages_of_dry_run() -> list[Stage]:
@@ -180,20 +174,11 @@ def stages_of_dry_run() -> list[Stage]:
             4 if compiled else 30,
             key=CONFORMANCE,
             archive="golden.tar.gz",
-            sources=("tests/simt", "tests/ptx"),
+            sources=("tests/simt", "tests/ptx", ISOLATED),
         ),
-        *correctness_stages("simt", 4),
+        correctness_stage("simt", 16),
         benchmark_stage("cpu", 16, ("gemm", "attention", "bucket"), "--minutes", "0.02", "--only", FEW),
-        tuning_stage("simt", 4),
-        Stage(
-            "tests",
-            ((python, "tests/relay.py", "--patience", "300", "--record", "{state}/record", *tests),),
-            4,
-            needs=("build",),
-            key=PYTEST,
-            sign=r"^relay: pytest ",
-            sources=("tests",),
-        ),
+        test_stage("tests", 4, "--patience", "300", *tests),
         *(
             Stage(
                 tool,
@@ -204,7 +189,6 @@ def stages_of_dry_run() -> list[Stage]:
             )
             for tool, estimate in (("memcheck", 3), ("racecheck", 5))
         ),
-        model_stage(("--rehearse", "h200"), 3),
     ]
 
 

@@ -213,7 +213,7 @@ class Run:
             grace = min(3.0, (end - time.monotonic()) / 10)
             # A command needs some time after its own limit to finish what it has started.
             left = max(0.0, end - grace - time.monotonic())
-            minutes = f"{(left - min(45.0, left / 3)) / 60:.2f}"
+            minutes = f"{(left - min(15.0, left / 3)) / 60:.2f}"
             values = {**self.words, "state": str(self.state(stage)), "minutes": minutes}
             spread = [part for word in words for part in (stage.parts if word == "{parts}" else (word,))]
             command = [_filled(word, values) for word in spread]

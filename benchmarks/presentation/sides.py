@@ -21,6 +21,8 @@ REFERENCES = {
     "cuda_ext, bf16 wire": "ours with bfloat16 transfers",
     "cuda_ext, over sockets": "ours over sockets instead of shared memory",
     "cuda_ext, float32 over sockets": "ours over sockets, summed in float32",
+    "cuda_ext, all_reduce": "ours with NCCL's all-reduce of the transferred dtype",
+    "cuda_ext, float32 sums": "ours, summed in float32",
     "torch.mul": "`torch.mul` on the same tensors: what any PyTorch call costs",
     "torch alone": "`import torch` without `import cuda_ext`",
     "again, nothing changed": "the build, repeated with nothing changed",

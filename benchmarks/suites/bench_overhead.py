@@ -20,11 +20,13 @@ from cuda_ext import bucket as bucket_ops
 
 
 def cases(device: str) -> Iterator[Case]:
-    def leaf(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, requires_grad=True)
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
 
     x, y, half, bias = leaf(4, 4), leaf(4, 4), leaf(4, 2), leaf(4)
-    q, k, v = (leaf(1, 4, 1, 8) for _ in range(3))
+    # On a GPU attention has no kernels for float32.
+    of_attention = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = (leaf(1, 4, 1, 8, dtype=of_attention) for _ in range(3))
     qh, kh, vh = (t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v))
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "gemm": (lambda: cuda_ext.gemm(x, y), lambda: torch.matmul(x, y)),
@@ -47,7 +49,7 @@ def cases(device: str) -> Iterator[Case]:
                 phase="forward + backward" if backward else "forward",
                 group="small calls",
                 name="tiny",
-                dtype="float32",
+                dtype=str(of_attention if op == "flash_attention" else torch.float32).removeprefix("torch."),
                 sides={name: functools.partial(_side, call, backward) for name, call in sides.items()},
                 # Host time until the call returns; kernels do not matter, so no graph is captured.
                 timer="clock",

@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,6 +182,19 @@ def measure(
     )
     if case.samples is not None:
         return _measure_samples(case, base, method, seconds, announce)
+    with _side_stream(method.device):
+        return _measure_sides(case, base, method, seconds, announce, skip, patience)
+
+
+def _measure_sides(
+    case: Case,
+    base: Measurement,
+    method: Method,
+    seconds: float,
+    announce: Callable[[str], None],
+    skip: Mapping[str, str],
+    patience: float,
+) -> list[Measurement]:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # else every call searches what earlier cases compiled
     makers = {OURS: case.sides[OURS], AGAIN: case.sides[OURS]} if method.against_itself else case.sides
@@ -305,7 +320,7 @@ def _capture(side: _Side) -> bool:
     side.repeats = max(side.sets, math.ceil(4 * MIN_SECONDS["graph"] / side.seconds))
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             _repeat(side)()
         graph.replay()
         torch.cuda.synchronize()
@@ -368,6 +383,23 @@ def _do_bench(sides: list[_Side], seconds: float) -> dict[str, list[float]]:
         return [ms * 1e-3 for ms in milliseconds]
 
     return {side.name: of(side) for side in sides}
+
+
+@functools.cache
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def _side_stream(device: str) -> Iterator[None]:
+    """All of a case runs on a stream that can be captured: backward runs on the stream of its forward, and the default
+    one cannot be."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()  # what the case has made on the default stream
+    with torch.cuda.stream(_stream()):
+        yield
 
 
 def _synchronize(device: str) -> None:

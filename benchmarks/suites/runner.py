@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -23,10 +24,22 @@ from benchmarks.environment import ROOT
 from benchmarks.results import OURS, Measurement
 
 # Suites by importance, with their shares of the time; unused time goes to later ones.
-SUITES = {"gemm": 0.23, "attention": 0.27, "bucket": 0.15, "train": 0.11, "overhead": 0.03, "build": 0.21}
+SUITES = {
+    "gemm": 0.23,
+    "attention": 0.27,
+    "bucket": 0.15,
+    "train": 0.11,
+    "overhead": 0.03,
+    "build": 0.21,
+    "plans": 0.2,  # only if asked for: all choices of our own
+}
+DEFAULT_SUITES = [suite for suite in SUITES if suite != "plans"]
 
-SILENCE = 150.0  # seconds without a message after which a process counts as hung: compilers of baselines are slow
-BUILD_SILENCE = 900.0
+# Seconds without a message after which a process counts as hung: by device; for imports, and for baselines with a
+# compiler, which are slow; for suites whose cases start processes.
+SILENCE = {"cpu": 150.0, "cuda": 20.0}
+SLOW_SILENCE, SLOW_SIDES = 150.0, re.compile("torch.compile|FlexAttention")
+SUITE_SILENCE = {"build": 900.0, "train": 60.0}
 CEILINGS = "ceilings"
 # Time for each size of each ceiling: a share of the run, and at most this many seconds.
 CEILING_SHARE, LONGEST_CEILING = 0.005, 0.7
@@ -47,14 +60,23 @@ class Plan:
     device: str
     minutes: float
     only: str = ""
+    without: str = ""
     timer: str = ""
     against_itself: bool = False
     threads: int = 0
     seed: int = 0
     done: set[tuple[str, ...]] = field(default_factory=set)  # `Measurement.problem` of cases to skip
-    silence: float = SILENCE
+    silence: float = 0.0  # 0: that of the device
     log: Path | None = None  # for the output of the processes
     command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "benchmarks.suites.worker"])
+
+    def patience(self, suite: str, side: str = "") -> float:
+        """Seconds without a message after which the process of a suite counts as hung."""
+        if self.silence:
+            return self.silence
+        return max(
+            SILENCE[self.device], SUITE_SILENCE.get(suite, 0.0), SLOW_SILENCE if SLOW_SIDES.search(side) else 0.0
+        )
 
 
 def run(plan: Plan, progress: Progress) -> Iterator[list[Measurement]]:
@@ -75,7 +97,7 @@ def _ceilings(plan: Plan, progress: Progress) -> dict[str, float]:
     progress.start(CEILINGS, 0)
     seconds = min(LONGEST_CEILING, CEILING_SHARE * 60 * plan.minutes)
     with _Worker(plan, {"suite": CEILINGS, "seconds": seconds}) as worker:
-        for message in worker.messages(lambda: plan.silence):
+        for message in worker.messages(lambda: plan.patience(CEILINGS)):
             if "begins" in message:
                 progress.case(message["begins"])
             elif "ceiling" in message:
@@ -88,11 +110,12 @@ def _run_suite(
 ) -> Iterator[list[Measurement]]:
     first, total, skip = 0, 1, dict[int, dict[str, str]]()
     order: dict[str, Any] = {"suite": suite, "deadline": deadline, "ceilings": ceilings, "only": plan.only}
+    order["without"] = plan.without
     order["done"] = sorted(problem for problem in plan.done if problem[1] == suite)
 
     def patience() -> float:
         """Seconds to wait for the next message: less when the time is over, except for the first case."""
-        silence = BUILD_SILENCE if suite == "build" else plan.silence
+        silence = plan.patience(suite, side)
         return min(silence, max(10.0, end + 30.0 - time.time())) if case > 0 else silence
 
     while first < total:
@@ -174,8 +197,8 @@ class _Worker:
 
     def messages(self, silence: Callable[[], float]) -> Iterator[dict[str, Any]]:
         """Yields messages until the process exits, or is killed after `silence()` seconds without one. The first one,
-        which follows its imports, may take `SILENCE`."""
-        least = SILENCE
+        which follows its imports, may take `SLOW_SILENCE`."""
+        least = SLOW_SILENCE
         while True:
             try:
                 line = self._lines.get(timeout=max(silence(), least))

@@ -65,10 +65,10 @@ def run(order: dict[str, Any], report: TextIO) -> None:
     method = measure.Method(device, timer=order["timer"], against_itself=order["against_itself"])
     surroundings = environment.describe(device)
     done = {tuple(problem) for problem in order["done"]}
-    suite, only = order["suite"], order["only"]
+    suite = order["suite"]
     cases = [
         case
-        for case in selected(suite, device, only)
+        for case in selected(suite, device, order["only"], order["without"])
         if (device, suite, case.op, case.phase, case.name, case.dtype) not in done
     ]
     _write(report, {"total": len(cases)})
@@ -113,10 +113,17 @@ def run(order: dict[str, Any], report: TextIO) -> None:
             raise SystemExit(1)
 
 
-def selected(suite: str, device: str, only: str) -> Iterator[measure.Case]:
-    """The suite's cases whose op, phase, group, name or dtype matches the regular expression `only`."""
+def selected(suite: str, device: str, only: str, without: str = "") -> Iterator[measure.Case]:
+    """The suite's cases whose op, phase, group, name or dtype matches the regular expression `only`; of their baselines
+    those whose name does not match `without`."""
     for case in importlib.import_module(f"benchmarks.suites.bench_{suite}").cases(device):
         if re.search(only, f"{case.op} {case.phase} {case.group} {case.name} {case.dtype}", re.IGNORECASE):
+            if without:
+                case.sides = {
+                    side: maker
+                    for side, maker in case.sides.items()
+                    if side == OURS or not re.search(without, side, re.IGNORECASE)
+                }
             yield case
 
 

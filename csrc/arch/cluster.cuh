@@ -65,6 +65,24 @@ DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site = {}) {
 #endif
 }
 
+// The same for a thread that only overwrites what the others have read: nothing they wrote becomes visible, so L1 is not
+// invalidated.
+DEVICE void barrier_wait_relaxed(Barrier& barrier, uint32_t parity, Site = {}) {
+#if __CUDA_ARCH__ >= 900
+  const SharedAddress address = shared_address(&barrier);
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n .reg .pred p;\n mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 p, [%1], %2;\n selp.u32 %0, 1, "
+        "0, "
+        "p;\n}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+  } while (done == 0);
+#endif
+}
+
 // 4 to 16 bytes of any block of the cluster.
 template <class Vector>
 DEVICE Vector load_shared_cluster(SharedAddress address, Site = {}) {
@@ -113,6 +131,9 @@ DEVICE void barrier_arrive_remote_relaxed(SharedAddress barrier, Site site = {})
   simt::barrier_arrive_remote(barrier, site);
 }
 DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site site = {}) {
+  simt::barrier_wait(&barrier.word, parity, true, site);
+}
+DEVICE void barrier_wait_relaxed(Barrier& barrier, uint32_t parity, Site site = {}) {
   simt::barrier_wait(&barrier.word, parity, true, site);
 }
 template <class Vector>

@@ -143,13 +143,14 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the values have arrived, and the keys have been read
     if (tile > load_struct(shared.task.keys).begin) copy_keys(tile - 1);
-    const TileRows rows = load_struct(shared.task.rows);
-    const Visibility visible = load_struct(shared.task.keys).visible;
     const int first_key = tile * kBlockN;
     if constexpr (Kernel::kGeneral)
-      modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len,
+      modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
+                                   load_struct(shared.task.position).batch, load_struct(shared.task.keys).visible.k_len,
                                    row_at, first_key);
-    if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
+    if (!load_struct(shared.task.unmasked).has_all(first_key, first_key + kBlockN)) {
+      const TileRows rows = load_struct(shared.task.rows);
+      const Visibility visible = load_struct(shared.task.keys).visible;
       // The key of this thread's first column.
       const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
       apply_mask<LogitTiles>(logits,

@@ -190,13 +190,14 @@ DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, 
                        typename Kernel::Logits& s, sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums,
                        float (&by)[1][2]) {
   using LogitTiles = typename Kernel::LogitTiles;
-  const TileRows rows = load_struct(task.rows);
-  const Visibility visible = load_struct(task.keys).visible;
   const int first_key = tile * Kernel::kBlockN;
   if constexpr (Kernel::kGeneral)
-    sm80::modify_logits<typename Kernel::Element, LogitTiles>(s, p, plan, rows, load_struct(task.position).batch,
-                                                              visible.k_len, Kernel::row_at, first_key);
-  if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + Kernel::kBlockN)) {
+    sm80::modify_logits<typename Kernel::Element, LogitTiles>(
+        s, p, plan, load_struct(task.rows), load_struct(task.position).batch, load_struct(task.keys).visible.k_len,
+        Kernel::row_at, first_key);
+  if (!load_struct(task.unmasked).has_all(first_key, first_key + Kernel::kBlockN)) {
+    const TileRows rows = load_struct(task.rows);
+    const Visibility visible = load_struct(task.keys).visible;
     const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
     sm80::apply_mask<LogitTiles>(
         s, [&](int m, int half) { return visible.keys(rows.query(Kernel::row_at(m, half))).from(origin); });

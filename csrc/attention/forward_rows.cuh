@@ -51,6 +51,7 @@ struct ForwardTask {
   TilePosition position;
   Keys keys;
   End end;
+  Span unmasked;  // keys that all rows see; here, because finding it takes a division, which no step should
 
   template <class Kernel>
   DEVICE static ForwardTask find(const AttentionParams& p, const ForwardPlan& plan, int tile, int split) {
@@ -63,7 +64,8 @@ struct ForwardTask {
     const int begin = seen.begin + split * split_tiles;
     const int end = begin + split_tiles < seen.end ? begin + split_tiles : seen.end;
     const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
-    return {rows, {at.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}};
+    const Span unmasked = visible.keys_of_all(rows.query(0), rows.last_query(Kernel::kBlockM));
+    return {rows, {at.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
   }
 
   // Whether the tile lies beyond its sequence.
@@ -74,6 +76,7 @@ struct ForwardTask {
     store_struct(shared.position, position);
     store_struct(shared.keys, keys);
     store_struct(shared.end, end);
+    store_struct(shared.unmasked, unmasked);
   }
 };
 

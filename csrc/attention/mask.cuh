@@ -25,9 +25,10 @@ struct Sequence {
 };
 
 // Indices [begin, end).
-struct Span {
+struct alignas(8) Span {
   int begin, end;
   DEVICE bool has(int i) const { return i >= begin && i < end; }
+  DEVICE bool has_all(int first, int last) const { return first >= begin && last <= end; }  // of [first, last)
   DEVICE Span from(int origin) const { return {begin - origin, end - origin}; }
 };
 
@@ -53,8 +54,13 @@ struct Visibility {
   DEVICE int query_end(int last) const { return last - low + 1; }
   DEVICE Span queries(int key) const { return {query_begin(key), key < k_len ? query_end(key) : 0}; }
 
+  // Keys that all queries in [first, last] see. The beginning may be negative.
+  DEVICE Span keys_of_all(int first, int last) const {
+    const int end = first + high + 1;
+    return {last + low, end < k_len ? end : k_len};
+  }
   DEVICE bool all_visible(int first, int last, int keys_begin, int keys_end) const {
-    return keys_begin - last >= low && keys_end - 1 - first <= high && keys_end <= k_len;
+    return keys_of_all(first, last).has_all(keys_begin, keys_end);
   }
 };
 

@@ -46,6 +46,7 @@ struct OperandLoads {
   bool batched = false;  // the tensor map has 5 dimensions, else 2
   int tile_lines = 0;    // from one tile to the next
   int piece_lines = 0;
+  int pieces = 0;                            // of a tile
   int run_shift = 30;                        // no pairs: one run
   int run_lines = 0;                         // lines of the output from one pair of runs to the next
   int64_t upper = 0;                         // lines from gate to up

@@ -53,14 +53,15 @@ struct StagedRows {
 // Buffers of a warp for slabs (maps_sm90.cuh), as many as fit.
 constexpr int kSlabsBytes = 4096;
 
-// v = part `part` of the accumulators, in groups of `count`.
+// v = part `part` of the accumulators, in groups of `count`. The first is assigned without a condition: if v were
+// undefined for other parts, ptxas would keep the v of the part before for them.
 template <int count, int rows, int registers>
 DEVICE void select(const float (&sums)[rows][registers], int part, float (&v)[count]) {
 #pragma unroll
   for (int i = 0; i < rows; ++i)
 #pragma unroll
     for (int j = 0; j < registers / count; ++j)
-      if (part == i * (registers / count) + j)
+      if (i + j == 0 || part == i * (registers / count) + j)
 #pragma unroll
         for (int r = 0; r < count; ++r) v[r] = sums[i][j * count + r];
 }
@@ -72,7 +73,7 @@ DEVICE void select_pairs(const float (&sums)[rows][registers], int part, float (
   for (int i = 0; i < rows; ++i)
 #pragma unroll
     for (int j = 0; j < kHalf / count; ++j)
-      if (part == i * (kHalf / count) + j)
+      if (i + j == 0 || part == i * (kHalf / count) + j)
 #pragma unroll
         for (int r = 0; r < count; ++r) {
           gate[r] = sums[i][j * count + r];
@@ -189,10 +190,8 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
   constexpr int kSlabs = Gemm::kBlockN / kSlabColumns / (pairs ? 2 : 1);
   constexpr int kSlabBytes = kSlabRows * kSlabColumns * sizeof(Out), kBuffers = kSlabsBytes / kSlabBytes;
   const bool with_preact = params.preact_out.data != nullptr;
-  // A set of buffers has a slab of each output. All sets but one may be in flight.
-  const int sets = kBuffers / (with_preact ? pairs ? 3 : 2 : 1);
   // Addresses are computed where they are used: there are no registers to keep them.
-  const auto slabs_of = [&](int set) {  // out, preact: gate, up
+  const auto slabs_of = [&](int set, int sets) {  // out, preact: gate, up
     return arch::shared_address(shared.staging[ConsumerThreads::consumer()]) +
            ConsumerThreads::index() / arch::kWarpSize * kSlabsBytes + set * (kBuffers / sets) * kSlabBytes;
   };
@@ -200,11 +199,12 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
   int set = 0;
   if (ConsumerThreads::is_first_lane())
     arch::bulk_wait_read<0>();  // the stores of the tile before have read the buffers
-#pragma unroll 1
-  for (int i = 0; i < Gemm::kRowBlocks * kSlabs; ++i) {
+  // Calls fill(first column) between waiting for the buffers of slab i and sending them, unless it is outside of the
+  // output. A set of buffers has a slab of each output; all sets but one may be in flight.
+  const auto with_slab = [&](int i, int sets, const auto& fill) {
     const int first = i % kSlabs * kSlabColumns;  // of the tile
     const int row = int(tile.row) + i / kSlabs * kRowBlock + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
-    if (row >= params.m || tile.column + first >= params.n) continue;
+    if (row >= params.m || tile.column + first >= params.n) return;
     if (ConsumerThreads::is_first_lane()) {
       if (sets == 1)
         arch::bulk_wait_read<0>();
@@ -214,34 +214,60 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
         arch::bulk_wait_read<3>();
     }
     arch::sync_warp();
-#pragma unroll 1
-    for (int column = 0; column < kSlabColumns; column += kColumns) {
-      const int part = (i * kSlabColumns + column) / kColumns;
-      float v[kCount], up[kCount];
-      if constexpr (pairs) {
-        select_pairs(sums, part, v, up);
-        scale_and_add_bias(params, bias_of(Gemm::kBlockN / 2 + first + column), up);
-        if (with_preact) write_slab<Out>(slabs_of(set) + 2 * kSlabBytes, column, up);
-      } else {
-        select(sums, part, v);
-      }
-      scale_and_add_bias(params, bias_of(first + column), v);
-      if (with_preact) write_slab<Out>(slabs_of(set) + kSlabBytes, column, v);
-      epilogue::with_activation(params.activation, [&](auto f) {
-#pragma unroll
-        for (float& x : v) x = f.value(x);
-      });
-      if constexpr (pairs)
-#pragma unroll
-        for (int r = 0; r < kCount; ++r) v[r] *= up[r];
-      write_slab<Out>(slabs_of(set), column, v);
-    }
+    fill(first);
     arch::fence_async_shared();
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane())
-      send_slabs<kSlabBytes, pairs>(params, plan, maps, slabs_of(set), {int(tile.column) + first, 0, row, tile.batch});
+      send_slabs<kSlabBytes, pairs>(params, plan, maps, slabs_of(set, sets),
+                                    {int(tile.column) + first, 0, row, tile.batch});
     set = set + 1 < sets ? set + 1 : 0;
-  }
+  };
+  // Products alone, of which there are most: their body is short enough to be unrolled, a third of the instructions. In
+  // float32 it needs registers that 192 accumulators do not leave.
+  if constexpr (!pairs && (sizeof(Out) == 2 || Gemm::kRowBlocks * Gemm::kRegisters <= 128))
+    if (params.bias.data == nullptr && params.activation == Activation::kNone && !with_preact) {
+      const float alpha = float(params.alpha);
+#pragma unroll
+      for (int i = 0; i < Gemm::kRowBlocks * kSlabs; ++i)
+        with_slab(i, kBuffers, [&](int) {
+#pragma unroll
+          for (int column = 0; column < kSlabColumns; column += kColumns) {
+            float v[kCount];
+#pragma unroll
+            for (int r = 0; r < kCount; ++r)
+              v[r] = alpha * sums[i / kSlabs][(i % kSlabs * kSlabColumns + column) / kColumns * kCount + r];
+            write_slab<Out>(slabs_of(set, kBuffers), column, v);
+          }
+        });
+      return;
+    }
+  const int sets = kBuffers / (with_preact ? pairs ? 3 : 2 : 1);
+#pragma unroll 1
+  for (int i = 0; i < Gemm::kRowBlocks * kSlabs; ++i)
+    with_slab(i, sets, [&](int first) {
+#pragma unroll 1
+      for (int column = 0; column < kSlabColumns; column += kColumns) {
+        const int part = (i * kSlabColumns + column) / kColumns;
+        float v[kCount], up[kCount];
+        if constexpr (pairs) {
+          select_pairs(sums, part, v, up);
+          scale_and_add_bias(params, bias_of(Gemm::kBlockN / 2 + first + column), up);
+          if (with_preact) write_slab<Out>(slabs_of(set, sets) + 2 * kSlabBytes, column, up);
+        } else {
+          select(sums, part, v);
+        }
+        scale_and_add_bias(params, bias_of(first + column), v);
+        if (with_preact) write_slab<Out>(slabs_of(set, sets) + kSlabBytes, column, v);
+        epilogue::with_activation(params.activation, [&](auto f) {
+#pragma unroll
+          for (float& x : v) x = f.value(x);
+        });
+        if constexpr (pairs)
+#pragma unroll
+          for (int r = 0; r < kCount; ++r) v[r] *= up[r];
+        write_slab<Out>(slabs_of(set, sets), column, v);
+      }
+    });
 }
 
 // Any epilogue: stages rows of floats, and lets each thread process whole vectors of them.

@@ -7,7 +7,7 @@
 //                gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
 //                block of a row of the cluster, adjacent along m, or if k is split through memory a part of its k.
-// Warpgroups     0: its first thread is the producer, which loads. 1, 2: consumers, which multiply and store
+// Warpgroups     0: its first warp is the producer, which loads. 1, 2: consumers, which multiply and store
 //                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
 //                items in turn, and one multiplies while the other stores.
 // Cluster        (k_blocks, cluster) blocks. Those of a row have tiles with the same columns, and each loads its part
@@ -21,8 +21,8 @@
 //                Named barriers 3, 4: ping-pong, a consumer's turn: its 128 threads wait, and the 128 of the other
 //                arrive when they have issued their last product.
 // Shared memory  (stages, tile of a + tile of b), 10 to 48 KB each; per consumer 4 to 17 KB to stage the output, a bias
-//                of block_n floats and a split-k arrival; sums of a tile from each block that sends them; barriers;
-//                coordinates of the producer. At most 227 KB.
+//                of block_n floats and a split-k arrival; sums of a tile from each block that sends them; barriers.
+//                At most 227 KB.
 // Registers      168 at launch, then 24 for the producer's warpgroup and 240 for consumers, of which 128 are
 //                accumulators (192 if block_n is 192, 8 or 32 if swapped).
 // Operands       are read in place by TMA, whichever of their dims has stride 1, with zeros outside of the matrix.
@@ -49,21 +49,25 @@ namespace cuda_ext::sm90 {
 
 constexpr int kTurnBarriers = 1 + kConsumers;  // the first of the named barriers 3 and 4
 
-// The coordinates of the batch and product in the outer dimensions of a tensor map. In shared memory, because the
-// producer has no registers for them.
+// The coordinates of the batch and product in the outer dimensions of the tensor maps of a and b. In shared memory, because
+// the producer has no registers for them.
 struct OuterCoordinates {
-  int at[3];
+  int a[3], b[3];
 
-  // At this index of the dims, of which `slots` says which coordinate they are.
-  DEVICE void set(int index, int dims, const int64_t (&sizes)[kMaxBatchDims], const int8_t (&slots)[kMaxBatchDims]) {
+  // At this index of the dims, of which `slots` say which coordinate they are. Called by a warp.
+  DEVICE void set(int index, int dims, const int64_t (&sizes)[kMaxBatchDims], const int8_t (&slots_a)[kMaxBatchDims],
+                  const int8_t (&slots_b)[kMaxBatchDims]) {
+    const int dim = arch::opaque_thread_index();
+    arch::sync_warp();  // the coordinates before have been read
+    if (dim < dims) {
 #pragma unroll 1
-    for (int d = 0; d < dims; ++d) {
-      const int size = int(sizes[d]);
-      if (slots[d] >= 0) arch::store_shared(arch::shared_address(at + slots[d]), index % size);
-      index /= size;
+      for (int d = 0; d < dim; ++d) index /= int(sizes[d]);
+      const int coordinate = index % int(sizes[dim]);
+      if (slots_a[dim] >= 0) arch::store_shared(arch::shared_address(a + slots_a[dim]), coordinate);
+      if (slots_b[dim] >= 0) arch::store_shared(arch::shared_address(b + slots_b[dim]), coordinate);
     }
+    arch::sync_warp();
   }
-  DEVICE int get(int i) const { return arch::load_shared<int>(arch::shared_address(at + i)); }
 };
 
 // One instantiation of the kernel: its constants and types.
@@ -81,7 +85,7 @@ struct Gemm {
   static constexpr int kWarpgroupM = config.warpgroup_m();
   static constexpr int kRowBlocks = kWarpgroupM / kRowBlock;
   static constexpr int kSteps = 4;                                         // wgmma along a k tile: 32 bytes each
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // (24 + 2 * 240) * 128 fit in 64 K
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // 3 * 168, as at launch
   static constexpr Major kAMajor = a_major, kBMajor = b_major;
 
   static constexpr int kMaxKBlocks = config.k_blocks;
@@ -125,7 +129,7 @@ struct Gemm {
     float bias[kConsumers][kBlockN];
     alignas(16) float sums[kMaxKBlocks > 1 ? (kMaxKBlocks - 1) * kBlockM * kBlockN : 4];  // of other blocks
     Barrier full[kStages], empty[kStages], sent[kConsumers];
-    OuterCoordinates outer[2];     // of a and b
+    OuterCoordinates outer;
     uint32_t arrived[kConsumers];  // split k: the number of blocks of this part that arrived before this one
   };
   static_assert(sizeof(Stage) % 1024 == 0 && sizeof(Storage) <= 227 * 1024);
@@ -156,11 +160,12 @@ struct Gemm {
   }
 };
 
-// Loads a box of an operand, for the blocks of the cluster in `blocks`, or if that is 0 for this one.
+// Starts the copy of a box to the blocks of the cluster in `blocks`, or if that is 0 to this one.
 DEVICE void load_box(SharedAddress to, const arch::TensorMap& map, Barrier& full, bool batched, int x, int y,
-                     const OuterCoordinates& outer, uint16_t blocks) {
+                     const int (&outer)[3], uint16_t blocks) {
   if (batched) {
-    const int at[5] = {x, y, outer.get(0), outer.get(1), outer.get(2)};
+    const auto get = [&](int i) { return arch::load_shared<int>(arch::shared_address(outer + i)); };
+    const int at[5] = {x, y, get(0), get(1), get(2)};
     if (blocks != 0)
       arch::tma_load_multicast(to, map, full, at, blocks);
     else
@@ -174,56 +179,58 @@ DEVICE void load_box(SharedAddress to, const arch::TensorMap& map, Barrier& full
   }
 }
 
-// Loads pieces first, first + step, ... of the tile that begins at `line` and `k`.
-template <int extent, Major major>
-DEVICE void load_tile(SharedAddress to, const arch::TensorMap& map, Barrier& full, const OperandLoads& loads, int line,
-                      int k, const OuterCoordinates& outer, int first, int step, uint16_t blocks) {
-  constexpr bool kKMajor = major == Major::kK;
-  const int lines = kKMajor ? loads.piece_lines : kLineBytes / 2;
-#pragma unroll 1
-  for (int piece = first; piece * lines < extent; piece += step) {
-    const int run = piece >> loads.run_shift;
-    const int at =
-        line + (run >> 1) * loads.run_lines + (piece - (run << loads.run_shift)) * lines + (run & 1) * int(loads.upper);
-    load_box(to + piece * lines * kLineBytes, map, full, loads.batched, kKMajor ? k : at, kKMajor ? at : k, outer,
-             blocks);
-  }
+// The first line of a piece, relative to that of the tile.
+DEVICE int line_of_piece(const OperandLoads& loads, int piece) {
+  const int run = piece >> loads.run_shift;
+  return (run >> 1) * loads.run_lines + (piece - (run << loads.run_shift)) * loads.piece_lines +
+         (run & 1) * int(loads.upper);
 }
 
-// The producer, one thread: fills the ring with the operands of all work items.
+// The producer, a warp: fills the ring with the operands of all work items. A tile has a few pieces: several of an
+// operand that is not contiguous along k, or has pairs; those of b are divided among the blocks of a row, which load them
+// for all of them. Each piece has a lane, because the producer must not take longer for a k tile than the tensor cores;
+// so its loop has no division either.
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  OuterCoordinates& outer_a = shared.outer[0];
-  OuterCoordinates& outer_b = shared.outer[1];
-  if (plan.a.batched || plan.b.batched)
-    for (int i = 0; i < 6; ++i) arch::store_shared(arch::shared_address(shared.outer[i / 3].at + i % 3), 0);
+  if ((plan.a.batched || plan.b.batched) && arch::opaque_thread_index() < 3) {
+    arch::store_shared(arch::shared_address(shared.outer.a + arch::opaque_thread_index()), 0);
+    arch::store_shared(arch::shared_address(shared.outer.b + arch::opaque_thread_index()), 0);
+  }
   Ring<Gemm::kStages> at;
 #pragma unroll 1
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
     const WorkItem work = Gemm::work_item(plan, item);
-    outer_a.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots);
-    outer_b.set(work.batch, params.batch_dims, params.batch_sizes, plan.b.batch_slots);
+    // After the position of the item, which needs most registers.
+    const int lane = arch::opaque_thread_index();
+    const bool of_a = lane < plan.a.pieces;
+    const int piece = of_a ? lane : Gemm::row_rank(plan) + (lane - plan.a.pieces) * plan.cluster;
+    const bool of_b = !of_a && piece < plan.b.pieces;
+    const int line = of_a ? work.row_tile * plan.a.tile_lines + line_of_piece(plan.a, piece)
+                          : work.column_tile * plan.b.tile_lines + line_of_piece(plan.b, piece);
+    const int offset = of_a ? piece * plan.a.piece_lines * kLineBytes
+                            : (Gemm::kBlockM + piece * plan.b.piece_lines) * kLineBytes;  // in a stage
+    if (params.batch_dims > 0)
+      shared.outer.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots, plan.b.batch_slots);
 #pragma unroll 1
     for (int index = work.first_k_tile; index < work.first_k_tile + work.k_tiles; ++index, at.advance()) {
-      const int product = index / plan.k_tiles;
+      int k = index;
       if (params.reduced_dims > 0) {
-        outer_a.set(product, params.reduced_dims, params.reduced_sizes, plan.a.reduced_slots);
-        outer_b.set(product, params.reduced_dims, params.reduced_sizes, plan.b.reduced_slots);
+        const int product = index / plan.k_tiles;
+        k -= product * plan.k_tiles;
+        shared.outer.set(product, params.reduced_dims, params.reduced_sizes, plan.a.reduced_slots,
+                         plan.b.reduced_slots);
       }
-      if (plan.cluster > 1)
-        arch::barrier_wait_cluster(shared.empty[at.stage], at.parity ^ 1);
-      else
-        arch::barrier_wait(shared.empty[at.stage], at.parity ^ 1);
+      k *= Gemm::kBlockK;
+      arch::barrier_wait_relaxed(shared.empty[at.stage], at.parity ^ 1);
       Barrier& full = shared.full[at.stage];
-      typename Gemm::Stage& stage = shared.stages[at.stage];
-      arch::barrier_arrive_expect(full, sizeof stage);
-      const int k = index % plan.k_tiles * Gemm::kBlockK;
-      load_tile<Gemm::kBlockM, Gemm::kAMajor>(arch::shared_address(stage.a), maps.a, full, plan.a,
-                                              work.row_tile * plan.a.tile_lines, k, outer_a, 0, 1, 0);
-      load_tile<Gemm::kBlockN, Gemm::kBMajor>(arch::shared_address(stage.b), maps.b, full, plan.b,
-                                              work.column_tile * plan.b.tile_lines, k, outer_b, Gemm::row_rank(plan),
-                                              plan.cluster, Gemm::row_mask(plan));
+      if (lane == 0) arch::barrier_arrive_expect(full, sizeof(typename Gemm::Stage));
+      const SharedAddress to = arch::shared_address(&shared.stages[at.stage]) + offset;
+      constexpr bool kAlongKA = Gemm::kAMajor == Major::kK, kAlongKB = Gemm::kBMajor == Major::kK;
+      if (of_a) load_box(to, maps.a, full, plan.a.batched, kAlongKA ? k : line, kAlongKA ? line : k, shared.outer.a, 0);
+      if (of_b)
+        load_box(to, maps.b, full, plan.b.batched, kAlongKB ? k : line, kAlongKB ? line : k, shared.outer.b,
+                 Gemm::row_mask(plan));
     }
   }
 }
@@ -386,18 +393,17 @@ template <class Gemm>
 GLOBAL(Gemm::kThreads, 1)
 gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CONSTANT TensorMaps maps) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
-  if (arch::thread_index() == 0) {
+  if (arch::thread_index() < Gemm::kStages) {
+    const int stage = arch::thread_index();
+    arch::barrier_init(shared.full[stage], 1);
+    arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
+    if (plan.k_blocks > 1 && stage < kConsumers) arch::barrier_init(shared.sent[stage], plan.k_blocks - 1);
+    arch::fence_barrier_init();
+  } else if (arch::thread_index() == arch::kWarpSize) {
     arch::tma_prefetch(maps.a);
     arch::tma_prefetch(maps.b);
     if (plan.tma_store) arch::tma_prefetch(maps.out);
     if (plan.tma_store && params.preact_out.data != nullptr) arch::tma_prefetch(maps.preact);
-    for (int stage = 0; stage < Gemm::kStages; ++stage) {
-      arch::barrier_init(shared.full[stage], 1);
-      arch::barrier_init(shared.empty[stage], (Gemm::kPingPong ? 1 : kConsumers) * plan.cluster);
-    }
-    if (plan.k_blocks > 1)
-      for (Barrier& sent : shared.sent) arch::barrier_init(sent, plan.k_blocks - 1);
-    arch::fence_barrier_init();
   }
   if (plan.cluster_blocks() > 1) {
     arch::cluster_arrive_relaxed();
@@ -409,7 +415,7 @@ gemm_sm90(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan, GRID_CON
 
   if (arch::thread_index() < kWarpgroup) {
     arch::decrease_registers<Gemm::kProducerRegisters>();
-    if (arch::thread_index() == 0) {
+    if (arch::thread_index() < arch::kWarpSize) {
       produce<Gemm>(params, plan, maps, shared);
       arch::grid_launch_dependents();
     }

@@ -202,6 +202,7 @@ inline void assign_pieces(const GemmParams& params, const GemmConfig& config, Ge
     const int piece = sides[i].k_major ? (i == 1 && plan.cluster > 1 ? std::min(run, extents[i] / plan.cluster) : run)
                                        : kLineBytes / size_of(sides[i].operand->dtype);
     loads[i]->piece_lines = piece;
+    loads[i]->pieces = int(ceil_div(extents[i], piece));
     loads[i]->tile_lines = pairs ? extents[i] / 2 : extents[i];
     loads[i]->run_shift = 30;
     if (!pairs) continue;

@@ -53,6 +53,9 @@ bool has_kernel_image(at::Device device) {
   if (index < 0 || index >= kMaxDevices) return cuda::has_kernel_image(index);
   Answer answer = answers[index].load(std::memory_order_acquire);
   if (answer == kUnknown) {
+    // So that the probe finds the device selected. The runtime, unlike this guard, would create a context on the device
+    // that it returns to: on GPU 0, in every rank.
+    const c10::DeviceGuard guard(device);
     answer = cuda::has_kernel_image(index) ? kYes : kNo;
     answers[index].store(answer, std::memory_order_release);
   }

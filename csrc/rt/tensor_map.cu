@@ -83,9 +83,18 @@ arch::TensorMap make_tensor_map(const char* kernel, const TensorLayout& t) {
   }
   static_assert(sizeof(CUtensorMap) == sizeof(arch::TensorMap) && alignof(CUtensorMap) <= alignof(arch::TensorMap));
   arch::TensorMap map;
-  const CUresult error = encode(reinterpret_cast<CUtensorMap*>(&map), kTypes[int(t.element)], cuuint32_t(t.rank),
-                                const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode_map = [&] {
+    return encode(reinterpret_cast<CUtensorMap*>(&map), kTypes[int(t.element)], cuuint32_t(t.rank),
+                  const_cast<void*>(t.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult error = encode_map();
+  if (error == CUDA_ERROR_INVALID_CONTEXT) {
+    // The driver's functions, unlike the runtime's, do not make the device's context current in a new thread. A thread
+    // of PyTorch's autograd may come here before its first launch. This is allowed while a graph is captured.
+    check(cudaSetDevice(current_device(kernel)), kernel, "make the device's context current");
+    error = encode_map();
+  }
   if (error != CUDA_SUCCESS)
     throw std::runtime_error(std::string(kernel) + ": cuTensorMapEncodeTiled refused the tensor with error " +
                              std::to_string(int(error)));

@@ -327,7 +327,7 @@ def _mbarrier(m: Modifiers, o: Operands, site: str) -> str | list[str]:
         return f"simt::barrier_expect({barrier()}, {o.value('u32')}, {site});"
     if operation == "try_wait":
         m.must("parity")
-        cluster = m.may("acquire")
+        cluster = m.may("acquire") or m.may("relaxed")
         if cluster:
             m.must("cluster")
         m.all("shared::cta", "b64")

@@ -16,7 +16,7 @@ from . import build
 
 SIMT = build.HERE.parent / "simt"
 # Linked with the kernels: the C interface of the emulator, and the table of launchers for the ops.
-OTHERS = [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[3:])]
+OTHERS = [(SIMT / "library.cpp", ()), (build.HERE / "kernels.cpp", _build.NVCC_FLAGS[-1:])]
 
 
 class Kernels:

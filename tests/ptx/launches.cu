@@ -1,7 +1,9 @@
 // Launches that test the replacement of the CUDA runtime: passing parameters, and refusals.
 #include <cuda.h>
 
+#include <cstdio>
 #include <stdexcept>
+#include <thread>
 
 #include "arch/cluster.cuh"
 #include "arch/tma.cuh"
@@ -121,6 +123,7 @@ void encode(const Map& m, const uint32_t* in, uint32_t* out) {
   cudaDriverEntryPointQueryResult result{};
   rt::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &result),
             "encode", "look for the driver's function");
+  rt::check(cudaSetDevice(0), "encode", "make the device's context current");
   out[0] = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encode)(
       reinterpret_cast<CUtensorMap*>(map + m.map_offset), CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, data, sizes, strides, box,
       steps, CU_TENSOR_MAP_INTERLEAVE_NONE, m.swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
@@ -138,6 +141,24 @@ MAP(map_of_narrow_box, .box = 4);
 MAP(map_of_wide_box, .box = 64);
 MAP(map_of_steps, .step = 2);
 MAP(map_in_odd_memory, .map_offset = 8);
+
+// A thread whose first call of CUDA is the one that makes a tensor map. out[0] is 0, or 1 with the error on stderr.
+static const Register new_thread_case({"map_in_a_new_thread", 1024, 4, [](const uint32_t* in, uint32_t* out) {
+                                         std::thread([&] {
+                                           try {
+                                             rt::make_tensor_map("map", {.data = in,
+                                                                         .element = rt::Element::kFloat16,
+                                                                         .sizes = {64, 4},
+                                                                         .strides = {128},
+                                                                         .box = {32, 4},
+                                                                         .swizzle_bytes = 64});
+                                             out[0] = 0;
+                                           } catch (const std::exception& error) {
+                                             std::fprintf(stderr, "%s\n", error.what());
+                                             out[0] = 1;
+                                           }
+                                         }).join();
+                                       }});
 
 // A wait for a value that is never written; a wait for the current value; a trap; a division by zero; a race of plain
 // stores.

@@ -36,6 +36,13 @@ LastError& last() {
   return *own;
 }
 
+// Whether the device's context is current in this thread: the runtime's functions that need one make it so, those of the
+// driver do not.
+bool& context_is_current() {
+  thread_local bool is_current = false;
+  return is_current;
+}
+
 cudaError_t refuse(cudaError_t error, const std::string& reason) {
   last() = {error, reason, ""};
   return error;
@@ -189,6 +196,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
                       CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                       CUtensorMapFloatOOBfill fill) {
+  if (!context_is_current()) return CUDA_ERROR_INVALID_CONTEXT;
   static const std::map<CUtensorMapDataType, simt::ElementType> kTypes = {
       {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, simt::ElementType::kFloat32},
       {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, simt::ElementType::kFloat16},
@@ -267,6 +275,11 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
+cudaError_t cudaSetDevice(int device) {
+  if (device != 0) return refuse(cudaErrorInvalidDevice, "the emulator is device 0");
+  ptx::context_is_current() = true;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device != 0) return refuse(cudaErrorInvalidDevice, "the emulator is device 0");
   const ptx::Device is;
@@ -282,6 +295,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, int value) {
+  ptx::context_is_current() = true;
   ptx::Function* const function = ptx::find(host);
   if (function == nullptr) return refuse(cudaErrorInvalidDeviceFunction, "no such kernel");
   const ptx::Device device;
@@ -298,6 +312,7 @@ cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute attribute, 
   return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** arguments) {
+  ptx::context_is_current() = true;
   ptx::Function* const function = ptx::find(host);
   if (function == nullptr) return refuse(cudaErrorInvalidDeviceFunction, "no such kernel");
   return ptx::launch(*config, *function, arguments);

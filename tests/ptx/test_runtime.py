@@ -78,8 +78,9 @@ def data_of(library: Library, name: str) -> np.ndarray:
 
 
 def test_every_case_is_used(library: Library) -> None:
-    names = {*GOOD, *REFUSED, *BAD_MAPS, *STOPPED, "map_good", "parameters", "wait_that_is_over", "divides_by_zero"}
-    names |= {"plain_race", "fence_of_one_thread", "no_error_is_left", "stores_that_lanes_skip"}
+    names = {*GOOD, *REFUSED, *BAD_MAPS, *STOPPED, "map_good", "map_in_a_new_thread", "parameters"}
+    names |= {"wait_that_is_over", "divides_by_zero", "plain_race", "fence_of_one_thread", "no_error_is_left"}
+    names |= {"stores_that_lanes_skip"}
     assert set(library.index) == names
 
 
@@ -120,6 +121,11 @@ def test_tensor_maps(library: Library) -> None:
 
     assert answer("map_good") == 0
     assert {name: answer(name) for name in BAD_MAPS} == dict.fromkeys(BAD_MAPS, CUDA_ERROR_INVALID_VALUE)
+
+
+def test_a_new_thread_can_make_a_tensor_map(library: Library) -> None:
+    """PyTorch's thread of backward has no context of the device until a call of the runtime makes it current."""
+    assert library.run("map_in_a_new_thread", data_of(library, "map_in_a_new_thread"))[0] == 0
 
 
 @pytest.mark.parametrize("name", STOPPED)

@@ -14,7 +14,6 @@ and no build of cuda_ext.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import re
 import sys
 import types
@@ -43,12 +42,13 @@ import test_conformance as conformance
 import torch
 from harness import BUILD, CSRC, HERE, Fault, Library, find_toolkit
 
+from benchmarks.gpu_check import isolated
 from cuda_ext import _emulator, _toolchain
 
 # Headers of instructions that only sm_90a has; later architectures lack wgmma and part of the others.
 SM90_ONLY = re.compile(r'#include "arch/(?:barrier|tma|cluster|wgmma)\.cuh"')
 
-FORK = multiprocessing.get_context("fork")
+NVCC_FLAGS = ("-shared", "-std=c++20", "-O2", "-Xcompiler", "-fPIC", "-Xfatbin=-compress-all")
 
 
 def sources(arch: str) -> list[Path]:
@@ -67,6 +67,13 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 def compile_for(arch: str, folder: Path) -> Path:
     """Builds the conformance library for devices of `arch` in `folder`, unless it is up to date."""
+    kernels = [*sources(arch), *_emulator.LAUNCHING]
+    target = folder / f"conformance-{arch}.so"
+    inputs = [path.read_text() for path in (*kernels, HERE / "library.cpp")]
+    # Without the compiler's path: a machine with a GPU uses what another one has compiled for it.
+    key = [arch, str(torch.version.cuda), *NVCC_FLAGS, *inputs, *_emulator.headers(HERE)]
+    if _emulator.is_made(target, key):
+        return target
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is a CPU-only build; install one with CUDA")
     toolkit = find_toolkit()
@@ -76,18 +83,15 @@ def compile_for(arch: str, folder: Path) -> Path:
     cudart = _toolchain.find_cudart(toolkit.home)
     assert cudart is not None  # a usable toolkit has it
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = [*sources(arch), *_emulator.LAUNCHING]
     code = arch.removeprefix("sm_")
     command = [
-        *(str(toolkit.home / "bin" / "nvcc"), "-shared", "-std=c++20", "-O2", "-Xcompiler", "-fPIC"),
+        *(str(toolkit.home / "bin" / "nvcc"), *NVCC_FLAGS),
         *(f"-gencode=arch=compute_{code},code={arch}", f"-I{CSRC}", f"-I{HERE}", "--threads=0"),
         # By path: a wheel has only libcudart.so.13, which the linker does not find by name.
         *("-cudart", "none", "-Xlinker", str(cudart), "-Xlinker", f"-rpath={cudart.parent}"),
         *("-x", "cu", *map(str, kernels), str(HERE / "library.cpp")),
     ]
-    target = folder / f"conformance-{arch}.so"
-    inputs = [path.read_text() for path in (*kernels, HERE / "library.cpp")]
-    _emulator.make(target, [*command, "-o"], [*inputs, *_emulator.headers(HERE)])
+    _emulator.run_compiler(target, [*command, "-o"], key)
     return target
 
 
@@ -112,73 +116,52 @@ def compare(name: str, got: np.ndarray, expected: np.ndarray) -> tuple[bool, str
     return True, f"rounding: {rounding}"
 
 
-def record(library: Library, folder: Path, seed: int, names: Sequence[str] | None = None) -> int:
-    """Runs every case of fixed size, or those in `names`, and stores its output; returns the number of faults."""
+def record_case(library: Library, folder: Path, seed: int, name: str) -> isolated.Answer:
+    """Runs a case and stores its output."""
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    data = conformance.inputs_of(name, library.in_bytes(name) // 4, rng)
+    try:
+        got = library.run(name, data)
+    except Fault as fault:
+        return isolated.Answer(False, f"FAULT: {fault}", spoilt=True)
+    np.savez_compressed(folder / f"{name}.npz", input=data, output=got)
+    return isolated.Answer(*compare(name, got, conformance.references[name](data)))
+
+
+def record(
+    library: Library,
+    folder: Path,
+    seed: int,
+    device: int | None = None,
+    patience: float = isolated.PATIENCE,
+    start_patience: float = isolated.START_PATIENCE,
+) -> int:
+    """Runs every case of fixed size in child processes and stores its output; returns the number of faults. `device`:
+    the GPU, which this process must not have used."""
+
+    def prepare() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize()
+
     folder.mkdir(parents=True, exist_ok=True)
     faults = 0
-    for name in cases(library) if names is None else names:
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        data = conformance.inputs_of(name, library.in_bytes(name) // 4, rng)
-        try:
-            got = library.run(name, data)
-        except Fault as fault:
-            print(f"{name}: FAULT: {fault}", flush=True)
-            faults += 1
-            continue
-        np.savez_compressed(folder / f"{name}.npz", input=data, output=got)
-        good, remark = compare(name, got, conformance.references[name](data))
-        print(f"{name}: {remark}", flush=True)
-        faults += not good
+    for result in isolated.run(
+        {"": cases(library)},
+        lambda _, name: record_case(library, folder, seed, name),
+        prepare=prepare,
+        patience=patience,
+        start_patience=start_patience,
+    ):
+        prefix = "" if result.answer.good or result.answer.text.startswith("FAULT") else "FAULT: "
+        print(f"{result.case}: {prefix}{result.answer.text}", flush=True)
+        faults += not result.answer.good
     return faults
 
 
 def cases(library: Library) -> list[str]:
     """The cases of fixed size."""
     return sorted(name for name in library.index if library.in_bytes(name) > 0)
-
-
-def record_in_children(library: Library, folder: Path, seed: int, device: int | None, patience: float = 30) -> int:
-    """`record` in child processes, on `device`, which this process must not have used.
-
-    After a bad memory access, a process can no longer use its GPU, and a kernel that waits forever never returns.
-    Therefore a child ends at the first fault, or after `patience` seconds without output, and another one continues
-    with the remaining cases.
-    """
-    names, faults = cases(library), 0
-    while names:
-        progress, sender = FORK.Pipe(duplex=False)
-        process = FORK.Process(target=_record_until_fault, args=(library, folder, seed, device, names, sender))
-        process.start()
-        sender.close()
-        fault = 0
-        while names and not fault:
-            name = names.pop(0)
-            if not progress.poll(patience):
-                fault = 1
-                print(f"{name}: FAULT: no answer within {patience:g} s", flush=True)
-            else:
-                try:
-                    fault = progress.recv()
-                except EOFError:
-                    fault = 1
-                    process.join()
-                    print(f"{name}: FAULT: the process has ended, exit status {process.exitcode}", flush=True)
-            faults += fault
-        process.kill()
-        process.join()
-    return faults
-
-
-def _record_until_fault(
-    library: Library, folder: Path, seed: int, device: int | None, names: Sequence[str], sender: Connection
-) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)
-    for name in names:
-        faults = record(library, folder, seed, [name])
-        sender.send(faults)
-        if faults:
-            return
 
 
 def describe_gpu(device: int) -> tuple[str, tuple[int, int]]:
@@ -188,8 +171,8 @@ def describe_gpu(device: int) -> tuple[str, tuple[int, int]]:
         found = torch.cuda.is_available() and device < torch.cuda.device_count()
         sender.send((torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)) if found else None)
 
-    receiver, sender = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=ask, args=(sender,))
+    receiver, sender = isolated.FORK.Pipe(duplex=False)
+    process = isolated.FORK.Process(target=ask, args=(sender,))
     process.start()
     sender.close()
     try:
@@ -238,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else int(np.random.default_rng().integers(2**31))
     folder = options.golden / re.sub(r"[^\w.]+", "-", device)
     print(f"{device} ({arch}), --seed {seed}", flush=True)
-    faults = record_in_children(library, folder, seed, None if options.emulated else options.device)
+    faults = record(library, folder, seed, None if options.emulated else options.device)
     print(f"{len(cases(library))} cases, {faults} faults; outputs are in {folder}")
     return 1 if faults else 0
 

@@ -113,12 +113,12 @@ def test_a_case_that_breaks_its_process_does_not_affect_others(
     index = {name: library.index[name] for name in (*bad, "elect_one", "shuffle_xor", "unpack")}
     monkeypatch.setattr(library, "index", index)
     monkeypatch.setattr(library, "run", breaking)
-    assert record.record_in_children(library, tmp_path, seed=3, device=None, patience=3) == len(bad)
+    assert record.record(library, tmp_path, seed=3, patience=3) == len(bad)
     assert {path.stem for path in tmp_path.glob("*.npz")} == index.keys() - set(bad)
     said = capfd.readouterr().out
     assert "ballot: FAULT: illegal memory access\n" in said
-    assert "shuffle: FAULT: no answer within 3 s\n" in said
-    assert "sync_warp: FAULT: the process has ended, exit status -6\n" in said
+    assert "shuffle: FAULT: HUNG: no answer within 3 s, in breaking (test_record.py:" in said
+    assert "sync_warp: FAULT: CRASHED: ended by SIGABRT, in breaking (test_record.py:" in said
 
 
 @pytest.mark.slow

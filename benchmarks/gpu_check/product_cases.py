@@ -1,0 +1,280 @@
+"""The cases of `correct` for matrix products: every kernel by its plan, the epilogues, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuda_ext
+from cuda_ext import testing, tuning
+
+# name -> (actual, expected).
+Results = dict[str, tuple[Tensor, Tensor]]
+Case = tuple[str, Callable[[], Results]]
+
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+LAYOUTS = ("nn", "nt", "tn", "tt")
+# How the two operands of a layout lie in memory, as in the names of the kernels: along m, n or k.
+ALONG = {"nn": "kn", "nt": "kk", "tn": "mn", "tt": "mk"}
+EMULATED = ("sm_90a", 4)  # architecture and number of SMs of the rehearsal
+REPEATS = 4  # of a kernel that promises the same bits in every run
+SAME_BITS = "bits of "  # of the names of results that must be equal
+
+
+class NotHere(Exception):
+    """The GPU, or the build, has no such kernel; the message says why."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def settle() -> None:
+    """Waits for the GPU, so that a fault is attributed to what was called before."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def again(op: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Results:
+    """On a GPU, runs that differ from the first one, which is a race."""
+    if not tensors[0].is_cuda:
+        return {}
+    first, *others = (op(*tensors, **options) for _ in range(REPEATS))
+    return {
+        f"{SAME_BITS}run {i + 2} and of the first": (other, first)
+        for i, other in enumerate(others)
+        if not torch.equal(other.nan_to_num(), first.nan_to_num())
+    }
+
+
+def rand(*shape: int, dtype: torch.dtype = BFLOAT16, transposed: bool = False) -> Tensor:
+    tensor = torch.randn(shape[::-1] if transposed else shape, dtype=FLOAT32).mul_(shape[0] ** -0.5).to(dtype)
+    return tensor.t() if transposed else tensor
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype, layout: str = "nn") -> tuple[Tensor, Tensor]:
+    return rand(m, k, dtype=dtype, transposed=layout[0] == "t"), rand(k, n, dtype=dtype, transposed=layout[1] == "t")
+
+
+def product(op: Callable[..., Tensor], reference: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Results:
+    """The output of an op and the gradients of all its tensors."""
+
+    def run(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = function(*leaves, **options)
+        settle()
+        generator = torch.Generator(out.device).manual_seed(1)
+        grad_out = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float64)
+        return [out, *torch.autograd.grad(out, leaves, grad_out.to(tensors[0].dtype).to(dtype))]
+
+    names = ["output", *(f"gradient {i}" for i in range(len(tensors)))]
+    return dict(zip(names, zip(run(op, tensors[0].dtype), run(reference, torch.float64))))
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def in_tf32(case: Callable[[], Results]) -> Results:
+    with tf32():
+        return case()
+
+
+def gemm(m: int, n: int, k: int, dtype: torch.dtype, layout: str = "nn") -> Results:
+    return product(cuda_ext.gemm, testing.reference_gemm, *operands(m, n, k, dtype, layout))
+
+
+# By a given plan
+
+Plan = tuple[int, int, int, int, bool]  # config, cluster, k_blocks, splits, sm80: as in cuda_ext.tuning.Product
+# Of the configs for wgmma, and of the shapes for mma.sync: their tiles.
+TILES_SM90 = ("128x256", "128x192", "128x128", "64x64", "64x16")
+TILES_SM80 = ("128x256", "128x128", "64x64")
+
+
+def name_of_product(a: Tensor, b: Tensor) -> str:
+    """The name of a product in the table of measured plans (csrc/ops/tuning.cpp); `tuning.tune` would run it first."""
+    arch, processors = EMULATED
+    if a.is_cuda:
+        properties = torch.cuda.get_device_properties(a.device)
+        arch, processors = f"sm_{properties.major}{properties.minor}", properties.multi_processor_count
+    along = [f"a along {'k' if a.stride(1) == 1 else 'm'}", f"b along {'k' if b.stride(0) == 1 else 'n'}"]
+    in_tf32 = a.dtype == FLOAT32 and torch.get_float32_matmul_precision() != "highest"
+    words = [f"{a.shape[0]} x {b.shape[1]} x {a.shape[1]} {name_of(a.dtype)}", *along, *["tf32"] * in_tf32]
+    return f"{arch.removesuffix('a')} x {processors}: {', '.join(words)}"
+
+
+def planned(a: Tensor, b: Tensor, plan: Plan) -> Results:
+    """The product by one plan."""
+    config, cluster, k_blocks, splits, sm80 = plan
+    torch.ops.cuda_ext._set_measured_gemm(name_of_product(a, b), [config, cluster, k_blocks, splits, sm80], [1.0, 1.0])
+    try:
+        told = cuda_ext.gemm_plan(a, b)
+        if not sm80 and "has no wgmma" in told.refusal:
+            raise NotHere(told.refusal)
+        tile = (TILES_SM80 if sm80 else TILES_SM90)[config]
+        is_planned = (told.cluster, told.k_blocks, told.splits) == (cluster, k_blocks, splits)
+        is_planned &= told.kernel == ("sm_80" if sm80 else "sm_90") and tile == f"{told.tile[0]}x{told.tile[1]}"
+        if not is_planned:
+            raise RuntimeError(f"expected the plan {tile}, {plan[1:]}; what would run: {' '.join(str(told).split())}")
+        return {"output": (cuda_ext.gemm(a, b), a.double() @ b.double())} | again(cuda_ext.gemm, a, b)
+    finally:
+        tuning.clear()
+
+
+def by_plan(m: int, n: int, k: int, dtype: torch.dtype, layout: str, plan: Plan) -> Results:
+    return planned(*operands(m, n, k, dtype, layout), plan)
+
+
+def unaligned(m: int, n: int, k: int, dtype: torch.dtype, layout: str, plan: Plan, skip: int) -> Results:
+    """Of parts of larger matrices, `skip` elements after their beginning: TMA cannot read them."""
+    a, b = operands(m + skip, n + skip, k + skip, dtype, layout)
+    return planned(a[skip:, skip:], b[skip:, skip:], plan)
+
+
+def plan_cases(large: bool) -> Iterator[Case]:
+    """Every tile with every layout of the operands, then each way to divide the work. Sizes with tails in all dims, and
+    few rows for the tiles of the transposed product."""
+
+    def case(dtype: torch.dtype, layout: str, plan: Plan, size: tuple[int, int, int] | None = None) -> Case:
+        config, cluster, k_blocks, splits, _ = plan
+        m, n, k = size or {3: (56, 328, 584), 4: (16, 328, 1480)}.get(config, (328, 520, 328))
+        is_tf32 = dtype == FLOAT32
+        words = [f"{TILES_SM90[config]}", "tf32" if is_tf32 else name_of(dtype), ALONG[layout]]
+        words += [f"{letter}{value}" for letter, value in zip("cks", (cluster, k_blocks, splits)) if value > 1]
+        run = partial(by_plan, m, n, k, dtype, layout, plan)
+        return f"wgmma {' '.join(words)}, {m} x {n} x {k}", partial(in_tf32, run) if is_tf32 else run
+
+    configs = range(len(TILES_SM90))
+    plain: Plan
+    for config in configs if large else (2, 3):
+        plain = (config, 1, 1, 1, False)
+        for layout in LAYOUTS if large or config == 2 else ("nt",):
+            # The last layout of 64 columns along m is not read in lines of 16 columns.
+            if config == 4 and layout[0] == "t":
+                continue
+            yield case(BFLOAT16, layout, plain)
+    divided: list[Plan] = [(2, 2, 1, 1, False), (0, 1, 1, 2, False), (3, 1, 4, 1, False)]
+    if large:
+        divided += [(config, 2, 1, 1, False) for config in configs if config != 2]
+        divided += [(config, cluster, 1, 3, False) for config in configs for cluster in (1, 2)]
+        divided += [(3, 2, 2, 1, False), (3, 2, 4, 1, False), (4, 1, 8, 1, False), (4, 2, 4, 1, False)]
+    for plan in divided:
+        yield case(BFLOAT16, "nn", plan)
+        if large:
+            yield case(BFLOAT16, "nt", plan)
+    if large:
+        for config in configs:
+            plain = (config, 1, 1, 1, False)
+            for layout in LAYOUTS:
+                if not (config == 4 and layout[0] == "t"):
+                    yield case(FLOAT16, layout, plain)
+            yield case(FLOAT32, "nt", plain)
+        yield case(FLOAT32, "nt", (2, 2, 1, 2, False))
+        for config in (0, 1, 2):  # several tiles for each block
+            yield case(BFLOAT16, "nt", (config, 2, 1, 1, False), (4104, 4104, 264))
+        yield case(BFLOAT16, "nn", (3, 1, 1, 1, False), (64, 16392, 1032))
+    else:
+        yield case(FLOAT16, "nt", (2, 1, 1, 1, False))
+        yield case(FLOAT32, "nt", (2, 1, 1, 1, False))
+    for shape in range(len(TILES_SM80)) if large else (2,):
+        for dtype, layout, skip in (
+            (BFLOAT16, "nn", 1),
+            *(((BFLOAT16, layout, 2) for layout in LAYOUTS) if large else ()),
+            *(((FLOAT16, layout, 1) for layout in LAYOUTS) if large else ()),
+        ):
+            plain = (shape, 1, 1, 1, True)
+            size = (132, 264, 106)  # even, so that strides have no larger alignment than the beginning
+            words = f"{TILES_SM80[shape]} {name_of(dtype)} {ALONG[layout]}, accesses of {2 * skip} bytes"
+            yield f"mma.sync {words}", partial(unaligned, *size, dtype, layout, plain, skip)
+
+
+# Epilogues and gradients, by the plan that is chosen
+
+
+def slot() -> Results:
+    """The gradient of a weight, added to what its slot holds."""
+    x, w, grad = rand(136, 72), rand(264, 72).requires_grad_(), rand(136, 264)
+    weight_slot = torch.randn(264, 72)
+    exact = weight_slot.double() + grad.double().t() @ x.double()
+    torch.ops.cuda_ext.linear_backward.slot(
+        grad, x, w, None, output_mask=[False, True, False], weight_slot=weight_slot, slot_alpha=1.0, slot_beta=1.0
+    )
+    return {"slot": (weight_slot, exact)}
+
+
+def invariant(m: int, n: int, k: int) -> Results:
+    a, b = operands(m, n, k, BFLOAT16)
+    with cuda_ext.batch_invariant():
+        out, few = cuda_ext.gemm(a, b), cuda_ext.gemm(a[:3], b)
+    return {"output": (out, a.double() @ b.double()), f"{SAME_BITS}three rows, alone and of more": (few, out[:3])}
+
+
+def of_shapes(
+    op: Callable[..., Tensor], reference: Callable[..., Tensor], *shapes: tuple[int, ...], **options: Any
+) -> Results:
+    return product(op, reference, *(rand(*shape) for shape in shapes), **options)
+
+
+def with_residual(function: Callable[..., Tensor], input: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return function(input, weight, activation="silu", residual=residual)
+
+
+def with_c(function: Callable[..., Tensor], a: Tensor, b: Tensor, c: Tensor, bias: Tensor) -> Tensor:
+    return function(a, b, c, bias=bias, alpha=0.5, beta=2.0)
+
+
+def to_float32(m: int, n: int, k: int) -> Results:
+    a, b = operands(m, n, k, BFLOAT16)
+    return {"output": (cuda_ext.gemm(a, b, out_dtype=FLOAT32), a.double() @ b.double())}
+
+
+def epilogue_cases(large: bool) -> Iterator[Case]:
+    linear = cuda_ext.linear, testing.reference_linear
+    gated_linear = cuda_ext.gated_linear, testing.reference_gated_linear
+    gated_mlp = cuda_ext.gated_mlp, testing.reference_gated_mlp
+    product_of = cuda_ext.gemm, testing.reference_gemm
+    for m, n, k in [(33, 72, 40)] + ([(520, 776, 264)] if large else []):
+        size, x, w = f"{m} x {n} x {k}", (m, k), (n, k)
+        for activation in ("gelu", "silu", "relu", "gelu_tanh", None) if large else ("gelu", None):
+            name = f"linear bias {activation or ''}".strip()
+            yield f"{name} {size}", partial(of_shapes, *linear, x, w, (n,), activation=activation)
+        residual = partial(with_residual, linear[0]), partial(with_residual, linear[1])
+        yield f"linear residual silu {size}", partial(of_shapes, *residual, x, w, (m, n))
+        yield f"gated_linear bias {size}", partial(of_shapes, *gated_linear, x, (2 * n, k), (2 * n,))
+        yield f"gated_mlp {size}", partial(of_shapes, *gated_mlp, x, (2 * n, k), (k, n))
+        accumulated = partial(with_c, product_of[0]), partial(with_c, product_of[1])
+        yield f"gemm c beta bias {size}", partial(of_shapes, *accumulated, x, (k, n), (m, n), (n,))
+        yield f"gemm to float32 {size}", partial(to_float32, m, n, k)
+    yield "gemm batched 3 x 40 x 72 x 104", partial(of_shapes, *product_of, (3, 40, 104), (104, 72))
+    yield "gradient added to a slot", slot
+    yield "batch-invariant 140 x 72 x 1000", partial(invariant, 140, 72, 1000)
+
+
+def gemm_cases(large: bool) -> Iterator[Case]:
+    """The simplest first; then the products with gradients, whose plans are chosen by size."""
+    yield from plan_cases(large)
+    for layout in LAYOUTS:
+        yield f"gemm bfloat16 {layout} 136 x 72 x 104", partial(gemm, 136, 72, 104, BFLOAT16, layout)
+    yield "gemm bfloat16 nn 24 x 40 x 4096", partial(gemm, 24, 40, 4096, BFLOAT16)  # split k
+    yield "gemm float16 nn 61 x 37 x 83", partial(gemm, 61, 37, 83, FLOAT16)
+    yield "gemm float32 nn 72 x 40 x 64", partial(gemm, 72, 40, 64, FLOAT32)
+    yield "gemm tf32 nn 72 x 40 x 64", partial(in_tf32, partial(gemm, 72, 40, 64, FLOAT32))
+    yield from epilogue_cases(large)
+    if large:  # whole tiles, many waves, split k
+        for m, n, k in ((1024, 1024, 1024), (4096, 2048, 1024), (64, 1024, 8192), (1000, 1000, 1000)):
+            yield f"gemm bfloat16 nn {m} x {n} x {k}", partial(gemm, m, n, k, BFLOAT16)
+        for dtype in (FLOAT16, FLOAT32):
+            yield f"gemm {name_of(dtype)} nt 1024 x 768 x 512", partial(gemm, 1024, 768, 512, dtype, "nt")
+        yield "gemm tf32 tn 1024 x 768 x 512", partial(in_tf32, partial(gemm, 1024, 768, 512, FLOAT32, "tn"))
