@@ -97,6 +97,13 @@ class TestMeasure:
         assert rows[OURS].tflops == pytest.approx(1e6 / 4e-3 / 1e12)
         assert rows[OURS].rounds == pytest.approx(0.5 / 18e-3, abs=2)
 
+    def test_inputs_that_do_not_fit_cost_their_case_only(self, clock: Clock) -> None:
+        def inputs() -> None:
+            raise torch.OutOfMemoryError("30 GiB")
+
+        case = dataclasses.replace(clock.case(cuda_ext=4, slow=12), inputs=inputs)
+        assert {name: row.failure for name, row in measured(case).items()} == {OURS: "its inputs: out of memory"}
+
     def test_a_machine_that_slows_down_does_not_change_the_ratio(self, clock: Clock) -> None:
         case = clock.case(cuda_ext=4, slow=8)
         pace = itertools.count(1)
@@ -563,7 +570,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["gem"], "expected suites of gemm, attention, bucket, train, overhead, build, got gem"),
+            (["gem"], "expected suites of gemm, attention, bucket, train, overhead, build, plans, got gem"),
             (["--only", "("], "expected a regular expression"),
             (["--minutes", "0"], "expected more than 0"),
             (["--device", "tpu"], "invalid choice"),

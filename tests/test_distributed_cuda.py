@@ -56,16 +56,17 @@ def test_alone_over_nccl(nccl: None, wire_dtype: torch.dtype | None) -> None:
     torch.testing.assert_close(got, expected, **tolerance)
 
 
-def test_a_whole_step_is_captured(nccl: None) -> None:
+@pytest.mark.parametrize("bucket_mb", [0.3, "auto"])  # auto: a single bucket, whose nodes are never made again
+def test_a_whole_step_is_captured(nccl: None, bucket_mb: float | str) -> None:
     batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(3 * STEPS)]
     expected = trained(make_model(), batches)
-    model = BucketedDataParallel(make_model(), bucket_mb=0.3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     given = torch.empty(ROWS, WIDTH, device="cuda")
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # the first steps determine buckets and memory
+    with torch.cuda.stream(side):  # nodes belong to the stream they are made in; the first steps determine buckets
+        model = BucketedDataParallel(make_model(), bucket_mb=bucket_mb)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for batch in batches[:STEPS]:
             step(model, optimizer, given.copy_(batch))
     torch.cuda.current_stream().wait_stream(side)

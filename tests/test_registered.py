@@ -21,6 +21,7 @@ class Backend:
     def __init__(self, fails: str = "", knows_symmetric: bool = True) -> None:
         self.calls: list[str] = []
         self._fails, self._knows_symmetric = fails, knows_symmetric
+        self.has_communicator = False  # until the first collective
 
     @property
     def mem_allocator(self) -> object:
@@ -29,6 +30,7 @@ class Backend:
         return object()
 
     def register_mem_pool(self, pool: object, **options: Any) -> None:
+        assert self.has_communicator
         if options and not self._knows_symmetric:
             raise TypeError("unexpected keyword symm")
         if self._fails == "register":
@@ -49,13 +51,17 @@ def pretended_gpu(backend: Backend) -> Iterator[tuple[Any, Any]]:
         mock.patch("torch.cuda.MemPool", lambda allocator: mock.Mock()),
         mock.patch("torch.cuda.use_mem_pool", lambda pool, device: contextlib.nullcontext()),
         mock.patch("torch.zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype)),
-        mock.patch("torch.distributed.all_gather_object", _gather(dist.all_gather_object)),
+        mock.patch("torch.distributed.all_gather_object", _gather(dist.all_gather_object, backend)),
     ):
         yield group, torch.device("cuda", 0)
 
 
-def _gather(real: Any) -> Any:
-    return lambda values, value, group: real(values, value, group=dist.group.WORLD)
+def _gather(real: Any, backend: Backend) -> Any:
+    def gather(values: list[object], value: object, group: object) -> None:
+        backend.has_communicator = True
+        real(values, value, group=dist.group.WORLD)
+
+    return gather
 
 
 SIZES = [(5, torch.float32), (7, torch.bfloat16)]
@@ -85,7 +91,9 @@ def test_all_ranks_or_none(fails: str) -> None:
     assert memory.reason == f"rank 1: {text}"
     assert [(buffer.numel(), buffer.dtype) for buffer in memory.buffers] == SIZES
     assert not any(buffer.any() for buffer in memory.buffers)
-    assert backend.calls.count("deregister") == (dist.get_rank() == 0)
+    # Registration is a collective: no rank begins it if another one has no memory for it.
+    registers = dist.get_rank() == 0 and fails == "register"
+    assert backend.calls == (["register {'symm': True}", "deregister"] if registers else [])
 
 
 @on_ranks(2)

@@ -36,7 +36,7 @@ Written by `tools/support_matrix.py`, which runs every combination: ✓ means th
 reference; an empty cell means that the op refuses the input with an error that names it.
 
 "CUDA" stands for the kernels for sm_80 and later (A100, RTX 30 and 40 series, H100, H200), here run by the
-[emulator](emulator.md). All of them use `mma.sync`; they have not yet run on a GPU.
+[emulator](emulator.md). All of them use `mma.sync`.
 """
 DTYPES_TEXT = """
 ## Dtypes

@@ -198,7 +198,13 @@ def _measure_sides(
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # else every call searches what earlier cases compiled
     makers = {OURS: case.sides[OURS], AGAIN: case.sides[OURS]} if method.against_itself else case.sides
-    sets = [case.inputs() for _ in range(method.sets_for(case.input_bytes))]
+    try:
+        sets = [case.inputs() for _ in range(method.sets_for(case.input_bytes))]
+    except Exception as error:
+        failure = f"its inputs: {describe_failure(error)}"
+        del error
+        _free_cached_memory(method.device)
+        return [replace(base, side=OURS, failure=failure)]
     base = replace(base, rotation=len(sets))
     ready: list[_Side] = []
     failed: list[Measurement] = []

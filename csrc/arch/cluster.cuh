@@ -65,8 +65,8 @@ DEVICE void barrier_wait_cluster(Barrier& barrier, uint32_t parity, Site = {}) {
 #endif
 }
 
-// The same for a thread that only overwrites what the others have read: nothing they wrote becomes visible, so L1 is not
-// invalidated.
+// The same for a thread that only overwrites what the others have read: nothing they wrote becomes visible, so L1 is
+// not invalidated.
 DEVICE void barrier_wait_relaxed(Barrier& barrier, uint32_t parity, Site = {}) {
 #if __CUDA_ARCH__ >= 900
   const SharedAddress address = shared_address(&barrier);

@@ -1,7 +1,8 @@
 // The tensor memory accelerator (TMA): one thread starts the copy of a whole tile (sm_90).
 //
 // A tensor map describes a tensor of 1 to 5 dimensions in global memory and the box that one copy moves. Coordinates
-// are in elements, innermost first. Elements outside the tensor are read as zeros and never written.
+// are in elements, innermost first, and the first is a multiple of 16 bytes. Elements outside the tensor are read as
+// zeros and never written.
 //
 // tma_load fills shared memory at `to`, which is aligned to 128 bytes (1024 for the 128-byte swizzle), and completes
 // the box's bytes at `barrier`; tma_load_multicast does this at the same addresses in every block of the cluster whose

@@ -49,8 +49,8 @@ namespace cuda_ext::sm90 {
 
 constexpr int kTurnBarriers = 1 + kConsumers;  // the first of the named barriers 3 and 4
 
-// The coordinates of the batch and product in the outer dimensions of the tensor maps of a and b. In shared memory, because
-// the producer has no registers for them.
+// The coordinates of the batch and product in the outer dimensions of the tensor maps of a and b. In shared memory,
+// because the producer has no registers for them.
 struct OuterCoordinates {
   int a[3], b[3];
 
@@ -187,9 +187,9 @@ DEVICE int line_of_piece(const OperandLoads& loads, int piece) {
 }
 
 // The producer, a warp: fills the ring with the operands of all work items. A tile has a few pieces: several of an
-// operand that is not contiguous along k, or has pairs; those of b are divided among the blocks of a row, which load them
-// for all of them. Each piece has a lane, because the producer must not take longer for a k tile than the tensor cores;
-// so its loop has no division either.
+// operand that is not contiguous along k, or has pairs; those of b are divided among the blocks of a row, which load
+// them for all. Each piece has a lane, because the producer must not take longer for a k tile than the tensor cores; so
+// its loop has no division either.
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {

@@ -21,14 +21,20 @@ struct Rates {
   static constexpr double kL2PortBytes = 64;             // of one SM, while few read
   static constexpr double kSharedBytes = 128;
   static constexpr double kMemoryBytes = 19.3;
+  // Of an epilogue: instructions of each of the 4 schedulers, and the cycles of it that the products of the other
+  // consumer hide. From products with gelu and without an epilogue on an H100, in both schedules (docs/gpu.md).
+  static constexpr double kEpilogueIssue = 0.5;
+  static constexpr double kHiddenEpilogue = 5000;
   static constexpr double kL2Capacity = 50 << 20;
   static constexpr double kRemoteBytes = 16;     // to the shared memory of another SM
   static constexpr double kRemoteLatency = 180;  // cycles
 
-  // Clusters that run at once. They do not cross the borders of GPCs, which have 16 or 18 SMs.
+  // Clusters that run at once. They do not cross the borders of GPCs, which have 16 or 18 SMs, or fewer: on an H100, 32
+  // clusters of 4 took two turns.
   int clusters_at_once(int blocks) const {
     constexpr int kGpc = 16;
-    return blocks <= 2 || num_sms < kGpc ? std::max(1, num_sms / blocks) : num_sms / kGpc * (kGpc / blocks);
+    if (blocks <= 2 || num_sms < 2 * kGpc) return std::max(1, num_sms / blocks);
+    return (num_sms / kGpc - 1) * (kGpc / blocks);
   }
 };
 
@@ -91,6 +97,15 @@ inline double epilogue_bytes(const GemmParams& params) {
   return bytes;
 }
 
+// Instructions of a warp's epilogue for 16 rows and 16 columns, about as in the machine code.
+inline double epilogue_instructions(const GemmParams& params, const GemmPlan& plan) {
+  const double activation = params.activation == Activation::kNone ? 0 : 300;
+  if (!plan.tma_store) return 400 + activation;
+  if (has_pairs(params)) return 160 + activation / 2;
+  const bool is_plain = activation == 0 && params.bias.data == nullptr && params.preact_out.data == nullptr;
+  return is_plain ? 90 : 190 + activation;
+}
+
 // The time of two resources in use at the same time, which contend if they take equally long: the 8-norm.
 inline double together(double x, double y) {
   const double most = std::max(x, y), ratio = std::min(x, y) / most;
@@ -125,12 +140,13 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
 
   const double out_bytes = epilogue_bytes(params);
   const double staged = plan.tma_store ? 2 * double(size_of(params.out.dtype)) : 2 * sizeof(float);
-  const double epilogue = area * std::max(staged / Rates::kSharedBytes, out_bytes / l2_rate) +
-                          (plan.tma_store ? 500 : 500 + 10 * config.block_n);
+  const double issue = area * epilogue_instructions(params, plan) / (4 * 16 * 16 * Rates::kEpilogueIssue);
+  const double epilogue = std::max(area * std::max(staged / Rates::kSharedBytes, out_bytes / l2_rate), issue) + 500;
   const double products = together(std::max(cost.tensor, cost.shared), cost.l2);
   double busy = products + items * epilogue;
-  if (config.ping_pong)  // only the last epilogue is not hidden, unless a consumer's own tiles take longer
-    busy = std::max(products + epilogue, ceil_div(int64_t(items), 2) * (products / items + epilogue));
+  if (config.ping_pong)  // of the last epilogue nothing is hidden, unless a consumer's own tiles take longer
+    busy = std::max(products + epilogue + (items - 1) * std::max(0.0, issue - Rates::kHiddenEpilogue),
+                    ceil_div(int64_t(items), 2) * (products / items + epilogue));
   cost.epilogue = busy - products;
 
   // All blocks together cannot read faster than memory.

@@ -20,13 +20,17 @@ void check(const Operation* operation, Access kind, const void* memory, int64_t 
   if (operation != nullptr) machine->checker()->access(*operation, kind, memory, int(bytes), instruction, site);
 }
 
-TensorMapFields decode(const uint64_t* map, int rank, const char* instruction, Site site) {
+TensorMapFields decode(const uint64_t* map, const int* at, int rank, const char* instruction, Site site) {
   TensorMapFields fields;
   std::memcpy(&fields, map, sizeof fields);
   if (fields.magic != kMagic)
     machine->fail(instruction, site, "the tensor map was never initialised, or has been overwritten");
   if (fields.rank != rank)
     machine->fail(instruction, site, "%d coordinates for a tensor of %d dimensions", rank, int(fields.rank));
+  // An H100 stops the kernel with an illegal instruction for others.
+  if (at[0] * bytes_of(fields.type) % kUnit != 0)
+    machine->fail(instruction, site, "expected the first coordinate to be a multiple of 16 bytes, got %d x %d bytes",
+                  at[0], bytes_of(fields.type));
   return fields;
 }
 
@@ -150,7 +154,7 @@ void encode_tensor_map(uint64_t* map, const TensorMapFields& fields) {
 void tma_load(SharedAddress to, const uint64_t* map, uint64_t* barrier, const int* at, int rank, uint32_t blocks,
               Site site) {
   const char* const instruction = blocks == 0 ? "tma_load" : "tma_load_multicast";
-  const TensorMapFields fields = decode(map, rank, instruction, site);
+  const TensorMapFields fields = decode(map, at, rank, instruction, site);
   const int64_t bytes = box_bytes(fields);
   const auto where = coordinates(at, rank);
   Block& own = *machine->current().block;
@@ -200,7 +204,11 @@ void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* bar
 
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site) {
   const char* const instruction = add ? "tma_store<add>" : "tma_store";
-  const TensorMapFields fields = decode(map, rank, instruction, site);
+  const TensorMapFields fields = decode(map, at, rank, instruction, site);
+  // For others an H100 stopped the kernel, or wrote the rest of the last unit behind the edge.
+  if (int64_t(fields.sizes[0]) * bytes_of(fields.type) % kUnit != 0)
+    machine->fail(instruction, site, "expected rows of a multiple of 16 bytes in a tensor that is written, got %lld",
+                  static_cast<long long>(fields.sizes[0]) * bytes_of(fields.type));
   if (add && fields.type == ElementType::kUint8)
     machine->fail(instruction, site, "expected an element type other than uint8, which cannot be added");
   const int64_t bytes = box_bytes(fields);

@@ -141,10 +141,11 @@ constexpr rt::Element kElement<half_t> = rt::Element::kFloat16;
 template <>
 constexpr rt::Element kElement<bfloat16_t> = rt::Element::kBFloat16;
 
-template <class T, int rank, int row_bytes, int swizzle>
+template <class T, int rank, int row_bytes, int swizzle, bool stored>
 struct Tile {
   static constexpr int kBoxRow = row_bytes / int(sizeof(T));
-  static constexpr int kSize = 2 * kBoxRow + 3;                           // of the innermost dimension
+  // Of the innermost dimension; a tensor that is stored to has rows of whole units of 16 bytes.
+  static constexpr int kSize = 2 * kBoxRow + (stored ? 16 / int(sizeof(T)) : 3);
   static constexpr int kPitch = (kSize * int(sizeof(T)) + 15) / 16 * 16;  // bytes
   static constexpr int tensor_bytes() {
     int bytes = kPitch;
@@ -223,7 +224,7 @@ GLOBAL(32, 1) copy_words(const uint32_t* in, uint32_t* out, int words) {
 
 template <class T, int rank, int row_bytes, int swizzle>
 Case load_case(const char* name) {
-  using Of = Tile<T, rank, row_bytes, swizzle>;
+  using Of = Tile<T, rank, row_bytes, swizzle, false>;
   return {name, kHeadWords * 4 + Of::tensor_bytes(), Of::box_bytes(), [](const uint32_t* in, uint32_t* out) {
             rt::launch<tma_load_case<rank>>("tma_load", {.threads = 32, .shared_bytes = sizeof(TmaStorage)},
                                             Of::map(in + kHeadWords), in, out, Of::box_bytes());
@@ -231,7 +232,7 @@ Case load_case(const char* name) {
 }
 template <class T, int rank, int row_bytes, int swizzle, bool add>
 Case store_case(const char* name) {
-  using Of = Tile<T, rank, row_bytes, swizzle>;
+  using Of = Tile<T, rank, row_bytes, swizzle, true>;
   return {name, kHeadWords * 4 + Of::tensor_bytes() + Of::box_bytes(), Of::tensor_bytes(),
           [](const uint32_t* in, uint32_t* out) {
             const uint32_t* const tensor = in + kHeadWords;

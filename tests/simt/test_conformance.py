@@ -17,7 +17,7 @@ import conformance_sm90
 import conformance_wgmma
 import numpy as np
 import pytest
-from harness import BUILDS, HERE, Library
+from harness import BUILDS, HERE, Fault, Library
 
 SOURCES = [
     "conformance_warp.cu",
@@ -394,6 +394,16 @@ def test_primitive(library: Library, name: str, options: dict[str, object]) -> N
         with library.options(**options):  # type: ignore[arg-type]
             got = library.run(name, data)
         assert_same(name, got, references[name](data))
+
+
+@every_build()
+def test_tma_begins_at_multiples_of_16_bytes(library: Library) -> None:
+    """An H100 stops the kernel with an illegal instruction for other first coordinates, in loads and in stores."""
+    for name in ("tma_load_2d_64_swizzle64_float16", "tma_store_2d_128_swizzle128_bfloat16"):
+        data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(0))
+        data[0] = 4
+        with pytest.raises(Fault, match="expected the first coordinate to be a multiple of 16 bytes, got 4 x 2 bytes"):
+            library.run(name, data)
 
 
 def test_payloads_of_nans_are_ignored() -> None:
