@@ -21,6 +21,7 @@ from transformers_models import enabled  # noqa: F401
 
 import cuda_ext
 from cuda_ext import compat, testing
+from cuda_ext.distributed import BucketedDataParallel
 from cuda_ext.integrations import sdpa
 from cuda_ext.integrations.transformers import NAME
 
@@ -106,6 +107,32 @@ def test_patched_model() -> None:
     report = cuda_ext.patch(model)
     assert report.swapped
     assert reads_of(lambda: model(models.ids(), use_cache=False).logits) == []
+
+
+@pytest.mark.parametrize("bucket_mb", ["auto", 1e-3])  # auto: one bucket
+def test_data_parallel(group: None, bucket_mb: float | str) -> None:
+    """With a parameter that no rank uses, and the norm."""
+    layers = nn.ModuleList(cuda_ext.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(3))
+    layers.forward = lambda x: layers[1](layers[0](x))  # type: ignore[method-assign]
+    model = BucketedDataParallel(layers, bucket_mb=bucket_mb)
+    x = torch.randn(8, 16, dtype=torch.bfloat16)
+    for _ in range(4):  # they determine the buckets
+        model(x).sum().backward()
+    assert (len(model._reducer.buckets) == 1) == (bucket_mb == "auto")
+    for bucket in model._reducer.buckets:
+        bucket._is_read_at_once = False  # as on a GPU
+
+    def step() -> Tensor:
+        model(x).sum().backward()
+        return model.clip_grad_norm_(1e9)
+
+    with (
+        mock.patch("cuda_ext.distributed.gradient_bucket.is_captured", lambda device: True),
+        mock.patch.object(Tensor, "tolist", side_effect=AssertionError("the host read values")),
+    ):
+        reads = reads_of(step, backward=False)
+    assert reads == ["aten._local_scalar_dense.default"]  # whether to scale, only on a CPU
+    assert all(layer.weight.grad is not None for layer in layers)
 
 
 def test_flash_attn() -> None:

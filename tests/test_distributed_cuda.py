@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 import cuda_ext.nn
 from cuda_ext.distributed import BucketedDataParallel, all_reduce_coalesced
 from cuda_ext.distributed.exchange import over_nccl
+from cuda_ext.distributed.registered import RegisteredMemory
 from cuda_ext.distributed.symmetric import SymmetricArena, probe_shared_memory
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -27,6 +32,15 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), ours, nn.LayerNorm(WIDTH), cuda_ext.nn.Linear(WIDTH, WIDTH)).cuda()
 
 
+class WithUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = make_model(), nn.Linear(8, 8).cuda()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     optimizer.zero_grad()
     model(batch).square().mean().backward()
@@ -34,15 +48,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> N
 
 
 def trained(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     for batch in batches:
         step(model, optimizer, batch)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.fixture
-def nccl() -> Iterator[None]:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+def nccl(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A group of one rank; param: whether its communicator exists before the first collective."""
+    device = torch.device("cuda", 0) if getattr(request, "param", True) else None
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     yield
     dist.destroy_process_group()
 
@@ -56,26 +72,147 @@ def test_alone_over_nccl(nccl: None, wire_dtype: torch.dtype | None) -> None:
     torch.testing.assert_close(got, expected, **tolerance)
 
 
-@pytest.mark.parametrize("bucket_mb", [0.3, "auto"])  # auto: a single bucket, whose nodes are never made again
-def test_a_whole_step_is_captured(nccl: None, bucket_mb: float | str) -> None:
+@pytest.mark.parametrize("warm_up", ["side", "default"])  # the stream of the steps before
+@pytest.mark.parametrize("bucket_mb", [0.3, "auto"])  # auto: a single bucket, whose nodes are not made again by `learn`
+def test_a_whole_step_is_captured(nccl: None, bucket_mb: float | str, warm_up: str) -> None:
     batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(3 * STEPS)]
-    expected = trained(make_model(), batches)
+    expected = trained(WithUnused(), batches)
     given = torch.empty(ROWS, WIDTH, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # nodes belong to the stream they are made in; the first steps determine buckets
-        model = BucketedDataParallel(make_model(), bucket_mb=bucket_mb)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stream = torch.cuda.Stream() if warm_up == "side" else torch.cuda.default_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # the first steps determine the buckets
+        model = BucketedDataParallel(WithUnused(), bucket_mb=bucket_mb)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         for batch in batches[:STEPS]:
             step(model, optimizer, given.copy_(batch))
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
         step(model, optimizer, given)
     for batch in batches[STEPS:]:
         given.copy_(batch)
         graph.replay()
     torch.testing.assert_close([parameter.detach() for parameter in model.parameters()], expected)
+    assert model.unused.weight.grad is None
+
+
+def test_a_capture_refuses_an_earlier_graph(nccl: None) -> None:
+    model, batch = BucketedDataParallel(make_model()), torch.randn(ROWS, WIDTH, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer, batch)
+    loss = model(batch).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="delete the loss"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(model, optimizer, batch)
+    step(model, optimizer, batch)
+    del loss
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(model, optimizer, batch)
+
+
+def test_the_host_waits_for_nothing_in_backward(nccl: None) -> None:
+    model, batch = BucketedDataParallel(WithUnused(), bucket_mb=0.3), torch.randn(ROWS, WIDTH, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    unused = model.unused.weight.detach().clone()
+    for n in range(4):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        torch.cuda.set_sync_debug_mode("error" if n > 1 else "default")  # the first ones determine the buckets
+        try:
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not model.unused.weight.grad.any()
+        optimizer.step()
+        assert model.unused.weight.grad is None
+    assert torch.equal(model.unused.weight, unused)
+
+
+def test_a_pass_is_busy_until_the_gpu_has_completed_it(nccl: None) -> None:
+    model, batch = BucketedDataParallel(make_model()), torch.randn(ROWS, WIDTH, device="cuda")
+    for _ in range(2):
+        model(batch).square().mean().backward()
+    reducer = model._reducer
+    torch.cuda.synchronize()
+    assert reducer._status() == "is not in a backward pass; it has completed 2"
+    loss = model(batch).square().mean()
+    torch.cuda._sleep(1 << 31)  # a second
+    loss.backward()
+    assert "has queued the sum of bucket 0, " in reducer._status()
+    assert reducer.watch._lags()
+    torch.cuda.synchronize()
+    assert reducer._status() == "is not in a backward pass; it has completed 3"
+    assert not reducer.watch._lags()
+
+
+def test_the_watch_asks_while_a_stream_is_captured(nccl: None) -> None:
+    model, batch = BucketedDataParallel(make_model()), torch.randn(ROWS, WIDTH, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer, batch)
+    event = torch.cuda.Event()
+    event.record()
+    torch.cuda.synchronize()
+    answers: list[bool] = []
+    captured = threading.Event()
+
+    def ask() -> None:
+        while not captured.is_set():
+            answers.append(model._reducer._queued._is_complete(event))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            before = len(answers)
+            step(model, optimizer, batch)
+            asked = len(answers) - before
+    finally:
+        captured.set()
+        thread.join(10)
+    graph.replay()
+    assert asked > 0
+    assert all(answers)
+
+
+@pytest.mark.parametrize("nccl", [True, False], ids=["eager", "lazy"], indirect=True)
+def test_memory_is_registered(nccl: None) -> None:
+    memory = RegisteredMemory([(1 << 20, torch.float32)], dist.group.WORLD, torch.device("cuda", 0))
+    assert memory.reason is None
+    exchange = over_nccl(dist.group.WORLD, torch.device("cuda", 0))
+    exchange.start(memory.buffers[0].fill_(3.0), memory.buffers[0][:0]).wait()
+    assert (memory.buffers[0] == 3.0).all()
+    memory.close(exchange.stream)
+
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from cuda_ext.distributed import BucketedDataParallel
+
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+model = BucketedDataParallel(torch.nn.Linear(64, 64).cuda())
+model(torch.randn(8, 64, device="cuda")).sum().backward()
+if "close" in sys.argv:
+    model.close()
+if "destroy" in sys.argv:
+    dist.destroy_process_group()
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("steps", [["close", "destroy"], ["destroy"], ["close"], []], ids="-".join)
+def test_a_program_ends(steps: list[str], tmp_path: Path) -> None:
+    """Whatever order destructors run in."""
+    program = [sys.executable, "-c", PROGRAM, *steps]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    ended = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert "the end" in ended.stdout
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_buckets_of_two_dtypes_in_one_launch(nccl: None) -> None:
@@ -108,7 +245,7 @@ def test_a_sharded_optimizer_gathers_in_one_launch(nccl: None) -> None:
     batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(STEPS)]
     model = BucketedDataParallel(make_model(), bucket_mb=0.3, shard_optimizer=True)
     assert len(model._reducer.buckets) > 1
-    optimizer = model.sharded_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = model.sharded_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     for batch in batches:
         step(model, optimizer, batch)
     torch.testing.assert_close([p.detach() for p in model.parameters()], trained(make_model(), batches))
@@ -140,14 +277,61 @@ def test_two_processes_sum_in_symmetric_memory(dtype: torch.dtype, one_shot_byte
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("algorithm", ["symmetric", "all_reduce"])
+@pytest.mark.parametrize("algorithm", ["symmetric", "all_reduce", "float32"])
 def test_two_processes_train_as_one(algorithm: str) -> None:
     device = share_the_gpu()
     batches = [torch.randn(ROWS, WIDTH, device=device) for _ in range(STEPS)]
     rank = dist.get_rank()
-    model = BucketedDataParallel(make_model(), bucket_mb=0.3, algorithm=algorithm)
+    model = BucketedDataParallel(WithUnused(), bucket_mb=0.3, algorithm=algorithm)
     got = trained(model, [batch.chunk(2)[rank] for batch in batches])
-    torch.testing.assert_close(got, trained(make_model(), batches), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, trained(WithUnused(), batches), rtol=1e-4, atol=1e-5)
+    assert model.unused.weight.grad is None
+    model.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("algorithm", ["all_reduce", "float32"])
+def test_two_processes_with_parts_of_the_optimizer(algorithm: str) -> None:
+    device = share_the_gpu()
+    batches = [torch.randn(ROWS, WIDTH, device=device) for _ in range(STEPS)]
+    model = BucketedDataParallel(WithUnused(), bucket_mb=0.3, algorithm=algorithm, shard_optimizer=True)
+    optimizer = model.sharded_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+    for batch in batches:
+        step(model, optimizer, batch.chunk(2)[dist.get_rank()])
+    got = [parameter.detach() for parameter in model.parameters()]
+    torch.testing.assert_close(got, trained(WithUnused(), batches), rtol=1e-4, atol=1e-5)
+    model.close()
+
+
+@on_ranks(2)
+def test_two_processes_use_different_parameters() -> None:
+    """Over gloo, whose sums of the memory of a GPU are complete in the order of a stream, too."""
+    share_the_gpu()
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).cuda()
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[dist.get_rank()](x)
+
+    model, x = (
+        BucketedDataParallel(Chosen(), bucket_mb=0.3, algorithm="all_reduce"),
+        torch.ones(1, WIDTH, device="cuda"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        assert all((layer.bias.grad == 0.5).all() for layer in layers[:2])
+        assert not layers[2].bias.grad.any()
+        optimizer.step()
+        assert layers[2].weight.grad is None
+        assert all((layer.bias.grad == 0.5).all() for layer in layers[:2])
+    model.close()
 
 
 def share_the_gpu() -> torch.device:

@@ -401,6 +401,19 @@ def test_a_second_call_continues_where_the_first_stopped(tmp_path: Path) -> None
     assert status == 2 and "--again: expected some of fails, records, " in terminal
 
 
+def test_a_fresh_machine_goes_on_with_a_file_of_the_first(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    stages = [python("gemm", COUNTS, str(runs), "gemm"), python("more", COUNTS, str(runs), "more")]
+    check(tmp_path / "first", stages, "--only", "gemm")
+    resume = ("--resume", str(tmp_path / "first" / "state.tar.gz"), "--state", str(tmp_path / "of another machine"))
+    status, terminal, found = check(tmp_path / "second", stages, *resume)
+    assert (status, found) == (0, {"gemm": "passed", "more": "passed"}), terminal
+    assert runs.read_text().split() == ["gemm", "more"]
+    (tmp_path / "broken").write_text("no archive")
+    status, terminal, _ = check(tmp_path / "third", stages, "--resume", str(tmp_path / "broken"))
+    assert status == 2 and "expected a check's state.tar.gz" in terminal
+
+
 def test_parts_that_were_not_selected_run_later(tmp_path: Path) -> None:
     runs, state = tmp_path / "runs", ("--state", str(tmp_path / "state"))
     stages = [python("benchmarks", COUNTS, str(runs), "{parts}", parts=("gemm", "train"))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
+from cuda_ext.distributed import registered
 from cuda_ext.distributed.registered import RegisteredMemory
 
 
@@ -21,7 +24,7 @@ class Backend:
     def __init__(self, fails: str = "", knows_symmetric: bool = True) -> None:
         self.calls: list[str] = []
         self._fails, self._knows_symmetric = fails, knows_symmetric
-        self.has_communicator = False  # until the first collective
+        self.has_communicator = False  # until the first collective of a tensor on the device
 
     @property
     def mem_allocator(self) -> object:
@@ -38,6 +41,9 @@ class Backend:
         self.calls.append(f"register {options}")
 
     def deregister_mem_pool(self, pool: object) -> None:
+        assert self._fails not in ("destroyed", "busy")
+        if self._fails == "deregister":
+            raise RuntimeError("NCCL communicator was aborted\nmore of it")
         self.calls.append("deregister")
 
 
@@ -47,23 +53,29 @@ def pretended_gpu(backend: Backend) -> Iterator[tuple[Any, Any]]:
     group = mock.Mock(wraps=dist.group.WORLD)
     group._get_backend = lambda device: backend
     zeros = torch.zeros
+
+    def allreduce(tensors: list[torch.Tensor]) -> Any:
+        backend.has_communicator = True
+        return dist.group.WORLD.allreduce(tensors)
+
+    group.allreduce = allreduce
     with (
+        mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()),
+        mock.patch.object(registered, "_is_destroyed", lambda group: backend._fails == "destroyed"),
+        mock.patch.object(registered, "ends_within", lambda seconds, stream: backend._fails != "busy"),
         mock.patch("torch.cuda.MemPool", lambda allocator: mock.Mock()),
         mock.patch("torch.cuda.use_mem_pool", lambda pool, device: contextlib.nullcontext()),
         mock.patch("torch.zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype)),
-        mock.patch("torch.distributed.all_gather_object", _gather(dist.all_gather_object, backend)),
+        mock.patch("torch.distributed.all_gather_object", _gather(dist.all_gather_object)),
     ):
         yield group, torch.device("cuda", 0)
 
 
-def _gather(real: Any, backend: Backend) -> Any:
-    def gather(values: list[object], value: object, group: object) -> None:
-        backend.has_communicator = True
-        real(values, value, group=dist.group.WORLD)
-
-    return gather
+def _gather(real: Any) -> Any:
+    return lambda values, value, group: real(values, value, group=dist.group.WORLD)
 
 
+STREAM: Any = object()
 SIZES = [(5, torch.float32), (7, torch.bfloat16)]
 
 
@@ -73,12 +85,41 @@ def test_registered(knows_symmetric: bool) -> None:
     backend = Backend(knows_symmetric=knows_symmetric)
     with pretended_gpu(backend) as (group, device):
         memory = RegisteredMemory(SIZES, group, device)
-    assert memory.reason is None
-    assert backend.calls == ["register {'symm': True}" if knows_symmetric else "register {}"]
-    assert [(buffer.numel(), buffer.dtype) for buffer in memory.buffers] == SIZES
-    memory.close()
-    memory.close()
+        assert memory.reason is None
+        assert backend.calls == ["register {'symm': True}" if knows_symmetric else "register {}"]
+        assert [(buffer.numel(), buffer.dtype) for buffer in memory.buffers] == SIZES
+        memory.close(STREAM)
+        memory.close(STREAM)
     assert backend.calls[1:] == ["deregister"]
+
+
+REASONS = {
+    "destroyed": "the group is destroyed",
+    "deregister": "NCCL communicator was aborted",
+    "busy": "the GPU has not completed its sums",
+}
+
+
+@pytest.mark.parametrize("fails", REASONS)
+def test_memory_that_stays_registered_is_kept(group: None, caplog: pytest.LogCaptureFixture, fails: str) -> None:
+    """PyTorch would end the process when it is freed."""
+    with pretended_gpu(Backend(fails)) as (pretended, device):
+        memory = RegisteredMemory(SIZES, pretended, device)
+        pool, buffer = map(weakref.ref, (memory._pool, memory.buffers[0]))
+        memory.close(STREAM)
+        del memory
+    gc.collect()
+    assert pool() is not None
+    assert buffer() is not None
+    assert f"registered with NCCL, but {REASONS[fails]}; it is kept until the process ends" in caplog.text
+
+
+def test_destroyed_groups() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = [dist.group.WORLD, dist.new_group([0])]
+    assert not any(map(registered._is_destroyed, groups))
+    dist.destroy_process_group()
+    assert all(map(registered._is_destroyed, groups))
 
 
 @on_ranks(2)

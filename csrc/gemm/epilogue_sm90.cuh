@@ -180,6 +180,19 @@ DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const Ten
   arch::bulk_commit();
 }
 
+// Waits until the stores of the oldest of `sets` sets of buffers have read them.
+DEVICE void await_buffers(int sets) {
+  if (ConsumerThreads::is_first_lane()) {
+    if (sets == 1)
+      arch::bulk_wait_read<0>();
+    else if (sets == 2)
+      arch::bulk_wait_read<1>();
+    else
+      arch::bulk_wait_read<3>();
+  }
+  arch::sync_warp();
+}
+
 // out = activation(alpha sums + bias), or += alpha sums; and preact_out: by TMA. The stores are in flight when this
 // returns.
 template <class Gemm, class Out, bool pairs>
@@ -205,15 +218,7 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
     const int first = i % kSlabs * kSlabColumns;  // of the tile
     const int row = int(tile.row) + i / kSlabs * kRowBlock + ConsumerThreads::index() / arch::kWarpSize * kSlabRows;
     if (row >= params.m || tile.column + first >= params.n) return;
-    if (ConsumerThreads::is_first_lane()) {
-      if (sets == 1)
-        arch::bulk_wait_read<0>();
-      else if (sets == 2)
-        arch::bulk_wait_read<1>();
-      else
-        arch::bulk_wait_read<3>();
-    }
-    arch::sync_warp();
+    await_buffers(sets);
     fill(first);
     arch::fence_async_shared();
     arch::sync_warp();

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
+from cuda_ext._load import ops
 from cuda_ext.distributed.arena import Arena, elements_needed, layout
+from cuda_ext.distributed.clock import is_captured
 from cuda_ext.distributed.exchange import Exchange, choose_exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket
 from cuda_ext.distributed.planning import assignment
@@ -254,6 +256,10 @@ class BucketSet:
         if grouped or [set(indices) for indices in division] != [set(indices) for indices in self._division]:
             self._cut(division, launches)
 
+    def before_forward(self) -> None:
+        if is_captured(self.device) and torch.is_grad_enabled():
+            self._attachment.leave_default_stream()
+
     def describe(self) -> str:
         """See `BucketedDataParallel.describe`."""
         buckets, capacity = self._reducer.buckets, self.capacity
@@ -310,6 +316,7 @@ class _Attachment:
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
         self._nodes: list[Node] = []  # a parameter does not keep its AccumulateGrad node alive
+        self._hooked: list[tuple[str, nn.Parameter, Hook]] = []
 
     def claim(self, named: Mapping[str, nn.Parameter]) -> None:
         self.release()
@@ -322,21 +329,50 @@ class _Attachment:
         self._parameters = list(named.values())
         _wrapped_parameters.update(map(id, self._parameters))
 
-    @torch.enable_grad()
     def add_hooks(self, buckets: Sequence[GradientBucket], make: Callable[[int, int], Hook]) -> None:
         """Registers ``make(bucket, position)`` for each parameter: it runs after every backward pass that reaches the
         parameter, even with an undefined gradient."""
-        parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-        joined = _JoinNodes.apply(*parameters)  # keeps the nodes alive
-        self._nodes = [node for node, _ in joined.grad_fn.next_functions]
-        places = ((number, at) for number, bucket in enumerate(buckets) for at in range(len(bucket.parameters)))
-        self._hooks = [node.register_hook(make(*place)) for node, place in zip(self._nodes, places, strict=True)]
+        self._hooked = [
+            (name, parameter, make(number, position))
+            for number, bucket in enumerate(buckets)
+            for position, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True))
+        ]
+        self._register()
 
-    def drop_hooks(self) -> None:
+    @torch.enable_grad()
+    def _register(self) -> None:
+        joined = _JoinNodes.apply(*(parameter for _, parameter, _ in self._hooked))  # keeps the nodes alive
+        self._nodes = [node for node, _ in joined.grad_fn.next_functions]
+        self._hooks = [node.register_hook(hook) for node, (*_, hook) in zip(self._nodes, self._hooked, strict=True)]
+
+    def _unregister(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._nodes.clear()
+
+    def leave_default_stream(self) -> None:
+        """Makes the nodes again in the current stream, which is captured, if they belong to the default stream.
+
+        Autograd runs a node in the stream in which it was made, and a capture cannot wait for the default stream.
+        Raises RuntimeError, with a parameter, if something else keeps its node alive.
+        """
+        parameters = [parameter for _, parameter, _ in self._hooked]
+        if ops._accumulated_in_default_stream(parameters) < 0:
+            return
+        self._unregister()
+        self._register()
+        found = ops._accumulated_in_default_stream(parameters)
+        if found >= 0:
+            raise RuntimeError(
+                f"{NAME}: expected no earlier graph of autograd to be alive when a stream is captured, got one in the "
+                f"default stream, which cannot be captured, with parameter {self._hooked[found][0]}; delete the loss "
+                "and outputs of earlier steps, or make these steps in the stream of the capture or another side stream"
+            )
+
+    def drop_hooks(self) -> None:
+        self._unregister()
+        self._hooked = []
 
     def release(self) -> None:
         self.drop_hooks()

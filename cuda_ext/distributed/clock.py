@@ -1,4 +1,4 @@
-"""Time stamps, on the host or in a GPU's stream."""
+"""Time stamps, on the host or in a GPU's stream; and whether that stream runs now, or is captured into a graph."""
 
 from __future__ import annotations
 
@@ -6,16 +6,45 @@ import time
 
 import torch
 
+from cuda_ext._load import ops
+
 Mark = float | torch.cuda.Event  # seconds of the host's clock, or an event in a GPU's current stream
 
 
 def mark(device: torch.device) -> Mark:
-    """The current time; on a GPU, the time at which the current stream gets here."""
+    """The current time; on a GPU, the time at which its current stream gets here."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
+
+
+def is_reached(event: torch.cuda.Event, device: torch.device) -> bool:
+    """Whether the GPU has reached an event. Unlike ``event.query()``, allowed while any stream is captured.
+
+    Raises RuntimeError if a kernel has failed.
+    """
+    return bool(ops._is_reached(event.cuda_event, device))
+
+
+def ends_within(seconds: float, stream: torch.cuda.Stream) -> bool:
+    """Whether the GPU completes in that time what is queued in ``stream`` and in the current stream of its device."""
+    events = [each.record_event() for each in (stream, torch.cuda.current_stream(stream.device))]
+    deadline = time.monotonic() + seconds
+    while not all(is_reached(event, stream.device) for event in events):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether the current stream of ``device`` is captured into a CUDA graph, so that the host cannot wait for it."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def seconds_between(begin: Mark, end: Mark) -> float:

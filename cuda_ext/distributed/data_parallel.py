@@ -76,17 +76,19 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         reduction: deprecated name of ``algorithm``.
 
     Ranks that do not use a parameter contribute zeros, without any option, and even if they use no parameter, as long
-    as their loss depends on an output of the module. A parameter that no rank uses keeps ``grad=None``. If some ranks
-    run backward on the output of a forward pass in training mode and others do not, all ranks get a RuntimeError (not
-    on GPUs). Earlier gradients (from `no_sync`, or not zeroed) are part of the average. Parameters may be frozen and
-    unfrozen between steps, the same ones on all ranks; otherwise all ranks get a RuntimeError. For uneven numbers of
-    batches use `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which
-    is also available as ``.module``.
+    as their loss depends on an output of the module. A parameter that no rank uses keeps ``grad=None``; on a GPU its
+    gradient is zero until an optimizer of torch.optim steps. If some ranks run backward on the output of a forward pass
+    in training mode and others do not, all ranks get a RuntimeError (not on GPUs). Earlier gradients (from `no_sync`,
+    or not zeroed) are part of the average. Parameters may be frozen and unfrozen between steps, the same ones on all
+    ranks; otherwise all ranks get a RuntimeError. For uneven numbers of batches use
+    `torch.distributed.algorithms.join.Join`. Attributes and the state dict are those of ``module``, which is also
+    available as ``.module``. On GPUs, `close` it before the process group is destroyed.
 
-    If a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs when that rank calls
-    forward again; the gradients of that step are dropped on all ranks (``grad=None``) and training can continue. If a
-    rank dies, hangs or is disconnected, the others get a RuntimeError within the timeout of the group, with the status
-    of every rank; gradients are dropped, and every later step raises it again.
+    On CPUs, if a rank leaves a backward pass by an exception, the others get a RuntimeError from theirs when that rank
+    calls forward again; the gradients of that step are dropped on all ranks (``grad=None``) and training can continue.
+    If a rank dies, hangs or is disconnected, the others get a RuntimeError within the timeout of the group, with the
+    status of every rank; gradients are dropped, and every later step raises it again. On GPUs NCCL ends the process at
+    its timeout; at half of it a warning in the log of ``cuda_ext.distributed`` has the status of every rank.
 
     Raises RuntimeError if no process group is initialised or the ranks disagree; from forward if a parameter was
     replaced, added or converted since wrapping, if a buffer was removed, and under compiled autograd; if a module or
@@ -116,7 +118,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             if algorithm != "auto":
                 raise ValueError(f"{NAME}: expected algorithm or its former name reduction, got both; drop reduction")
             algorithm = reduction
-        self._in_join = False
+        self._in_join = self._is_closed = False
         mesh = None
         if isinstance(process_group, DeviceMesh):
             mesh, process_group = process_group, resolve_mesh(NAME, process_group)
@@ -142,7 +144,8 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         options = Options(bucket_bytes, wire_dtype, algorithm, error_feedback, shard_optimizer)
         self._bucket_set = BucketSet(self._reducer, group, mesh, device, options)
         weakref.finalize(self, self._reducer.watch.stop)
-        weakref.finalize(self, self._bucket_set.release).atexit = False
+        # Also at exit, unlike other finalizers: after that, destructors run in any order.
+        self._release = weakref.finalize(self, self._bucket_set.release)
         self._bucket_set.build(trained)
         if shard_optimizer:
             weakref.finalize(self, refuse_other_optimizers(trained).remove).atexit = False
@@ -170,8 +173,11 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         self._wrapped.accept_trained()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_closed:
+            raise RuntimeError(f"{NAME}: expected a wrapper in use, got one after close(); wrap the module again")
         self._reducer.recover()
         self._wrapped.check_unchanged()
+        self._bucket_set.before_forward()
         synchronizes = self._reducer.enabled and torch.is_grad_enabled()
         if synchronizes:
             check_compiler()
@@ -193,10 +199,10 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
     def _before_pass(self) -> None:
         if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes the forward pass
-            with self._reducer.collective(f"the division into buckets after backward pass {self._reducer.passes}"):
+            division = f"the division into buckets after backward pass {self._reducer.passes}"
+            with self._reducer.collective(division, completes=False):  # usually nothing
                 self._bucket_set.learn()
-            if self.training and self.broadcast_buffers:
-                buffers = self._wrapped.buffers()
+            if self.training and self.broadcast_buffers and (buffers := self._wrapped.buffers()):
                 with self._reducer.collective(f"the broadcast of buffers before pass {self._reducer.passes + 1}"):
                     broadcast_coalesced(buffers, self.process_group)
             self._adapt()  # last, as a rank without a change proceeds to the sums of backward
@@ -229,7 +235,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         Raises RuntimeError, the gradients untouched, if the norm is infinite or NaN and ``error_if_nonfinite``; default
         False; ValueError for another ``max_norm``.
         """
-        total_norm = self._stats()[0].sqrt()
+        total_norm = self._reducer.stats(whole=self._uneven)[0].sqrt()
         max_norm = float(max_norm)
         if not max_norm >= 0.0:  # after the collective, which the other ranks wait for
             raise ValueError(f"{NAME}.clip_grad_norm_: expected max_norm to be 0 or more, got {max_norm}")
@@ -259,24 +265,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
         All ranks must call it.
         """
-        return self._stats()[1] != 0.0
-
-    def _stats(self) -> Tensor:
-        """Sum of squares over all buckets, and number of buckets with a non-finite value: (2,)."""
-        buckets = self._reducer.buckets
-        is_double = any(bucket.gradients.dtype == torch.float64 for bucket in buckets)
-        # A rank that has run out of inputs does not call this, so the others must not need it.
-        stats = [bucket.stats(whole=self._uneven) for bucket in buckets]
-        known = torch.stack([each.double() for each, _ in stats])  # (buckets, 2)
-        parts = [n for n, (_, is_part) in enumerate(stats) if is_part]
-        if parts:
-            of_parts = known[parts]
-            with self._reducer.collective(f"the norm of the gradients of backward pass {self._reducer.passes}"):
-                dist.all_reduce(of_parts, group=self.process_group)
-            known[parts] = of_parts
-            for n, whole in zip(parts, of_parts):
-                buckets[n].remember(whole)
-        return known.sum(dim=0).to(torch.float64 if is_double else torch.float32)
+        return self._reducer.stats(whole=self._uneven)[1] != 0.0
 
     def collective(self, what: str) -> AbstractContextManager[None]:
         """For your own collectives: if one fails inside, its error has as much information as the wrapper's errors. ::
@@ -400,6 +389,19 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
+
+    def close(self) -> None:
+        """Ends the wrapper; gradients and parameters stay, and the module can be wrapped again.
+
+        On GPUs call it on all ranks before `torch.distributed.destroy_process_group`: it waits for the device and
+        removes the registration of buckets with NCCL. On CPUs it is optional. Further calls do nothing; forward raises
+        RuntimeError.
+        """
+        self._is_closed = True
+        self._reducer.watch.stop()
+        if self._bucket_set.device.type == "cuda":
+            torch.cuda.synchronize(self._bucket_set.device)
+        self._release()
 
     def describe(self) -> str:
         """The reason for the bucket sizes, and the buckets in the order of sending, one per line."""

@@ -54,6 +54,7 @@ class Exchange(ABC):
     """
 
     groups = False  # whether it supports `start_together`
+    stream: torch.cuda.Stream | None = None  # in which it sums, if that is not the current one
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.ranks = group.rank(), group.size()
@@ -120,8 +121,8 @@ class Background(Exchange):
         super().__init__(group)
         self.groups = sum_together is not None
         self._sum_up, self._sum_together = torch.no_grad()(sum_up), sum_together
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._thread = None if self._stream is not None else ThreadPoolExecutor(1, "cuda_ext.distributed")
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._thread = None if self.stream is not None else ThreadPoolExecutor(1, "cuda_ext.distributed")
         if self._thread is not None:
             self.at_close(functools.partial(self._thread.shutdown, wait=False))
 
@@ -135,11 +136,11 @@ class Background(Exchange):
     def _start(self, sum_up: Callable[[], Tensor | None]) -> Pending:
         if self._thread is not None:
             return _InThread(self._thread.submit(sum_up))
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
             stats = sum_up()
-            return _OnStream(self._stream.record_event(), self._stream.device, stats)
+            return _OnStream(self.stream.record_event(), self.stream.device, stats)
 
 
 def hierarchical(inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Sum:
@@ -245,7 +246,7 @@ def choose_exchange(
                 ) from None
     registered = RegisteredMemory(buffers, group, device)
     exchange = _by_collectives(group, mesh, device, wants_float32, sharded)
-    exchange.at_close(registered.close)
+    exchange.at_close(functools.partial(registered.close, exchange.stream))
     return exchange, registered.buffers
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
+from cuda_ext.distributed.clock import is_captured
 from cuda_ext.distributed.exchange import Exchange, Pending
 from cuda_ext.distributed.planning.units import byte_size
 from cuda_ext.distributed.reporting import NAME, begin_profiler_range, profiler_range
@@ -60,17 +61,20 @@ class GradientBucket:
         self.wire = wire
         self.gradients = (wire if gradients is None else gradients)[: layout.head]
         self.unpacks = gradients is not None
+        self._is_read_at_once = wire.is_cpu  # on a GPU the host would wait for all that is queued
         self.arrived = [False] * len(named)  # which gradients are ready in the current backward pass
         self.missing = 0  # how many are not
         self._exchange = exchange
         self._scale = 1.0 / exchange.ranks
         self._pending: Pending | None = None
-        self._unused: list[int] = []  # parameters without a gradient: on this rank, after `finish` on all ranks
+        self._unused: list[int] = []  # parameters without a gradient: on this rank, after `settle` on all ranks
+        # Position -> owner and gradient of zeros, which `settle` takes back if no rank has used the parameter.
+        self._unsettled: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unused_everywhere: set[int] = set()  # when flags were last read
 
         self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named) + FLAGS_OF_A_RANK]
         self._offsets = layout.offsets
-        self._all_used = torch.full_like(self._flags, FLAGS.get(wire.dtype, 1.0))
-        self._all_used[[-3, -1]] = 0.0
+        self._set_flags = torch.full_like(self._flags, FLAGS.get(wire.dtype, 1.0))
         self._orders = [_memory_order(parameter) for parameter in self.parameters]
         self.views = [self._view(self.gradients, position) for position in range(len(named))]
         self._feedback = None
@@ -105,6 +109,7 @@ class GradientBucket:
         A large gradient that was not written to the slot is moved there now, while it is in the cache, so that its
         memory can be freed before the bucket is complete.
         """
+        self._unsettled.pop(position, None)
         if self._slots is None or position not in self._slot_of:
             return
         slot = self._slot_of[position]
@@ -134,6 +139,7 @@ class GradientBucket:
         Gradients that products wrote to the wire, already divided, stay as they are. ``left_out``: whether this rank
         has forward passes that backward has not reached [Note 2].
         """
+        self.settle()
         tensors: list[Tensor] = []
         offsets, unused, kept = [], [], []
         for position, parameter in enumerate(self.parameters):
@@ -154,20 +160,20 @@ class GradientBucket:
             offsets.append(self._offsets[position])
             if grad is not self.views[position]:
                 parameter.grad = self.views[position]
-        flags = self._all_used
-        if unused or left_out:
-            flags = flags.clone()
-            flags[unused] = 0.0
-        if left_out:
-            flags[-4], flags[-3] = 0.0, flags[-2]
         self._unused = unused
         if self._feedback is not None:
             bucket_ops.pack(tensors, self.gradients, offsets, scale=self._scale, stats=False)
             self._feedback.round(self.gradients, self._head)
             tensors, kept = [self._head], [0]
             offsets = [0]
-        offsets.append(self._head.numel())
-        bucket_ops.pack([*tensors, flags], self.wire, offsets, scale=self._scale, kept=kept, stats=False)
+        # `pack` writes zeros between the flags that are set.
+        begin, named = 0, len(self.names)
+        for end in (*unused, named if left_out else named + 2, named + 3):
+            if begin < end:
+                tensors.append(self._set_flags[begin:end])
+                offsets.append(self._head.numel() + begin)
+            begin = end + 1
+        bucket_ops.pack(tensors, self.wire, offsets, scale=self._scale, kept=kept, stats=False)
 
     def finish(self) -> Outcome:
         """Waits for the sum and writes it to ``gradients``."""
@@ -177,18 +183,43 @@ class GradientBucket:
         self._stats = self._receive(stats)
         self._pending = None
         self._version = self.gradients._version
-        if self._unused:
-            used = self._flags.tolist()
-            for position in self._unused:
-                if used[position] != 0.0 and self.parameters[position].requires_grad:
-                    self.parameters[position].grad = self.views[position]
-            self._unused = [position for position in self._unused if used[position] == 0.0]
+        for position in self._unused:
+            parameter, view = self.parameters[position], self.views[position]
+            if parameter.requires_grad:
+                parameter.grad = view
+                self._unsettled[position] = parameter, view
+        self._unused = [position for position in self._unused if position not in self._unsettled]
         self.expect()
-        # On another device the host would have to wait for the flags; there NaN appears in the statistics.
-        return self._outcome() if self.wire.is_cpu else Outcome.AVERAGES
+        if not self._is_read_at_once:
+            return Outcome.AVERAGES  # NaN of a rank that has abandoned the pass appears in the statistics
+        self.settle()
+        return self._outcome()
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether parameters have gradients of zeros that `settle` may take back."""
+        return bool(self._unsettled)
+
+    def settle(self) -> None:
+        """Sets the gradients of parameters that no rank has used to None; until then they are zeros.
+
+        On a GPU the host waits for the flags here, so `finish` does not call this, but the next step of an optimizer.
+        A stream that is captured cannot be waited for: there the flags are assumed to be those that were last read.
+        """
+        shown = {at: owner for at, (owner, gradient) in self._unsettled.items() if owner.grad is gradient}
+        self._unsettled.clear()
+        if not shown:
+            return
+        if not is_captured(self.wire.device):
+            used = self._flags.tolist()
+            self._unused_everywhere = {position for position in range(len(self.names)) if used[position] == 0.0}
+        for position in shown.keys() & self._unused_everywhere:
+            shown[position].grad = None
+            self._unused.append(position)
+        self._unused.sort()
 
     def _outcome(self) -> Outcome:
-        reached, left_out, _, announced = self._flags[-FLAGS_OF_A_RANK:].tolist()
+        reached, _, left_out, announced = self._flags[-FLAGS_OF_A_RANK:].tolist()
         if math.isnan(announced):
             return Outcome.ABANDONED
         if announced:
@@ -208,6 +239,7 @@ class GradientBucket:
 
     def release_views(self) -> None:
         """Copies the gradients that are views of this bucket, before its memory is reused."""
+        self.settle()
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is view:
                 parameter.grad = view.clone()
@@ -307,7 +339,7 @@ def announce(launch: Sequence[GradientBucket]) -> bool:
         assert bucket._pending is not None
         bucket._pending.wait()
         bucket._pending = None
-    return all(bucket._flags[-2].item() == 0.0 for bucket in launch)
+    return all(bucket._flags[-3].item() == 0.0 for bucket in launch)
 
 
 def abandon(launch: Sequence[GradientBucket]) -> None:

@@ -11,9 +11,10 @@ in a process group that nobody else uses (`own_group`). All ranks divide gradien
 (`BucketSet.learn`).
 
 [Note 2: Flags] Behind its gradients a bucket has one flag per parameter, which says that this rank has a gradient for
-it, and four that describe the rank: its backward passes have reached all of its forward passes; they have not; it takes
-part with gradients; it only announces that parameters were frozen or unfrozen. Flags are summed with the gradients, so
-all ranks see the same flags and either all of them raise or none does. Three consequences:
+it, and four that describe the rank: its backward passes have reached all of its forward passes; it takes part with
+gradients; backward has not reached all forward passes; it only announces that parameters were frozen or unfrozen. Flags
+are summed with the gradients, so all ranks see the same flags and either all of them raise or none does. Three
+consequences:
 - Flags have to be final when the bucket is packed. So the last launch is made by `_finish` if there are forward passes
   that backward has not reached yet.
 - Flags are summed on every rank, even where each rank gets only a part of the gradients (`reduce_scatter`).
@@ -33,18 +34,22 @@ inside a nested task, as in a re-entrant checkpoint, would run when that task en
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
 from cuda_ext.distributed.clock import Mark, mark, seconds_between
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
+from cuda_ext.distributed.queued import Queued
 from cuda_ext.distributed.reporting import NAME, profiler_range
 from cuda_ext.distributed.status_board import FAILED, name_ranks
 from cuda_ext.distributed.trace import Trace
@@ -102,8 +107,9 @@ class Reducer:
         self.times_arrivals = False  # whether to time arrivals in the next passes
         self.arrivals = Arrivals(device, False)  # of the last pass
         self.trace: Trace | None = None
-        self._device = device
-        self.watch = Watch(group, device, self._status)
+        self._group, self._device = group, device
+        self._queued = Queued(device)
+        self.watch = Watch(group, device, self._status, lags=lambda: bool(self._queued.oldest()))
         self._failure = ""
         self._forward_passes = ForwardPasses()
         self._lock = threading.Lock()  # the engine runs hooks in one thread per device
@@ -111,6 +117,7 @@ class Reducer:
         self._waits_for = ""  # the collective that this rank waits for
         self._active = False  # whether a gradient of a parameter or output was ready since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task that ends with _finish() [Note 4]
+        self._settles_before_steps = False
 
     @property
     def enabled(self) -> bool:
@@ -171,7 +178,7 @@ class Reducer:
 
         return on_gradient
 
-    def output_hook(self, trains: bool) -> Callable[[torch.Tensor], None]:
+    def output_hook(self, trains: bool) -> Callable[[Tensor], None]:
         """A hook for the gradients of the outputs: it runs before those of parameters, in the outermost graph task.
 
         One is made before each forward pass. ``trains``: whether a backward pass should follow.
@@ -179,7 +186,7 @@ class Reducer:
         forward_passes, reached = self._forward_passes, not trains
         forward_passes.unreached += trains
 
-        def on_output(_: torch.Tensor) -> None:
+        def on_output(_: Tensor) -> None:
             nonlocal reached
             with self._lock:
                 forward_passes.unreached -= not reached
@@ -232,27 +239,32 @@ class Reducer:
                 traced = nullcontext() if self.trace is None else self.trace.packing(number, bucket.label)
                 with traced, profiler_range("pack_bucket"):
                     bucket.pack(left_out=number == last and self._forward_passes.unreached > 0)
-            with self._summing(launch):
+            with self._summing(launch, completes=False):
                 pending = send([self.buckets[number] for number in launch])
             if self.trace is not None:
                 for number in launch:
                     self.trace.sent(number, pending)
         self._next += 1
 
-    def _summing(self, launch: range) -> AbstractContextManager[None]:
+    def _summing(self, launch: range, completes: bool = True) -> AbstractContextManager[None]:
         numbers = f"bucket {launch[0]}" if len(launch) == 1 else f"buckets {launch[0]} to {launch[-1]}"
         names = f"{self.buckets[launch[0]].names[0]} to {self.buckets[launch[-1]].names[-1]}"
-        return self.collective(f"the sum of {numbers}, {names}, of backward pass {self.passes + 1}")
+        return self.collective(f"the sum of {numbers}, {names}, of backward pass {self.passes + 1}", completes)
 
     @contextmanager
-    def collective(self, what: str) -> Iterator[None]:
-        """Names the collective inside: in the error if it fails, and in this rank's status while it waits."""
+    def collective(self, what: str, completes: bool = True) -> Iterator[None]:
+        """Names the collective inside: in the error if it fails, and in this rank's status while it waits.
+
+        completes: whether the collective ends inside, on a GPU in the order of the current stream.
+        """
         self._waits_for = what
         outside = not self._active  # outside of a pass
         if outside:
             self.watch.busy(True)
         try:
             yield
+            if completes:
+                self._queued.add(what)
         except RuntimeError as error:
             raise self._failed(what, error) from error
         finally:
@@ -280,6 +292,8 @@ class Reducer:
         left_out = f", and no backward pass has reached its last {passes}" if unreached else ""
         if self._waits_for:
             return f"waits for {self._waits_for}{left_out}"
+        if queued := self._queued.oldest():
+            return f"has queued {queued}, which its GPU has not completed{left_out}"
         if not self._active:
             return f"is not in a backward pass; it has completed {self.passes}{left_out}"
         launch = self.launches[min(self._next, len(self.launches) - 1)]  # the main thread may change it meanwhile
@@ -310,10 +324,24 @@ class Reducer:
         self._reset()
         if self.trace is not None:
             self.trace.finished()
+        if not self._settles_before_steps and any(bucket.unsettled for bucket in self.buckets):
+            self._settle_before_steps()
         if outcomes != {Outcome.AVERAGES}:
             self._drop_gradients()
             raise self._no_averages(outcomes, left_out)
         self.passes += 1
+
+    def _settle_before_steps(self) -> None:
+        """From now on, no optimizer sees a gradient of zeros of a parameter that no rank has used."""
+        self._settles_before_steps = True
+        weak_self = weakref.ref(self)
+
+        def settle(*_: object) -> None:
+            reducer = weak_self()
+            for bucket in reducer.buckets if reducer is not None else ():
+                bucket.settle()
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(settle).remove).atexit = False
 
     def _no_averages(self, outcomes: set[Outcome], left_out: bool) -> RuntimeError:
         """The error of a pass without averages. ``left_out``: whether backward did not reach a forward pass here."""
@@ -349,6 +377,24 @@ class Reducer:
                 with self._summing(launch):
                     abandon([self.buckets[number] for number in launch])
             self._reset()
+
+    def stats(self, whole: bool) -> Tensor:
+        """Sum of squares of the gradients, and number of buckets with a non-finite value: (2,). A collective.
+
+        whole: whether a rank may have run out of inputs; as it does not call this, the others must not need it.
+        """
+        is_double = any(bucket.gradients.dtype == torch.float64 for bucket in self.buckets)
+        stats = [bucket.stats(whole) for bucket in self.buckets]
+        known = [each.double() for each, _ in stats]  # (2,) each
+        parts = [n for n, (_, is_part) in enumerate(stats) if is_part]
+        if parts:
+            of_parts = torch.stack([known[n] for n in parts])  # indices of the host would be copied to a GPU, and wait
+            with self.collective(f"the norm of the gradients of backward pass {self.passes}"):
+                dist.all_reduce(of_parts, group=self._group)
+            for n, of_all in zip(parts, of_parts):
+                known[n] = of_all
+                self.buckets[n].remember(of_all)
+        return torch.stack(known).sum(dim=0).to(torch.float64 if is_double else torch.float32)
 
     def announce_change(self) -> bool:
         """A pass without gradients, after parameters were frozen or unfrozen; returns whether all ranks did so."""

@@ -7,6 +7,7 @@ Registration; Megatron-LM's ``nccl_ub``). Either all ranks register their buffer
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,14 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuda_ext.distributed.clock import ends_within
 from cuda_ext.distributed.reporting import logger
+
+PATIENCE = 2.0  # seconds that the end of a process waits for a GPU, which may wait for ranks that have ended
 
 
 class RegisteredMemory:
     """``buffers`` of the given numbers of elements and dtypes, registered with ``group`` if every rank can do so.
 
     The constructor is a collective. If a rank cannot register them, all ranks use ordinary buffers, and ``reason`` says
-    why, in one line; it is None if they are registered. Keep this object as long as the buffers are used.
+    why, in one line; it is None if they are registered. Keep this object as long as the buffers are used, and `close`
+    it before the group is destroyed.
     """
 
     def __init__(
@@ -29,7 +34,9 @@ class RegisteredMemory:
     ) -> None:
         self.buffers: list[Tensor] = []
         self.reason: str | None = None
+        self._group: dist.ProcessGroup | None = group
         self._backend: Any = group._get_backend(device)
+        self._device = device
         self._pool: Any = None
         self._is_registered = False
         if device.type != "cuda":
@@ -37,11 +44,13 @@ class RegisteredMemory:
             # The system allocates pages when gradients arrive: `pack` writes all of a bucket before it is read.
             self.buffers = [torch.empty(size, dtype=dtype, device=device) for size, dtype in sizes]
         else:
-            # Registration is a collective without a timeout, which every rank must reach; and it needs a communicator,
-            # which `init_process_group` without a device_id leaves to the first collective: the ranks agree first.
-            self.reason = _first_reason(self._allocate(sizes, device), group)
-            if self.reason is None:
-                self.reason = _first_reason(self._register(), group)
+            with torch.cuda.device(device):  # pools belong to the current device
+                # Registration needs a communicator for this device, which `init_process_group` without a device_id
+                # leaves to the first collective. It is itself a collective, without a timeout: the ranks agree first.
+                group.allreduce([torch.zeros(1, dtype=torch.float32, device=device)]).wait()
+                self.reason = _first_reason(self._allocate(sizes, device), group)
+                if self.reason is None:
+                    self.reason = _first_reason(self._register(), group)
             if self.reason is not None:
                 self.close()
                 self.buffers = []
@@ -50,12 +59,35 @@ class RegisteredMemory:
         if not self.buffers:
             self.buffers = [torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes]
 
-    def close(self) -> None:
-        """Deregisters the memory; call it before the group is destroyed."""
+    def close(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Deregisters the memory, which is used in ``stream`` and the current one, if at all. Not a collective.
+
+        If the group has been destroyed, or if the GPU still waits for other ranks, the memory is kept until the process
+        ends: PyTorch would look for its registration when it is freed, in a destructor, and end the process.
+        """
         if self._is_registered:
-            self._backend.deregister_mem_pool(self._pool)
             self._is_registered = False
-        self._pool = None
+            reason = self._deregister(stream)
+            if reason is not None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._pool, self.buffers)))
+                logger.warning(
+                    "expected close() while the process group can be used, got memory that is still registered with "
+                    "NCCL, but %s; it is kept until the process ends",
+                    reason,
+                )
+        self._pool = self._backend = self._group = None
+
+    def _deregister(self, stream: torch.cuda.Stream | None) -> str | None:
+        """Returns why the memory could not be deregistered, or None."""
+        if _is_destroyed(self._group):
+            return "the group is destroyed"
+        try:
+            if stream is not None and not ends_within(PATIENCE, stream):
+                return "the GPU has not completed its sums"
+            self._backend.deregister_mem_pool(self._pool)
+        except RuntimeError as error:
+            return _line(error)
+        return None
 
     def _allocate(self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> str | None:
         """Allocates the buffers in a pool of NCCL's allocator; returns why this rank could not, or None."""
@@ -78,6 +110,14 @@ class RegisteredMemory:
             return _line(error)
         self._is_registered = True
         return None
+
+
+def _is_destroyed(group: Any) -> bool:
+    try:
+        dist.get_global_rank(group, 0)
+    except ValueError:
+        return True
+    return False
 
 
 def _line(error: Exception) -> str:

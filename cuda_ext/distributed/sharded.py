@@ -210,9 +210,12 @@ class ShardedBucket(GradientBucket):
     def finish(self) -> Outcome:
         outcome = super().finish()
         self.drop_gradients()
-        unused = set(self._unused)
+        unused, unsettled = set(self._unused), set(self._unsettled)
+        self._unsettled.clear()
         for position, shard, gradient in self._places:
             if position not in unused:
+                if position in unsettled and shard.grad is None:
+                    self._unsettled[position] = shard, gradient
                 shard.grad = gradient
             elif shard.grad is not None:  # the user zeroes gradients in place, and expects zeros
                 shard.grad.zero_()

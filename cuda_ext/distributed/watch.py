@@ -33,6 +33,7 @@ class Watch:
     """Publishes the status of this rank. The constructor is a collective.
 
     status: returns in a few words what this rank is doing; called in other threads.
+    lags: whether the device has not completed what the host has queued in earlier passes; called in other threads.
     interval: seconds between two checks; a rank that began or ended no backward pass since the last check writes its
         status.
     warn_after: seconds after which a pass that does not end is logged as a warning, with the status of the others:
@@ -45,6 +46,7 @@ class Watch:
         device: torch.device,
         status: Callable[[], str],
         *,
+        lags: Callable[[], bool] = lambda: False,
         interval: float | None = None,
         warn_after: float | None = None,
     ) -> None:
@@ -53,7 +55,7 @@ class Watch:
         # All ranks write to one process; a thousand ranks write less often.
         self.interval = interval or max(min(1.0, timeout / 10), self.ranks / 256)
         self.warn_after = warn_after or timeout / 2
-        self._status = status
+        self._status, self._lags = status, lags
         self._prefix = f"cuda_ext/watch/{agreed_name(group)}"
         store: Any = group.get_group_store()
         self._store = store.clone()  # a separate client, as the group's may be blocked
@@ -102,7 +104,7 @@ class Watch:
             return
         status = self._status()
         board.write(status)
-        if not self._busy:
+        if not self._busy and not self._lags():
             return
         if waited > self.warn_after and board not in self._asked:
             self._asked.add(board)

@@ -141,7 +141,7 @@ def float32_reduce_scatter(
             "cuda_ext.distributed.float32_reduce_scatter: expected wire to hold one chunk of the size of out for each "
             f"of {ranks} ranks, {ranks} x {out.numel()} elements, got {wire.numel()}; pad it"
         )
-    if is_on_gloo(group, wire.device):
+    if _sends_in_place(group, wire):
         chunks = list(wire.view(ranks, -1))
         received = torch.empty(ranks - 1, out.numel(), dtype=wire.dtype, device=wire.device)
         messages = _Messages(group)
@@ -177,7 +177,7 @@ def float32_all_reduce(
     chunks = wire.view(ranks, -1)
     own = chunks[group.rank()]
     yield from float32_reduce_scatter(wire, own, group, feedback=feedback)
-    if is_on_gloo(group, wire.device):
+    if _sends_in_place(group, wire):
         messages = _Messages(group)
         for rank in _others(group):
             messages.receive(chunks[rank], rank)
@@ -186,6 +186,11 @@ def float32_all_reduce(
         yield messages
     else:
         yield dist.all_gather_into_tensor(wire, own, group=group, async_op=True)
+
+
+def _sends_in_place(group: dist.ProcessGroup, wire: Tensor) -> bool:
+    """Whether to send `_Messages`: gloo copies a GPU's memory to the host for collectives, but not for messages."""
+    return wire.is_cpu and is_on_gloo(group, wire.device)
 
 
 def _others(group: dist.ProcessGroup) -> list[int]:
