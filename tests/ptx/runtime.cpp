@@ -36,8 +36,8 @@ LastError& last() {
   return *own;
 }
 
-// Whether the device's context is current in this thread: the runtime's functions that need one make it so, those of the
-// driver do not.
+// Whether the device's context is current in this thread: the runtime's functions that need one make it so, those of
+// the driver do not.
 bool& context_is_current() {
   thread_local bool is_current = false;
   return is_current;
