@@ -56,7 +56,7 @@ CHOICES: dict[tuple[int, int, int], tuple[tuple[int, ...], int | None, bool]] = 
     (4096, 4096, 4096): (LARGE, 2, False),
     (8192, 8192, 8192): (LARGE, 2, False),
     (4096, 14336, 4096): (LARGE, 2, False),
-    (4096, 4096, 128): ((PING_PONG_192, PING_PONG_128), 2, False),
+    (4096, 4096, 128): ((PING_PONG_192, PING_PONG), 2, False),
     (512, 512, 512): ((PING_PONG,), 1, False),
     (65, 4096, 4096): ((PING_PONG,), 1, True),
     (256, 256, 65536): ((PING_PONG,), 2, True),
