@@ -205,7 +205,11 @@ void bulk_load(SharedAddress to, const void* from, uint32_t bytes, uint64_t* bar
 void tma_store(const uint64_t* map, SharedAddress from, const int* at, int rank, bool add, Site site) {
   const char* const instruction = add ? "tma_store<add>" : "tma_store";
   const TensorMapFields fields = decode(map, at, rank, instruction, site);
-  // For others an H100 stopped the kernel, or wrote the rest of the last unit behind the edge.
+  // Loads may begin before the tensor. An H100 stopped all ten stores that did so, with an illegal instruction.
+  for (int d = 0; d < rank; ++d)
+    if (at[d] < 0)
+      machine->fail(instruction, site, "expected no negative coordinate in a store, got %d in dimension %d", at[d], d);
+  // An H100 wrote whole units: the rest of the last one behind the edge, where a row ended within it.
   if (int64_t(fields.sizes[0]) * bytes_of(fields.type) % kUnit != 0)
     machine->fail(instruction, site, "expected rows of a multiple of 16 bytes in a tensor that is written, got %lld",
                   static_cast<long long>(fields.sizes[0]) * bytes_of(fields.type));

@@ -128,15 +128,20 @@ def tma(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def tma_inputs(name: str, words: int, rng: np.random.Generator) -> np.ndarray:
-    """Inputs with a random corner: in most runs the box is partly outside the tensor, in some completely. Its first
-    coordinate is a multiple of 16 bytes; an H100 stops the kernel for others."""
+    """Inputs with a random corner: the box is often partly outside the tensor, in about a tenth of the runs completely.
+
+    The hardware stops the kernel if the first coordinate is no multiple of 16 bytes, and if a coordinate of a store is
+    negative."""
     tile = Tile.named(name)
     x = rng.integers(0, 2**32, words, dtype=np.uint32)
     if tile.action == "add":
         x[HEAD_WORDS:] = tile.whole_numbers(rng, (words - HEAD_WORDS) * 4 // tile.element).view(np.uint32)
+    may_be_outside = int(rng.integers(4) == 0)
     for d, (size, box) in enumerate(zip(tile.shape[::-1], tile.box[::-1])):
         step = 16 // tile.element if d == 0 else 1
-        x[d] = np.int32(step * rng.integers(-box // step, size // step + 1)).view(np.uint32)
+        lowest = 1 - box // step - may_be_outside if tile.action == "load" else 0
+        highest = (size - 1) // step + may_be_outside
+        x[d] = np.int32(step * rng.integers(lowest, highest + 1)).view(np.uint32)
     return x
 
 

@@ -67,4 +67,22 @@ REFUSED_MAP(map_of_large_box, .sizes = {8, 2}, .strides = {32}, .box = {8, 257})
 REFUSED_MAP(map_of_narrow_swizzle, .sizes = {8, 2}, .strides = {32}, .box = {8, 2}, .swizzle_bytes = 128);
 REFUSED_MAP(map_of_nothing, .sizes = {8, 0}, .strides = {32}, .box = {8, 2});
 
+// A store to rows that end within a unit of 16 bytes: the hardware writes the whole unit.
+GLOBAL(32, 1) store_box(GRID_CONSTANT TensorMap map) {
+  SHARED_STORAGE(Sixteen, shared);
+  shared.x[thread_index()] = 0;
+  fence_async_shared();
+  sync_warp();
+  if (thread_index() != 0) return;
+  tma_store(map, shared_address(shared.x), {0, 0});
+  bulk_commit();
+  bulk_wait<0>();
+}
+static const Register ragged_case({"store_to_ragged_rows", 256, 128, [](const uint32_t*, uint32_t* out) {
+                                     const TensorMap map = rt::make_tensor_map(
+                                         "store_box", {.data = out, .sizes = {15, 2}, .strides = {64}, .box = {16, 2}});
+                                     rt::launch<store_box>("store_box",
+                                                           {.threads = 32, .shared_bytes = sizeof(Sixteen)}, map);
+                                   }});
+
 }  // namespace cuda_ext::conformance

@@ -396,13 +396,29 @@ def test_primitive(library: Library, name: str, options: dict[str, object]) -> N
         assert_same(name, got, references[name](data))
 
 
-@every_build()
-def test_tma_begins_at_multiples_of_16_bytes(library: Library) -> None:
-    """An H100 stops the kernel with an illegal instruction for other first coordinates, in loads and in stores."""
-    for name in ("tma_load_2d_64_swizzle64_float16", "tma_store_2d_128_swizzle128_bfloat16"):
-        data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(0))
-        data[0] = 4
-        with pytest.raises(Fault, match="expected the first coordinate to be a multiple of 16 bytes, got 4 x 2 bytes"):
+def tma_cases(*names: str) -> Callable[[str], Iterable[Any]]:
+    return lambda kind: cases_of(kind) & set(names)
+
+
+@every_build("name", cases=tma_cases("tma_load_2d_64_swizzle64_float16", "tma_store_2d_128_swizzle128_bfloat16"))
+def test_tma_begins_at_multiples_of_16_bytes(library: Library, name: str) -> None:
+    """The hardware stops the kernel with an illegal instruction for other first coordinates."""
+    data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(0))
+    data[0] = 4
+    with pytest.raises(Fault, match="expected the first coordinate to be a multiple of 16 bytes, got 4 x 2 bytes"):
+        library.run(name, data)
+
+
+@every_build("name", cases=tma_cases("tma_store_3d_64_swizzle64_float16", "tma_add_5d_32_none_float32"))
+def test_tma_stores_have_no_negative_coordinates(library: Library, name: str) -> None:
+    """The hardware stops the kernel with an illegal instruction, also if the box is completely outside the tensor."""
+    data = inputs_of(name, library.in_bytes(name) // 4, np.random.default_rng(0))
+    rank = conformance_sm90.Tile.named(name).rank
+    for dimension in range(rank):
+        data[:rank] = 0
+        data[dimension] = np.int32(-16).view(np.uint32)
+        expected = f"expected no negative coordinate in a store, got -16 in dimension {dimension}"
+        with pytest.raises(Fault, match=expected):
             library.run(name, data)
 
 

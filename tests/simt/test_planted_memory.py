@@ -25,6 +25,7 @@ BAD = {
     "map_of_large_box": r"1 to 256 for the box's size of dimension 1, got 257",
     "map_of_narrow_swizzle": r"rows of the box as long as the swizzle's 128 bytes, got 32",
     "map_of_nothing": r"1 to 2\^32 for the size of dimension 1, got 0",
+    "store_to_ragged_rows": r"expected rows of a multiple of 16 bytes in a tensor that is written, got 60",
 }
 
 
