@@ -104,14 +104,15 @@ def test_the_epilogue_counts() -> None:
     a, b = operands(*SIZES)
     plain = gemm_plan(a, b, device="h200")
     bias, c = torch.empty(4096, dtype=a.dtype, device="meta"), torch.empty(4096, 4096, dtype=a.dtype, device="meta")
-    assert gemm_plan(a, b, bias=bias, activation="gelu", device="h200").cycles == plain.cycles
+    gelu = gemm_plan(a, b, activation="gelu", device="h200")
+    assert gemm_plan(a, b, bias=bias, activation="gelu", device="h200").cycles == gelu.cycles > plain.cycles
     assert gemm_plan(a, b, c, device="h200").cycles > plain.cycles
     assert gemm_plan(a, b, c, beta=0.0, device="h200") == plain
     assert gemm_plan(a, b, residual=c, device="h200").cycles > plain.cycles
     saved = gemm_plan(a.requires_grad_(), b, activation="gelu", device="h200")
-    assert saved.cycles > plain.cycles, "the pre-activation is saved"
+    assert saved.cycles > gelu.cycles, "the pre-activation is saved"
     with torch.no_grad():
-        assert gemm_plan(a, b, activation="gelu", device="h200") == plain
+        assert gemm_plan(a, b, activation="gelu", device="h200") == gelu
     assert gemm_plan(a.detach(), b, out_dtype=torch.float32, device="h200").cycles > plain.cycles
     gated = gemm_plan(a.detach(), b, activation="silu", gated=True, device="h200")
     assert gated.grid == plain.grid and gated.kernel == "sm_90"

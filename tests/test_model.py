@@ -17,7 +17,7 @@ import torch
 from conftest import ROOT
 
 import cuda_ext
-from benchmarks import results
+from benchmarks import comparison, results
 from benchmarks.model import attention_work, command, document, gemm_sm90_work, gemm_work, gpus, l2, tables
 from benchmarks.model.bucket_work import Pack
 from benchmarks.model.cases import DECODE_SHAPES, FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
@@ -523,7 +523,8 @@ def test_few_rows_at_the_speed_of_memory() -> None:
     gpu = GPUS["h200"]
     for shape in DECODE_SHAPES:
         (p,) = predict_gemm(gpu, *shape, layout="nt")
-        least = {4096: 0.68, 5120: 0.76, 6144: 0.84}.get(shape[1], 0.9)
+        # 0.66: more blocks for k would need clusters of 4, of which not enough run at once (docs/gpu.md).
+        least = {4096: 0.66, 5120: 0.76, 6144: 0.84}.get(shape[1], 0.9)
         assert p.bytes / gpu.memory_bytes / p.seconds > least, shape
 
 
@@ -558,7 +559,9 @@ RASTER = {
     (8192, 4096, 4096): 1.03,
     (2048, 128256, 4096): 1.03,
     (512, 4096, 14336): 1.03,
-    (8192, 14336, 4096): 1.3,
+    (8192, 14336, 4096): 1.43,
+    (8192, 28672, 4096): 1.39,
+    (12288, 12288, 4096): 1.67,
     (8192, 8192, 8192): 3.05,
 }
 
@@ -729,9 +732,14 @@ def test_document_is_current() -> None:
     assert document.read_document()[1] == document.document_tables(), "run: python -m benchmarks model --write"
 
 
+def test_predicted_times_are_current() -> None:
+    assert comparison.PREDICTED.read_text() == document.recorded_times(), "run: python -m benchmarks model --write"
+
+
 def test_tables_are_written_between_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     file = tmp_path / "model.md"
     monkeypatch.setattr(document, "DOCUMENT", file)
+    monkeypatch.setattr(comparison, "PREDICTED", tmp_path / "times.json")
     monkeypatch.setattr(document, "document_tables", lambda: "| new |\n")
     file.write_text(f"before\n{document.BEGIN}\n| old |\n{document.END}\nbehind\n")
     assert command.main(["--write"]) == 0

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
+from benchmarks import comparison, results
 from benchmarks.gpu_check.stages import FAILED, IN_PART, PASSED, SKIPPED, STOPPED, Log, Outcome, Stage
 
 MAX_FILES, MAX_BYTES, MAX_FOLDERS = 8, 16 << 20, 2
@@ -138,8 +138,10 @@ class Report:
         self._running, self._written = running, time.monotonic()
         lines = [f"{TITLE}: {self.heading}", "", *(f"- {line}" for line in self.verdict())]
         lines += [*(f"- {fact}" for fact in self.facts)]
-        lines += [f"- {clock(time.monotonic() - self.began)} {'so far' if running else 'in total'}", "", *self._table()]
-        lines += ["", "## Measurements", "", *summary(self.out / "results.jsonl")]
+        measurements, problem = measured(self.out / "results.jsonl")
+        lines += [f"- {clock(time.monotonic() - self.began)} {'so far' if running else 'in total'}", ""]
+        lines += [*comparison.tables(measurements), "### Stages", "", *self._table()]
+        lines += ["", "## Measurements", "", *(problem or summary(measurements))]
         for outcome in self._known().values():
             if outcome.limit:
                 lines += ["", f"## {outcome.stage.name}: {outcome.verdict}", "", "```", *excerpt(outcome), "```"]
@@ -211,16 +213,19 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{seconds:02}"
 
 
-def summary(file: Path) -> list[str]:
-    """Geometric means over the cases of each suite, and the failures."""
+def measured(file: Path) -> tuple[list[results.Measurement], list[str]]:
+    """The measurements of a file that may still grow, or why there are none."""
     if not file.is_file():
-        return ["No measurements."]
+        return [], ["No measurements."]
     whole = file.read_bytes().rpartition(b"\n")[0]  # the last line may be incomplete
     try:
-        lines = whole.decode().splitlines()
-        measurements = [results.parse(line, f"{file}:{i}") for i, line in enumerate(lines, 1)]
+        return [results.parse(line, f"{file}:{i}") for i, line in enumerate(whole.decode().splitlines(), 1)], []
     except (results.ResultsError, UnicodeDecodeError) as error:
-        return [f"The measurements cannot be read: {error}"]
+        return [], [f"The measurements cannot be read: {error}"]
+
+
+def summary(measurements: Sequence[results.Measurement]) -> list[str]:
+    """Geometric means over the cases of each suite, and the failures."""
     lines = ["| suite | dtype | baseline | geometric mean of its time / our time | cases |", "|---|---|---|---:|---:|"]
     for (suite, dtype, side), (ratio, count) in results.geometric_means(measurements).items():
         lines += [f"| {suite} | {dtype} | {side} | {ratio:.2f} | {count} |"]

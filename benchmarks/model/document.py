@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import comparison
 from benchmarks.model.cache_work import CacheProblem, predict_cache
 from benchmarks.model.cases import CACHES, DECODE_SHAPES, FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
 from benchmarks.model.evidence import ModelError
 from benchmarks.model.gpus import GPUS, Gpu
+from benchmarks.model.predicted import made_up
 from benchmarks.model.prediction import Prediction, predict_attention, predict_bucket, predict_gemm
 from benchmarks.model.tables import markdown, microseconds
 from benchmarks.suites.bench_attention import Problem
@@ -143,6 +146,17 @@ def read_document() -> tuple[str, str, str]:
     return before, tables, after
 
 
+def recorded_times() -> str:
+    """The content of comparison.PREDICTED: predictions of the cases that the suites measure on a GPU."""
+    times = {
+        gpu.folder: {comparison.name_of(m): float(f"{(m.seconds or 0) * 1e6:.4g}") for m in made_up(gpu)}
+        for gpu in GPUS.values()
+    }
+    return json.dumps(times, indent=0, ensure_ascii=False) + "\n"
+
+
 def write_document() -> None:
+    """Updates the tables of docs/model.md, and the predicted times for reports."""
+    comparison.PREDICTED.write_text(recorded_times())
     before, _, after = read_document()
     DOCUMENT.write_text(f"{before}{BEGIN}\n{document_tables()}{END}{after}")

@@ -74,6 +74,9 @@ inline std::string refusal_of(const GemmParams& params, bool tf32, const rt::Dev
     if (sides[i].lines >= int64_t(1) << 31 || params.k >= int64_t(1) << 31) return "a size is 2^31 or more";
     if (std::string refusal = tma_refusal(params, sides[i], *loads[i]); !refusal.empty()) return refusal;
   }
+  // TMA's first coordinate counts in units of 16 bytes.
+  if (has_pairs(params) && !sides[1].k_major && params.n * int64_t(size_of(params.b.dtype)) % 16 != 0)
+    return "the second half of b's columns does not begin at a multiple of 16 bytes";
   return "";
 }
 

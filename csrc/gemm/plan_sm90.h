@@ -175,15 +175,27 @@ inline double operand_bytes(const GemmPlan& plan, const GemmConfig& config, int 
   const double row_bytes = double(plan.cluster) * config.block_m * k_bytes, column_bytes = config.block_n * k_bytes;
   const int64_t band = int64_t(raster) * plan.column_tiles, clusters = plan.clusters;
   const int64_t bands = std::max<int64_t>(1, clusters / band);  // at once
-  // Where bands and sets of concurrent blocks do not end together, the blocks share two bands more often.
-  const int64_t live_bands = bands + (band % clusters != 0 && clusters % band != 0);
-  const double live_rows = double(std::min<int64_t>(live_bands * raster, plan.row_groups));
+  // Where bands and sets of concurrent blocks do not end together, a set has parts of more bands.
+  const bool ends_together = band % clusters == 0 || clusters % band == 0;
+  const int64_t most_bands = ends_together ? bands : (clusters - 2) / band + 2;
   const double columns = double(std::min<int64_t>(ceil_div(clusters, raster), plan.column_tiles));
   const double written = double(clusters) * plan.cluster * config.block_m * config.block_n * 2;
-  const double kept = Rates::kL2Capacity - live_rows * row_bytes - written;
-  const double a_passes = columns * column_bytes <= kept ? 1 : std::ceil(plan.column_tiles / columns);
-  const double b_passes =
-      plan.column_tiles * column_bytes <= kept ? 1 : double(ceil_div(plan.row_groups, bands * raster));
+  // The room for columns beside the rows of so many bands.
+  const auto kept = [&](int64_t live_bands) {
+    const double rows = double(std::min<int64_t>(live_bands * raster, plan.row_groups));
+    return Rates::kL2Capacity - rows * row_bytes - written;
+  };
+  const auto fits = [&](double column_count, int64_t live_bands) {
+    return column_count * column_bytes <= kept(live_bands);
+  };
+  // A set that has parts of two long bands reads the rows again, but there is one such set for each band.
+  const bool is_long = band > clusters;
+  double a_passes = std::ceil(plan.column_tiles / columns);
+  if (fits(columns, most_bands))
+    a_passes = 1;
+  else if (is_long && fits(columns, bands))
+    a_passes = std::min(a_passes, 2.0);
+  const double b_passes = fits(plan.column_tiles, most_bands) ? 1 : double(ceil_div(plan.row_groups, bands * raster));
   return plan.row_groups * row_bytes * a_passes + plan.column_tiles * column_bytes * b_passes;
 }
 

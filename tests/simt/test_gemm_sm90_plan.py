@@ -106,6 +106,11 @@ def of_float32(layout: str, tf32: bool) -> Gemm:
     return Gemm(a, b, Target((64, 64), "float32"), tf32=tf32)
 
 
+def gated(n: int, layout: str) -> Gemm:
+    a, b, _ = operands(64, 2 * n, 64, "bfloat16", layout)
+    return Gemm(a, b, Target((64, n), "bfloat16"), n=n, gated=True, activation="silu")
+
+
 def with_a(a: np.ndarray) -> Gemm:
     call = problem(*a.shape[:1], 64, a.shape[1])
     call.a = a
@@ -122,6 +127,7 @@ REFUSALS = {
     "float32 takes three products of tf32": lambda: of_float32("nt", False),
     "b is not contiguous along k, as wgmma needs it for tf32": lambda: of_float32("nn", True),
     "a is not contiguous along k, as wgmma needs it for tf32": lambda: of_float32("tt", True),
+    "the second half of b's columns does not begin at a multiple of 16 bytes": lambda: gated(12, "nn"),
     "k is 0": lambda: problem(64, 64, 0),
 }
 
@@ -129,6 +135,10 @@ REFUSALS = {
 @pytest.mark.parametrize("reason", REFUSALS)
 def test_refusals(library: GemmLibrary, reason: str) -> None:
     assert library.plan_sm90(REFUSALS[reason]()) == reason
+
+
+def test_halves_of_columns_along_k_may_begin_anywhere(library: GemmLibrary) -> None:
+    assert not isinstance(library.plan_sm90(gated(12, "nt")), str)
 
 
 @pytest.mark.parametrize("compute_capability", [80, 86, 89, 100, 120])
