@@ -70,7 +70,7 @@ def table(suite: str, measurements: Iterable[Measurement]) -> list[str]:
     mean = f", geometric mean of the ratios {statistics.geometric_mean(ratios):.2f}" if ratios else ""
     rest = f"; the {MOST_LINES} slowest relative to their opponents" if len(cases) > len(shown) else ""
     return [
-        f"### {TABLES[suite]}: {len(cases)} cases{mean}{rest}",
+        f"### {TABLES[suite]}: {len(cases)} case{'s' if len(cases) > 1 else ''}{mean}{rest}",
         "",
         "| case | ours, µs | | fastest opponent | its time / ours | predicted, µs | off by |",
         "|---|---:|---:|---|---:|---:|---:|",

@@ -95,7 +95,7 @@ def check(out: Path, stages: list[Stage], *arguments: str, minutes: float = 0.5)
 def verdicts(out: Path) -> dict[str, str]:
     if not (out / "report.md").exists():
         return {}
-    table = (out / "report.md").read_text().partition("|---|")[2].partition("\n\n")[0]
+    table = (out / "report.md").read_text().partition("### Stages")[2].partition("|---|")[2].partition("\n\n")[0]
     return dict(re.findall(r"^\| ([\w-]+) \| ([\w ]+) \|", table, re.MULTILINE))
 
 
@@ -795,6 +795,8 @@ def test_dry_run(tmp_path: Path) -> None:
     names = [stage.name for stage in stage_table.stages_of_dry_run()]
     assert done.returncode == 0, done.stdout + (out / "report.md").read_text()
     assert verdicts(out) == dict.fromkeys(names, "passed")
+    tables = re.findall(r"^### (\w+)", (out / "report.md").read_text(), re.MULTILINE)
+    assert tables == ["Products", "Attention", "Bytes", "Stages"]
     with tarfile.open(out / "golden.tar.gz") as tar:
         assert "emulator/shuffle.npz" in tar.getnames()
     measured = read(out / "results.jsonl")
