@@ -56,9 +56,9 @@ docs: $(VENV)/.torch ## build the documentation site, build/site/index.html
 	@$(MAKE) --silent --no-print-directory $(VENV)/.docs
 	$(BIN)/python tools/build_docs.py $(ARGS)
 
-gpu-library: $(VENV)/.toolkit ## compile for a GPU elsewhere into gpu-library.tar.gz, which gpu-check uses there (ARCH=9.0a)
+gpu-library: $(VENV)/.toolkit ## compile for a GPU elsewhere into gpu-library.tar.gz, which gpu-check uses there (ARCH=9.0a; ARGS=name: a variant)
 	@TORCH_CUDA_ARCH_LIST=$(ARCH) $(call compile,1)
-	$(BIN)/python -m benchmarks.gpu_check.carried pack
+	$(BIN)/python -m benchmarks.gpu_check.carried pack $(ARGS)
 
 # Does not use .venv: a machine with a GPU has its own PyTorch, and perhaps no network.
 gpu-check: ## check and measure everything on a CUDA GPU, in 9 minutes; call it again to continue (ARGS=--help)
@@ -77,7 +77,7 @@ format: $(VENV)/.packages ## rewrite Python and C++ as the linters want them
 	find csrc tests $(CXX_FILES) | xargs $(BIN)/clang-format -i
 
 clean: ## remove what was built, but keep .venv
-	rm -rf build gpu-library.tar.gz cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py
+	rm -rf build gpu-library*.tar.gz cuda_ext.egg-info cuda_ext/_C.so cuda_ext/_build_info.py
 	rm -rf .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find cuda_ext tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 

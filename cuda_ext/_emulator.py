@@ -83,8 +83,7 @@ def compiler() -> str:
 
 def compile_source(source: Path, flags: Sequence[str]) -> Path:
     """Compiles a source as C++ to an object in FOLDER."""
-    flags_digest = hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:8]
-    target = FOLDER / f"{source.stem}-{flags_digest}.o"
+    target = FOLDER / f"{source.stem}-{_digest([str(source), *flags])[:8]}.o"
     command = [compiler(), *flags, f"-I{CSRC}", "-x", "c++", "-c", str(source), "-o"]
     make(target, command, [source.read_text(), *headers(source.parent)])
     return target
@@ -125,7 +124,13 @@ def run_compiler(target: Path, command: Sequence[str], key: Sequence[str]) -> No
     key_file.unlink(missing_ok=True)
     # Written to a new file: a process may have loaded the old library.
     scratch = target.with_suffix(".tmp" + target.suffix)
-    done = subprocess.run([*command, str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        done = subprocess.run([*command, str(scratch)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except FileNotFoundError:
+        raise RuntimeError(
+            f"cuda_ext: cannot build {target.name}: expected the compiler {command[0]}, found none; install one, or "
+            "name one in the variable CXX"
+        ) from None
     if done.returncode != 0:
         raise RuntimeError(f"cuda_ext: cannot build {target.name}: {' '.join(command)} says\n{done.stdout}")
     if done.stdout:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_check import build_in_time, carried
+from benchmarks.gpu_check import build_in_time, carried, variants
 from cuda_ext import _build, _stamp
 
 FITS: dict[str, Any] = {**_stamp.running(), "archs": ["9.0a"], "sources": _build.sources_digest()}
@@ -76,3 +76,50 @@ def test_the_build_compiles_nothing_then(
     monkeypatch.setattr(build_in_time, "build", lambda *_: pytest.fail("it compiles"))
     assert build_in_time.main(["--minutes", "1"]) == 0
     assert "nothing is compiled" in capsys.readouterr().out
+
+
+def test_variants_are_compared_with_this_library() -> None:
+    case = ("cuda", "gemm", "gemm", "forward", "512 × 512 × 512", "bfloat16")
+    alone = ("cuda", "gemm", "gemm", "forward", "1 × 1 × 1", "bfloat16")
+    rounds = [{"this": {case: 4e-6, alone: 1.0}, "wide": {case: time}} for time in (2e-6, 3e-6)]
+    assert variants.table(rounds, ["wide"], "this") == [
+        "| case | this, µs | wide |",
+        "|---|---:|---:|",
+        "| gemm, forward, 512 × 512 × 512, bfloat16 | 4.0 | 0.500, 0.750 |",
+        "| all 1, geometric mean | | 0.500, 0.750 |",
+    ]
+
+
+def test_variants_that_do_not_fit_are_left_out(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(variants, "ROOT", checkout)
+    monkeypatch.setattr(variants, "archives", lambda: {"wide": checkout / "gpu-library.tar.gz"})
+    archive(checkout, {**FITS, "torch": "2.0.0"})
+    assert variants.main(["--device", "cpu"]) == 1
+    assert "gpu-library.tar.gz is left out: it was built for torch 2.0.0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_variant_runs_with_its_own_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "gpu-library-other.tar.gz"
+    with tarfile.open(packed, "w:gz") as tar:
+        files = [*_stamp.PACKAGE.rglob("*.py"), _stamp.LIBRARY, *_build.CSRC.rglob("*.h")]
+        for file in files:
+            tar.add(file, arcname=str(file.relative_to(_build.SOURCE_ROOT)))
+    monkeypatch.setattr(variants, "archives", lambda: {"other": packed})
+    arguments = [
+        "gemm",
+        "--device",
+        "cpu",
+        "--minutes",
+        "0.4",
+        "--only",
+        "gemm forward squares 512 × 512 × 512 float32",
+    ]
+    assert variants.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| case | this, µs | other |" and lines[-1].startswith("| all 1, ")
+    assert all(0.2 < float(ratio) < 5 for ratio in re.findall(r"[\d.]+", lines[-1].rpartition(" | ")[2]))

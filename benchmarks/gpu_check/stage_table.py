@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu_check import carried
+from benchmarks.gpu_check import carried, usable_build, variants
 from benchmarks.gpu_check.stages import Stage
 from cuda_ext import _build, _emulator, _toolchain
 
@@ -30,6 +31,9 @@ FIRST_TESTS = ("tests/test_first_calls.py", "tests/test_distributed_cuda.py", "t
 # Baselines that take longer to compile or to run than everything else together.
 SLOW = "torch.compile|FlexAttention|math|efficient"
 PROFILED = ("gemm", "attention-forward", "attention-backward", "decode")
+
+# The cases on which variants of the library are compared.
+VARIED = r"^gemm forward .*(4096 × 4096 × 4096|8192 × 8192 × 8192|1 × 12288 × 4096) |S=4096 .*D=(64|128|256) bfloat16"
 
 # One case of each family that a CPU measures quickly; the first case of a suite is always measured.
 FEW = (
@@ -148,9 +152,26 @@ def stages_on_gpu(cores: int) -> list[Stage]:
             key=r"^=== ncu|Duration|Compute \(SM\) Throughput|No Eligible",
             sources=("benchmarks/gpu_check/profiled.py",),
         ),
+        *variant_stages(),
         test_stage("tests", 90, "--processes", "5", "-m", "cuda", *(name for name in tests if name not in first)),
         *sanitizers,
     ]
+
+
+def variant_stages() -> list[Stage]:
+    """One, if libraries of other sources were carried here."""
+    carried_here = variants.archives()
+    stage = Stage(
+        "variants",
+        (("{python}", "-m", "benchmarks.gpu_check.variants", "--minutes", "{minutes}", "--only", VARIED),),
+        25 * (1 + len(carried_here)),
+        least=20,
+        fills=True,
+        needs=("build",),
+        key=r"^\| ",
+        sources=(*MEASURING, "benchmarks/gpu_check/variants.py"),
+    )
+    return [stage] if carried_here else []
 
 
 def stages_of_dry_run() -> list[Stage]:
@@ -158,33 +179,44 @@ def stages_of_dry_run() -> list[Stage]:
     compiled = emulator_is_compiled()
     tests = ("tests/test_bucket.py", "tests/test_gemm.py", "-m", "simt", "-k", "come_back or gate_comes_first")
     python = "{python}"
+    needs = ("build", "emulator")
     return [
         Stage("environment", (DESCRIBE,), 3, always=True, repeats=True, key=INFO),
         Stage(
             "build",
-            ((python, "-m", "benchmarks.gpu_check.usable_build"),),
-            3 if compiled else 110,
+            ((python, "-m", "benchmarks.gpu_check.usable_build", "library"),),
+            2,
+            least=1,
             always=True,
             repeats=True,
             key=BUILD,
         ),
         Stage(
+            "emulator",
+            ((python, "-m", "benchmarks.gpu_check.usable_build", "emulator"),),
+            3 if compiled else 110,
+            always=True,
+            repeats=True,
+            sign=f"^{usable_build.COMPILING}",
+        ),
+        Stage(
             "conformance",
             ((python, "tests/simt/record.py", "--emulated", "--golden", "{scratch}"),),
             4 if compiled else 30,
+            needs=needs,
             key=CONFORMANCE,
             archive="golden.tar.gz",
             sources=("tests/simt", "tests/ptx", ISOLATED),
         ),
-        correctness_stage("simt", 16),
+        replace(correctness_stage("simt", 16), needs=needs),
         benchmark_stage("cpu", 16, ("gemm", "attention", "bucket"), "--minutes", "0.02", "--only", FEW),
-        test_stage("tests", 4, "--patience", "300", *tests),
+        replace(test_stage("tests", 4, "--patience", "300", *tests), needs=needs),
         *(
             Stage(
                 tool,
                 ((python, "-m", "benchmarks.gpu_check.small_cases", "simt", tool, "bfloat16"),),
                 estimate,
-                needs=("build",),
+                needs=needs,
                 sources=("benchmarks/gpu_check/small_cases.py",),
             )
             for tool, estimate in (("memcheck", 3), ("racecheck", 5))

@@ -180,15 +180,18 @@ class Run:
                 self.outcomes.append(outcome)
                 self.after(outcome)
 
-    def _lacks(self, stage: Stage) -> list[str]:
-        """The needed stages that did not succeed."""
-        return [o.stage.name for o in self.outcomes if o.stage.name in stage.needs and not o.good]
+    def _lacks(self, stage: Stage) -> list[Outcome]:
+        """Of the needed stages that did not succeed."""
+        done = (PASSED, IN_PART)
+        return [o for o in self.outcomes if o.stage.name in stage.needs and o.verdict not in done]
 
     def _one(self, stage: Stage, coming: Sequence[Stage]) -> Outcome:
         if self.interrupted:
             return Outcome(stage, SKIPPED, f"interrupted by {self.interrupted}")
         if lacks := self._lacks(stage):
-            return Outcome(stage, SKIPPED, f"needs {' and '.join(lacks)}")
+            is_here = any(outcome.verdict != UNAVAILABLE for outcome in lacks)
+            names = " and ".join(outcome.stage.name for outcome in lacks)
+            return Outcome(stage, SKIPPED if is_here else UNAVAILABLE, f"needs {names}")
         left = self.end - time.monotonic()
         share = left * stage.estimate / sum(later.estimate for later in coming)
         wanted = stage.estimate * (1.0 if stage.fills else PATIENCE)
