@@ -161,7 +161,7 @@ class TestRotary:
         module = rotary.RotaryEmbedding(16, scale_base=scale_base)
         qkv = torch.randn(2, 7, 3, 4, 32)
         turned = module(qkv.clone(), seqlen_offset=2)
-        tables = module.tables(9, qkv.device, qkv.dtype)
+        tables = module.tables(9, qkv)
         exact = [rotary.apply_rotary_emb(qkv[:, :, n], *tables[-2 * n :][:2], seqlen_offsets=2) for n in (0, 1)]
         torch.testing.assert_close(turned, torch.stack([exact[0], exact[1], qkv[:, :, 2]], 2))
         heads = torch.cat(list(qkv.unbind(2)), 2)

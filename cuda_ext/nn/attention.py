@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cuda_ext._tables import KeptTables
 from cuda_ext.attention import flash_attention
 from cuda_ext.kvcache import flash_attention_with_kvcache
 from cuda_ext.nn.cache import LayerCache
@@ -21,59 +21,42 @@ class RotaryEmbedding(nn.Module):
 
     RoFormer (Su et al., arXiv 2104.09864), section 3.2.2.
     Elements d and d + D/2 of a head form a pair (the "rotate half" order of Llama checkpoints; the paper pairs
-    neighbours), which is rotated by ``position * base**(-2 d / D)`` radians. Angles are float32; products are float32,
-    or float64 for float64. The tables are buffers outside the state dict; they start with ``max_seqlen`` positions,
-    double if a sequence is longer, and stay float32 if the module is cast.
+    neighbours), which is rotated by ``position * base**(-2 d / D)`` radians. Angles are float32, whatever the dtype of
+    the module; products are float32, or float64 for float64. The module has neither parameters nor buffers.
 
     Args:
         head_dim: D, even.
         base: of the geometric series of wavelengths. Default 10000.
-        max_seqlen: the number of positions the tables start with. Default 2048.
 
     Shape: input (B, S, H, D) -> the same, for positions 0 to S - 1. With ``cache``, the positions
     of a sequence begin at the length that it has there.
     """
 
-    cos: Tensor  # (max_seqlen, 1, D)
-    sin: Tensor  # (max_seqlen, 1, D), negative in the first half
-
-    def __init__(
-        self, head_dim: int, *, base: float = 10000.0, max_seqlen: int = 2048, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, head_dim: int, *, base: float = 10000.0) -> None:
         super().__init__()
         if head_dim < 1 or head_dim % 2:
             raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected an even head_dim above 0, got {head_dim}")
         if not 0 < base < math.inf:
             raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected a finite base above 0, got {base}")
-        if max_seqlen < 1:
-            raise ValueError(f"cuda_ext.nn.RotaryEmbedding: expected max_seqlen above 0, got {max_seqlen}")
         self.head_dim, self.base = head_dim, base
-        cos, sin = self._tables(max_seqlen, device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self._kept = KeptTables()
 
-    def _tables(self, max_seqlen: int, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    def _tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """cos (length, 1, D) and sin (length, 1, D), negative in the first half."""
         evens = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device)
-        positions = torch.arange(max_seqlen, dtype=torch.float32, device=device)
-        angles = positions[:, None, None] * self.base ** (-evens / self.head_dim)  # (max_seqlen, 1, D / 2)
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = positions[:, None, None] * self.base ** (-evens / self.head_dim)  # (length, 1, D / 2)
         return torch.cat([angles.cos(), angles.cos()], dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        super()._apply(fn, recurse)
-        # Casts round the tables, and to_empty drops them.
-        self.cos, self.sin = self._tables(self.cos.shape[0], self.cos.device)
-        return self
 
     def forward(self, input: Tensor, cache: LayerCache | None = None) -> Tensor:
         seqlen = input.shape[1]
         longest = seqlen if cache is None else cache.capacity + seqlen
-        if longest > self.cos.shape[0]:
-            self.cos, self.sin = self._tables(max(longest, 2 * self.cos.shape[0]), self.cos.device)
+        cos, sin = self._kept.get(self._tables, longest, input, torch.float32)
         if cache is None:
-            cos, sin = self.cos[:seqlen], self.sin[:seqlen]
+            cos, sin = cos[:seqlen], sin[:seqlen]
         else:
             at = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
-            cos, sin = self.cos[at], self.sin[at]
+            cos, sin = cos[at], sin[at]
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         swapped = x.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(x * cos, swapped, sin).to(input.dtype)
@@ -157,7 +140,7 @@ class SelfAttention(nn.Module):
         self._check_options()
         self.qkv_proj = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory)
         self.o_proj = Linear(num_heads * head_dim, features, bias if out_bias is None else out_bias, **factory)
-        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, base=rotary_base, device=device)
+        self.rotary = None if rotary_base is None else RotaryEmbedding(head_dim, base=rotary_base)
         self.sinks = nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None
         rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
         aliases = {f"in_proj_{kind}": f"qkv_proj.{kind}" for kind in ("weight", "bias")}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from cuda_ext._tables import KeptTables
+
 __all__ = [
     "RotaryEmbedding",
     "apply_rotary_emb",
@@ -155,15 +157,15 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self._tables: tuple[Tensor, ...] = ()
+        self._kept = KeptTables(doubles=scale_base is None)  # scales depend on the length of the table
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
         return self.base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
-    def tables(self, positions: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """(cos, sin) of query and key or, with XPos, (cos, sin, cos of the key, sin of the key)."""
-        known = self._tables
-        if not known or len(known[0]) < positions or known[0].device != device or known[0].dtype != dtype:
+    def tables(self, positions: int, like: Tensor) -> tuple[Tensor, ...]:
+        """(cos, sin) of query and key or, with XPos, (cos, sin, cos of the key, sin of the key), as ``like`` needs."""
+
+        def compute(positions: int, device: torch.device) -> tuple[Tensor, ...]:
             # Computed in float32 whatever the dtype of the module: positions are large.
             at = torch.arange(positions, device=device, dtype=torch.float32)
             angles = torch.outer(at, self._frequencies(device))
@@ -173,8 +175,9 @@ class RotaryEmbedding(nn.Module):
                 power = (at - positions // 2) / self.scale_base
                 scale = ((step + 0.4 * self.dim) / (1.4 * self.dim)) ** power.unsqueeze(1)
                 found = (found[0] * scale, found[1] * scale, found[0] / scale, found[1] / scale)
-            self._tables = known = tuple(table.to(dtype) for table in found)
-        return known
+            return tuple(table.to(like.dtype) for table in found)
+
+        return self._kept.get(compute, positions, like, like.dtype)
 
     def forward(
         self,
@@ -202,7 +205,7 @@ class RotaryEmbedding(nn.Module):
                     "seqlen_offset, got None"
                 )
             max_seqlen = qkv.shape[1] + seqlen_offset
-        tables = self.tables(max_seqlen, qkv.device, qkv.dtype)
+        tables = self.tables(max_seqlen, qkv)
         cos, sin = tables[:2]
         cos_k, sin_k = tables[-2:]
         if kv is None:
