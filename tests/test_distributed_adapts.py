@@ -11,6 +11,8 @@ import pickle
 import queue
 import re
 import tempfile
+import time
+from datetime import timedelta
 from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
@@ -444,3 +446,77 @@ def test_profiler_ranges() -> None:
         assert end["pack_bucket"] < end["sum_bucket"] < end["unpack_bucket"], options
         model(batch).sum().backward()  # without the profiler
         assert model._reducer.passes == 2
+
+
+class Growing(nn.Module):
+    """Has a buffer with a row for each row of its longest batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("table", torch.arange(4.0))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if len(batch) > len(self.table):
+            self.table = torch.arange(float(len(batch)))
+        return self.linear(batch) * self.table[: len(batch), None]
+
+
+def grown(rows: int) -> BucketedDataParallel:
+    """After a step in which all ranks have few rows, and an evaluation of this one with `rows` rows."""
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    model = BucketedDataParallel(nn.Sequential(Growing()), process_group=group)
+    model(torch.randn(2, 3)).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(rows, 3))
+    return model.train()
+
+
+@on_ranks(3)
+def test_buffers_that_grow_alike_on_all_ranks() -> None:
+    model = grown(9)
+    for _ in range(2):
+        model(torch.randn(9, 3)).sum().backward()
+    assert model.module[0].table.shape == (9,)
+    model.module[0].table[:] = float(dist.get_rank())
+    model.module[0].table = model.module[0].table.double()
+    model(torch.randn(9, 3)).sum().backward()
+    assert (model.module[0].table == 0).all(), "the first rank's"
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_buffers_that_grow_on_one_rank(odd: int) -> None:
+    """The rank says which, before anything is sent; a broadcast of different sizes would end processes."""
+    rank = dist.get_rank()
+    model = grown(9 if rank == odd else 3)
+    match = r"buffer 0\.table of Growing is torch\.float32 \(9,\) here and torch\.float32 \(4,\) on rank \d; give it"
+    began = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match=match if rank == odd else f"rank {odd} failed in the comparison of the sizes"
+    ):
+        model(torch.randn(2, 3)).sum().backward()
+    assert time.monotonic() - began < 6 or rank != odd
+
+
+@on_ranks(2)
+def test_buffers_that_grow_differently() -> None:
+    rank = dist.get_rank()
+    model = grown(9 + rank)
+    sizes = [f"torch.float32 ({9 + n},)" for n in (rank, 1 - rank)]
+    match = rf"buffer 0.table of Growing is {sizes[0]} here and {sizes[1]} on rank {1 - rank}; give it the same size"
+    with pytest.raises(RuntimeError, match=re.escape(match)):
+        model(torch.randn(2, 3))
+
+
+@on_ranks(2)
+def test_a_rank_that_generates_longer_texts_trains_on() -> None:
+    """A rank alone has met longer sequences."""
+    attention = cuda_ext.nn.SelfAttention(16, 2)
+    model = BucketedDataParallel(attention)
+    if dist.get_rank() == 0:
+        with torch.inference_mode():
+            attention(torch.randn(1, 2100, 16))
+    for length in (5, 2100 + dist.get_rank()):
+        model(torch.randn(1, length, 16)).sum().backward()

@@ -111,6 +111,7 @@ class Reducer:
         self._queued = Queued(device)
         self.watch = Watch(group, device, self._status, lags=lambda: bool(self._queued.oldest()))
         self._failure = ""
+        self._last_words = ""  # the status of a rank that has failed
         self._forward_passes = ForwardPasses()
         self._lock = threading.Lock()  # the engine runs hooks in one thread per device
         self._next = 0  # the index of the next launch
@@ -275,7 +276,8 @@ class Reducer:
     def _failed(self, what: str, error: Exception) -> RuntimeError:
         """The error of a collective that failed. The process group cannot be used from now on."""
         cause = str(error).strip().splitlines()[0]
-        others = self.watch.report(f"{FAILED} {what}: {cause}")
+        self._last_words = f"{FAILED} {what}: {cause}"
+        others = self.watch.report(self._last_words)
         self._reset()
         self._drop_gradients()
         self._failure = (
@@ -287,6 +289,8 @@ class Reducer:
 
     def _status(self) -> str:
         """What this rank is doing, for the errors of the others. Runs in the thread of the watch."""
+        if self._last_words:
+            return self._last_words
         unreached = self._forward_passes.unreached
         passes = "forward pass" if unreached == 1 else f"{unreached} forward passes"
         left_out = f", and no backward pass has reached its last {passes}" if unreached else ""

@@ -63,6 +63,10 @@ class StatusBoard(ABC):
         since = self._tries_since
         return not self._lost and (since is None or time.monotonic() < since + PATIENCE * self.interval)
 
+    def line(self, rank: int) -> str:
+        """The last status of a rank; empty if it has written none."""
+        return self._get([rank])[rank][1]
+
     def forget(self) -> None:
         """Forgets what the other ranks wrote, when a new pass begins."""
         self._heard = {}

@@ -127,6 +127,28 @@ class Watch:
         what = ", and neither does the last rank, which has a copy" if len(answers) > 1 else ""
         return f"{_STORE} does not answer{what}; probably rank 0 has ended, or its host is disconnected"
 
+    def answers(self, question: str, answer: str, is_past: Callable[[str], bool]) -> dict[int, str | None]:
+        """The answers of the ranks that ask the same, by rank, until all have, or one does not: None of that one.
+
+        is_past: whether a status says that a rank went on without asking. A rank that neither asks nor reports for
+            `warn_after` counts as one that did.
+        """
+        prefix = f"{self._prefix}/answers/{question}"
+        self._store.set(f"{prefix}/{self.rank}", answer)
+        found: dict[int, str | None] = {self.rank: answer}
+        deadline = time.monotonic() + self.warn_after
+        while len(found) < self.ranks:
+            for rank in range(self.ranks):
+                if rank in found:
+                    continue
+                status = self.boards[0].line(rank)  # before the answer, which a rank gives first
+                if self._store.check([f"{prefix}/{rank}"]):
+                    found[rank] = self._store.get(f"{prefix}/{rank}").decode()
+                elif is_past(status) or time.monotonic() > deadline:
+                    return {**found, rank: None}
+            time.sleep(self.interval / 100)
+        return found
+
     def ranks_that(self, holds: bool) -> list[int]:
         """The ranks that pass True. All ranks call it; empty if some do not in time, or if the store does not answer.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -123,6 +123,7 @@ class WrappedModule:
         self._tables: list[tuple[str, dict[str, Any], list[Any]]] = []
         self._parameters: list[tuple[str, nn.Parameter, tuple[object, ...], bool]] = []
         self._buffers: list[tuple[dict[str, Any], str, str]] = []  # table, key, and name from the root
+        self._sizes: dict[str, tuple[str, _Size]] = {}  # name of a buffer -> class of its module, size on all ranks
         for path, owner in module.named_modules():
             prefix = f"{path}." if path else ""
             for table in (owner._modules, owner._parameters):
@@ -134,6 +135,7 @@ class WrappedModule:
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     self._buffers.append((owner._buffers, name, prefix + name))
+                    self._sizes[prefix + name] = (type(owner).__name__, _size(buffer))
 
     def buffers(self) -> list[Tensor]:
         """The buffers that existed when the module was wrapped; RuntimeError if one was removed."""
@@ -146,6 +148,23 @@ class WrappedModule:
                     f"the first rank, got {what}; wrap the module again, or pass broadcast_buffers=False"
                 )
         return buffers  # type: ignore[return-value]
+
+    def resized_buffers(self, buffers: Sequence[Tensor]) -> dict[str, str]:
+        """Of ``buffers``, which `buffers` has returned, the dtypes and sizes that have changed since `accept_sizes`."""
+        named = zip(self._sizes.items(), buffers)
+        return {name: _size_in_words(_size(buffer)) for (name, (_, size)), buffer in named if _size(buffer) != size}
+
+    def other_size(self, here: Mapping[str, str], there: Mapping[str, str]) -> str:
+        """The first difference between the changes on two ranks, in words; empty if there is none."""
+        for name, (owner, size) in self._sizes.items():
+            mine, other = (changes.get(name, _size_in_words(size)) for changes in (here, there))
+            if mine != other:
+                return f"buffer {name} of {owner} is {mine} here and {other}"
+        return ""
+
+    def accept_sizes(self, buffers: Sequence[Tensor]) -> None:
+        for (name, (owner, _)), buffer in zip([*self._sizes.items()], buffers):
+            self._sizes[name] = owner, _size(buffer)
 
     def trained_changed(self) -> list[str]:
         """The parameters that were frozen or unfrozen since `accept_trained`."""
@@ -176,6 +195,17 @@ class WrappedModule:
                     "change the module before wrapping it"
                 )
             check_no_earlier_use(name, parameter)
+
+
+_Size = tuple[torch.dtype, torch.Size]
+
+
+def _size(buffer: Tensor) -> _Size:
+    return buffer.dtype, buffer.shape
+
+
+def _size_in_words(size: _Size) -> str:
+    return f"{size[0]} {tuple(size[1])}"
 
 
 _TRAITS = ("dtype", "shape", "device")
