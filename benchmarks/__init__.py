@@ -6,6 +6,7 @@ A part imports only from parts below it in this table:
   model           the paper model, which predicts kernel times on GPUs: `python -m benchmarks model`
   suites          the cases to measure (bench_*.py), the timing, and the processes that do it
   presentation    tables, plots, the HTML page, the README's section, and the comparison of two runs
+  comparison.py   tables of ours, the fastest opponent and the paper model's prediction
   results.py      what a measurement is, and its file format
   environment.py  device, clocks and versions
 """

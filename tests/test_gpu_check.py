@@ -538,6 +538,47 @@ def test_a_tool_that_does_not_work_here_is_no_failure(tmp_path: Path) -> None:
     assert check(tmp_path / "again", [works])[::2] == (1, {"works": "FAILED"})
 
 
+FAULTS = {
+    "hang": python("faulty", HANG, "{state}/pids", most=3, least=1),
+    "crash": python("faulty", "import os; os.abort()"),
+    "wrong result": python("faulty", "print('gemm: 8 x 8: WRONG: all NaN'); exit(1)", key="WRONG"),
+    "missing sanitizer": Stage("faulty", (("no-such-sanitizer",),), 1, sign="^small cases on "),
+    "prints without end": python("faulty", "while True: print('x' * 1000)", most=3, least=1),
+}
+NOTES_TIME = "import sys, time; print(time.time(), file=open(sys.argv[1], 'a'))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_next_stage_begins_soon_after_a_fault(tmp_path: Path, fault: str) -> None:
+    times, faulty = tmp_path / "times", FAULTS[fault]
+    stages = [python(name, NOTES_TIME, str(times)) for name in ("before", "after")]
+    stages.insert(1, faulty)
+    check(tmp_path / "out", stages)
+    began, ended = map(float, times.read_text().split())
+    assert ended - began < 10 + (faulty.most if faulty.most < 60 else 0)
+
+
+@pytest.mark.slow
+def test_a_fresh_machine_begins_soon_after_one_that_died(tmp_path: Path) -> None:
+    times = tmp_path / "times"
+    stages = [python("first", NOTES_TIME, str(times)), python("dies", HANG, str(tmp_path / "pids"), least=1)]
+    stages.append(python("last", NOTES_TIME, str(times)))
+    process = start(tmp_path / "out", stages)
+    hanging = wait_for(tmp_path / "pids", 2)
+    process.kill()
+    process.join()
+    for pid in map(int, hanging):
+        os.kill(pid, signal.SIGKILL)
+    died = time.time()
+    stages[1] = python("dies", "print('not on this machine')", least=1)
+    resume = ("--resume", str(tmp_path / "out" / "state.tar.gz"), "--state", str(tmp_path / "of another machine"))
+    status, terminal, found = check(tmp_path / "second", stages, *resume)
+    assert (status, found) == (0, dict.fromkeys(("first", "dies", "last"), "passed")), terminal
+    first, last = map(float, times.read_text().split())
+    assert first < died < last < died + 10
+
+
 PLOTS = """
 import pathlib, sys
 out = pathlib.Path(sys.argv[1])
@@ -712,7 +753,9 @@ def test_chosen_head_dims_are_built_and_no_others(tmp_path: Path, monkeypatch: p
     assert build_in_time.main(["--minutes", "1"], [sys.executable, "-c", code]) == 0
 
 
-def test_the_document_has_the_stages_and_their_estimates() -> None:
+def test_the_document_has_the_stages_and_their_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_table.carried, "ARCHIVE", tmp_path / "none")
+    monkeypatch.setattr(stage_table.variants, "archives", dict)
     rows = re.findall(
         r"^\| (`.*`) \| .* \| ([\d, each]+) \|$", (ROOT / "docs" / "gpu-check.md").read_text(), re.MULTILINE
     )
@@ -772,7 +815,7 @@ def test_stages_refer_to_existing_files(table) -> None:
     on_gpu = table is stage_table.stages_on_gpu
     first, profile, more = (["first-tests"], ["profile"], ("train", "overhead", "plans")) if on_gpu else ([], [], ())
     later = [*first, "benchmarks", *profile, "tests", "memcheck", "racecheck"]
-    assert names == ["environment", "build", "conformance", "correct", *later]
+    assert names == ["environment", "build", *([] if on_gpu else ["emulator"]), "conformance", "correct", *later]
     (measures,) = [stage for stage in stages if stage.parts]
     assert measures.parts == ("gemm", "attention", "bucket", *more)
     assert all(stage.estimate >= 1 for stage in stages)
