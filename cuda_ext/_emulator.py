@@ -108,8 +108,11 @@ def _key_file(target: Path) -> Path:
 
 
 def _digest(key: Sequence[str]) -> str:
-    """The same in every checkout, so that what was compiled in one can be carried to another."""
-    return hashlib.sha256(repr(key).replace(str(_build.SOURCE_ROOT), "").encode()).hexdigest()
+    """The same in every checkout and environment, so that what was compiled in one can be carried to another."""
+    text = repr(key)
+    for folder in (sys.prefix, str(_build.SOURCE_ROOT)):  # in this order: the environment may be in the checkout
+        text = text.replace(folder, "")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_made(target: Path, key: Sequence[str]) -> bool:
