@@ -64,6 +64,8 @@ class GemmPlan:
     k_blocks: int = 1
     #: Blocks that divide K of one tile, and add their sums in the workspace.
     splits: int = 1
+    #: Of "a" and "b" those that are copied to the workspace first, because TMA cannot read them where they are.
+    copies: str = ""
     grid: tuple[int, int] = (0, 0)
     threads: int = 0
     workspace: int = 0
@@ -85,6 +87,7 @@ class GemmPlan:
         parts += [f"{blocks} blocks of {self.threads} threads"]
         parts += [_workspace(self.workspace)]
         lines = [of + _KERNELS[self.kernel], "; ".join(parts)]
+        lines += [f"copies {' and '.join(self.copies)} first, which TMA cannot read in place"] * bool(self.copies)
         lines += [f"{self.cycles / 1e3:.3g} thousand cycles predicted, limited by {self.limit}"]
         lines += [f"not wgmma: {self.refusal}"] * bool(self.refusal)
         return "\n  ".join(lines)
@@ -149,6 +152,7 @@ def gemm_plan(
         tile=(numbers["block_m"], numbers["block_n"], numbers["block_k"]),
         swapped=bool(numbers.get("swapped", 0)),
         schedule=schedule,
+        copies="".join(name for bit, name in enumerate("ab") if numbers.get("copies", 0) >> bit & 1),
         grid=(numbers["grid_x"], numbers["grid_y"]),
         cycles=cycles,
         limit=limit,

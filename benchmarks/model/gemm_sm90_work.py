@@ -65,6 +65,7 @@ class PlanSm90:
             *(["ping-pong"] * self.ping_pong),
             *([f"cluster {self.cluster}"] * (self.cluster > 1)),
             *([f"k in {self.k_blocks} blocks"] * (self.k_blocks > 1)),
+            *([f"after copies of {self.copies.bit_count()}"] * (self.copies > 0)),
         ]
         return " ".join(notes)
 
@@ -144,6 +145,8 @@ def gemm_sm90_work(gpu: Gpu, order: Any, m: int, n: int, k: int, dtype: str, pla
         once += REMOTE_LATENCY + (plan.k_blocks - 1) * 4.0 * area / REMOTE_BYTES
     of_gpc = GPC_SMS // plan.cluster_blocks * (gpu.sms // GPC_SMS)
     at_once = gpu.sms // plan.cluster_blocks if plan.cluster_blocks <= 2 else of_gpc
+    # A copy is read and written once.
+    copied = 2.0 * size * k * (m * (plan.copies & 1) + n * (plan.copies >> 1))
     work = Work(
         blocks=plan.items * plan.cluster_blocks,
         blocks_per_sm=1,
@@ -151,7 +154,8 @@ def gemm_sm90_work(gpu: Gpu, order: Any, m: int, n: int, k: int, dtype: str, pla
         iteration=iteration,
         outside=outside,
         in_flight=plan.stages - 1,
-        memory_bytes=read * inside + m * n * size,
+        memory_bytes=read * inside + m * n * size + copied,
+        launches=1 + plan.copies.bit_count(),
         persistent=Persistent(min(plan.clusters, at_once) * plan.cluster_blocks, bool(plan.ping_pong), RESTART, once),
     )
     if plan.splits == 1:
@@ -163,7 +167,7 @@ def gemm_sm90_work(gpu: Gpu, order: Any, m: int, n: int, k: int, dtype: str, pla
         work,
         outside=outside + Amounts(l2=sums),
         memory_bytes=work.memory_bytes + 2 * beyond_l2,
-        launches=2,  # one more kernel resets the arrival counters
+        launches=work.launches + 1,  # one more kernel resets the arrival counters
         tail=Amounts(l2=finishing * sums),
         tail_waits=3,  # stores, arrival, loads
     )

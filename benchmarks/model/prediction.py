@@ -92,7 +92,7 @@ def predict_gemm(
             of_library=ideal / time.seconds,
             binding=time.binding,
             resources=time.resources,
-            aligned=all(line * size % 16 == 0 for line in lines),
+            aligned=wgmma or all(line * size % 16 == 0 for line in lines),
             wgmma=wgmma,
         )
 

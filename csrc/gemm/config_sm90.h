@@ -54,6 +54,14 @@ struct OperandLoads {
   int8_t reduced_slots[kMaxBatchDims] = {};  // the same for reduced dims
 };
 
+// Which operands are copied before the product, because TMA cannot read them, and which copies are contiguous along k.
+struct Copies {
+  bool a = false, b = false;
+  bool a_k_major = false, b_k_major = false;
+
+  HOST_DEVICE bool any() const { return a || b; }
+};
+
 // Everything the host decides; the same for all blocks.
 struct GemmPlan {
   int config = 0;    // of kConfigs
@@ -78,6 +86,7 @@ struct GemmPlan {
   uint32_t* arrivals = nullptr;  // (tiles(), kConsumers)
   float* partials = nullptr;     // (splits, tiles(), block_m * block_n)
   float* bias_sums = nullptr;    // (64-row blocks of the output, n), gated: (.., 2n)
+  Copies copies;                 // after these arrays (copies_sm90.h)
 
   HOST_DEVICE int tiles() const { return row_groups * cluster * column_tiles * batches; }
   HOST_DEVICE int cluster_blocks() const { return cluster * k_blocks; }

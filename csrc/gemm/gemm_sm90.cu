@@ -2,6 +2,7 @@
 #include "gemm/gemm_sm90.h"
 
 #include "gemm/column_sums.cuh"
+#include "gemm/copy_operand_sm90.h"
 #include "gemm/maps_sm90.cuh"
 #include "gemm/split_k.h"
 
@@ -29,12 +30,16 @@ void launch_layout(const GemmParams& params, const GemmPlan& plan, const TensorM
 bool has_gemm_sm90() { return true; }
 
 size_t gemm_sm90_workspace(const GemmParams& params, sm90::GemmPlan plan) {
-  return sm90::assign_workspace(params, nullptr, plan).used();
+  return sm90::workspace_bytes(params, plan);
 }
 
-void launch_gemm_sm90(const GemmParams& params, sm90::GemmPlan plan, Workspace workspace, void* stream) {
-  sm90::assign_workspace(params, workspace.data, plan).expect_fits("gemm_sm90", workspace);
+void launch_gemm_sm90(const GemmParams& given, sm90::GemmPlan plan, Workspace workspace, void* stream) {
+  WorkspaceCursor cursor = sm90::assign_workspace(given, workspace.data, plan);
+  const sm90::CopiedProduct product = sm90::with_copies(given, plan.copies, cursor);
+  cursor.expect_fits("gemm_sm90", workspace);
+  const GemmParams& params = product.params;
   const sm90::TensorMaps maps = sm90::make_maps(params, plan);  // before anything is launched, because it can fail
+  for (int i = 0; i < product.count; ++i) sm90::launch_copy_operand(product.list[i], stream);
   if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles() * sm90::kConsumers, stream);
   switch (params.a.dtype) {
     case Dtype::kFloat16: sm90::launch_layout<half_t>(params, plan, maps, stream); break;

@@ -59,6 +59,12 @@ inline std::string tma_refusal(const GemmParams& params, const Side& side, Opera
   return "";
 }
 
+// Whether the second half of b's columns, where they are adjacent, begins at no multiple of 16 bytes, the unit of TMA's
+// first coordinate.
+inline bool upper_is_misaligned(const GemmParams& params) {
+  return has_pairs(params) && params.n * int64_t(size_of(params.b.dtype)) % 16 != 0;
+}
+
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string refusal_of(const GemmParams& params, bool tf32, const rt::Device& device, OperandLoads& a,
                               OperandLoads& b) {
@@ -74,8 +80,7 @@ inline std::string refusal_of(const GemmParams& params, bool tf32, const rt::Dev
     if (sides[i].lines >= int64_t(1) << 31 || params.k >= int64_t(1) << 31) return "a size is 2^31 or more";
     if (std::string refusal = tma_refusal(params, sides[i], *loads[i]); !refusal.empty()) return refusal;
   }
-  // TMA's first coordinate counts in units of 16 bytes.
-  if (has_pairs(params) && !sides[1].k_major && params.n * int64_t(size_of(params.b.dtype)) % 16 != 0)
+  if (!sides[1].k_major && upper_is_misaligned(params))
     return "the second half of b's columns does not begin at a multiple of 16 bytes";
   return "";
 }

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/device.h"
-#include "gemm/operands_sm90.h"
+#include "gemm/copies_sm90.h"
 
 namespace cuda_ext::sm90 {
 
@@ -277,9 +277,9 @@ inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, cons
   return plan;
 }
 
-// The plan with the lowest predicted time. `tf32`: float32 operands may be rounded to tf32.
-inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Device& device,
-                              const Restriction& only = {}) {
+// The plan with the lowest predicted time, of operands where they are.
+inline GemmChoice choose_in_place(const GemmParams& params, bool tf32, const rt::Device& device,
+                                  const Restriction& only) {
   constexpr int kMaxSplits = 32;
   constexpr int kMaxCluster = 8;     // that every device supports
   constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
@@ -328,6 +328,30 @@ inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Dev
   else
     choice.refusal = "no tile shape fits the restriction";
   return choice;
+}
+
+// The plan with the lowest predicted time. `tf32`: float32 operands may be rounded to tf32. Operands that TMA cannot read
+// are copied first where that takes less time than the kernel on mma.sync.
+inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Device& device,
+                              const Restriction& only = {}) {
+  constexpr int64_t kMostBytes = 1 << 30;  // of copies
+  constexpr int kFewRows = 64;             // copies take longer than reading the weights once
+  constexpr double kCopy = 4000;           // cycles of a launch
+  GemmChoice choice = choose_in_place(params, tf32, device, only);
+  // The choice must not depend on the number of rows if the bits of one must not.
+  if (choice.plan || only.copies == 0 || params.batch_invariant || params.k == 0) return choice;
+  const Copies copies = copies_for(params, tf32);
+  WorkspaceCursor cursor(reinterpret_cast<void*>(256));
+  const CopiedProduct product = with_copies(params, copies, cursor);
+  if (product.count == 0) return choice;
+  GemmChoice with = choose_in_place(product.params, tf32, device, only);
+  if (!with.plan) return choice;
+  with.plan->cycles += product.count * kCopy + 2.0 * double(product.bytes) / (Rates::kMemoryBytes * device.num_sms);
+  const bool pays = std::min(params.m, params.n) >= kFewRows && product.bytes <= kMostBytes &&
+                    with.plan->cycles < 0.9 * cycles_of_mma_sync(params, copies, device.num_sms);
+  if (!pays && only.copies != 1) return choice;
+  with.plan->copies = copies;
+  return with;
 }
 
 }  // namespace cuda_ext::sm90

@@ -44,8 +44,9 @@ Answer answer_sm90(const GemmParams& params, sm90::GemmPlan plan, const rt::Devi
                    {"threads", 128 * (1 + sm90::kConsumers)},
                    {"grid_x", plan.clusters * plan.cluster_blocks()},
                    {"grid_y", 1},
-                   {"workspace", int64_t(sm90::assign_workspace(params, nullptr, plan).used())}}),
-          cost.total};
+                   {"workspace", int64_t(sm90::workspace_bytes(params, plan))},
+                   {"copies", plan.copies.a + 2 * plan.copies.b}}),
+          plan.cycles};
 }
 
 Answer answer_sm80(const GemmParams& params, Float32Product float32, const rt::Device& device,

@@ -29,8 +29,8 @@ EXPORT size_t activation_grad_params_size() { return sizeof(ActivationGradParams
 
 // The tests' restriction of the choice of a plan for wgmma.
 static Restriction restriction;
-EXPORT void gemm_restrict(int config, int cluster, int k_blocks, int splits) {
-  restriction = {config, cluster, k_blocks, splits};
+EXPORT void gemm_restrict(int config, int cluster, int k_blocks, int splits, int copies) {
+  restriction = {config, cluster, k_blocks, splits, copies};
 }
 static sm90::GemmChoice choice_of(const GemmParams& params, int tf32) {
   return sm90::choose_plan(params, tf32, gemm_cuda_device(), restriction);
@@ -46,6 +46,7 @@ EXPORT int gemm_choice_sm90(const GemmParams* params, int tf32, int* out, char* 
   out[2] = choice.plan->k_blocks;
   out[3] = choice.plan->splits;
   out[4] = choice.plan->tma_store;
+  out[5] = choice.plan->copies.a + 2 * choice.plan->copies.b;
   return 1;
 }
 EXPORT size_t gemm_workspace(const GemmParams* params, int tf32) {

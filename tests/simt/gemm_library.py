@@ -253,17 +253,27 @@ class GemmLibrary(Library):
             raise Fault(error.value.decode())
 
     @contextmanager
-    def restricted(self, config: int = -1, cluster: int = 0, k_blocks: int = 0, splits: int = 0) -> Iterator[None]:
-        """Restricts the choice of a plan for wgmma within the block; see csrc/gemm/plan_sm90.h."""
-        self._c.gemm_restrict(config, cluster, k_blocks, splits)
+    def restricted(
+        self, config: int = -1, cluster: int = 0, k_blocks: int = 0, splits: int = 0, copies: int = -1
+    ) -> Iterator[None]:
+        """Restricts the choice of a plan for wgmma within the block; see csrc/gemm/problem.h."""
+        self._c.gemm_restrict(config, cluster, k_blocks, splits, copies)
         try:
             yield
         finally:
-            self._c.gemm_restrict(-1, 0, 0, 0)
+            self._c.gemm_restrict(-1, 0, 0, 0, -1)
+
+    def copies_sm90(self, call: Gemm) -> str:
+        """Which operands a plan for wgmma copies: "", "a", "b" or "ab"."""
+        out, refusal = (ctypes.c_int * 6)(), ctypes.create_string_buffer(512)
+        params = call.params()
+        if not self._c.gemm_choice_sm90(ctypes.byref(params), call.tf32, out, refusal, ctypes.c_size_t(512)):
+            return ""
+        return "a" * (out[5] & 1) + "b" * (out[5] >> 1)
 
     def plan_sm90(self, call: Gemm) -> PlanSm90 | str:
         """The plan for wgmma, or why it cannot compute the product."""
-        out, refusal = (ctypes.c_int * 5)(), ctypes.create_string_buffer(512)
+        out, refusal = (ctypes.c_int * 6)(), ctypes.create_string_buffer(512)
         params = call.params()
         if self._c.gemm_choice_sm90(ctypes.byref(params), call.tf32, out, refusal, ctypes.c_size_t(512)):
             return PlanSm90(*out[:4], bool(out[4]))
