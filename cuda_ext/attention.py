@@ -261,8 +261,8 @@ def flash_attention_varlen(
         `(total_q, H, Dv)`; with `return_lse` also `lse`, `(H, total_q)`.
 
     Raises:
-        RuntimeError: as `flash_attention`; also for `cu_seqlens` that do not start at 0, decrease, or end after the last
-            row.
+        RuntimeError: as `flash_attention`; also for `cu_seqlens` that do not start at 0, decrease, or exceed the number
+            of rows.
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     left, right = window_sides("flash_attention_varlen", window)

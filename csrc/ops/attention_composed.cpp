@@ -236,8 +236,8 @@ Tensor keep_mask(const Tensor& rng_state, const AttentionOptions& o, int64_t bat
 
 // The parts one after the other, and zeros for the rows of `whole` after them.
 Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tensor& whole) {
-  parts.push_back(at::zeros({whole.size(0) - numbers_of(cu_seqlens).back(), whole.size(1), whole.size(2)},
-                            whole.options()));
+  parts.push_back(
+      at::zeros({whole.size(0) - numbers_of(cu_seqlens).back(), whole.size(1), whole.size(2)}, whole.options()));
   return at::cat(parts, 0);
 }
 

@@ -237,7 +237,7 @@ def _positions(length: Any) -> Any:
 
 
 def _sequences(rows: Any, cu_seqlens: Any) -> tuple[Any, Any, Any]:
-    """The sequence of each row of `(total, ...)`, its distance from the end of that sequence, and whether there is one."""
+    """The sequence of each row of `(total, ...)`, its distance from the end of that, and whether it has one."""
     ends = _op.Slice(_op.Cast(cu_seqlens, to=_INT64), _int64s(1), _int64s(2**62), _int64s(0))  # (B,)
     count = _op.Shape(ends)
     position = _positions(_op.Squeeze(_op.Shape(rows, start=0, end=1), _int64s(0)))  # (total,)
