@@ -432,6 +432,8 @@ TAILS = {
     "plain": ([3, 70, 0], [40, 5, 90], (64, 64), {}),
     "no sequences": ([], [], (64, 64), {"max_seqlen_q": 9, "max_seqlen_k": 9}),
     "empty sequences": ([0, 0], [0, 0], (64, 64), {}),
+    "no keys": ([5, 3], [0, 0], (64, 64), {"sinks": True}),
+    "no queries": ([0, 0], [5, 3], (64, 64), {"bias": True}),
     "split keys": ([1], [900], (64, 64), {}),
     "window and sinks": ([3, 70], [40, 90], (64, 64), {"window": (20, 9), "sinks": True}),
     "softcap, alibi and bias": ([3, 70], [40, 90], (64, 64), {"softcap": 3.0, "alibi": True, "bias": True}),
