@@ -428,7 +428,7 @@ def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str
     check(tensors, packed=True, **options)
 
 
-TAILS = {
+TAILS: dict[str, tuple[list[int], list[int], tuple[int, int], dict[str, Any]]] = {
     "plain": ([3, 70, 0], [40, 5, 90], (64, 64), {}),
     "no sequences": ([], [], (64, 64), {"max_seqlen_q": 9, "max_seqlen_k": 9}),
     "empty sequences": ([0, 0], [0, 0], (64, 64), {}),
