@@ -242,9 +242,10 @@ def flash_attention_varlen(
         query: `(total_q, H, D)`; sequence `b` is rows `cu_seqlens_q[b]` to `cu_seqlens_q[b + 1]`.
         key: `(total_k, Hk, D)`, divided by `cu_seqlens_k`.
         value: `(total_k, Hk, Dv)`.
-        cu_seqlens_q: `(B + 1,)`, int32, on the device of `query`: 0, then the cumulative lengths, up to `total_q`. The
-            values are checked on the CPU only; on a GPU that would stall the stream.
-        cu_seqlens_k: the same for keys. A sequence may have length 0.
+        cu_seqlens_q: `(B + 1,)`, int32, on the device of `query`: 0, then the cumulative lengths, at most `total_q`.
+            The values are checked on the CPU only; on a GPU that would stall the stream.
+        cu_seqlens_k: the same for keys. A sequence may have length 0. Rows of any tensor after the last sequence are
+            not read; they give zeros, an `lse` of `-inf` and zero gradients.
         max_seqlen_q: at least the length of the longest sequence, below 2^31. `None` computes it from `cu_seqlens_q`,
             which on a GPU waits for the stream.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
@@ -260,8 +261,8 @@ def flash_attention_varlen(
         `(total_q, H, Dv)`; with `return_lse` also `lse`, `(H, total_q)`.
 
     Raises:
-        RuntimeError: as `flash_attention`; also for `cu_seqlens` that do not start at 0, decrease, or do not end at the
-            number of rows.
+        RuntimeError: as `flash_attention`; also for `cu_seqlens` that do not start at 0, decrease, or exceed the number
+            of rows.
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     left, right = window_sides("flash_attention_varlen", window)

@@ -67,7 +67,9 @@ def gemm(
         c: broadcasts to the output ``(..., M, N)``; dtype of ``a`` or of the output.
         bias: ``(N,)``; dtype of ``a`` or of the output.
         activation: see the module; default none.
-        alpha, beta: zero removes its term, including NaN and infinity, as in `torch.addmm`.
+        alpha, beta: zero removes its term, including NaN and infinity, in every dtype. So does `torch.addmm` with
+            `beta`; with `alpha` on a CPU only in float32 and float64, while in float16 and bfloat16 a NaN in `a` or `b`
+            stays.
         out_dtype: float32, float16 or bfloat16; default the dtype of ``a``. float64 only for float64 inputs, which
             allow nothing else.
 

@@ -637,6 +637,25 @@ def test_varlen_without_rows(lengths: list[int]) -> None:
     assert out.shape == (0, 2, 4) and lse.shape == (2, 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [(130, 3), (0, 200), (20, 0)])
+def test_varlen_rows_after_the_last_sequence(dtype: torch.dtype, rows: tuple[int, int]) -> None:
+    """More rows of queries, or of keys, than cu_seqlens counts; NaN in them reaches nothing."""
+    tensors = packed([5, 0, 70, *rows[:1]], [9, 3, 100, *rows[1:]], 4, 2, 24, 40, dtype)
+    tensors["sinks"] = torch.randn(4, dtype=torch.float64).to(dtype).requires_grad_()
+    tensors |= {name: tensors[name][:-1] for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    with torch.no_grad():
+        tensors["query"][75:] = tensors["key"][112:] = tensors["value"][112:] = math.nan
+    assert_op_matches_reference(
+        cuda_ext.flash_attention_varlen,
+        reference_attention_varlen,
+        tensors,
+        {"return_lse": True, "causal": True},
+        gradient_factor=GRADIENT_FACTOR,
+        atol=atol(tensors["value"]),
+    )
+
+
 # Dropout
 
 

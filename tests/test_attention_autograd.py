@@ -580,7 +580,7 @@ PV = "cuda_ext::flash_attention_varlen: expected "
         ),
         ((QP, KP, VP, CQ + 1, CK), {}, PV + "cu_seqlens_q to start at 0, got 1"),
         ((QP, KP, VP, CQ, CK[[0, 2, 1]]), {}, PV + "cu_seqlens_k to be non-decreasing, got 7 before 4 at index 2"),
-        ((QP, KP, VP, CQ, CK[:2]), {}, PV + "cu_seqlens_k to end at 7, the rows of key, got 4"),
+        ((QP, KP, VP, CQ, CK + CK), {}, PV + "cu_seqlens_k to end at 7 at most, the rows of key, got 14"),
         ((QP, KP, VP, CQ, CK[[0, 2]]), {}, PV + "cu_seqlens_k of shape (3,) to match cu_seqlens_q, got (2,)"),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_q": 2}, PV + "max_seqlen_q of at least 3, the longest sequence, got 2"),
         *(

@@ -428,6 +428,77 @@ def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str
     check(tensors, packed=True, **options)
 
 
+TAILS: dict[str, tuple[list[int], list[int], tuple[int, int], dict[str, Any]]] = {
+    "plain": ([3, 70, 0], [40, 5, 90], (64, 64), {}),
+    "no sequences": ([], [], (64, 64), {"max_seqlen_q": 9, "max_seqlen_k": 9}),
+    "empty sequences": ([0, 0], [0, 0], (64, 64), {}),
+    "no keys": ([5, 3], [0, 0], (64, 64), {"sinks": True}),
+    "no queries": ([0, 0], [5, 3], (64, 64), {"bias": True}),
+    "split keys": ([1], [900], (64, 64), {}),
+    "window and sinks": ([3, 70], [40, 90], (64, 64), {"window": (20, 9), "sinks": True}),
+    "softcap, alibi and bias": ([3, 70], [40, 90], (64, 64), {"softcap": 3.0, "alibi": True, "bias": True}),
+    "dropout": ([3, 70], [40, 90], (64, 64), {"dropout_p": 0.2, "causal": True}),
+    "128": ([64, 64], [128], (128, 128), {"causal": True}),
+    "256": ([3, 70], [40, 90], (256, 256), {"sinks": True}),
+    "256, bias": ([3, 70], [40, 90], (192, 128), {"bias": True}),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", TAILS)
+def test_rows_after_the_last_sequence(name: str, deterministic: bool) -> None:
+    """They give zeros, -inf of lse and zero gradients. What is in them, here NaN, reaches nothing else."""
+    of_q, of_k, (dim, dim_v), options = TAILS[name]
+    of_k = of_k + [0] * (len(of_q) - len(of_k))
+    q_end, k_end = sum(of_q), sum(of_k)
+    options = {**options, "deterministic": deterministic}
+    sizes: dict[str, tuple[int, ...]] = {"bias": (4, max(of_q, default=0), max(of_k, default=0)), "sinks": (4,)}
+    leaves = {
+        "query": torch.randn(q_end + 75, 4, dim).bfloat16(),
+        "key": torch.randn(k_end + 3, 2, dim).bfloat16(),
+        "value": torch.randn(k_end + 3, 2, dim_v).bfloat16(),
+        **{each: torch.randn(size) for each, size in sizes.items() if options.pop(each, False)},
+    }
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = torch.rand(len(of_q), 4)
+    lengths = [torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32) for each in (of_q, of_k)]
+    given = torch.randn(q_end + 75, 4, dim_v).bfloat16(), torch.randn(4, q_end + 75)
+    end_of = {"query": q_end, "key": k_end, "value": k_end}
+
+    def free_garbage(*tensors: Tensor) -> None:
+        """Memory that the next tensors of these sizes are likely to get."""
+        del [torch.full_like(each, math.nan) for each in tensors][:]
+
+    def run(content: float) -> list[Tensor]:
+        filled = {each: tensor.clone() for each, tensor in leaves.items()}
+        grad_out, grad_lse = (each.clone() for each in given)
+        for each, end in end_of.items():
+            filled[each][end:] = content
+        grad_out[q_end:], grad_lse[:, q_end:] = content, content
+        inputs = [each.requires_grad_() for each in filled.values()]
+        torch.manual_seed(0)
+        free_garbage(grad_out, grad_lse)
+        out = cuda_ext.flash_attention_varlen(
+            *inputs[:3], *lengths, return_lse=True, **dict(zip(list(filled)[3:], inputs[3:])), **options
+        )
+        assert not out[0][q_end:].any() and bool((out[1][:, q_end:] == -math.inf).all())
+        free_garbage(*inputs)
+        gradients = torch.autograd.grad(out, inputs, (grad_out, grad_lse))
+        for gradient, end in zip(gradients, end_of.values()):
+            assert not gradient[end:].any()
+        return [*(each.detach() for each in out), *gradients]
+
+    for poisoned, clean in zip(run(math.nan), run(0.0)):
+        if deterministic:
+            assert torch.equal(poisoned, clean)
+        torch.testing.assert_close(poisoned, clean, rtol=2e-2, atol=2e-2)
+    if of_q and "dropout_p" not in options:
+        tensors = {each: tensor.requires_grad_() for each, tensor in leaves.items()}
+        slopes = {"alibi_slopes": options.pop("alibi_slopes")} if "alibi_slopes" in options else {}
+        tensors |= {"cu_seqlens_q": lengths[0], "cu_seqlens_k": lengths[1], **slopes}
+        check(tensors, packed=True, **options)
+
+
 def test_strided_tensors_are_read_in_place() -> None:
     qkv_packed = torch.randn(2, 70, 3, 4, 64).bfloat16()
     query, key, value = qkv_packed.unbind(2)

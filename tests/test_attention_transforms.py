@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
@@ -86,6 +87,7 @@ def test_second_derivatives_of_packed_sequences() -> None:
     cu_q, cu_k = torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 3, 3], dtype=torch.int32)
     tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 2), (3, 1, 2), (3, 1, 3))]
     slopes = torch.rand(3, 2)
+    tensors = [F.pad(t.detach(), (0, 0, 0, 0, 0, 1)).requires_grad_() for t in tensors]  # a row after the last sequence
     call = lambda *t: finite(  # noqa: E731
         cuda_ext.flash_attention_varlen(*t, cu_q, cu_k, causal=True, alibi_slopes=slopes, return_lse=True)
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kvcache_common import attend, expected, make_cache, rotate
 from torch import Tensor
 
@@ -99,6 +101,24 @@ def test_packed_queries() -> None:
         torch.testing.assert_close(lse[:, first:end].double(), exact_lse, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("queries", [[3, 0, 1], []])
+def test_packed_queries_after_the_last_sequence(queries: list[int]) -> None:
+    cache = make_cache([20, 5, 33][: len(queries)], 64, 2, 32, 32, DTYPE, page_size=16)
+    q = torch.randn(sum(queries) + 5, 4, 32)
+    q[sum(queries) :] = math.nan
+    options = {
+        "cache_seqlens": cache.arguments["cache_seqlens"],
+        "page_table": cache.arguments["block_table"],
+        "cu_seqlens_q": torch.tensor([0, *torch.tensor(queries).cumsum(0)]).int(),
+        "max_seqlen_q": 3,
+        "return_softmax_lse": True,
+    }
+    out, lse = flash_attn_3.flash_attn_with_kvcache(q, cache.keys, cache.values, **options)
+    used, used_lse = flash_attn_3.flash_attn_with_kvcache(q[: sum(queries)], cache.keys, cache.values, **options)
+    assert torch.equal(out, F.pad(used, (0, 0, 0, 0, 0, 5)))
+    assert torch.equal(lse, F.pad(used_lse, (0, 5), value=-math.inf))
+
+
 def test_combine() -> None:
     q, k, v = torch.randn(2, 5, 4, 32), torch.randn(2, 60, 4, 32), torch.randn(2, 60, 4, 32)
     whole, lse = cuda_ext.flash_attention(q, k, v, return_lse=True)
@@ -141,6 +161,15 @@ class TestRotary:
         in_place = x.clone()
         assert rotary.apply_rotary_emb(in_place, angles.cos(), angles.sin(), inplace=True, **options) is in_place
         assert torch.equal(in_place, out)
+
+    @pytest.mark.parametrize("offsets", [0, torch.tensor([2, 30]).int()])
+    def test_rows_after_the_last_sequence(self, offsets: Any) -> None:
+        angles = torch.rand(64, 8)
+        x = torch.randn(20, 3, 16)
+        options = {"seqlen_offsets": offsets, "cu_seqlens": torch.tensor([0, 4, 13]).int()}
+        turned = rotary.apply_rotary_emb(x, angles.cos(), angles.sin(), **options)
+        used = rotary.apply_rotary_emb(x[:13], angles.cos(), angles.sin(), **options)
+        assert torch.equal(turned, torch.cat([used, x[13:]]))
 
     def test_gradients(self) -> None:
         x = torch.randn(2, 5, 3, 16, dtype=torch.float64, requires_grad=True)

@@ -121,14 +121,15 @@ def test_linear_broadcasts_residual(shape: tuple[int, ...]) -> None:
         check("linear", {"input": rand(3, 4, 6), "weight": rand(5, 6), "residual": rand(*shape)}, activation=activation)
 
 
-def test_gemm_zero_scales_remove_terms() -> None:
-    nan = torch.full((3, 3), math.nan)
-    a, b, c = integers(3, 3), integers(3, 3), integers(3, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gemm_zero_scales_remove_terms(dtype: torch.dtype) -> None:
+    nan = torch.full((3, 3), math.nan, dtype=dtype)
+    a, b, c = (integers(3, 3, dtype=dtype) for _ in range(3))
     assert torch.equal(gemm(a, b, nan, beta=0.0), a @ b)
     assert torch.equal(gemm(nan, nan, c, alpha=0.0), c)
     leaves = [t.clone().requires_grad_() for t in (a, b, c)]
     gemm(*leaves, alpha=0.0, beta=0.0).sum().backward()
-    assert all(torch.equal(leaf.grad, torch.zeros(3, 3)) for leaf in leaves)
+    assert all(torch.equal(leaf.grad, torch.zeros(3, 3, dtype=dtype)) for leaf in leaves)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -146,6 +146,21 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": torch.randn(4)}], ids=["", "sinks"])
+def test_rows_after_the_last_sequence(options: dict[str, Any]) -> None:
+    lengths = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
+    q, k, v = torch.randn(16, 4, 8), torch.randn(14, 2, 8), torch.randn(14, 2, 8)
+    q[10:] = k[12:] = v[12:] = torch.nan
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> Any:
+        return cuda_ext.flash_attention_varlen(
+            q, k, v, cu_q, cu_k, max_seqlen_q=7, max_seqlen_k=7, **options, return_lse=True
+        )
+
+    check(model, q, k, v, *lengths)
+
+
+@pytest.mark.slow
 def test_modules() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

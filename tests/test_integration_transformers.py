@@ -321,6 +321,22 @@ def test_compiled_training_on_packed_sequences(explicit: bool) -> None:
     assert served() == {}
 
 
+def test_tokens_after_the_packed_sequences() -> None:
+    """Padding to a fixed length changes neither the tokens before it nor their gradients."""
+    model = models.decoder("mistral", NAME, num_hidden_layers=1)
+    cumulative = torch.tensor([0, 8, 9, 23], dtype=torch.int32)
+    inputs = {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": 14, "max_length_k": 14}
+    positions = torch.cat([torch.arange(n) for n in (8, 1, 14, 9)])[None]
+    tokens = models.ids(1, 32)
+
+    def run(length: int) -> Any:
+        return lambda: model(tokens[:, :length], position_ids=positions[:, :length], use_cache=False, **inputs).logits[
+            :, :23
+        ]
+
+    assert_same(outcome(model, NAME, run(32)), outcome(model, NAME, run(23)))
+
+
 # Training
 
 

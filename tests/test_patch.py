@@ -722,6 +722,57 @@ def test_autocast() -> None:
         assert error < 0.05 * float(exact.detach().norm())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("projection", ["relu", "gated-gelu", "gated-silu"])
+def test_t5_with_its_last_weight_in_float32(projection: str, dtype: torch.dtype) -> None:
+    """Its forward casts to the dtype of that weight, which transformers keeps in float32."""
+    model, inputs = t5(projection)
+    model.to(dtype).eval()
+    reference = copy.deepcopy(model)
+    assert cuda_ext.patch(model, attention=False).swapped
+    for each in (model, reference):
+        for name, module in each.named_modules():
+            if name.endswith(".wo"):
+                module.float()
+    assert not ops_of(lambda: output(model, inputs))
+    assert_same(model, reference, inputs, tolerance=0.0)
+    model.to(dtype)
+    assert ops_of(lambda: output(model, inputs))
+
+
+class Converting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.up.weight.dtype or x.device != self.up.weight.device:
+            x = x.to(self.up.weight)
+        x = F.relu(self.up(x))
+        if x.dtype != self.norm.weight.dtype:
+            x = x.to(self.norm.weight.dtype)
+        x = self.norm(x)
+        if x.dtype != self.down.weight.dtype:
+            x = x.to(self.down.weight.dtype)
+        return self.down(x)
+
+
+@pytest.mark.parametrize("changed", ["up", "norm", "down", "input"])
+def test_blocks_that_convert_what_differs(changed: str) -> None:
+    block = Converting()
+    reference = copy.deepcopy(block)
+    cuda_ext.patch(block)
+    x = torch.randn(3, 8)
+    assert ops_of(lambda: block(x)) == {"linear": 1}
+    if changed == "input":
+        x = x.bfloat16()
+    else:
+        for each in (block, reference):
+            getattr(each, changed).bfloat16()
+    assert not ops_of(lambda: block(x))
+    assert torch.equal(block(x), reference(x))
+
+
 def test_generation() -> None:
     model = small().eval()
     expected = model.generate(IDS, max_new_tokens=6, do_sample=False, eos_token_id=None)

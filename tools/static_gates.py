@@ -127,6 +127,7 @@ RULES = (
     replace(ATTENTION_WGMMA_BACKWARD_QUERIES, name="attention_bwd_queries_sm90"),
     Rule("attention_fwd_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_combine", shared_bytes=0),
+    Rule("attention_tail", (r"STG\.E\.128",), shared_bytes=0),
     Rule("attention_cache_sm80", ("HMMA", "LDSM", "LDGSTS", r"STG\.E\.128")),
     Rule("attention_cache_combine", shared_bytes=0),
     Rule("attention_cache_append", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),

@@ -71,7 +71,7 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
       choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks, group * plan.query_tiles);
   // Per head; each sequence starts with a new tile.
   const int64_t query_tiles =
-      p.cu_seqlens_q != nullptr ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
+      p.cu_seqlens_q != nullptr && p.batch > 0 ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
   const auto check = [&](const char* what, int64_t count) {
     if (count > std::numeric_limits<int>::max())
       throw std::invalid_argument(std::string("expected at most 2^31 ") + what + ", got " + std::to_string(count) +

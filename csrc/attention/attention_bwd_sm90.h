@@ -29,8 +29,9 @@ static_assert(kNumBackwardTiles == 5);
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string backward_refusal(const AttentionBackwardParams& p, const rt::Device& device) {
   if (const std::string refusal = forward_refusal(p, device); !refusal.empty()) return refusal;
+  if (p.seqlen_q == 0 || p.batch == 0 || p.heads == 0) return "there are no queries";
+  if (p.seqlen_k == 0) return "there are no keys";
   const int64_t queries = p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q;
-  if (queries == 0 || p.batch == 0 || p.heads == 0) return "there are no queries";
   if (queries > 1 && p.grad_out.seq_stride == 0) return "TMA cannot read rows with a stride of 0";
   return "";
 }

@@ -1,6 +1,8 @@
 #include "attention/attention_cuda.h"
 
+#include "attention/attention_tail.cuh"
 #include "rt/device.h"
+#include "rt/launch.cuh"
 
 namespace cuda_ext {
 namespace {
@@ -44,6 +46,24 @@ auto with_launcher(const char* kernel, const Params& params, const F& f) {
   return with_launcher(params, rt::describe_device(kernel), refusal, f);
 }
 
+sm80::Tail queries_tail(const AttentionParams& p, const HeadsView& to, int64_t width, float* lse = nullptr) {
+  return {to, p.cu_seqlens_q + p.batch, p.total_q, int(p.heads), int(width), lse};
+}
+sm80::Tail keys_tail(const AttentionParams& p, const HeadsView& to, int64_t width) {
+  return {to, p.cu_seqlens_k + p.batch, p.total_k, int(p.heads_kv), int(width)};
+}
+
+// Fills the rows of `count` tensors that are after the last sequence.
+void launch_tail(const sm80::Tails& tails, int count, void* stream) {
+  constexpr int kThreads = 256;
+  int64_t blocks = rt::describe_device("attention_tail").num_sms, rows = 0;
+  for (const sm80::Tail& tail : tails.of) rows = rows < tail.rows ? tail.rows : rows;
+  blocks = blocks < rows ? blocks : rows;
+  if (blocks == 0) return;
+  rt::launch<sm80::attention_tail<kThreads>>(
+      "attention_tail", {.grid = {int(blocks), count}, .threads = kThreads, .stream = stream}, tails);
+}
+
 }  // namespace
 
 AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool backward, const rt::Device& device,
@@ -62,6 +82,8 @@ size_t attention_forward_cuda_workspace(const AttentionParams& params) {
 
 void launch_attention_forward_cuda(const AttentionParams& params, Workspace workspace, void* stream) {
   with_launcher("attention_fwd", params, [&](auto forward) { forward.launch(params, workspace, stream); });
+  if (params.cu_seqlens_q != nullptr)
+    launch_tail({{queries_tail(params, params.out, params.dim_v, static_cast<float*>(params.lse))}}, 1, stream);
 }
 
 size_t attention_backward_cuda_workspace(const AttentionBackwardParams& params) {
@@ -70,6 +92,10 @@ size_t attention_backward_cuda_workspace(const AttentionBackwardParams& params) 
 
 void launch_attention_backward_cuda(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
   with_launcher("attention_bwd", params, [&](auto backward) { backward.launch(params, workspace, stream); });
+  if (params.cu_seqlens_q != nullptr)
+    launch_tail({{queries_tail(params, params.grad_query, params.dim), keys_tail(params, params.grad_key, params.dim),
+                  keys_tail(params, params.grad_value, params.dim_v)}},
+                3, stream);
 }
 
 }  // namespace cuda_ext

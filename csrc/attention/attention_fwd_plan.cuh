@@ -92,6 +92,6 @@ inline WorkspaceCursor assign_workspace(const AttentionParams& p, void* data, Fo
   return cursor;
 }
 
-inline bool is_empty(const AttentionParams& p) { return lse_rows(p) == 0 || p.seqlen_q == 0; }
+inline bool is_empty(const AttentionParams& p) { return lse_rows(p) == 0 || p.seqlen_q == 0 || p.batch == 0; }
 
 }  // namespace cuda_ext::sm80

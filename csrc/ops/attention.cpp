@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
+#include <limits>
 #include <tuple>
 
 #include "ops/attention_autograd.h"
@@ -69,6 +70,11 @@ void set_rng(AttentionParams& p, const char* op, const Tensor& rng_state, const 
   }
 }
 
+// Fills the indices of dimension `dim` from `first` on.
+void fill_from(const Tensor& tensor, int64_t dim, int64_t first, double value) {
+  if (const int64_t count = tensor.size(dim) - first; count > 0) tensor.narrow(dim, first, count).fill_(value);
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                            const Options& o) {
   const AttentionShape shape = check_attention(op, query, key, value, o);
@@ -90,6 +96,10 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
         op, [&] { cuda->attention_forward(p, scope.workspace(cuda->attention_forward_workspace(p)), scope.stream()); });
   } else {
     attention_forward(p);
+    if (o.packed()) {
+      fill_from(out, 0, p.cu_seqlens_q[p.batch], 0);
+      fill_from(lse, 1, p.cu_seqlens_q[p.batch], -std::numeric_limits<double>::infinity());
+    }
   }
   return {std::move(out), std::move(lse), std::move(rng_state)};
 }
@@ -194,6 +204,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     });
   } else {
     attention_backward(p);
+    if (o.packed()) {
+      fill_from(grad_query, 0, p.cu_seqlens_q[p.batch], 0);
+      for (const Tensor& gradient : {grad_key, grad_value}) fill_from(gradient, 0, p.cu_seqlens_k[p.batch], 0);
+    }
   }
   if (is_given(sinks)) grad_sinks = grad_sinks.to(sinks->scalar_type());
   if (needs_grad_bias) grad_bias = at::sum_to(std::move(grad_bias), bias->sizes()).to(bias->scalar_type());

@@ -234,8 +234,11 @@ Tensor keep_mask(const Tensor& rng_state, const AttentionOptions& o, int64_t bat
   return mask.to(query.options().dtype(accumulation_type(query.scalar_type())));
 }
 
-Tensor concatenate(const std::vector<Tensor>& parts, const Tensor& if_none, int64_t dim) {
-  return parts.empty() ? at::zeros(if_none.sizes(), if_none.options()) : at::cat(parts, dim);
+// The parts one after the other, and zeros for the rows of `whole` after them.
+Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tensor& whole) {
+  parts.push_back(
+      at::zeros({whole.size(0) - numbers_of(cu_seqlens).back(), whole.size(1), whole.size(2)}, whole.options()));
+  return at::cat(parts, 0);
 }
 
 }  // namespace
@@ -252,6 +255,9 @@ std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor&
     outs.push_back(out.squeeze(0));
     lses.push_back(lse.squeeze(0));
   }
+  const int64_t tail = query.size(0) - numbers_of(*o.cu_seqlens_q).back();
+  outs.push_back(at::zeros({tail, heads, value.size(2)}, query.options()));
+  lses.push_back(at::full({heads, tail}, kHidden, lses[0].options()));
   return {at::cat(outs, 0), at::cat(lses, 1)};
 }
 
@@ -280,9 +286,9 @@ AttentionGradients composed_attention_backward(const Tensor& grad_out, const Ten
     if (g.bias.defined()) biases.push_back(g.bias);
     if (g.sinks.defined()) total.sinks = total.sinks.defined() ? total.sinks + g.sinks : g.sinks;
   }
-  total.query = concatenate(queries, query, 0);
-  total.key = concatenate(keys, key, 0);
-  total.value = concatenate(values, value, 0);
+  total.query = with_tail(std::move(queries), *o.cu_seqlens_q, query);
+  total.key = with_tail(std::move(keys), *o.cu_seqlens_k, key);
+  total.value = with_tail(std::move(values), *o.cu_seqlens_k, value);
   if (is_given(o.bias)) total.bias = bias_from_parts(biases, *o.bias);
   return total;
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext.compat._flash_attn_call import window_of
@@ -26,6 +28,7 @@ def attend_packed_to_cache(
     """The same for packed queries, `(total_q, heads, dim)`: `(total_q, heads, dim_v)` and `(heads, total_q)`.
 
     Each sequence becomes the last rows of `max_seqlen_q` ones, so that its diagonal stays in the bottom-right corner.
+    Rows after the last sequence are zeros, and -inf of lse.
     """
     ends = cu_seqlens_q[1:].long()
     rows = torch.arange(max_seqlen_q, device=q.device) - max_seqlen_q + ends.unsqueeze(1)
@@ -33,5 +36,8 @@ def attend_packed_to_cache(
     out, lse = attend_to_cache(function, padded, k_cache, v_cache, **options)
     row = torch.arange(len(q), device=q.device)
     sequence = torch.searchsorted(ends, row, right=True)
-    at = row - ends[sequence] + max_seqlen_q
-    return out[sequence, at], lse.transpose(1, 2)[sequence, at].T
+    at = row - F.pad(ends, (0, 1))[sequence] + (sequence + 1) * max_seqlen_q
+    at = torch.where(sequence < len(ends), at, len(ends) * max_seqlen_q)  # else the row that pads both
+    out = F.pad(out.flatten(0, 1), (0, 0, 0, 0, 0, 1))
+    lse = F.pad(lse.transpose(1, 2).flatten(0, 1), (0, 0, 0, 1), value=-math.inf)
+    return out[at], lse[at].T

@@ -196,14 +196,21 @@ def _flash_attention_varlen(
             raise NotImplementedError(
                 f"{NAMESPACE}::flash_attention_varlen: {name} has no ONNX translation; export with flash_attention"
             )
-    sequence_q, behind_q = _sequences(_op.Unsqueeze(query, _int64s(0)), cu_seqlens_q)
-    sequence_k, behind_k = _sequences(_op.Unsqueeze(key, _int64s(0)), cu_seqlens_k)
+    sequence_q, behind_q, inside_q = _sequences(query, cu_seqlens_q)
+    sequence_k, behind_k, inside_k = _sequences(key, cu_seqlens_k)
     visible = _op.Equal(_op.Unsqueeze(sequence_q, _int64s(1)), _op.Unsqueeze(sequence_k, _int64s(0)))
+    visible = _op.And(visible, _op.Unsqueeze(inside_k, _int64s(0)))
     # The distance from the bottom-right diagonal of a sequence: both positions are counted from its end.
     distance = _op.Sub(_op.Unsqueeze(behind_q, _int64s(1)), _op.Unsqueeze(behind_k, _int64s(0)))
     visible = _both(visible, _in_window(distance, window_left, 0 if causal else window_right))
-    q, k, v = (_op.Unsqueeze(tensor, _int64s(0)) for tensor in (query, key, value))
-    out, lse = _attend(q, k, v, visible, None, sinks, softcap, *_constants(query, key, scale))
+    constants = _constants(query, key, scale)
+    q, k, v = (
+        _op.Unsqueeze(_op.Where(_op.Unsqueeze(inside, _int64s(1, 2)), tensor, _constant_like(0.0, tensor)), _int64s(0))
+        for tensor, inside in ((query, inside_q), (key, inside_k), (value, inside_k))
+    )
+    out, lse = _attend(q, k, v, visible, None, sinks, softcap, *constants)
+    if sinks is not None:
+        lse = _op.Where(inside_q, lse, _constant_like(-math.inf, lse))
     return _op.Squeeze(out, _int64s(0)), _op.Squeeze(lse, _int64s(0))
 
 
@@ -229,13 +236,15 @@ def _positions(length: Any) -> Any:
     return _op.Range(_int64(0), length, _int64(1))
 
 
-def _sequences(rows: Any, cu_seqlens: Any) -> tuple[Any, Any]:
-    """The sequence of each row of `(1, total, ...)`, and its distance from the end of that sequence."""
+def _sequences(rows: Any, cu_seqlens: Any) -> tuple[Any, Any, Any]:
+    """The sequence of each row of `(total, ...)`, its distance from the end of that, and whether it has one."""
     ends = _op.Slice(_op.Cast(cu_seqlens, to=_INT64), _int64s(1), _int64s(2**62), _int64s(0))  # (B,)
-    position = _positions(_length(rows))  # (total,)
+    count = _op.Shape(ends)
+    position = _positions(_op.Squeeze(_op.Shape(rows, start=0, end=1), _int64s(0)))  # (total,)
     behind = _op.LessOrEqual(_op.Unsqueeze(ends, _int64s(0)), _op.Unsqueeze(position, _int64s(1)))  # (total, B)
     sequence = _op.ReduceSum(_op.Cast(behind, to=_INT64), _int64s(1), keepdims=0)
-    return sequence, _op.Sub(_op.Gather(ends, sequence), position)
+    end = _op.Gather(ends, _op.Min(sequence, _op.Sub(count, _int64s(1))))
+    return sequence, _op.Sub(end, position), _op.Less(sequence, count)
 
 
 def _in_window(distance: Any, left: int | None, right: int | None) -> Any:

@@ -180,7 +180,8 @@ def reference_attention_varlen(
 
     query (total_q, H, D), key (total_k, Hk, D), value (total_k, Hk, Dv), cu_seqlens int32 (batch + 1,) -> (total_q,
     H, Dv), and with ``return_lse`` also lse (H, total_q). ``bias`` and ``mask`` broadcast to (B, H, max_seqlen_q,
-    max_seqlen_k). ``max_seqlen_k`` (default: the longest sequence of keys) sets the pitch of the dropout numbers.
+    max_seqlen_k). ``max_seqlen_k`` (default: the longest sequence of keys) sets the pitch of the dropout numbers. Rows
+    after the last sequence give zeros and an lse of -inf.
     """
     total_q, heads, _ = query.shape
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -203,6 +204,9 @@ def reference_attention_varlen(
         out, lse = _attention(*tensors, own_bias, own_mask, causal, window, scale, softcap, dropout_p, keep)
         outs.append(out[0])
         lses.append(lse[0])
+    tail = total_q - starts_q[-1]
+    outs.append(outs[0].new_zeros(tail, *outs[0].shape[1:]))
+    lses.append(lses[0].new_full((heads, tail), -math.inf))
     return (torch.cat(outs), torch.cat(lses, dim=1)) if return_lse else torch.cat(outs)
 
 

@@ -72,9 +72,9 @@ def _applies(block: nn.Module, plan: Plan, x: Any) -> bool:
         return False
     if not ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
         return False
-    if plan.device is not None and x.device.type != plan.device:
+    if plan.device is not None and not (x.device.type == plan.device and _all_have(block, "device", x.device)):
         return False
-    if plan.reads_dtype and torch.is_autocast_enabled(x.device.type):
+    if plan.reads_dtype and (torch.is_autocast_enabled(x.device.type) or not _all_have(block, "dtype", x.dtype)):
         return False
     for path, kind in plan.inlined:
         module = module_at(block, path)
@@ -88,6 +88,12 @@ def _applies(block: nn.Module, plan: Plan, x: Any) -> bool:
         if not isinstance(step, float) and module_at(block, step) is None:
             return False
     return plan.activation_path is None or is_activation(module_at(block, plan.activation_path), plan.activation)
+
+
+def _all_have(block: nn.Module, name: str, value: Any) -> bool:
+    """Whether the dtype or device of all parameters is this, as when the forward was recorded. Where they differ, a
+    forward that reads it may convert: T5's casts to the dtype of its last weight, which may stay in float32."""
+    return all(getattr(each, name) == value for each in block.parameters())
 
 
 def can_run() -> bool:

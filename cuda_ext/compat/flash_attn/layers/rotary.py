@@ -7,6 +7,7 @@ with respect to `cos` and `sin`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cuda_ext._tables import KeptTables
@@ -40,7 +41,8 @@ def apply_rotary_emb(
             default is the opposite of `flash_attn_with_kvcache`'s, as in flash-attn.
         inplace: write the result to `x`.
         seqlen_offsets: the position of the first token, for all sequences or `(B,)`.
-        cu_seqlens: `(B + 1,)`, int32: sequence `b` is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`.
+        cu_seqlens: `(B + 1,)`, int32: sequence `b` is rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Rows after the last
+            sequence are not rotated.
         max_seqlen: no effect.
 
     Returns:
@@ -81,14 +83,14 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Of every token: `(S,)` or `(B, S)`; for packed sequences `(total,)`."""
+    """Of every token: `(S,)` or `(B, S)`; for packed sequences `(total,)`, beyond any table after the last one."""
     if cu_seqlens is None:
         at = torch.arange(x.shape[1], device=x.device)
         return at + offsets.unsqueeze(1) if isinstance(offsets, Tensor) else at + offsets
     at = torch.arange(x.shape[0], device=x.device)
     sequence = torch.searchsorted(cu_seqlens[1:].long(), at, right=True)
-    at = at - cu_seqlens[sequence]
-    return at + (offsets[sequence] if isinstance(offsets, Tensor) else offsets)
+    at = at - cu_seqlens[sequence] + (F.pad(offsets, (0, 1))[sequence] if isinstance(offsets, Tensor) else offsets)
+    return torch.where(sequence < len(cu_seqlens) - 1, at, torch.iinfo(at.dtype).max)
 
 
 def apply_rotary_emb_qkv_(
