@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from cuda_ext.integrations.patching.blocks import run
-from cuda_ext.integrations.patching.packing import are_adjacent, lay_adjacent
+from cuda_ext.integrations.patching.packing import are_adjacent, lay_adjacent, lay_apart
 from cuda_ext.integrations.patching.plans import Plan, module_at
 from cuda_ext.integrations.patching.sources import HELPER, activated_in, rewritten
 
@@ -49,22 +49,32 @@ def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
 
 def pack(block: Swapped) -> bool:
     """Lays gate and up in one buffer, if the block has both; returns whether it reads them without a copy."""
-    recipe = block._cuda_ext_recipe
-    plan = recipe[1] if recipe[0] == "block" else None
-    if plan is None or len(plan.linears) == 1:
+    pair = _gate_and_up(block)
+    if pair is None:
         return True
-    gate, up = (module_at(block, path) for path in plan.linears)
-    if type(gate) is not nn.Linear or type(up) is not nn.Linear:
+    if any(type(each) is not nn.Linear for each in pair):
         return False
-    return lay_adjacent(gate, up)
+    return lay_adjacent(*pair)
 
 
 def is_packed(block: Swapped) -> bool:
+    pair = _gate_and_up(block)
+    return pair is None or are_adjacent(pair[0].weight, pair[1].weight)
+
+
+def _gate_and_up(block: Swapped) -> Any:
+    """The two separate layers; None if the block has not both."""
     recipe = block._cuda_ext_recipe
     if recipe[0] != "block" or len(recipe[1].linears) == 1:
-        return True
-    gate, up = (module_at(block, path) for path in recipe[1].linears)
-    return are_adjacent(gate.weight, up.weight)  # type: ignore[union-attr, arg-type]
+        return None
+    return [module_at(block, path) for path in recipe[1].linears]
+
+
+def unpack(block: Swapped) -> None:
+    """Undoes `pack`."""
+    pair = _gate_and_up(block)
+    if pair is not None and all(type(each) is nn.Linear for each in pair):
+        lay_apart(*pair)
 
 
 def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
@@ -148,4 +158,5 @@ def unswap(name: str, block: Swapped) -> None:
             f"cuda_ext.unpatch: expected {name or 'the model'} to be of the class that patch gave it, got "
             f"{kind.__module__}.{kind.__qualname__}, a subclass; undo what wrapped it, or unpatch before wrapping"
         )
+    unpack(block)
     object.__setattr__(block, "__class__", original)
