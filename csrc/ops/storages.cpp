@@ -33,7 +33,8 @@ bool has_plain_memory(const Tensor& tensor) {
 }
 
 OptionalTensor own_storage(const Tensor& tensor) {
-  if (!has_plain_memory(tensor) || !tensor.is_non_overlapping_and_dense()) return std::nullopt;
+  const bool has_tangent = tensor._fw_grad(/*level=*/0).defined();
+  if (!has_plain_memory(tensor) || has_tangent || !tensor.is_non_overlapping_and_dense()) return std::nullopt;
   void* data = tensor.mutable_data_ptr();  // first: this moves a buffer that is copied on write
   const at::Storage buffer = buffer_of(tensor.storage());
   at::TensorMaker part = at::for_blob(data, tensor.sizes());
@@ -85,3 +86,5 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   // How many storages and other owners keep the memory alive of which the storage of a tensor is a part; else 1.
   m.def("_memory_holders(Tensor tensor) -> int", cuda_ext::memory_holders);
 }
+// vmap has no fallback for an optional result.
+TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, FuncTorchBatched, m) { m.impl("_own_storage", cuda_ext::own_storage); }

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch import nn
@@ -40,6 +42,12 @@ class Swapped(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         return (_new, (self._cuda_ext_original, self._cuda_ext_recipe), *reduced[2:])
+
+
+def _reduced_to_send(block: Swapped) -> Any:
+    """For another process, with which each storage is shared: CUDA can share only what begins an allocation."""
+    unpack(block)
+    return block.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
@@ -103,7 +111,9 @@ def _class(original: Any, recipe: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    return type(original.__name__, (Swapped, original), members)
+    made = type(original.__name__, (Swapped, original), members)
+    ForkingPickler.register(made, _reduced_to_send)
+    return made
 
 
 def _block_method(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
