@@ -45,9 +45,14 @@ class Swapped(nn.Module):
 
 
 def _reduced_to_send(block: Swapped) -> Any:
-    """For another process, with which each storage is shared: CUDA can share only what begins an allocation."""
+    """For another process, which shares each storage. CUDA can share only memory from the begin of an allocation."""
     unpack(block)
-    return block.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    make, arguments, state, *_ = block.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return make, arguments, state, None, None, _set_state
+
+
+def _set_state(block: Swapped, state: Any) -> None:
+    super(Swapped, block).__setstate__(state)  # does not pack, which would move what is shared
 
 
 def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
