@@ -58,7 +58,7 @@ LAYERS = (
     Layer(
         "5 what is built\non the ops",
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops, support", PYTHON),
-        Part("nn", "cuda_ext/nn", "modules", "public ops", PYTHON),
+        Part("nn", "cuda_ext/nn", "modules", "public ops, support", PYTHON),
         Part("distributed", "cuda_ext/distributed", "gradients over ranks", "planning, public ops, support", PYTHON),
         Part("planning", "distributed/planning", "division into buckets", "", PYTHON),
         Part("testing", "cuda_ext/testing", "references, emulated()", "support", PYTHON),
