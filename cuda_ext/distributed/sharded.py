@@ -196,7 +196,8 @@ class ShardedBucket(GradientBucket):
         self._gradients_part = self._wire_part if gradients is None else gradients[part]
         self.shards: dict[str, nn.Parameter] = {}
         self._homes: list[Tensor] = []  # the memory that each parameter was given
-        self._places_in_values: list[Tensor] = []
+        self._addresses: list[int] = []  # of the parameters' places in ``values``
+        self._away: list[int] = []  # positions of homes that are no longer there, as after ``share_memory_()``
         # For each shard: the position of its parameter, the shard, and its gradient.
         self._places: list[tuple[int, nn.Parameter, Tensor]] = []
         for position, (name, parameter) in enumerate(named.items()):
@@ -206,7 +207,7 @@ class ShardedBucket(GradientBucket):
             home.copy_(parameter.detach())
             parameter.data = home
             self._homes.append(home)
-            self._places_in_values.append(place)
+            self._addresses.append(place.data_ptr())
             first, last = max(begin, part.start), min(begin + parameter.numel(), part.stop)
             if first < last:
                 shard = nn.Parameter(_elements(home)[first - begin : last - begin])
@@ -243,19 +244,15 @@ class ShardedBucket(GradientBucket):
 
     def gather(self) -> dist.Work | None:
         """Starts the all-gather of the parameters."""
-        for home, place in self._moved():
-            place.copy_(home)
+        self._away = [n for n, home in enumerate(self._homes) if home.data_ptr() != self._addresses[n]]
+        for position in self._away:
+            self._view(self._values, position).copy_(self._homes[position])
         return self._group._allgather_base(self._values, self._values_part)
 
     def gathered(self) -> None:
         """After the all-gather."""
-        for home, place in self._moved():
-            home.copy_(place)
-
-    def _moved(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters whose storage has other memory now, as after ``share_memory_()``, and their places in values."""
-        homes = zip(self._homes, self._places_in_values, strict=True)
-        return [(home, place) for home, place in homes if home.data_ptr() != place.data_ptr()]
+        for position in self._away:
+            self._homes[position].copy_(self._view(self._values, position))
 
     def reduced(self) -> list[Tensor]:
         return [shard.grad for shard in self.shards.values() if shard.grad is not None]
