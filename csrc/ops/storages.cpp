@@ -8,7 +8,6 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
-#include "build_config.h"
 #include "ops/op.h"
 
 namespace cuda_ext {
