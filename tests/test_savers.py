@@ -637,6 +637,28 @@ def test_shared_with_other_processes(method: str) -> None:
         assert is_packed(block)
 
 
+def test_parts_of_what_moves() -> None:
+    module = Packed()
+    expected = {name: tensor.clone() for name, tensor in unpacked(module).items()}
+    parts = unpacked(module)
+    module.share_memory()  # frees the memory that the parameters had
+    others = [torch.full_like(tensor, 7) for tensor in parts.values()]
+    assert_equal(parts, expected)
+    assert all(parameter.is_shared() for parameter in module.parameters())
+    of_shared = unpacked(module)
+    assert all(parameter.is_shared() for parameter in module.parameters())
+    of_shared["mlp.up_proj.weight"].zero_()
+    assert not module.mlp.gate_up_proj.weight[24:].any()
+    del module, others
+    assert not of_shared["mlp.up_proj.weight"].any()
+    module = Packed()
+    parts = unpacked(module)
+    expected = {name: tensor.clone() for name, tensor in parts.items()}
+    for parameter in module.parameters():
+        parameter.data.untyped_storage().resize_(0)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in parts.items() if "gate" in name or "up" in name)
+
+
 # Compilers think that tensors of different storages do not share memory
 
 

@@ -106,7 +106,10 @@ def _rows(whole: Tensor, counts: list[int], known: dict[Any, list[Tensor]]) -> S
     # A compiler does not see that tensors of different storages share memory. Of DTensors, savers see what is inside.
     if torch.compiler.is_compiling() or type(whole) not in (Tensor, nn.Parameter):
         return pieces
-    apart = [ops._own_storage(piece) for piece in pieces]
+    if torch._C._functorch.is_functorch_wrapped_tensor(whole):
+        return pieces
+    is_shared = whole.is_cpu and whole.is_shared()
+    apart = [ops._own_storage(piece, is_shared=is_shared) for piece in pieces]
     if any(each is None for each in apart):
         return pieces
     if torch.is_grad_enabled() and whole.requires_grad:
