@@ -453,7 +453,9 @@ def swiglu() -> Any:
 
 @pytest.mark.parametrize("make", [t5, swiglu, functools.partial(Gated, bias=True)], ids=["t5", "swiglu", "biases"])
 @pytest.mark.parametrize("change", [patched, unpatched])
-def test_other_gated_models(tmp_path: Path, make: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+def test_other_gated_models(
+    without_accelerators: None, tmp_path: Path, make: Callable[[], Any], change: Callable[[Any], Any]
+) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = make()
     expected = copy.deepcopy(model)
@@ -461,7 +463,6 @@ def test_other_gated_models(tmp_path: Path, make: Callable[[], Any], change: Cal
     other = make()
     accelerate.load_checkpoint_in_model(other, tmp_path, strict=False)  # tied embeddings have one name
     assert_equal(other.state_dict(), expected.state_dict())
-    forget_accelerators()
 
 
 # Memory
@@ -606,12 +607,12 @@ def test_gradients_through_parts() -> None:
     torch.testing.assert_close(tangent, torch.stack([each.sum() for each in expected.values()]).sum())
 
 
-def _train(block: Any, lengths: Any) -> None:
+def _train(block: Any, results: Any) -> None:
     torch.set_num_threads(1)
     with torch.no_grad():
         block.gate.weight.fill_(0.5)
         block.up.weight.fill_(0.25)
-    lengths.put(block(torch.ones(2, 8)).tolist())
+    results.put(block(torch.ones(2, 8)).tolist())
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "share_memory, then fork"])

@@ -46,8 +46,8 @@ at::Storage new_storage(size_t bytes, at::DataPtr data, const at::Storage& like)
   return {c10::Storage::use_byte_size_t(), bytes, std::move(data), like.allocator(), resizable};
 }
 
-// Moves the memory of a storage to a new one, which nothing else can resize or move, and makes the old one a part of it.
-// Otherwise share_memory_() of a tensor would free the memory of all that was made from it.
+// Moves the memory of a storage to a new one, which nothing else can resize or move, and makes the old one a part of
+// that. Otherwise share_memory_() of a tensor would free the memory of all that was made from it.
 at::Storage hidden_buffer(const at::Storage& storage) {
   if (is_part(storage)) return buffer_of(storage);
   c10::StorageImpl* visible = storage.unsafeGetStorageImpl();
