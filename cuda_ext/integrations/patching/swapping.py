@@ -45,7 +45,7 @@ class Swapped(nn.Module):
 
 
 def _reduced_to_send(block: Swapped) -> Any:
-    """For another process, which shares each storage. CUDA can share only memory from the begin of an allocation."""
+    """For another process, which shares each storage. CUDA can share only memory from the start of an allocation."""
     unpack(block)
     make, arguments, state, *_ = block.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return make, arguments, state, None, None, _set_state
