@@ -259,6 +259,9 @@ class BucketSet:
     def before_forward(self) -> None:
         if is_captured(self.device) and torch.is_grad_enabled():
             self._attachment.leave_default_stream()
+        for bucket in self._reducer.buckets:
+            if isinstance(bucket, ShardedBucket):
+                bucket.take_back()
 
     def describe(self) -> str:
         """See `BucketedDataParallel.describe`."""

@@ -338,10 +338,13 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
 
         Over NCCL they are one launch.
         """
-        gathers = [bucket.gather for bucket in self._reducer.buckets if isinstance(bucket, ShardedBucket)]
+        buckets = [bucket for bucket in self._reducer.buckets if isinstance(bucket, ShardedBucket)]
+        gathers = [bucket.gather for bucket in buckets]
         with self._reducer.collective(f"the gathering of parameters after backward pass {self._reducer.passes}"):
             for work in start_together(self.process_group, self._bucket_set.device, gathers):
                 work.wait()
+        for bucket in buckets:
+            bucket.gathered()
 
     def sharded_optimizer(
         self, optimizer: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
+from cuda_ext._load import ops
 from cuda_ext.distributed.arena import Layout
 from cuda_ext.distributed.exchange import Exchange
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
@@ -77,7 +78,7 @@ def gather_state(
                 value = torch.zeros_like(parameter, dtype=value, requires_grad=False)
                 elements = _elements(value)
                 if key in here.get(name, {}):
-                    elements[_place(parameter, shards[name])] = optimizer.state[shards[name]][key]
+                    elements[_place(shards[name])] = optimizer.state[shards[name]][key]
                 # Each element is non-zero on one rank only; a sum of bytes keeps all of its bits.
                 dist.all_reduce(elements.view(torch.uint8), group=group)
             whole.setdefault(name, {})[key] = value
@@ -113,7 +114,7 @@ def load_state(
                     f"{op}: expected param_groups with the same parameters as the optimizer, got none or another "
                     f"group for {name}; use a state_dict from model.optimizer_state_dict or get_optimizer_state_dict"
                 )
-            entries, place = state_dict["state"].get(name, {}), _place(parameters[name], shards[name])
+            entries, place = state_dict["state"].get(name, {}), _place(shards[name])
             own["state"][index] = {}
             for key, value in entries.items():
                 if _is_piece(key, value, parameters[name]):
@@ -144,9 +145,9 @@ def _elements(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _place(parameter: nn.Parameter, shard: nn.Parameter) -> slice:
-    begin = shard.storage_offset() - parameter.storage_offset()
-    return slice(begin, begin + shard.numel())
+def _place(shard: nn.Parameter) -> slice:
+    """Which elements of its parameter a shard has: the storage is that of the parameter."""
+    return slice(shard.storage_offset(), shard.storage_offset() + shard.numel())
 
 
 def refuse_other_optimizers(named: Mapping[str, nn.Parameter]) -> RemovableHandle:
@@ -171,6 +172,8 @@ class ShardedBucket(GradientBucket):
 
     The rank's optimizer updates ``shards``: flat pieces of the parameters, where they overlap the rank's part; their
     gradients are views of that part. `gather` then distributes the updated parts to all ranks, in place.
+
+    Each parameter has a storage of its own, by which savers tell parameters apart, over its place in ``values``.
     """
 
     def __init__(
@@ -192,19 +195,24 @@ class ShardedBucket(GradientBucket):
         self._wire_part, self._values_part = wire[part], values[part]
         self._gradients_part = self._wire_part if gradients is None else gradients[part]
         self.shards: dict[str, nn.Parameter] = {}
+        self._homes: list[Tensor] = []  # the memory that each parameter was given
+        self._addresses: list[int] = []  # of the parameters' places in ``values``
+        self._away: list[int] = []  # positions of homes that are no longer there, as after ``share_memory_()``
         # For each shard: the position of its parameter, the shard, and its gradient.
         self._places: list[tuple[int, nn.Parameter, Tensor]] = []
         for position, (name, parameter) in enumerate(named.items()):
             begin = layout.offsets[position]
             place = self._view(values, position)
-            place.copy_(parameter.detach())
-            parameter.data = place
-            end = min(begin + parameter.numel(), part.stop)
-            begin = max(begin, part.start)
-            if begin < end:
-                shard = nn.Parameter(values[begin:end])
+            home: Tensor = ops._own_storage(place)
+            home.copy_(parameter.detach())
+            parameter.data = home
+            self._homes.append(home)
+            self._addresses.append(place.data_ptr())
+            first, last = max(begin, part.start), min(begin + parameter.numel(), part.stop)
+            if first < last:
+                shard = nn.Parameter(_elements(home)[first - begin : last - begin])
                 self.shards[name] = shard
-                gradient = self._gradients_part[begin - part.start : end - part.start]
+                gradient = self._gradients_part[first - part.start : last - part.start]
                 self._places.append((position, shard, gradient))
 
     def finish(self) -> Outcome:
@@ -226,9 +234,25 @@ class ShardedBucket(GradientBucket):
             with profiler_range("unpack_bucket"):
                 bucket_ops.unpack(self._wire_part, [self._gradients_part], [0])
 
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Moves parameters that were given other memory, as by ``parameter.data = x``, back to where the shards are."""
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.detach())
+                parameter.data = home
+
     def gather(self) -> dist.Work | None:
         """Starts the all-gather of the parameters."""
+        self._away = [n for n, home in enumerate(self._homes) if home.data_ptr() != self._addresses[n]]
+        for position in self._away:
+            self._view(self._values, position).copy_(self._homes[position])
         return self._group._allgather_base(self._values, self._values_part)
+
+    def gathered(self) -> None:
+        """After the all-gather."""
+        for position in self._away:
+            self._homes[position].copy_(self._view(self._values, position))
 
     def reduced(self) -> list[Tensor]:
         return [shard.grad for shard in self.shards.values() if shard.grad is not None]

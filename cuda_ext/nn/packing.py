@@ -8,11 +8,13 @@ tensors under the separate names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from cuda_ext._load import ops
 
 
 def pack_on_load(
@@ -82,15 +84,48 @@ def unpacked(module: nn.Module, named_tensors: Mapping[str, Tensor] | None = Non
     """The tensors of a model under the names of Llama-style checkpoints: the inverse of loading such a checkpoint.
 
     ``named_tensors`` (default: ``module.state_dict()``) may be any tensors with the names and shapes of the parameters,
-    such as their gradients. Packed tensors are returned as views of their parts (``gate_up_proj.weight`` (2F, K) as
-    ``gate_proj.weight`` and ``up_proj.weight``, both (F, K)), all others unchanged.
+    such as their gradients. Packed tensors are returned as their parts, which use the same memory
+    (``gate_up_proj.weight`` (2F, K) as ``gate_proj.weight`` and ``up_proj.weight``, both (F, K)), all others unchanged.
+    Each part has a storage of its own, by which savers tell tensors apart.
     """
     tensors = dict(module.state_dict() if named_tensors is None else named_tensors)
-    for prefix, owner in module.named_modules():
+    known: dict[Any, list[Tensor]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
         for packed, parts in getattr(owner, "_packed_parts", {}).items():
             start = f"{prefix}." if prefix else ""
             for kind, _ in owner.get_submodule(packed).named_parameters():
                 if (whole := tensors.pop(f"{start}{packed}.{kind}", None)) is not None:
-                    pieces = whole.split(list(parts.values()))
+                    pieces = _rows(whole, list(parts.values()), known)
                     tensors.update((f"{start}{part}.{kind}", piece) for part, piece in zip(parts, pieces, strict=True))
     return tensors
+
+
+def _rows(whole: Tensor, counts: list[int], known: dict[Any, list[Tensor]]) -> Sequence[Tensor]:
+    """The parts of ``whole``. ``known`` has earlier results: names of one tensor are names of the same parts."""
+    pieces: Sequence[Tensor] = whole.split(counts)
+    # A compiler does not see that tensors of different storages share memory. Of DTensors, savers see what is inside.
+    if torch.compiler.is_compiling() or type(whole) not in (Tensor, nn.Parameter):
+        return pieces
+    if torch._C._functorch.is_functorch_wrapped_tensor(whole):
+        return pieces
+    is_shared = whole.is_cpu and whole.is_shared()
+    apart = [ops._own_storage(piece, is_shared=is_shared) for piece in pieces]
+    if any(each is None for each in apart):
+        return pieces
+    if torch.is_grad_enabled() and whole.requires_grad:
+        apart = _Rows.apply(whole, *apart)
+    return known.setdefault((whole.data_ptr(), whole.dtype, whole.shape, whole.stride(), whole.requires_grad), apart)
+
+
+class _Rows(torch.autograd.Function):
+    """The parts of a tensor, through which gradients flow."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(whole)  # what saves a part does not see that this changes; backward then raises
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
+        return torch.cat(gradients), *[None] * len(gradients)

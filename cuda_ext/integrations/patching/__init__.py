@@ -37,8 +37,9 @@ def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify:
     and silu. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``.
 
     Parameters remain the same objects under the same names, so optimizers, checkpoints and `save_pretrained` are not
-    affected. The separate weights of gate and up are moved into one buffer, of which both are views. Patching a second
-    time swaps only what is not swapped yet, and moves gate and up together again if they are no longer.
+    affected. The separate weights of gate and up are moved into one buffer; each keeps a storage of its own, so savers
+    write both. Patching a second time swaps only what is not swapped yet, and moves gate and up together again if they
+    are no longer.
 
     Args:
         model: any module; may itself be a block. Not yet wrapped in FSDP2 (`fully_shard`): patch first.
@@ -74,7 +75,8 @@ def unpatch(model: nn.Module) -> None:
     """Makes a model compute everything as before `patch`.
 
     Args:
-        model: as passed to `patch`; a model without anything swapped is left as it is. Gate and up stay in one buffer.
+        model: as passed to `patch`; a model without anything swapped is left as it is. Gate and up get memory of their
+            own again.
 
     Raises:
         RuntimeError: a swapped block was wrapped by something that changes its class, such as `fully_shard`.

@@ -1,6 +1,7 @@
-"""One weight from two: gate and up as adjacent views of one buffer, so that no call copies them.
+"""One weight from two: gate and up lie in one buffer, one after the other, so that no call copies them.
 
-The parameters stay the same objects with the same names; only their memory moves.
+The parameters stay the same objects with the same names; only their memory moves. Each has a storage of its own, by
+which savers tell them apart.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuda_ext._load import ops
+
 
 def are_adjacent(first: Tensor, second: Tensor) -> bool:
     """Whether the rows of both, in this order, are those of one tensor."""
-    return (
-        first.is_contiguous()
-        and second.is_contiguous()
-        and first.shape[1:] == second.shape[1:]
-        and first.dtype == second.dtype
-        and second.storage_offset() == first.storage_offset() + first.numel()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    )
+    return _joined(first, second) is not None
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor | None:
+    if type(first) is not nn.Parameter or type(second) is not nn.Parameter:
+        return None
+    rows: Tensor | None = ops._joined_rows(first, second)
+    return rows
 
 
 def lay_adjacent(first: nn.Module, second: nn.Module) -> bool:
@@ -39,8 +42,17 @@ def lay_adjacent(first: nn.Module, second: nn.Module) -> bool:
         for one, two in present:
             if not are_adjacent(one, two):
                 buffer = torch.cat([one.data, two.data])
-                one.data, two.data = buffer[: len(one)], buffer[len(one) :]
+                one.data, two.data = map(ops._own_storage, (buffer[: len(one)], buffer[len(one) :]))
     return True
+
+
+def lay_apart(first: nn.Module, second: nn.Module) -> None:
+    """Undoes `lay_adjacent`: memory of their own for the weights, and the biases, that share a buffer with no other."""
+    pairs: Any = [(first.weight, second.weight), (first.bias, second.bias)]
+    for pair in pairs:
+        if pair[0] is not None and are_adjacent(*pair) and ops._memory_holders(pair[0]) == 2:
+            for each in pair:
+                each.data = each.data.clone()
 
 
 def _can_move(one: Tensor, two: Tensor) -> bool:
@@ -57,22 +69,16 @@ def _can_move(one: Tensor, two: Tensor) -> bool:
 
 def _owns_its_memory(tensor: Tensor) -> bool:
     in_shared_memory = tensor.is_cpu and tensor.is_shared()
-    return not in_shared_memory and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return owns_storage and not in_shared_memory and ops._memory_holders(tensor) == 1
 
 
 def packed_rows(first: Tensor, second: Tensor) -> Tensor | None:
     """The rows of both parameters as one tensor without a copy, through which gradients flow; None if not adjacent."""
-    if type(first) is not nn.Parameter or type(second) is not nn.Parameter or not are_adjacent(first, second):
-        return None
-    if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
-        packed: Tensor = _PackedRows.apply(first, second)
-        return packed
-    return _alias(first, second)
-
-
-def _alias(first: Tensor, second: Tensor) -> Tensor:
-    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
-    return first.data.as_strided(shape, first.stride())  # .data: not a view of the parameter for autograd
+    rows = _joined(first, second)
+    if rows is not None and torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+        rows = _PackedRows.apply(first, second)
+    return rows
 
 
 class _PackedRows(torch.autograd.Function):
@@ -81,7 +87,8 @@ class _PackedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(first: Tensor, second: Tensor) -> Tensor:
-        return _alias(first, second)
+        rows: Tensor = ops._joined_rows(first, second)
+        return rows
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

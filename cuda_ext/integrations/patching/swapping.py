@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch import nn
 
 from cuda_ext.integrations.patching.blocks import run
-from cuda_ext.integrations.patching.packing import are_adjacent, lay_adjacent
+from cuda_ext.integrations.patching.packing import are_adjacent, lay_adjacent, lay_apart
 from cuda_ext.integrations.patching.plans import Plan, module_at
 from cuda_ext.integrations.patching.sources import HELPER, activated_in, rewritten
 
@@ -42,6 +44,17 @@ class Swapped(nn.Module):
         return (_new, (self._cuda_ext_original, self._cuda_ext_recipe), *reduced[2:])
 
 
+def _reduced_to_send(block: Swapped) -> Any:
+    """For another process, which shares each storage. CUDA can share only memory from the start of an allocation."""
+    unpack(block)
+    make, arguments, state, *_ = block.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return make, arguments, state, None, None, _set_state
+
+
+def _set_state(block: Swapped, state: Any) -> None:
+    super(Swapped, block).__setstate__(state)  # does not pack, which would move what is shared
+
+
 def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
     kind = swapped_class(original, recipe)
     return kind.__new__(kind)
@@ -49,22 +62,32 @@ def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
 
 def pack(block: Swapped) -> bool:
     """Lays gate and up in one buffer, if the block has both; returns whether it reads them without a copy."""
-    recipe = block._cuda_ext_recipe
-    plan = recipe[1] if recipe[0] == "block" else None
-    if plan is None or len(plan.linears) == 1:
+    pair = _gate_and_up(block)
+    if pair is None:
         return True
-    gate, up = (module_at(block, path) for path in plan.linears)
-    if type(gate) is not nn.Linear or type(up) is not nn.Linear:
+    if any(type(each) is not nn.Linear for each in pair):
         return False
-    return lay_adjacent(gate, up)
+    return lay_adjacent(*pair)
 
 
 def is_packed(block: Swapped) -> bool:
+    pair = _gate_and_up(block)
+    return pair is None or are_adjacent(pair[0].weight, pair[1].weight)
+
+
+def _gate_and_up(block: Swapped) -> Any:
+    """The two separate layers; None if the block has not both."""
     recipe = block._cuda_ext_recipe
     if recipe[0] != "block" or len(recipe[1].linears) == 1:
-        return True
-    gate, up = (module_at(block, path) for path in recipe[1].linears)
-    return are_adjacent(gate.weight, up.weight)  # type: ignore[union-attr, arg-type]
+        return None
+    return [module_at(block, path) for path in recipe[1].linears]
+
+
+def unpack(block: Swapped) -> None:
+    """Undoes `pack`."""
+    pair = _gate_and_up(block)
+    if pair is not None and all(type(each) is nn.Linear for each in pair):
+        lay_apart(*pair)
 
 
 def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
@@ -93,7 +116,9 @@ def _class(original: Any, recipe: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    return type(original.__name__, (Swapped, original), members)
+    made = type(original.__name__, (Swapped, original), members)
+    ForkingPickler.register(made, _reduced_to_send)
+    return made
 
 
 def _block_method(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -148,4 +173,5 @@ def unswap(name: str, block: Swapped) -> None:
             f"cuda_ext.unpatch: expected {name or 'the model'} to be of the class that patch gave it, got "
             f"{kind.__module__}.{kind.__qualname__}, a subclass; undo what wrapped it, or unpatch before wrapping"
         )
+    unpack(block)
     object.__setattr__(block, "__class__", original)
