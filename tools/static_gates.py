@@ -138,6 +138,10 @@ RULES = (
     Rule("activation_grad"),
     Rule("add_block_sums"),
     Rule("clear_arrivals", shared_bytes=0),
+    Rule("copy_lines_sm90<Words<4>", (r"LDG\.E\.128", r"STG\.E\.128"), shared_bytes=0),
+    Rule("copy_lines_sm90<Words<2>", (r"LDG\.E\.64", r"STG\.E\.64"), shared_bytes=0),
+    Rule("copy_lines_sm90<unsigned", ("LDG", "STG"), shared_bytes=0),
+    Rule("transpose_tile_sm90", ("LDG", "STS", "LDS", "STG")),
 )
 
 # Opcodes that characterize a kernel, in the order of the table.

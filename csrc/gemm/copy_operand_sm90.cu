@@ -1,9 +1,9 @@
 // Copies an operand whose lines do not begin at multiples of 16 bytes, or are not along k, so that TMA can read it.
 //
-//   copy_lines      adjacent elements stay adjacent: a warp copies a part of a line, in units as large as all lines are
-//                   aligned to, each lane kParts of them, all loaded before the first is stored.
-//   transpose_tile  adjacent elements become lines: tiles of 64 x 64 through shared memory, (64, 65) words, whose
-//                   padding keeps rows and columns free of bank conflicts.
+//   copy_lines_sm90      adjacent elements stay adjacent: a warp copies a part of a line, in units as large as all lines
+//                        are aligned to, each lane kParts of them, all loaded before the first is stored.
+//   transpose_tile_sm90  adjacent elements become lines: tiles of 64 x 64 through shared memory, (64, 65) words, whose
+//                        padding keeps rows and columns free of bank conflicts.
 #include "gemm/copy_operand_sm90.h"
 
 #include "arch/memory.cuh"
@@ -37,7 +37,7 @@ struct BatchOffsets {
 // Grid: (parts of lines, groups of kCopyWarps lines, batches); the last two are looped over if they are many.
 template <class Unit>
 GLOBAL(kCopyWarps * 32, 1)
-copy_lines(GRID_CONSTANT OperandCopy copy) {
+copy_lines_sm90(GRID_CONSTANT OperandCopy copy) {
   const int lane = arch::lane_index(), warp = arch::thread_index() / arch::kWarpSize;
   const int64_t unit = sizeof(Unit) / copy.element_bytes, units = copy.length / unit;
   const int64_t first = int64_t(arch::block_x()) * (kParts<Unit> * arch::kWarpSize) + lane;
@@ -65,7 +65,7 @@ copy_lines(GRID_CONSTANT OperandCopy copy) {
 // Grid: (tiles along a line, tiles along the lines, batches), as above.
 template <class Element>
 GLOBAL(kCopyWarps * 32, 1)
-transpose_tile(GRID_CONSTANT OperandCopy copy) {
+transpose_tile_sm90(GRID_CONSTANT OperandCopy copy) {
   struct Storage {
     uint32_t tile[kTransposed][kTransposed + 1];  // (elements, lines)
   };
@@ -110,18 +110,19 @@ template <class Unit>
 void launch_lines(const OperandCopy& copy, rt::Extent grid, void* stream) {
   const int64_t units = copy.length * copy.element_bytes / int64_t(sizeof(Unit));
   grid.x = checked_count(ceil_div(units, kParts<Unit> * arch::kWarpSize), "parts of a line");
-  rt::launch<copy_lines<Unit>>("copy_lines", {.grid = grid, .threads = kCopyWarps * 32, .stream = stream}, copy);
+  rt::launch<copy_lines_sm90<Unit>>("copy_lines_sm90", {.grid = grid, .threads = kCopyWarps * 32, .stream = stream},
+                                    copy);
 }
 
 template <class Element>
 void launch_transpose(const OperandCopy& copy, rt::Extent grid, void* stream) {
   grid.x = checked_count(ceil_div(copy.length, kTransposed), "tiles of a line");
-  rt::launch<transpose_tile<Element>>("transpose_tile",
-                                      {.grid = grid,
-                                       .threads = kCopyWarps * 32,
-                                       .shared_bytes = kTransposed * (kTransposed + 1) * sizeof(uint32_t),
-                                       .stream = stream},
-                                      copy);
+  rt::launch<transpose_tile_sm90<Element>>("transpose_tile_sm90",
+                                           {.grid = grid,
+                                            .threads = kCopyWarps * 32,
+                                            .shared_bytes = kTransposed * (kTransposed + 1) * sizeof(uint32_t),
+                                            .stream = stream},
+                                           copy);
 }
 
 // The largest power of two, at most 16, that divides the bytes of the address, of the length and of all strides.
@@ -137,10 +138,10 @@ int alignment_of(const OperandCopy& copy) {
 }  // namespace
 
 void launch_copy_operand(const OperandCopy& copy, void* stream) {
-  constexpr int64_t kMost = 65535;  // of a grid's second and third extent
+  const auto extent = [](int64_t count) { return count < 65535 ? int(count) : 65535; };  // of y and z
   const bool is_transposed = copy.from_element != 1 && copy.length > 1;
   const int64_t rows = ceil_div(copy.lines, is_transposed ? kTransposed : kCopyWarps);
-  const rt::Extent grid{1, int(std::min(rows, kMost)), int(std::min(copy.batches(), kMost))};
+  const rt::Extent grid{1, extent(rows), extent(copy.batches())};
   if (is_transposed) {
     if (copy.element_bytes == 2) return launch_transpose<uint16_t>(copy, grid, stream);
     return launch_transpose<uint32_t>(copy, grid, stream);

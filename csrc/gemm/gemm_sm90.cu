@@ -2,7 +2,7 @@
 #include "gemm/gemm_sm90.h"
 
 #include "gemm/column_sums.cuh"
-#include "gemm/copy_operand_sm90.h"
+#include "gemm/copies_sm90.h"
 #include "gemm/maps_sm90.cuh"
 #include "gemm/split_k.h"
 

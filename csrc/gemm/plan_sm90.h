@@ -330,8 +330,8 @@ inline GemmChoice choose_in_place(const GemmParams& params, bool tf32, const rt:
   return choice;
 }
 
-// The plan with the lowest predicted time. `tf32`: float32 operands may be rounded to tf32. Operands that TMA cannot read
-// are copied first where that takes less time than the kernel on mma.sync.
+// The plan with the lowest predicted time. `tf32`: float32 operands may be rounded to tf32. Operands that TMA cannot
+// read are copied first where that takes less time than the kernel on mma.sync.
 inline GemmChoice choose_plan(const GemmParams& params, bool tf32, const rt::Device& device,
                               const Restriction& only = {}) {
   constexpr int64_t kMostBytes = 1 << 30;  // of copies

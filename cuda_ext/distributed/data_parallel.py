@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -207,25 +205,11 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             if self.training and self.broadcast_buffers and (buffers := self._wrapped.buffers()):
                 if changed := self._wrapped.resized_buffers(buffers):
                     with self._reducer.collective("the comparison of the sizes of buffers", completes=False):
-                        self._compare_sizes(changed)
+                        self._wrapped.compare_sizes(changed, self._reducer.watch, self._reducer.passes + 1)
                     self._wrapped.accept_sizes(buffers)
                 with self._reducer.collective(f"the broadcast of buffers before pass {self._reducer.passes + 1}"):
                     broadcast_coalesced(buffers, self.process_group)
             self._adapt()  # last, as a rank without a change proceeds to the sums of backward
-
-    def _compare_sizes(self, changed: Mapping[str, str]) -> None:
-        """RuntimeError unless buffers have changed their sizes alike on all ranks: a broadcast would end processes."""
-        number = self._reducer.passes + 1
-
-        def is_past(status: str) -> bool:  # a rank that compares sizes names no pass
-            return any(int(n) >= number for n in re.findall(r"pass (\d+)", status))
-
-        found = self._reducer.watch.answers(f"buffers {number}", json.dumps(changed), is_past)
-        for rank, answer in found.items():
-            if difference := self._wrapped.other_size(changed, json.loads(answer or "{}")):
-                raise RuntimeError(
-                    f"{difference} on rank {rank}; give it the same size on every rank, or pass broadcast_buffers=False"
-                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

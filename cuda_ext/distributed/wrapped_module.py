@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -16,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from cuda_ext.distributed.collectives import DTYPES
 from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.watch import Watch
 
 
 def check_ranks_agree(
@@ -154,13 +157,22 @@ class WrappedModule:
         named = zip(self._sizes.items(), buffers)
         return {name: _size_in_words(_size(buffer)) for (name, (_, size)), buffer in named if _size(buffer) != size}
 
-    def other_size(self, here: Mapping[str, str], there: Mapping[str, str]) -> str:
-        """The first difference between the changes on two ranks, in words; empty if there is none."""
-        for name, (owner, size) in self._sizes.items():
-            mine, other = (changes.get(name, _size_in_words(size)) for changes in (here, there))
-            if mine != other:
-                return f"buffer {name} of {owner} is {mine} here and {other}"
-        return ""
+    def compare_sizes(self, changed: Mapping[str, str], watch: Watch, number: int) -> None:
+        """RuntimeError unless buffers have ``changed`` alike on all ranks, before pass ``number``: a broadcast of
+        different sizes would end processes."""
+
+        def is_past(status: str) -> bool:  # a rank that compares sizes names no pass
+            return any(int(n) >= number for n in re.findall(r"pass (\d+)", status))
+
+        for rank, answer in watch.answers(f"buffers {number}", json.dumps(changed), is_past).items():
+            theirs = json.loads(answer or "{}")
+            for name, (owner, size) in self._sizes.items():
+                here, there = (changes.get(name, _size_in_words(size)) for changes in (changed, theirs))
+                if here != there:
+                    raise RuntimeError(
+                        f"buffer {name} of {owner} is {here} here and {there} on rank {rank}; give it the same size on "
+                        "every rank, or pass broadcast_buffers=False"
+                    )
 
     def accept_sizes(self, buffers: Sequence[Tensor]) -> None:
         for (name, (owner, _)), buffer in zip([*self._sizes.items()], buffers):
