@@ -1,7 +1,7 @@
 // Copies an operand whose lines do not begin at multiples of 16 bytes, or are not along k, so that TMA can read it.
 //
-//   copy_lines_sm90      adjacent elements stay adjacent: a warp copies a part of a line, in units as large as all lines
-//                        are aligned to, each lane kParts of them, all loaded before the first is stored.
+//   copy_lines_sm90      adjacent elements stay adjacent: a warp copies a part of a line, in units as large as all
+//                        lines are aligned to, each lane kParts of them, all loaded before the first is stored.
 //   transpose_tile_sm90  adjacent elements become lines: tiles of 64 x 64 through shared memory, (64, 65) words, whose
 //                        padding keeps rows and columns free of bank conflicts.
 #include "gemm/copy_operand_sm90.h"
