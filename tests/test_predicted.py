@@ -59,7 +59,7 @@ def test_a_wrong_rate_is_named_with_its_corrected_value(as_predicted: list[Measu
     assert says == "the rate is higher: `wgmma_multiply_adds` x `wgmma_clock` in gpus.py should be 1.50 times as high"
     says = rows_of(predicted.compare_tables(slowed(as_predicted, "attention", 1 / 1.5), H200))
     assert "`multiply_adds` x `clock`" in says["attention forward bfloat16", "tensor"][-1]
-    assert rows_of(text)["gemm bfloat16", "latency"][-1].endswith("in gpus.py should be 0.67 times as long")
+    assert rows_of(text)["gemm bfloat16 wgmma", "latency"][-1].endswith("in gpus.py should be 0.67 times as long")
 
 
 @pytest.mark.slow
