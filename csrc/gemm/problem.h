@@ -34,8 +34,8 @@ struct Restriction {
   int cluster = 0;    // 0: any
   int k_blocks = 0;   // 0: any
   int splits = 0;     // 0: any
-  int copies = -1;    // of operands that TMA cannot read: -1: where they pay, 0: none, 1: wherever wgmma can then run
   bool sm80 = false;  // restricts the plan for mma.sync, which has neither clusters nor blocks of them; else for wgmma
+  int copies = -1;    // of operands that TMA cannot read: -1: where they pay, 0: none, 1: wherever wgmma can then run
 };
 
 // Whether an operand is read along k. If only the other dim is contiguous, it is read along that one.

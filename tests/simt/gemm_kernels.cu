@@ -30,7 +30,7 @@ EXPORT size_t activation_grad_params_size() { return sizeof(ActivationGradParams
 // The tests' restriction of the choice of a plan for wgmma.
 static Restriction restriction;
 EXPORT void gemm_restrict(int config, int cluster, int k_blocks, int splits, int copies) {
-  restriction = {config, cluster, k_blocks, splits, copies};
+  restriction = {.config = config, .cluster = cluster, .k_blocks = k_blocks, .splits = splits, .copies = copies};
 }
 static sm90::GemmChoice choice_of(const GemmParams& params, int tf32) {
   return sm90::choose_plan(params, tf32, gemm_cuda_device(), restriction);
