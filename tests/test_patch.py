@@ -6,6 +6,7 @@ import collections
 import copy
 import io
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -917,3 +918,33 @@ def test_report() -> None:
     assert text.splitlines()[0:2] == ["cuda_ext.patch: swapped", "  nothing"]
     assert "its activation act (Sigmoid) is none of relu, gelu, gelu_tanh and silu" in text
     assert "LlamaMLP[cuda_ext](" in repr(model)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_patching_where_nothing_is_recorded(mode: Callable[[], AbstractContextManager[object]]) -> None:
+    """The block is verified, gradients included, and trains afterwards, also after unpatch."""
+    plain = GatedBlock()
+    model = nn.Sequential(copy.deepcopy(plain))
+    with mode():
+        assert cuda_ext.patch(model).swapped == {"gated MLP": ["0"]}
+    x = torch.randn(3, 8)
+    for after in (lambda: None, lambda: cuda_ext.unpatch(model)):
+        with mode():
+            after()
+        assert not any(parameter.is_inference() for parameter in model.parameters())
+        model.zero_grad()
+        plain.zero_grad()
+        for module in (model, plain):
+            module(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+class GatedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.down_proj, self.act_fn = nn.Linear(12, 8, bias=False), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from cuda_ext.integrations.patching.attention import patch_attention, unpatch_attention
@@ -29,6 +30,7 @@ __all__ = ["PatchReport", "patch", "unpatch"]
 _Checked = dict[Any, str] | None  # the results of verification for each kind of block; None: nothing is verified
 
 
+@torch.inference_mode(False)  # what is made inside it can never be trained
 def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify: bool = True) -> PatchReport:
     """Makes a model compute its feed-forward layers and attention with this package's ops, in place.
 
@@ -71,6 +73,7 @@ def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify:
     return report
 
 
+@torch.inference_mode(False)
 def unpatch(model: nn.Module) -> None:
     """Makes a model compute everything as before `patch`.
 
