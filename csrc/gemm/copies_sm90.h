@@ -25,16 +25,15 @@ inline Copies copies_for(const GemmParams& params, bool tf32) {
   return copies;
 }
 
-// The copy of an operand at `to`; empty if it has more batch dims than a tensor map. `operand` and the strides of its
-// reduced dims become those of the copy.
-inline OperandCopy copy_operand(const GemmParams& params, const Side& side, bool k_major, void* to, Operand& operand,
+// The copy of an operand, without its place; empty if it has more batch dims than a tensor map. The strides of `operand`
+// and of its reduced dims become those of the copy.
+inline OperandCopy copy_operand(const GemmParams& params, const Side& side, bool k_major, Operand& operand,
                                 int64_t (&reduced_strides)[kMaxBatchDims]) {
   OperandCopy copy;
   const bool is_a = side.operand == &params.a;
   const int64_t k_stride = is_a ? operand.column_stride : operand.row_stride;
   const int64_t other_stride = is_a ? operand.row_stride : operand.column_stride;
   copy.from = operand.data;
-  copy.to = to;
   copy.element_bytes = int(size_of(operand.dtype));
   copy.lines = k_major ? side.lines : params.k;
   copy.length = k_major ? params.k : side.lines;
@@ -57,7 +56,6 @@ inline OperandCopy copy_operand(const GemmParams& params, const Side& side, bool
   if (!add(params.batch_dims, params.batch_sizes, operand.batch_strides) ||
       !add(params.reduced_dims, params.reduced_sizes, reduced_strides))
     return {};
-  operand.data = to;
   (k_major == is_a ? operand.row_stride : operand.column_stride) = copy.to_line;
   (k_major == is_a ? operand.column_stride : operand.row_stride) = 1;
   return copy;
@@ -75,7 +73,7 @@ inline CopiedProduct with_copies(const GemmParams& params, const Copies& copies,
   CopiedProduct product{.params = params};
   const auto add = [&](bool copied, const Side& side, bool k_major, Operand& operand, auto& reduced_strides) {
     if (!copied) return true;
-    OperandCopy copy = copy_operand(params, side, k_major, nullptr, operand, reduced_strides);
+    OperandCopy copy = copy_operand(params, side, k_major, operand, reduced_strides);
     if (copy.lines == 0) return false;
     unsigned char* to;
     cursor.allocate(to, copy.bytes());

@@ -45,16 +45,18 @@ copy_lines_sm90(GRID_CONSTANT OperandCopy copy) {
     const BatchOffsets offsets(copy, batch);
     for (int64_t line = int64_t(arch::block_y()) * kCopyWarps + warp; line < copy.lines;
          line += int64_t(arch::grid_y()) * kCopyWarps) {
-      const auto at = [&](const void* data, int64_t element) {
+      const auto address = [&](const void* data, int64_t element) {
         return static_cast<const char*>(data) + element * copy.element_bytes;
       };
-      const Unit* const from = reinterpret_cast<const Unit*>(at(copy.from, offsets.from + line * copy.from_line));
-      Unit* const to = reinterpret_cast<Unit*>(const_cast<char*>(at(copy.to, offsets.to + line * copy.to_line)));
+      const Unit* const from = reinterpret_cast<const Unit*>(address(copy.from, offsets.from + line * copy.from_line));
+      Unit* const to = reinterpret_cast<Unit*>(const_cast<char*>(address(copy.to, offsets.to + line * copy.to_line)));
       Unit values[kParts<Unit>];
+      // Load this lane's units, all of them in flight at once.
 #pragma unroll
       for (int i = 0; i < kParts<Unit>; ++i)
         if (first + i * arch::kWarpSize < units)
           values[i] = arch::load_global<Unit>(from + first + i * arch::kWarpSize);
+      // Store them.
 #pragma unroll
       for (int i = 0; i < kParts<Unit>; ++i)
         if (first + i * arch::kWarpSize < units) arch::store_global(to + first + i * arch::kWarpSize, values[i]);
@@ -78,6 +80,7 @@ transpose_tile_sm90(GRID_CONSTANT OperandCopy copy) {
     const BatchOffsets offsets(copy, batch);
     for (int64_t first_line = int64_t(arch::block_y()) * kTransposed; first_line < copy.lines;
          first_line += int64_t(arch::grid_y()) * kTransposed) {
+      // Load the tile: lanes along the lines, which are adjacent in the operand.
 #pragma unroll
       for (int row = 0; row < kTransposed / kCopyWarps; ++row)
 #pragma unroll
@@ -91,6 +94,7 @@ transpose_tile_sm90(GRID_CONSTANT OperandCopy copy) {
           }
         }
       arch::sync_threads();
+      // Store it: lanes along the elements of a line.
 #pragma unroll
       for (int row = 0; row < kTransposed / kCopyWarps; ++row)
 #pragma unroll

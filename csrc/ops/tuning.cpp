@@ -65,14 +65,16 @@ std::string name_of(const rt::Device& device, const GemmParams& params, Float32P
 std::vector<Restriction> candidates_of(const CudaKernels& kernels, const GemmParams& params, Float32Product float32,
                                        int most) {
   std::vector<std::pair<double, Restriction>> found;  // by predicted cycles
-  if (kernels.choose_gemm_sm90(params, float32, {}).plan) {
+  const std::optional<sm90::GemmPlan> best = kernels.choose_gemm_sm90(params, float32, {}).plan;
+  if (best) {
     for (int config = 0; config < sm90::kNumConfigs; ++config)
       for (int cluster = 1; cluster <= 2; ++cluster) {
         const auto plan = kernels.choose_gemm_sm90(params, float32, {.config = config, .cluster = cluster}).plan;
         if (plan && plan->config == config && plan->cluster == cluster)
           found.push_back({plan->cycles, {config, cluster, plan->k_blocks, plan->splits}});
       }
-  } else {
+  }
+  if (!best || best->copies.any()) {  // mma.sync needs no copies
     const sm80::Arithmetic arithmetic = sm80::arithmetic_of(params, float32);
     const sm80::Rates rates = sm80::rates_of(kernels.gemm_device());
     for (int shape = 0; shape < sm80::kNumShapes[int(arithmetic)]; ++shape) {
