@@ -25,8 +25,8 @@ inline Copies copies_for(const GemmParams& params, bool tf32) {
   return copies;
 }
 
-// The copy of an operand, without its place; empty if it has more batch dims than a tensor map. The strides of `operand`
-// and of its reduced dims become those of the copy.
+// The copy of an operand, without its place; empty if it has more batch dims than a tensor map. The strides of
+// `operand` and of its reduced dims become those of the copy.
 inline OperandCopy copy_operand(const GemmParams& params, const Side& side, bool k_major, Operand& operand,
                                 int64_t (&reduced_strides)[kMaxBatchDims]) {
   OperandCopy copy;
