@@ -29,6 +29,7 @@ FORK = multiprocessing.get_context("fork")
 # Seconds without an answer until a case counts as hung, and until a child is ready, which makes the GPU's context.
 PATIENCE, START_PATIENCE = 5.0, 20.0
 MOST_HUNG = 2  # cases of a kind, or starts of a group's children, after which the others are not run
+LAST_WORDS = 5.0  # seconds until a child that is ended has written where it is; a busy machine needs more than one
 START = ""  # among kinds
 MOST_FRAMES = 3
 PR_SET_PDEATHSIG = 1
@@ -163,7 +164,7 @@ class _Child:
         assert self._process is not None and self._process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGABRT)  # faulthandler then writes where it is
-        self._process.join(1)
+        self._process.join(LAST_WORDS)
         what = "answer" if self.is_ready else "start of a process"
         return self._end(Answer(False, f"HUNG: no {what} within {self._limit:g} s{self._place()}", spoilt=True))
 
