@@ -46,7 +46,7 @@ class BuildLibrary(torch_helpers.BuildExtension):
             library.sources = [str(path.relative_to(ROOT)) for path in plan.sources]
             library.extra_compile_args = {
                 "cxx": [*plan.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
-                "nvcc": plan.nvcc_flags,
+                "nvcc": plan.nvcc_flags(folder),
             }
             library.extra_link_args = plan.link_flags(folder)
             library.library_dirs = torch_helpers.library_paths()

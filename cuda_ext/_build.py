@@ -98,11 +98,12 @@ class Plan:
         seconds += sum(SECONDS_PER_CUDA_FILE + SECONDS_PER_ARCH * archs for archs in cuda)
         return max(1, round(seconds / self.jobs / 60))
 
-    @property
-    def nvcc_flags(self) -> list[str]:
+    def nvcc_flags(self, folder: Path | None = None) -> list[str]:
+        """The flags for a build in `folder`, or those that all folders share."""
         knows_modes = self.toolkit is not None and self.toolkit.version >= "13"
         smallest = ["--compress-mode=size"] if knows_modes else []
-        return [*NVCC_FLAGS, *smallest, f"-I{CSRC}", *toolchain.gencode_flags(self.archs)]
+        include = [f"-I{folder / 'include'}"] if folder else []
+        return [*NVCC_FLAGS, *smallest, *include, f"-I{CSRC}", *toolchain.gencode_flags(self.archs)]
 
     @property
     def name(self) -> str:
@@ -134,8 +135,7 @@ class Plan:
             f'#define CUDA_EXT_CUDA_VERSION "{cuda_version}"\n'
             f'#define CUDA_EXT_CUDA_ARCHS "{self.arch_names}"\n'
             f"#define CUDA_EXT_WITH_SM90A {int(any(map(_is_sm90a, self.archs)))}\n"
-            f'#define CUDA_EXT_HEAD_DIMS "{self.head_dim_names}"\n'
-            + "".join(f"#define CUDA_EXT_HEAD_DIM_{dim} {int(dim in self.head_dims)}\n" for dim in HEAD_DIMS),
+            f"#define CUDA_EXT_HEAD_DIMS {self.head_dim_names}\n",
         )
         (folder / "cuda").unlink(missing_ok=True)
         if self.toolkit:
@@ -188,7 +188,7 @@ class Plan:
             "head_dims": list(self.head_dims),
             "without_cuda": self.without_cuda,
             "cxx_flags": list(CXX_FLAGS),
-            "nvcc_flags": self.nvcc_flags if self.cuda else [],
+            "nvcc_flags": self.nvcc_flags() if self.cuda else [],
             "revision": git_revision(),
             "sources": sources_digest(),
         }

@@ -62,7 +62,7 @@ def load(
                 "cuda_ext_jit",
                 [str(file) for file in files],
                 extra_cflags=[*plan.cxx_flags(folder), *extra_cflags],
-                extra_cuda_cflags=[*plan.nvcc_flags, *extra_cuda_cflags],
+                extra_cuda_cflags=[*plan.nvcc_flags(folder), *extra_cuda_cflags],
                 extra_ldflags=plan.link_flags(folder),
                 build_directory=str(folder),
                 verbose=verbose,
@@ -73,7 +73,7 @@ def load(
 
 
 def _folder_name(plan: _build.Plan, extra_cflags: Sequence[str], extra_cuda_cflags: Sequence[str]) -> str:
-    flags = repr([_build.CXX_FLAGS, plan.nvcc_flags, [*extra_cflags], [*extra_cuda_cflags], str(_build.CSRC)])
+    flags = repr([_build.CXX_FLAGS, plan.nvcc_flags(), [*extra_cflags], [*extra_cuda_cflags], str(_build.CSRC)])
     archs = "-".join(plan.archs) or "cpu"
     return f"{plan.name}-{archs}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 

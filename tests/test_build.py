@@ -291,7 +291,7 @@ class TestMakePlan:
         plan = _build.make_plan()
         assert plan.toolkit == Toolkit("standard folder", tmp_path / "good", "13.0")
         assert {path.suffix for path in plan.sources} == {".cpp", ".cu"}
-        assert "-gencode=arch=compute_86,code=sm_86" in plan.nvcc_flags
+        assert "-gencode=arch=compute_86,code=sm_86" in plan.nvcc_flags()
         printed = capsys.readouterr().out
         assert f"{tmp_path}/bad [CUDA_HOME]: is CUDA 12.1, but torch was built with CUDA 13.0\n" in printed
         assert "building the CPU and CUDA kernels (sm_86; CUDA 13.0)" in printed
@@ -403,7 +403,7 @@ class TestPrepare:
         plan = make_plan(Toolkit("pip", home, "13.0"))
         plan.prepare(tmp_path / "not_sm90")
         target = tmp_path / "not_sm90" / name
-        given = [*plan.nvcc_flags, "--compiler-options", "'-fPIC -O2'", "-c", "a b.cu", "-o", str(target)]
+        given = [*plan.nvcc_flags(), "--compiler-options", "'-fPIC -O2'", "-c", "a b.cu", "-o", str(target)]
         command = [str(plan.nvcc(tmp_path / "not_sm90")), *given]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         dropped = [] if "_sm90" not in name else ["-gencode=arch=compute_80,code=sm_80"]
@@ -428,7 +428,9 @@ class TestSm90a:
         older = dataclasses.replace(plan, archs=("8.0", "8.9+PTX"))
         left_out = set(plan.sources) - set(older.sources)
         assert left_out == {path for path in plan.sources if path.suffix == ".cu" and "_sm90" in path.name}
-        kernel, other = (_build.CSRC / "gemm" / name for name in ("gemm_sm90_bf16_kk.cu", "gemm_sm80_bf16.cu"))
+        kernel, other = (
+            _build.CSRC / "gemm/instantiations" / name for name in ("gemm_sm90_bf16_kk.cu", "gemm_sm80_bf16.cu")
+        )
         assert kernel in left_out
         assert plan.archs_of(kernel) == ("9.0a", "9.0a+PTX") and older.archs_of(kernel) == ()
         assert older.archs_of(other) == older.archs
@@ -447,9 +449,9 @@ using namespace cuda_ext;
 // The device has wgmma; the kernel on mma.sync asks for 80 bytes.
 rt::Device rt::describe_device(const char*) { return {.compute_capability = 90}; }
 template <class T, Float32Product float32>
-size_t GemmSm80<T, float32>::workspace(const GemmParams&, const Restriction&) { return 80; }
-template <class T, Float32Product float32>
-void GemmSm80<T, float32>::launch(const GemmParams&, const Restriction&, Workspace, void*) {}
+void GemmSm80<T, float32>::launch(const GemmParams&, const Restriction&, const AllocateWorkspace& allocate, void*) {
+  allocate(80);
+}
 template struct cuda_ext::GemmSm80<half_t>;
 template struct cuda_ext::GemmSm80<bfloat16_t>;
 template struct cuda_ext::GemmSm80<float>;
@@ -466,50 +468,42 @@ int main() {
     return Workspace{};
   };
   launch_gemm_cuda(p, allocate, nullptr, Float32Product::kTf32, {});
-  try {
-    launch_gemm_sm90(p, {}, {}, nullptr);
-  } catch (const std::exception& error) {
-    std::puts(error.what());
-  }
 }
 """
         )
-        sources = [caller, *(_build.CSRC / "gemm" / name for name in ("gemm_left_out.cpp", "gemm_cuda.cu"))]
-        flags = ["-std=c++20", f"-I{_build.CSRC}", f"-I{tmp_path / 'build/include'}", "-x", "c++"]
-        command = [os.environ.get("CXX", "c++"), *flags, *map(str, sources), "-o", str(tmp_path / "caller")]
-        subprocess.run(command, check=True)
+        sources = [caller, _build.CSRC / "gemm" / "gemm_cuda.cu"]
+        subprocess.run([*compiler_for(tmp_path), *map(str, sources), "-o", str(tmp_path / "caller")], check=True)
         done = subprocess.run([str(tmp_path / "caller")], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines() == [
             "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST",
             "80",
-            "gemm_sm90: the library has no kernels for sm_90a",
         ]
 
     @pytest.mark.slow
-    def test_attention_says_so_too(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("archs", [("8.0",), ("8.0", "9.0a")])
+    def test_attention_then_needs_none_of_them(self, tmp_path: Path, archs: tuple[str, ...]) -> None:
         toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
-        dataclasses.replace(make_plan(toolkit), archs=("8.0",)).prepare(tmp_path / "build")
-        caller = tmp_path / "caller.cpp"
-        caller.write_text(
-            """
-#include "attention/attention_bwd_sm90.h"
-using namespace cuda_ext;
-int main() {  // all instantiations have a definition
-  void* const launches[] = {(void*)&sm90::AttentionForwardSm90<half_t, 0>::launch,
-                            (void*)&sm90::AttentionForwardSm90<bfloat16_t, 3>::launch,
-                            (void*)&sm90::AttentionBackwardSm90<half_t, 0>::launch,
-                            (void*)&sm90::AttentionBackwardSm90<bfloat16_t, 1>::launch};
-  for (void* launch : launches)
-    if (launch == nullptr) return 1;
-  return has_attention_sm90();
-}
-"""
-        )
-        left_out = _build.CSRC / "attention" / "attention_left_out.cpp"
-        flags = ["-std=c++20", f"-I{_build.CSRC}", f"-I{tmp_path / 'build/include'}"]
-        command = [os.environ.get("CXX", "c++"), *flags, str(caller), str(left_out), "-o", str(tmp_path / "caller")]
-        subprocess.run(command, check=True)
-        subprocess.run([str(tmp_path / "caller")], check=True)
+        dataclasses.replace(make_plan(toolkit), archs=archs).prepare(tmp_path / "build")
+        expected = {({"8.0": "sm80", "9.0a": "sm90"}[arch], dim) for arch in archs for dim in _build.HEAD_DIMS}
+        for kind in ("Forward", "Backward"):
+            assert needed_launchers(tmp_path, "attention_cuda.cu", kind) == expected
+
+
+def compiler_for(folder: Path) -> list[str]:
+    """The command that compiles kernels as C++ with the configuration in `folder`."""
+    flags = ["-std=c++20", f"-I{_build.CSRC}", f"-I{folder / 'build/include'}", "-x", "c++"]
+    return [os.environ.get("CXX", "c++"), *flags]
+
+
+def needed_launchers(folder: Path, source: str, kind: str) -> set[tuple[str, int]]:
+    """(architecture, head dim) of the launchers that a source of attention calls."""
+    target = folder / "dispatch.o"
+    subprocess.run(
+        [*compiler_for(folder), "-c", str(_build.CSRC / "attention" / source), "-o", str(target)], check=True
+    )
+    symbols = subprocess.run(["nm", "-C", "-u", str(target)], capture_output=True, text=True, check=True).stdout
+    found = re.findall(rf"(sm\d+)::{kind}Launcher<.*?, (\d+)>::launch\(", symbols)
+    return {(arch, int(dim)) for arch, dim in found}
 
 
 class TestHeadDims:
@@ -548,14 +542,19 @@ class TestHeadDims:
         toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
         plan = dataclasses.replace(make_plan(toolkit), head_dims=(64, 128))
         plan.prepare(tmp_path / "build")
+        assert needed_launchers(tmp_path, "attention_cuda.cu", "Forward") == {
+            (arch, dim) for arch in ("sm80", "sm90") for dim in (64, 128)
+        }
+        assert needed_launchers(tmp_path, "attention_cache_cuda.cu", "Cache") == {("sm80", 64), ("sm80", 128)}
         caller = tmp_path / "caller.cpp"
         caller.write_text(
             """
 #include <cstdio>
-#include "attention/attention_bwd_sm80.h"
 #include "attention/attention_cache.h"
-#include "attention/attention_fwd_sm90.h"
+#include "attention/attention_cuda.h"
+#include "rt/device.h"
 using namespace cuda_ext;
+rt::Device rt::describe_device(const char*) { return {.compute_capability = 90}; }
 template <class F> void say(F f) {
   try { f(); } catch (const std::exception& error) { std::puts(error.what()); }
 }
@@ -564,34 +563,29 @@ int main() {
   CachedAttentionParams cached;
   p.dim = cached.dim = 160;
   p.dim_v = cached.dim_v = 128;
-  say([&] { sm80::AttentionForwardSm80<half_t, 3>::workspace(p); });
-  say([&] { sm80::AttentionForwardSm80<bfloat16_t, 4>::launch(p, {}, nullptr); });
-  say([&] { sm90::AttentionForwardSm90<half_t, 3>::launch(p, {}, nullptr); });
-  say([&] { sm80::AttentionBackwardSm80<bfloat16_t, 3>::workspace(p); });
-  say([&] { sm80::AttentionBackwardSm80<half_t, 4>::launch(p, {}, nullptr); });
-  say([&] { sm80::AttentionCacheSm80<half_t, 2>::workspace(cached); });
+  p.dtype = cached.dtype = Dtype::kBFloat16;
+  const auto allocate = [](size_t) { return Workspace{}; };
+  say([&] { launch_attention_forward_cuda(p, allocate, nullptr); });
+  say([&] { launch_attention_backward_cuda(p, allocate, nullptr); });
+  say([&] { launch_attention_cache_cuda(cached, allocate, nullptr); });
 }
 """
         )
-        source = ROOT / "csrc" / "attention" / "attention_left_out.cpp"
-        target = tmp_path / "left_out.o"
-        flags = ["-std=c++20", f"-I{ROOT / 'csrc'}", f"-I{tmp_path / 'build/include'}"]
-        compiler = os.environ.get("CXX", "c++")
-        subprocess.run([compiler, *flags, "-c", str(source), "-o", str(target)], check=True)
-        subprocess.run([compiler, *flags, str(caller), str(target), "-o", str(tmp_path / "caller")], check=True)
+        sources = [_build.CSRC / "attention" / name for name in ("attention_cuda.cu", "attention_cache_cuda.cu")]
+        link = ["-static", "-Wl,--unresolved-symbols=ignore-all", "-o", str(tmp_path / "caller")]
+        subprocess.run([*compiler_for(tmp_path), str(caller), *map(str, sources), *link], check=True)
         done = subprocess.run([str(tmp_path / "caller")], capture_output=True, text=True, check=True)
         told = (
             ": expected head dims whose CUDA kernels are in this library, those of 64, 128, got 160 of query and key "
             "and 128 of value; build it again without CUDA_EXT_HEAD_DIMS, which left theirs out"
         )
-        ops = ["flash_attention"] * 3 + ["flash_attention_backward"] * 2 + ["flash_attention_with_kvcache"]
+        ops = ["flash_attention", "flash_attention_backward", "flash_attention_with_kvcache"]
         assert done.stdout.splitlines() == [op + told for op in ops]
-        # A kernel that is built has one definition, its own.
-        symbols = subprocess.run(["nm", "-C", str(target)], capture_output=True, text=True, check=True).stdout
-        left_out = {"Forward": {1, 3, 4}, "Backward": {1, 3, 4}, "Cache": {2}}
-        for kind, tiles in left_out.items():
-            found = re.findall(rf"sm80::Attention{kind}Sm80<.*?, (\d)>::launch\(", symbols)
-            assert {int(tile) for tile in found} == tiles
+
+    def test_the_list_is_that_of_the_kernels(self) -> None:
+        source = (_build.CSRC / "attention" / "head_dims.h").read_text()
+        listed = re.search(r"kHeadDims\[\] = \{(.*)\};", source)
+        assert listed and tuple(int(dim) for dim in re.findall(r"\{(\d+), \d+\}", listed[1])) == _build.HEAD_DIMS
 
 
 def test_torch_helpers_take_the_toolkit_and_jobs_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ class TestRefusals:
     def test_kernels_for_another_architecture(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plan = _build.Plan("2.11.0", "g++ 12.2.0", Toolkit("pip", tmp_path, "13.0"), ("8.0", "8.9"), 2)
         monkeypatch.setattr(_build, "make_plan", lambda: plan)
-        source = _build.CSRC / "gemm/gemm_sm90_bf16_kk.cu"
+        source = _build.CSRC / "gemm/instantiations/gemm_sm90_bf16_kk.cu"
         told = "expected 9.0a in TORCH_CUDA_ARCH_LIST for gemm_sm90_bf16_kk.cu, got sm_80, sm_89"
         with pytest.raises(_build.BuildError, match=told):
             cuda_ext.dev.load([_build.CSRC / "gemm/gemm_cuda.cu", source])

@@ -238,7 +238,7 @@ def linear() -> Drawing:
     d.note(120, 326, "null: CPU")
     d.box((20, 346, 180, 66), KERNEL, "csrc/gemm/gemm.h", "launch_gemm: widest\ninstruction set")
     d.line((110, 412), (110, 434))
-    d.box((20, 434, 180, 66), KERNEL, "csrc/gemm/gemm_cpu.inc", "run_gemm: pack,\nmultiply, epilogue")
+    d.box((20, 434, 180, 66), KERNEL, "csrc/gemm/cpu/gemm_cpu.inc", "run_gemm: pack,\nmultiply, epilogue")
 
     d.line((425, 298), (425, 346))
     d.note(435, 318, "table: CUDA tensors,\nor CPU tensors inside testing.emulated()")

@@ -39,7 +39,7 @@ from benchmarks.gpu_check.product_cases import (
 from benchmarks.suites.measure import TF32_TOLERANCE, TOLERANCE
 from cuda_ext import _emulator, bucket, testing
 
-LEFT_OUT = "whose CUDA kernels are in this library"  # of csrc/attention/attention_left_out.cpp
+LEFT_OUT = "whose CUDA kernels are in this library"  # of csrc/attention/dispatch.h
 LANES = 3  # processes of a family on a GPU
 
 

@@ -30,16 +30,16 @@
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
-#include "attention/backward_loop_sm90.cuh"
+#include "attention/bwd_loop_sm90.cuh"
 #include "tile/results.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
 
 // One instantiation of the kernel.
-template <class T, BackwardConfig config, bool general>
+template <class T, BackwardConfig config, bool with_options>
 struct BackwardKeys {
   using Element = T;
-  static constexpr bool kGeneral = general;
+  static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = config.block_n;
@@ -47,9 +47,9 @@ struct BackwardKeys {
   static constexpr int kConsumers = 2;
   static_assert(config.separate && kBlockN == kWarpgroupRows);
 
-  using Scores = sm80::WarpTiles<kBlockN, kBlockM, 4, 1>;
-  using GradK = sm80::WarpTiles<kBlockN, config.dim, 4, 1>;
-  using GradV = sm80::WarpTiles<kBlockN, config.dim_v, 4, 1>;
+  using Scores = WarpTiles<kBlockN, kBlockM, 4, 1>;
+  using GradK = WarpTiles<kBlockN, config.dim, 4, 1>;
+  using GradV = WarpTiles<kBlockN, config.dim_v, 4, 1>;
   using Fragments = uint32_t[kBlockM / 16][4];  // of P^T or dS^T
 
   using TileK = PiecesTile<kBlockN, config.dim>;
@@ -121,7 +121,7 @@ DEVICE void weigh_generally(const AttentionBackwardParams& p, const BackwardPlan
   using Scores = typename Kernel::Scores;
   const int first_query = at.tile * Kernel::kBlockM, thread = Kernel::thread();
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
-  const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
+  const GeneralStep general(p, load_struct(shared.task.queries), at.head);
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
@@ -133,7 +133,7 @@ DEVICE void weigh_generally(const AttentionBackwardParams& p, const BackwardPlan
     float handed[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      const sm80::GeneralWeight of = sm80::general_weight<typename Kernel::Element>(
+      const GeneralWeight of = general_weight<typename Kernel::Element>(
           p, plan, keys.visible, general, s[0][n][q], arch::bits_float(row_lse.data[q % 2]),
           keys.first + Scores::row(0, q / 2, thread), first_query + column + q % 2, is_masked);
       const bool kept = random[q] >= plan.dropout.drop_below;
@@ -152,8 +152,8 @@ DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& pla
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
-  if constexpr (!Kernel::kGeneral) sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-  if constexpr (Kernel::kGeneral) {
+  if constexpr (!Kernel::kWithOptions) weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  if constexpr (Kernel::kWithOptions) {
     weigh_generally<Kernel>(p, plan, shared, at, stage, is_masked, s);
   } else {
 #pragma unroll
@@ -171,7 +171,7 @@ DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& 
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const auto handed = arch::load_shared<arch::Words4>(Kernel::weights_at(shared, stage, n));
-    if constexpr (Kernel::kGeneral) {
+    if constexpr (Kernel::kWithOptions) {
       const auto row_delta = arch::load_shared<arch::Words2>(
           arch::shared_address(shared.minus_delta[stage] + Scores::column(thread) + Scores::column_step(n)));
 #pragma unroll
@@ -254,7 +254,7 @@ DEVICE void store_sum(const AttentionBackwardParams& p, const BackwardPlan& plan
                       float factor, typename Grad::Accumulators& gradient) {
   using T = typename Kernel::Element;
   if (plan.splits > 1) {
-    sm80::WorkspaceTile<Grad>(part_of<Grad>(p, plan, task, parts), Kernel::thread()).store(gradient, factor);
+    WorkspaceTile<Grad>(part_of<Grad>(p, plan, task, parts), Kernel::thread()).store(gradient, factor);
     return;
   }
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read
@@ -273,7 +273,7 @@ attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT B
   QueryTile first;
   bool has_steps;
   {
-    const sm80::BackwardWork work = sm80::find_work<Kernel>(p, plan);
+    const BackwardWork work = find_work<Kernel>(p, plan);
     if (work.steps < 0) return;
     first = work.first;
     has_steps = work.steps > 0;
@@ -296,7 +296,7 @@ attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT B
     if (has_steps) accumulate_values<Kernel>(p, plan, shared, first, grad_value);
     store_sum<Kernel, typename Kernel::GradV, typename Kernel::TileV>(
         p, plan, shared.task, arch::shared_address(shared.v), maps.grad_value, p.grad_value, p.dim_v, plan.grad_value,
-        Kernel::kGeneral ? plan.kept_scale : 1.0f, grad_value);
+        Kernel::kWithOptions ? plan.kept_scale : 1.0f, grad_value);
   } else {
     typename Kernel::GradK::Accumulators grad_key = {};
     if (has_steps) accumulate_keys<Kernel>(p, plan, shared, first, grad_key);
@@ -306,4 +306,4 @@ attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT B
   }
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

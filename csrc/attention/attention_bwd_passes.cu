@@ -1,33 +1,32 @@
 #include "attention/attention_bwd_passes.h"
 
 #include "attention/attention_bwd_passes.cuh"
-#include "attention/backward_results_sm90.cuh"
+#include "attention/bwd_results_sm90.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
 
-template <class T, int tile>
-void BackwardPasses<T, tile>::launch_before(const AttentionBackwardParams& params, const sm80::BackwardPlan& plan,
-                                            void* stream) {
-  constexpr const BackwardConfig& config = kBackwardTiles[tile];
-  sm80::launch_rows<T, config.block_m, config.separate ? 0 : config.sums_dim()>(params, plan, stream);
-}
-
-template <class T, int tile>
-void BackwardPasses<T, tile>::launch_after(const AttentionBackwardParams& params, const sm80::BackwardPlan& plan,
+template <class T, int dim>
+void BackwardPasses<T, dim>::launch_before(const AttentionBackwardParams& params, const BackwardPlan& plan,
                                            void* stream) {
-  sm80::launch_after<T, BackwardResults<kBackwardTiles[tile]>>(params, plan, stream);
+  constexpr const BackwardConfig& config = tile_of(kBackwardTiles, dim);
+  launch_rows<T, config.block_m, config.separate ? 0 : config.sums_dim()>(params, plan, stream);
 }
 
-template struct BackwardPasses<half_t, 0>;
-template struct BackwardPasses<half_t, 1>;
-template struct BackwardPasses<half_t, 2>;
-template struct BackwardPasses<half_t, 3>;
-template struct BackwardPasses<half_t, 4>;
-template struct BackwardPasses<bfloat16_t, 0>;
-template struct BackwardPasses<bfloat16_t, 1>;
-template struct BackwardPasses<bfloat16_t, 2>;
-template struct BackwardPasses<bfloat16_t, 3>;
-template struct BackwardPasses<bfloat16_t, 4>;
-static_assert(kNumBackwardTiles == 5);
+template <class T, int dim>
+void BackwardPasses<T, dim>::launch_after(const AttentionBackwardParams& params, const BackwardPlan& plan,
+                                          void* stream) {
+  attention::launch_after<T, BackwardResults<tile_of(kBackwardTiles, dim)>>(params, plan, stream);
+}
 
-}  // namespace cuda_ext::sm90
+template struct BackwardPasses<half_t, 64>;
+template struct BackwardPasses<half_t, 96>;
+template struct BackwardPasses<half_t, 128>;
+template struct BackwardPasses<half_t, 192>;
+template struct BackwardPasses<half_t, 256>;
+template struct BackwardPasses<bfloat16_t, 64>;
+template struct BackwardPasses<bfloat16_t, 96>;
+template struct BackwardPasses<bfloat16_t, 128>;
+template struct BackwardPasses<bfloat16_t, 192>;
+template struct BackwardPasses<bfloat16_t, 256>;
+
+}  // namespace cuda_ext::attention::sm90

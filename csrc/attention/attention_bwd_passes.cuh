@@ -2,12 +2,12 @@
 // gradients, and the gradient of sinks.
 #pragma once
 
-#include "attention/attention_bwd_plan.cuh"
+#include "attention/plan_bwd.cuh"
 #include "attention/rows.cuh"
 #include "rt/launch.cuh"
 #include "tile/results.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // Stores -delta and -lse of every row, and zeros in the tiles (block_m, dim) where dQ will be summed, none if dim is 0.
 // Grid: (tiles of queries of all sequences) x heads, heads innermost. 8 lanes share a row.
@@ -196,4 +196,4 @@ void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
   if (p.grad_sinks != nullptr) launch_sinks<Results::kBlockM>(p, plan, stream);
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

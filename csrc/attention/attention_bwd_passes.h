@@ -3,20 +3,18 @@
 
 #include "attention/attention.h"
 
-namespace cuda_ext {
+namespace cuda_ext::attention {
 
-namespace sm80 {
 struct BackwardPlan;
-}
 
 namespace sm90 {
 
-// One instantiation per storage type and tile, in attention_bwd_passes.cu.
-template <class T, int tile>
+// One instantiation per storage type and head dim, in attention_bwd_passes.cu.
+template <class T, int dim>
 struct BackwardPasses {
-  static void launch_before(const AttentionBackwardParams& params, const sm80::BackwardPlan& plan, void* stream);
-  static void launch_after(const AttentionBackwardParams& params, const sm80::BackwardPlan& plan, void* stream);
+  static void launch_before(const AttentionBackwardParams& params, const BackwardPlan& plan, void* stream);
+  static void launch_after(const AttentionBackwardParams& params, const BackwardPlan& plan, void* stream);
 };
 
 }  // namespace sm90
-}  // namespace cuda_ext
+}  // namespace cuda_ext::attention

@@ -19,22 +19,20 @@
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
-#include "attention/backward_loop_sm90.cuh"
-#include "attention/forward_rows.cuh"
+#include "attention/bwd_loop_sm90.cuh"
+#include "attention/fwd_rows.cuh"
 
-namespace cuda_ext::sm90 {
-
-using sm80::ForwardTask;
+namespace cuda_ext::attention::sm90 {
 
 struct QueriesMaps {
   HeadsMap query, grad_out, key, value, grad_query;
 };
 
 // One instantiation of the kernel.
-template <class T, BackwardConfig config, bool general>
+template <class T, BackwardConfig config, bool with_options>
 struct BackwardQueries {
   using Element = T;
-  static constexpr bool kGeneral = general;
+  static constexpr bool kWithOptions = with_options;
   static constexpr int kBlockM = kQueriesOfSeparate;
   static constexpr int kBlockN = config.block_n;
   static constexpr int kPaddedM = config.block_m;  // the workspace pads sequences to tiles of the other kernel
@@ -43,8 +41,8 @@ struct BackwardQueries {
   static constexpr int kThreads = kWarpgroup * (1 + kConsumers);
   static_assert(config.separate);
 
-  using Scores = sm80::WarpTiles<kBlockM, kBlockN, 4 * kConsumers, 1>;
-  using GradQ = sm80::WarpTiles<kBlockM, config.dim, 4 * kConsumers, 1>;
+  using Scores = WarpTiles<kBlockM, kBlockN, 4 * kConsumers, 1>;
+  using GradQ = WarpTiles<kBlockM, config.dim, 4 * kConsumers, 1>;
   using Fragments = uint32_t[kBlockN / 16][4];  // of dS
 
   using TileQ = PiecesTile<kBlockM, config.dim>;
@@ -72,10 +70,9 @@ struct RowGradients {
 
 template <class Kernel>
 DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task) {
-  const sm80::TileRows rows = load_struct(task.rows);
-  const int64_t first_row =
-      rows.first_head * int64_t(plan.head_rows) +
-      sm80::first_tile<Kernel::kPaddedM>(p, plan, load_struct(task.position).batch) * Kernel::kPaddedM;
+  const TileRows rows = load_struct(task.rows);
+  const int64_t first_row = rows.first_head * int64_t(plan.head_rows) +
+                            first_tile<Kernel::kPaddedM>(p, plan, load_struct(task.position).batch) * Kernel::kPaddedM;
   RowGradients loaded;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -83,7 +80,8 @@ DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPl
     const int64_t at = first_row + query;
     const bool exists = query < rows.count;
     loaded.minus_lse[half] =
-        exists ? arch::load_global<float>(plan.minus_lse + at) * (Kernel::kGeneral ? 1.0f : plan.factor) : -INFINITY;
+        exists ? arch::load_global<float>(plan.minus_lse + at) * (Kernel::kWithOptions ? 1.0f : plan.factor)
+               : -INFINITY;
     loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + at) : 0.0f;
   }
   return loaded;
@@ -94,8 +92,8 @@ template <class Kernel>
 DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shared) {
   using TileK = typename Kernel::TileK;
   using TileV = typename Kernel::TileV;
-  const sm80::TileRows rows = load_struct(shared.task.rows);
-  const sm80::TilePosition at = load_struct(shared.task.position);
+  const TileRows rows = load_struct(shared.task.rows);
+  const TilePosition at = load_struct(shared.task.position);
   arch::barrier_arrive_expect(shared.queries_full, Kernel::TileQ::kBytes + Kernel::TileDO::kBytes);
   load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.queries_full,
                                       at.q_begin + rows.first, rows.first_head, at.batch);
@@ -125,15 +123,15 @@ DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& pla
                        const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
                        typename Kernel::Scores::Accumulators& grad, const Between& between) {
   using Scores = typename Kernel::Scores;
-  const sm80::TileRows rows = load_struct(task.rows);
-  const sm80::Visibility visible = load_struct(task.keys).visible;
+  const TileRows rows = load_struct(task.rows);
+  const Visibility visible = load_struct(task.keys).visible;
   const int first_key = tile * Kernel::kBlockN, thread = Kernel::thread();
   const bool is_masked =
       !visible.all_visible(rows.first, rows.first + Kernel::kBlockM - 1, first_key, first_key + Kernel::kBlockN);
   const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
-  if constexpr (Kernel::kGeneral) {
-    const sm80::TilePosition at = load_struct(task.position);
-    const sm80::GeneralStep general(p, {at.batch, at.q_begin, rows.count, 0}, rows.first_head);
+  if constexpr (Kernel::kWithOptions) {
+    const TilePosition at = load_struct(task.position);
+    const GeneralStep general(p, {at.batch, at.q_begin, rows.count, 0}, rows.first_head);
     between();
     arch::wgmma_wait<0>(registers_of(grad));
     if (plan.dropout.drop_below > 0)
@@ -143,17 +141,17 @@ DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& pla
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
-        const sm80::GeneralWeight of = sm80::general_weight<typename Kernel::Element>(
+        const GeneralWeight of = general_weight<typename Kernel::Element>(
             p, plan, visible, general, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
         float& x = grad[0][n][q];
         x = of.weight * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
-        if (p.grad_bias != nullptr && of.exists) sm80::add_grad_bias(p, general, key, query, x);
+        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, general, key, query, x);
         x *= of.slope_of_cap;
       }
   } else {
     if (is_masked) {
       const int origin = first_key + Scores::column(thread);
-      sm80::apply_mask<Scores>(s, [&](int, int half) { return visible.keys(query_at(half)).from(origin); });
+      apply_mask<Scores>(s, [&](int, int half) { return visible.keys(query_at(half)).from(origin); });
     }
 #pragma unroll
     for (int n = 0; n < Scores::kColumnTiles; ++n)
@@ -231,8 +229,8 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
                              typename Kernel::Storage& shared, typename Kernel::GradQ::Accumulators& sums) {
   using T = typename Kernel::Element;
   using TileQ = typename Kernel::TileQ;
-  const sm80::TileRows rows = load_struct(shared.task.rows);
-  const sm80::TilePosition at = load_struct(shared.task.position);
+  const TileRows rows = load_struct(shared.task.rows);
+  const TilePosition at = load_struct(shared.task.position);
   const SharedAddress staged = arch::shared_address(shared.q);
   const int own = ConsumerThreads::consumer() * kWarpgroupRows, first = rows.first + own;
   ConsumerThreads::sync();  // all warps have read their queries
@@ -243,7 +241,7 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
     store_pieces<TileQ>(maps.grad_query, staged, own, at.q_begin + first, rows.first_head, at.batch);
   else
     store_lines<T, TileQ>(staged, own, rows.count - first, int(p.dim), [&](int line) {
-      return sm80::row_of<T>(p.grad_query, at.batch, at.q_begin + rows.first + line, rows.first_head);
+      return row_of<T>(p.grad_query, at.batch, at.q_begin + rows.first + line, rows.first_head);
     });
 }
 
@@ -251,16 +249,16 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
 template <class Kernel>
 GLOBAL(Kernel::kThreads, 1)
 attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT BackwardPlan plan,
-                           GRID_CONSTANT sm80::Schedule schedule, GRID_CONSTANT QueriesMaps maps) {
+                           GRID_CONSTANT Schedule schedule, GRID_CONSTANT QueriesMaps maps) {
   SHARED_STORAGE(typename Kernel::Storage, shared);
   bool has_keys;
   {
-    const sm80::TileIndex at = schedule.find(arch::block_x());
-    const sm80::Sequence sequence(p, at.batch);
-    const sm80::TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len, 1, at.head};
+    const TileIndex at = schedule.find(arch::block_x());
+    const Sequence sequence(p, at.batch);
+    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len, 1, at.head};
     if (rows.first >= rows.count) return;
-    const sm80::Visibility visible(p, sequence);
-    const sm80::Span seen = sm80::key_tiles<Kernel>(visible, rows);
+    const Visibility visible(p, sequence);
+    const Span seen = key_tiles<Kernel>(visible, rows);
     has_keys = seen.begin < seen.end;
     if (arch::thread_index() == 0)
       ForwardTask{rows,
@@ -291,4 +289,4 @@ attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTAN
   store_grad_query<Kernel>(p, plan, maps, shared, sums);
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

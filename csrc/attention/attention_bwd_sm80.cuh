@@ -11,7 +11,7 @@
 // Tile           A block has block_n keys of one key head, and loops over the tiles of block_m queries that see any of
 //                them, of all query heads of the group one after the other. dK and dV are complete after the loop. If
 //                that makes too few blocks, the loop is divided among several, whose parts kernel 3 adds. Sizes:
-//                kBackwardTiles in tile_size.h.
+//                kBackwardTiles in tiles_sm80.h.
 // Warps          Scores are transposed, (keys, queries). A warp has 16 or 32 keys, and its P^T and dS^T, in the layout
 //                of mma results, are operands of dV and dK without leaving registers. dQ is a sum over keys, so dS goes
 //                through shared memory, and all warps share dQ's tile. If warps share keys (kSplit > 1: each has half
@@ -37,17 +37,18 @@
 
 #include <cstddef>
 
-#include "attention/backward_scores.cuh"
+#include "attention/bwd_scores.cuh"
+#include "attention/tiles_sm80.h"
 #include "tile/results.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention::sm80 {
 
 // One instantiation of the kernel.
-template <class T, AttentionBackwardConfig config, bool general>
+template <class T, BackwardConfig config, bool with_options>
 struct Backward {
   using Element = T;
-  static constexpr const AttentionBackwardConfig& kConfig = config;
-  static constexpr bool kGeneral = general;
+  static constexpr const BackwardConfig& kConfig = config;
+  static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
   static constexpr int kBlockM = config.block_m;
@@ -165,10 +166,10 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     more = at != load_struct(shared.task.steps).last;
     const int first_query = at.tile * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
-    if constexpr (!Kernel::kGeneral) start_columns<Kernel>(s, shared.minus_lse);
+    if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
                                              columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s);
-    if constexpr (!Kernel::kGeneral) start_columns<Kernel>(grad, shared.minus_delta);
+    if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
         columns_of<Scores, typename Kernel::TileDO>(base, offsetof(Storage, grad_out)), grad);
@@ -176,7 +177,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
-    if constexpr (Kernel::kGeneral) {
+    if constexpr (Kernel::kWithOptions) {
       const GeneralStep general(p, load_struct(shared.task.queries), at.head);
       general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
                                        keys.first, first_query, is_masked);
@@ -229,7 +230,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const BackwardTask::Head head = load_struct(shared.task.head);
   const int batch = load_struct(shared.task.queries).batch;
-  const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
+  const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     const int64_t part = arch::block_x() % plan.splits;
     const int64_t tile =
@@ -249,4 +250,4 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
                                                 p.grad_value.seq_stride, count, int(p.dim_v));
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention::sm80

@@ -3,23 +3,26 @@
 
 #include "attention/attention_bwd_passes.cuh"
 #include "attention/attention_bwd_sm80.cuh"
+#include "attention/attention_bwd_sm80.h"
+#include "rt/device.h"
 #include "rt/launch.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention::sm80 {
 
 template <class Kernel>
-void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void* stream) {
+void launch_backward(const AttentionBackwardParams& p, const AllocateWorkspace& allocate, void* stream) {
   using T = typename Kernel::Element;
-  constexpr const AttentionBackwardConfig& config = Kernel::kConfig;
-  BackwardPlan plan = plan_backward(p, config, rt::describe_device("attention_bwd_sm80"));
-  assign_workspace(p, config, workspace.data, plan).expect_fits("attention_bwd_sm80", workspace);
+  constexpr char kName[] = "attention_bwd_sm80";
+  constexpr const BackwardConfig& config = Kernel::kConfig;
+  BackwardPlan plan = plan_backward(p, config, rt::describe_device(kName));
+  provide_workspace(kName, allocate, [&](void* data) { return assign_workspace(p, config, data, plan); });
 
   launch_rows<T, Kernel::kBlockM, config.sums_dim()>(p, plan, stream);
 
   plan.query_pass = LinesCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
   plan.grad_out_pass = LinesCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
   if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
-    rt::launch<attention_bwd_sm80<Kernel>>("attention_bwd_sm80",
+    rt::launch<attention_bwd_sm80<Kernel>>(kName,
                                            {.grid = {blocks},
                                             .threads = Kernel::kThreads,
                                             .shared_bytes = sizeof(typename Kernel::Storage),
@@ -31,33 +34,29 @@ void launch_backward(const AttentionBackwardParams& p, Workspace workspace, void
 }
 
 // Calls f(Backward<..>{}) with the instantiation that the parameters and the device require.
-template <class T, int tile, class F>
+template <class T, int dim, class F>
 auto with_backward(const AttentionBackwardParams& p, const rt::Device& device, const F& f) {
-  constexpr const BackwardTile& configs = kBackwardTiles[tile];
-  const auto with = [&]<AttentionBackwardConfig config>() {
-    return needs_general_kernel(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
+  constexpr const BackwardTile& tile = tile_of(kBackwardTiles, dim);
+  const auto with = [&]<BackwardConfig config>() {
+    return has_options(p) ? f(Backward<T, config, true>{}) : f(Backward<T, config, false>{});
   };
-  if (configs.uses_large(device.shared_bytes)) return with.template operator()<configs.large>();
-  return with.template operator()<configs.small>();
+  if (tile.uses_large(device.shared_bytes)) return with.template operator()<tile.config(true)>();
+  return with.template operator()<tile.config(false)>();
 }
 
-template <class T, int tile>
-AttentionPlan AttentionBackwardSm80<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
+template <class T, int dim>
+AttentionPlan BackwardLauncher<T, dim>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
   if (params.heads == 0) return {};
-  return with_backward<T, tile>(
+  return with_backward<T, dim>(
       params, device, [&]<class Kernel>(Kernel) { return describe_plan<Kernel>(params, Kernel::kConfig, device); });
 }
 
-template <class T, int tile>
-size_t AttentionBackwardSm80<T, tile>::workspace(const AttentionBackwardParams& params) {
-  return plan(params, rt::describe_device("attention_bwd_sm80")).workspace;
-}
-
-template <class T, int tile>
-void AttentionBackwardSm80<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
+template <class T, int dim>
+void BackwardLauncher<T, dim>::launch(const AttentionBackwardParams& params, const AllocateWorkspace& allocate,
+                                      void* stream) {
   if (params.heads == 0) return;
-  with_backward<T, tile>(params, rt::describe_device("attention_bwd_sm80"),
-                         [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, workspace, stream); });
+  with_backward<T, dim>(params, rt::describe_device("attention_bwd_sm80"),
+                        [&]<class Kernel>(Kernel) { launch_backward<Kernel>(params, allocate, stream); });
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention::sm80

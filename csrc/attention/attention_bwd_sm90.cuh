@@ -35,10 +35,10 @@
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
-#include "attention/backward_loop_sm90.cuh"
-#include "attention/backward_results_sm90.cuh"
+#include "attention/bwd_loop_sm90.cuh"
+#include "attention/bwd_results_sm90.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
 
 constexpr int kSumsLine = 256;  // floats: the tensor map of the sums of dQ has lines of so many
 
@@ -48,10 +48,10 @@ struct BackwardMaps {
 };
 
 // One instantiation of the kernel.
-template <class T, BackwardConfig config, bool general>
+template <class T, BackwardConfig config, bool with_options>
 struct Backward {
   using Element = T;
-  static constexpr bool kGeneral = general;
+  static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kBlockM = config.block_m;
   static constexpr int kBlockN = config.block_n;
@@ -62,7 +62,7 @@ struct Backward {
 
   using Results = BackwardResults<config>;
   static constexpr int kConsumers = Results::kConsumers;
-  using Scores = sm80::WarpTiles<kBlockN, kBlockM, 4 * kConsumers, 1>;
+  using Scores = WarpTiles<kBlockN, kBlockM, 4 * kConsumers, 1>;
   using GradK = typename Results::GradK;
   using GradV = typename Results::GradV;
   using GradQ = typename Results::GradQ;
@@ -115,9 +115,9 @@ DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typenam
 #pragma unroll 1
   for (bool more = true; more; at = load_struct(shared.task.steps).next(at), parity ^= 1) {
     more = at != load_struct(shared.task.steps).last;
-    const int padded = sm80::padded_row<Kernel>(plan, queries, at);
+    const int padded = padded_row<Kernel>(plan, queries, at);
     const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
-    const uint32_t earlier = sm80::earlier_blocks<Kernel>(load_struct(shared.task.keys), at.tile * Kernel::kBlockM);
+    const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), at.tile * Kernel::kBlockM);
     arch::barrier_wait(shared.sums_full, parity);
     if (plan.turns != nullptr) arch::wait_equal(plan.turns + padded / Kernel::kBlockM, earlier);
     arch::tma_store<true>(maps.sums, arch::shared_address(shared.sums), to);
@@ -159,17 +159,17 @@ DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& pla
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
-  if constexpr (!Kernel::kGeneral) sm80::weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  if constexpr (!Kernel::kWithOptions) weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
   // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
   arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
   arch::wgmma_wait<0>(registers_of(grad));
-  if constexpr (Kernel::kGeneral) {
+  if constexpr (Kernel::kWithOptions) {
     const int stage = step % Kernel::kStages;
-    const sm80::GeneralStep general(p, load_struct(shared.task.queries), at.head);
-    sm80::general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
-                                           shared.minus_delta[stage], keys.first, first_query, is_masked);
+    const GeneralStep general(p, load_struct(shared.task.queries), at.head);
+    general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
+                                     shared.minus_delta[stage], keys.first, first_query, is_masked);
   } else {
-    sm80::multiply_weights(grad, s);
+    multiply_weights(grad, s);
   }
 }
 
@@ -278,11 +278,11 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   using TileV = typename Kernel::TileV;
   using GradK = typename Kernel::GradK;
   using GradV = typename Kernel::GradV;
-  const float value_factor = Kernel::kGeneral ? plan.kept_scale : 1.0f;
+  const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
-    sm80::WorkspaceTile<GradK>(part_of<GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
+    WorkspaceTile<GradK>(part_of<GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
         .store(grad_key, plan.scale);
-    sm80::WorkspaceTile<GradV>(part_of<GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
+    WorkspaceTile<GradV>(part_of<GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
         .store(grad_value, value_factor);
     return;
   }
@@ -306,7 +306,7 @@ attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   QueryTile first;
   bool has_steps;
   {
-    const sm80::BackwardWork work = sm80::find_work<Kernel>(p, plan);
+    const BackwardWork work = find_work<Kernel>(p, plan);
     if (work.steps < 0) return;
     first = work.first;
     has_steps = work.steps > 0;
@@ -334,4 +334,4 @@ attention_bwd_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   }
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

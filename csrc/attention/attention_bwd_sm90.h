@@ -4,27 +4,19 @@
 #include <string>
 
 #include "attention/attention_fwd_sm90.h"
+#include "attention/attention_plan.h"
+#include "attention/tiles_sm90.h"
+#include "base/device.h"
+#include "base/workspace.h"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
 
-// One instantiation per storage type and tile, in attention_bwd_sm90_{f16,bf16}_d{64,96,128,192,256}.cu.
-template <class T, int tile>
-struct AttentionBackwardSm90 {
+// One instantiation per storage type and head dim: instantiations/attention_bwd_sm90_{f16,bf16}_d*.cu.
+template <class T, int dim>
+struct BackwardLauncher {
   static AttentionPlan plan(const AttentionBackwardParams& params, const rt::Device& device);
-  static size_t workspace(const AttentionBackwardParams& params);
-  static void launch(const AttentionBackwardParams& params, Workspace workspace, void* stream);
+  static void launch(const AttentionBackwardParams& params, const AllocateWorkspace& allocate, void* stream);
 };
-extern template struct AttentionBackwardSm90<half_t, 0>;
-extern template struct AttentionBackwardSm90<half_t, 1>;
-extern template struct AttentionBackwardSm90<half_t, 2>;
-extern template struct AttentionBackwardSm90<half_t, 3>;
-extern template struct AttentionBackwardSm90<half_t, 4>;
-extern template struct AttentionBackwardSm90<bfloat16_t, 0>;
-extern template struct AttentionBackwardSm90<bfloat16_t, 1>;
-extern template struct AttentionBackwardSm90<bfloat16_t, 2>;
-extern template struct AttentionBackwardSm90<bfloat16_t, 3>;
-extern template struct AttentionBackwardSm90<bfloat16_t, 4>;
-static_assert(kNumBackwardTiles == 5);
 
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string backward_refusal(const AttentionBackwardParams& p, const rt::Device& device) {
@@ -36,4 +28,4 @@ inline std::string backward_refusal(const AttentionBackwardParams& p, const rt::
   return "";
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

@@ -5,19 +5,20 @@
 #include "attention/attention_bwd_keys_sm90.cuh"
 #include "attention/attention_bwd_queries_sm90.cuh"
 #include "attention/attention_bwd_sm90.cuh"
+#include "rt/device.h"
 #include "rt/launch.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
 
 // The kernel with keys resident.
-template <class T, int tile, bool general>
-using KeysKernel = std::conditional_t<kBackwardTiles[tile].separate, BackwardKeys<T, kBackwardTiles[tile], general>,
-                                      Backward<T, kBackwardTiles[tile], general>>;
+template <class T, int dim, bool has_options, BackwardConfig config = tile_of(kBackwardTiles, dim)>
+using KeysKernel =
+    std::conditional_t<config.separate, BackwardKeys<T, config, has_options>, Backward<T, config, has_options>>;
 
 // Calls f(KeysKernel<..>{}) with the instantiation that the parameters require.
-template <class T, int tile, class F>
+template <class T, int dim, class F>
 auto with_backward(const AttentionBackwardParams& p, const F& f) {
-  return sm80::needs_general_kernel(p) ? f(KeysKernel<T, tile, true>{}) : f(KeysKernel<T, tile, false>{});
+  return has_options(p) ? f(KeysKernel<T, dim, true>{}) : f(KeysKernel<T, dim, false>{});
 }
 
 // The tensor maps of queries, keys and so on, for launches of `kernel`.
@@ -48,7 +49,7 @@ inline QueriesMaps queries_maps(const char* kernel, const AttentionBackwardParam
 }
 
 // The sums of dQ in the workspace.
-inline arch::TensorMap sums_map(const char* kernel, const AttentionBackwardParams& p, const sm80::BackwardPlan& plan,
+inline arch::TensorMap sums_map(const char* kernel, const AttentionBackwardParams& p, const BackwardPlan& plan,
                                 const BackwardConfig& config) {
   return rt::make_tensor_map(kernel, {.data = plan.grad_query,
                                       .element = rt::Element::kFloat32,
@@ -60,7 +61,7 @@ inline arch::TensorMap sums_map(const char* kernel, const AttentionBackwardParam
 
 // One kernel for all gradients.
 template <class Kernel>
-void launch_backward(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan, const BackwardConfig& config,
+void launch_backward(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardConfig& config,
                      void* stream) {
   constexpr char kName[] = "attention_bwd_sm90";
   rt::launch<attention_bwd_sm90<Kernel>>(kName,
@@ -74,17 +75,17 @@ void launch_backward(const AttentionBackwardParams& p, const sm80::BackwardPlan&
 }
 
 // The order of tiles of queries, of which each head of each sequence is a pair.
-inline sm80::Schedule queries_schedule(const AttentionBackwardParams& p, int block_m) {
+inline Schedule queries_schedule(const AttentionBackwardParams& p, int block_m) {
   const int64_t pairs = p.heads * p.batch;
   return {.tiles = int((p.seqlen_q + block_m - 1) / block_m),
           .heads = int(p.heads),
           .pairs = int(pairs),
-          .section = sm80::section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / p.heads, pairs)};
+          .section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / p.heads, pairs)};
 }
 
 // One kernel for dK and dV, one for dQ.
 template <class Keys, class Queries>
-void launch_separate(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan, const BackwardConfig& config,
+void launch_separate(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardConfig& config,
                      void* stream) {
   rt::launch<attention_bwd_keys_sm90<Keys>>("attention_bwd_keys_sm90",
                                             {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
@@ -92,7 +93,7 @@ void launch_separate(const AttentionBackwardParams& p, const sm80::BackwardPlan&
                                              .shared_bytes = sizeof(typename Keys::Storage),
                                              .stream = stream},
                                             p, plan, keys_maps("attention_bwd_keys_sm90", p, config));
-  const sm80::Schedule schedule = queries_schedule(p, Queries::kBlockM);
+  const Schedule schedule = queries_schedule(p, Queries::kBlockM);
   rt::launch<attention_bwd_queries_sm90<Queries>>("attention_bwd_queries_sm90",
                                                   {.grid = {schedule.pairs * schedule.tiles},
                                                    .threads = Queries::kThreads,
@@ -102,30 +103,28 @@ void launch_separate(const AttentionBackwardParams& p, const sm80::BackwardPlan&
                                                   queries_maps("attention_bwd_queries_sm90", p, config));
 }
 
-template <class T, int tile>
-AttentionPlan AttentionBackwardSm90<T, tile>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
-  return with_backward<T, tile>(
-      params, [&]<class Kernel>(Kernel) { return sm80::describe_plan<Kernel>(params, kBackwardTiles[tile], device); });
+template <class T, int dim>
+AttentionPlan BackwardLauncher<T, dim>::plan(const AttentionBackwardParams& params, const rt::Device& device) {
+  return with_backward<T, dim>(params, [&]<class Kernel>(Kernel) {
+    return describe_plan<Kernel>(params, tile_of(kBackwardTiles, dim), device);
+  });
 }
 
-template <class T, int tile>
-size_t AttentionBackwardSm90<T, tile>::workspace(const AttentionBackwardParams& params) {
-  return plan(params, rt::describe_device("attention_bwd_sm90")).workspace;
-}
-
-template <class T, int tile>
-void AttentionBackwardSm90<T, tile>::launch(const AttentionBackwardParams& params, Workspace workspace, void* stream) {
-  constexpr const BackwardConfig& config = kBackwardTiles[tile];
-  sm80::BackwardPlan plan = sm80::plan_backward(params, config, rt::describe_device("attention_bwd_sm90"));
-  sm80::assign_workspace(params, config, workspace.data, plan).expect_fits("attention_bwd_sm90", workspace);
-  BackwardPasses<T, tile>::launch_before(params, plan, stream);
-  with_backward<T, tile>(params, [&]<class Kernel>(Kernel) {
+template <class T, int dim>
+void BackwardLauncher<T, dim>::launch(const AttentionBackwardParams& params, const AllocateWorkspace& allocate,
+                                      void* stream) {
+  constexpr char kName[] = "attention_bwd_sm90";
+  constexpr const BackwardConfig& config = tile_of(kBackwardTiles, dim);
+  BackwardPlan plan = plan_backward(params, config, rt::describe_device(kName));
+  provide_workspace(kName, allocate, [&](void* data) { return assign_workspace(params, config, data, plan); });
+  BackwardPasses<T, dim>::launch_before(params, plan, stream);
+  with_backward<T, dim>(params, [&]<class Kernel>(Kernel) {
     if constexpr (config.separate)
-      launch_separate<Kernel, BackwardQueries<T, config, Kernel::kGeneral>>(params, plan, config, stream);
+      launch_separate<Kernel, BackwardQueries<T, config, Kernel::kWithOptions>>(params, plan, config, stream);
     else
       launch_backward<Kernel>(params, plan, config, stream);
   });
-  BackwardPasses<T, tile>::launch_after(params, plan, stream);
+  BackwardPasses<T, dim>::launch_after(params, plan, stream);
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

@@ -39,62 +39,17 @@ struct CacheAppendParams {
 
 CUDA_EXT_CPU_LAUNCHER(cache_append, CacheAppendParams)
 
-size_t attention_cache_cuda_workspace(const CachedAttentionParams& params);
-void launch_attention_cache_cuda(const CachedAttentionParams& params, Workspace workspace, void* stream);
+void launch_attention_cache_cuda(const CachedAttentionParams& params, const AllocateWorkspace& allocate, void* stream);
 void launch_cache_append_cuda(const CacheAppendParams& params, void* stream);
 
-namespace sm80 {
+namespace attention::sm80 {
 
-// A tile shape of the kernel that reads a cache, and everything derived from it.
-struct CacheConfig {
-  int dim;         // of query and key, padded with zeros
-  int dim_v;       // of value and output
-  int block_m;     // rows: queries x heads of a group; 16 for each warp
-  int block_n;     // keys
-  int key_warps;   // warps that share rows, each with block_n / key_warps keys
-  int min_blocks;  // per SM
-
-  constexpr int warps() const { return block_m / 16 * key_warps; }
-  constexpr int threads() const { return 32 * warps(); }
+// One instantiation per storage type and head dim: instantiations/attention_cache_sm80_{f16,bf16}_d*.cu.
+template <class T, int dim>
+struct CacheLauncher {
+  static void launch(const CachedAttentionParams& params, const AllocateWorkspace& allocate, void* stream);
 };
 
-// By head dims, from small to large: for few rows, as in decoding, and for more of them.
-struct CacheTile {
-  int dim;
-  int dim_v;
-  CacheConfig few, many;
-};
-constexpr CacheTile kCacheTiles[] = {
-    // 34 and 40 KiB
-    {64,
-     64,
-     {.dim = 64, .dim_v = 64, .block_m = 16, .block_n = 64, .key_warps = 4, .min_blocks = 2},
-     {.dim = 64, .dim_v = 64, .block_m = 64, .block_n = 64, .key_warps = 1, .min_blocks = 2}},
-    // 68 and 80 KiB
-    {128,
-     128,
-     {.dim = 128, .dim_v = 128, .block_m = 16, .block_n = 64, .key_warps = 4, .min_blocks = 2},
-     {.dim = 128, .dim_v = 128, .block_m = 64, .block_n = 64, .key_warps = 1, .min_blocks = 2}},
-    // 72 and 96 KiB
-    {256,
-     256,
-     {.dim = 256, .dim_v = 256, .block_m = 16, .block_n = 32, .key_warps = 2, .min_blocks = 2},
-     {.dim = 256, .dim_v = 256, .block_m = 64, .block_n = 32, .key_warps = 1, .min_blocks = 1}},
-};
-
-// One instantiation per storage type and tile, in attention_cache_sm80_{f16,bf16}_d{64,128,256}.cu.
-template <class T, int tile>
-struct AttentionCacheSm80 {
-  static size_t workspace(const CachedAttentionParams& params);
-  static void launch(const CachedAttentionParams& params, Workspace workspace, void* stream);
-};
-extern template struct AttentionCacheSm80<half_t, 0>;
-extern template struct AttentionCacheSm80<half_t, 1>;
-extern template struct AttentionCacheSm80<half_t, 2>;
-extern template struct AttentionCacheSm80<bfloat16_t, 0>;
-extern template struct AttentionCacheSm80<bfloat16_t, 1>;
-extern template struct AttentionCacheSm80<bfloat16_t, 2>;
-
-}  // namespace sm80
+}  // namespace attention::sm80
 
 }  // namespace cuda_ext

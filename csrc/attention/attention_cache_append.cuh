@@ -6,7 +6,7 @@
 #include "attention/attention_cache.h"
 #include "attention/rows.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // Eight elements of a row in float32.
 struct Eight {
@@ -105,4 +105,4 @@ attention_cache_append(GRID_CONSTANT CacheAppendParams p) {
                                                arch::pack<T>(x.of[4], x.of[5]), arch::pack<T>(x.of[6], x.of[7])}});
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

@@ -1,23 +1,12 @@
 #include "attention/attention_cache_append.cuh"
-#include "attention/attention_fwd_sm80.h"
+#include "attention/dispatch.h"
 #include "rt/launch.cuh"
 
 namespace cuda_ext {
-namespace {
 
-template <class F>
-auto with_launcher(const CachedAttentionParams& params, const F& f) {
-  return sm80::with_attention_tile<sm80::AttentionCacheSm80>("attention_cache_sm80", sm80::kCacheTiles, params, f);
-}
-
-}  // namespace
-
-size_t attention_cache_cuda_workspace(const CachedAttentionParams& params) {
-  return with_launcher(params, [&](auto launcher) { return launcher.workspace(params); });
-}
-
-void launch_attention_cache_cuda(const CachedAttentionParams& params, Workspace workspace, void* stream) {
-  with_launcher(params, [&](auto launcher) { launcher.launch(params, workspace, stream); });
+void launch_attention_cache_cuda(const CachedAttentionParams& params, const AllocateWorkspace& allocate, void* stream) {
+  attention::with_kernel<attention::sm80::CacheLauncher, attention::kCacheHeadDims>(
+      "flash_attention_with_kvcache", params, [&](auto launcher) { launcher.launch(params, allocate, stream); });
 }
 
 void launch_cache_append_cuda(const CacheAppendParams& params, void* stream) {
@@ -28,9 +17,9 @@ void launch_cache_append_cuda(const CacheAppendParams& params, void* stream) {
   const rt::LaunchConfig config{
       .grid = {int((lines + kThreads / 32 - 1) / (kThreads / 32))}, .threads = kThreads, .stream = stream};
   if (params.dtype == Dtype::kFloat16)
-    rt::launch<sm80::attention_cache_append<half_t, kThreads>>("attention_cache_append", config, params);
+    rt::launch<attention::attention_cache_append<half_t, kThreads>>("attention_cache_append", config, params);
   else
-    rt::launch<sm80::attention_cache_append<bfloat16_t, kThreads>>("attention_cache_append", config, params);
+    rt::launch<attention::attention_cache_append<bfloat16_t, kThreads>>("attention_cache_append", config, params);
 }
 
 }  // namespace cuda_ext

@@ -7,7 +7,7 @@
 // Tile           block_m rows, (queries x heads of a group), so that keys are read once for all heads of a group; it
 //                loops over tiles of block_n keys, from the first to the last of a part of the keys. Sizes:
 //                kCacheTiles.
-// Blocks         are persistent; which items they take: cache_plan.cuh.
+// Blocks         are persistent; which items they take: plan_cache.cuh.
 // Warps          own 16 rows each. With few rows, several warps own the same rows, each with its part of the keys of
 //                every tile, and add up their results at the end.
 // Step           K and V of the next tile are copied while this tile is multiplied; one barrier. The addresses of the
@@ -22,11 +22,12 @@
 #include <cstddef>
 
 #include "attention/attention_combine.cuh"
-#include "attention/cache_plan.cuh"
-#include "attention/forward_rows.cuh"
+#include "attention/plan_cache.cuh"
+#include "attention/tiles_sm80.h"
+#include "attention/fwd_rows.cuh"
 #include "tile/products.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention::sm80 {
 
 // One instantiation of the kernel.
 template <class T, CacheConfig config>
@@ -263,7 +264,7 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     const TileRows rows = load_struct(shared.task.rows);
     const Visibility visible = load_struct(shared.task.keys).visible;
     const int first_key = tile * kBlockN;
-    if (plan.general)
+    if (plan.with_options)
       modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len,
                                    row_at, first_key);
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
@@ -315,4 +316,4 @@ attention_cache_combine(GRID_CONSTANT CachedAttentionParams p, GRID_CONSTANT Cac
                  row_of<T>(p.out, batch, row % p.seqlen_q, int(head % p.heads)), int(p.dim_v));
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention::sm80

@@ -2,17 +2,18 @@
 #pragma once
 
 #include "attention/attention_cache_sm80.cuh"
+#include "rt/device.h"
 #include "rt/launch.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention::sm80 {
 
-// Calls f with the kernel for the rows of a key head.
-template <class T, int tile, class F>
+// Calls f(CacheForward<..>{}) with the instantiation for the rows of a key head.
+template <class T, int dim, class F>
 auto with_cache_kernel(const CachedAttentionParams& p, const F& f) {
-  constexpr const CacheTile& configs = kCacheTiles[tile];
-  if (p.seqlen_q * (p.heads / p.heads_kv) <= 2 * configs.few.block_m)
-    return f(CacheForward<T, configs.few>{}, configs.few);
-  return f(CacheForward<T, configs.many>{}, configs.many);
+  constexpr const CacheTile& tile = tile_of(kCacheTiles, dim);
+  if (p.seqlen_q * (p.heads / p.heads_kv) <= 2 * tile.few.block_m)
+    return f(CacheForward<T, tile.config(false)>{}, tile.config(false));
+  return f(CacheForward<T, tile.config(true)>{}, tile.config(true));
 }
 
 // As many blocks as run at once, or fewer if there is less work.
@@ -23,22 +24,15 @@ inline int cache_grid(const CachedAttentionParams& p, const CachePlan& plan, con
   return int(tiles < at_once ? tiles : at_once);
 }
 
-template <class T, int tile>
-size_t AttentionCacheSm80<T, tile>::workspace(const CachedAttentionParams& params) {
-  return with_cache_kernel<T, tile>(params, [&](auto, const CacheConfig& config) {
-    CachePlan plan = plan_cache(params, config, rt::describe_device("attention_cache_sm80"));
-    return assign_workspace(params, nullptr, plan).used();
-  });
-}
-
-template <class T, int tile>
-void AttentionCacheSm80<T, tile>::launch(const CachedAttentionParams& params, Workspace workspace, void* stream) {
+template <class T, int dim>
+void CacheLauncher<T, dim>::launch(const CachedAttentionParams& params, const AllocateWorkspace& allocate,
+                                   void* stream) {
   if (is_empty(params)) return;
-  with_cache_kernel<T, tile>(params, [&]<class Kernel>(Kernel, const CacheConfig& config) {
-    constexpr const char* kName = "attention_cache_sm80";
+  with_cache_kernel<T, dim>(params, [&]<class Kernel>(Kernel, const CacheConfig& config) {
+    constexpr char kName[] = "attention_cache_sm80";
     const rt::Device device = rt::describe_device(kName);
     CachePlan plan = plan_cache(params, config, device);
-    assign_workspace(params, workspace.data, plan).expect_fits(kName, workspace);
+    provide_workspace(kName, allocate, [&](void* data) { return assign_workspace(params, data, plan); });
     rt::launch<attention_cache_sm80<Kernel>>(kName,
                                              {.grid = {cache_grid(params, plan, config, device)},
                                               .threads = Kernel::kThreads,
@@ -53,4 +47,4 @@ void AttentionCacheSm80<T, tile>::launch(const CachedAttentionParams& params, Wo
   });
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention::sm80

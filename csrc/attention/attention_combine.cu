@@ -3,7 +3,7 @@
 #include "attention/attention_combine.cuh"
 #include "rt/launch.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 template <class T>
 void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void* stream) {
@@ -16,4 +16,4 @@ void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void
 template void launch_combine<half_t>(const AttentionParams&, const ForwardPlan&, void*);
 template void launch_combine<bfloat16_t>(const AttentionParams&, const ForwardPlan&, void*);
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

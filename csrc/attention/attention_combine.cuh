@@ -5,10 +5,10 @@
 
 #include "arch/math.cuh"
 #include "arch/warp.cuh"
-#include "attention/attention_fwd_plan.cuh"
+#include "attention/plan_fwd.cuh"
 #include "attention/rows.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // out = the outputs of a row's splits, at most kMaxSplits, weighted by exp(their log-sum-exp - that of the row), which
 // is stored in lse. By one warp, whose lanes have the weights of every 32nd split.
@@ -65,4 +65,4 @@ attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pla
                  row_of<T>(p.out, packed ? 0 : int(head / p.heads), query, int(head % p.heads)), int(p.dim_v));
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

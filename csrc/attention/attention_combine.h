@@ -3,7 +3,7 @@
 
 #include "attention/attention.h"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 struct ForwardPlan;
 
@@ -11,4 +11,4 @@ struct ForwardPlan;
 template <class T>
 void launch_combine(const AttentionParams& params, const ForwardPlan& plan, void* stream);
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

@@ -3,10 +3,19 @@
 
 #include <string>
 
-#include "attention/attention_bwd_sm80.h"
-#include "attention/attention_bwd_sm90.h"
+#include "attention/attention_plan.h"
+#include "attention/head_dims.h"
+#include "base/device.h"
+#include "base/workspace.h"
 
 namespace cuda_ext {
+
+// Whether the kernels can read a view in place: rows must be aligned to 16 bytes.
+inline bool attention_cuda_reads(const HeadsView& view) {
+  constexpr int64_t kBytes = 16, kElements = 8;
+  return reinterpret_cast<uintptr_t>(view.data) % kBytes == 0 &&
+         (view.batch_stride | view.seq_stride | view.head_stride) % kElements == 0;
+}
 
 // What forward or backward with these parameters would run on `device`. The kernel is the one on wgmma unless
 // `refusal`, an output, says why not.
@@ -14,13 +23,10 @@ AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool ba
                                   std::string& refusal);
 rt::Device attention_cuda_device();
 
-// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
-size_t attention_forward_cuda_workspace(const AttentionParams& params);
-size_t attention_backward_cuda_workspace(const AttentionBackwardParams& params);
-
 // Launches on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
-// fulfil attention_sm80_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
-void launch_attention_forward_cuda(const AttentionParams& params, Workspace workspace, void* stream);
-void launch_attention_backward_cuda(const AttentionBackwardParams& params, Workspace workspace, void* stream);
+// fulfil attention_cuda_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
+void launch_attention_forward_cuda(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream);
+void launch_attention_backward_cuda(const AttentionBackwardParams& params, const AllocateWorkspace& allocate,
+                                    void* stream);
 
 }  // namespace cuda_ext

@@ -4,7 +4,7 @@
 // Tile           A block has block_m rows: queries of one head or, if there are few queries, of all heads that share a
 //                key head, which is then read once for all of them ("packed"). It loops over the keys that any of its
 //                rows sees, block_n at a time, from the last to the first, so that only the first steps meet a causal
-//                mask. Sizes: kForwardTiles in tile_size.h.
+//                mask. Sizes: kForwardTiles in tiles_sm80.h.
 // Warps          All have the same role: each owns 16 kRowTiles rows of the tile, and all threads take part in copies.
 // Pipeline       One tile of keys and one of values, filled by cp.async: values arrive during Q K^T, the next keys
 //                during softmax and P V.
@@ -29,16 +29,17 @@
 
 #include <cstddef>
 
-#include "attention/forward_rows.cuh"
+#include "attention/fwd_rows.cuh"
+#include "attention/tiles_sm80.h"
 #include "tile/results.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention::sm80 {
 
 // One instantiation of the kernel.
-template <class T, AttentionConfig config, int block_n, bool general>
+template <class T, ForwardConfig config, int block_n, bool with_options>
 struct Forward {
   using Element = T;
-  static constexpr bool kGeneral = general;
+  static constexpr bool kWithOptions = with_options;
   static constexpr int kThreads = config.threads();
   static constexpr int kMinBlocks = config.min_blocks;
   static constexpr int kBlockM = config.block_m;
@@ -83,7 +84,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   constexpr int kRowTiles = Kernel::kRowTiles, kBlockN = Kernel::kBlockN;
   SHARED_STORAGE(Storage, shared);
 
-  if constexpr (Kernel::kGeneral)
+  if constexpr (Kernel::kWithOptions)
     if (p.rng_state != nullptr && arch::block_x() == 0 && arch::block_y() == 0 && arch::thread_index() == 0)
       store_rng(p.rng_state, load_rng(plan.dropout.rng));
 
@@ -144,7 +145,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     arch::sync_threads();  // the values have arrived, and the keys have been read
     if (tile > load_struct(shared.task.keys).begin) copy_keys(tile - 1);
     const int first_key = tile * kBlockN;
-    if constexpr (Kernel::kGeneral)
+    if constexpr (Kernel::kWithOptions)
       modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
                                    load_struct(shared.task.position).batch, load_struct(shared.task.keys).visible.k_len,
                                    row_at, first_key);
@@ -159,7 +160,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
     softmax.update(logits, out, sums, plan.factor);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::opaque_thread_index()], sums);
-    if constexpr (Kernel::kGeneral)
+    if constexpr (Kernel::kWithOptions)
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_struct(shared.task.rows);
         const TilePosition position = load_struct(shared.task.position);
@@ -177,7 +178,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   const TileRows rows = load_struct(shared.task.rows);
   const TilePosition position = load_struct(shared.task.position);
   if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
-  finish_rows<OutTiles, Kernel::kGeneral>(p, plan, rows, position, arch::block_y(), row_at, softmax, sums, out);
+  finish_rows<OutTiles, Kernel::kWithOptions>(p, plan, rows, position, arch::block_y(), row_at, softmax, sums, out);
   if (plan.splits > 1) return;
 
   // Staged in shared memory, so that rows are stored 16 bytes at a time.
@@ -195,4 +196,4 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   }
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention::sm80

@@ -3,53 +3,46 @@
 
 #include "attention/attention_combine.h"
 #include "attention/attention_fwd_sm80.cuh"
+#include "attention/attention_fwd_sm80.h"
+#include "rt/device.h"
 #include "rt/launch.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention::sm80 {
+
+inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardConfig& config, const rt::Device& device) {
+  return attention::plan_forward(p, {.block_m = config.block_m,
+                                     .block_n = config.keys(has_options(p), device.shared_bytes),
+                                     .at_once = int64_t(device.num_sms) * config.min_blocks});
+}
 
 // Calls f(Forward<..>{}) with the instantiation that the parameters require.
-template <class T, int tile, class F>
+template <class T, int dim, class F>
 auto with_forward(const AttentionParams& p, const ForwardPlan& plan, const F& f) {
-  constexpr const AttentionConfig& config = kForwardTiles[tile];
-  if (needs_general_kernel(p)) return f(Forward<T, config, config.block_n.general, true>{});
+  constexpr const ForwardConfig& config = tile_of(kForwardTiles, dim);
+  if (has_options(p)) return f(Forward<T, config, config.block_n.with_options, true>{});
   if (plan.block_n == config.block_n.fast) return f(Forward<T, config, config.block_n.fast, false>{});
   return f(Forward<T, config, config.block_n.small, false>{});
 }
 
-template <class T, int tile>
-AttentionPlan AttentionForwardSm80<T, tile>::plan(const AttentionParams& params, const rt::Device& device) {
+template <class T, int dim>
+AttentionPlan ForwardLauncher<T, dim>::plan(const AttentionParams& params, const rt::Device& device) {
   if (is_empty(params)) return {};
-  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], device);
-  const size_t workspace = assign_workspace(params, nullptr, plan).used();
-  return with_forward<T, tile>(params, plan, [&]<class Kernel>(Kernel) -> AttentionPlan {
-    return {.dim = kForwardTiles[tile].dim,
-            .dim_v = kForwardTiles[tile].dim_v,
-            .block_m = Kernel::kBlockM,
-            .block_n = Kernel::kBlockN,
-            .general = Kernel::kGeneral,
-            .pack = plan.pack,
-            .splits = plan.splits,
-            .tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles,
-            .blocks = plan.items(),
-            .threads = Kernel::kThreads,
-            .workspace = workspace};
+  const ForwardPlan plan = plan_forward(params, tile_of(kForwardTiles, dim), device);
+  return with_forward<T, dim>(params, plan, [&]<class Kernel>(Kernel) {
+    return describe_plan<Kernel>(params, tile_of(kForwardTiles, dim), plan, plan.items());
   });
 }
 
-template <class T, int tile>
-size_t AttentionForwardSm80<T, tile>::workspace(const AttentionParams& params) {
-  return plan(params, rt::describe_device("attention_fwd_sm80")).workspace;
-}
-
-template <class T, int tile>
-void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Workspace workspace, void* stream) {
+template <class T, int dim>
+void ForwardLauncher<T, dim>::launch(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream) {
+  constexpr char kName[] = "attention_fwd_sm80";
   if (is_empty(params)) return;
-  ForwardPlan plan = plan_forward(params, kForwardTiles[tile], rt::describe_device("attention_fwd_sm80"));
-  assign_workspace(params, workspace.data, plan).expect_fits("attention_fwd_sm80", workspace);
-  with_forward<T, tile>(params, plan, [&]<class Kernel>(Kernel) {
+  ForwardPlan plan = plan_forward(params, tile_of(kForwardTiles, dim), rt::describe_device(kName));
+  provide_workspace(kName, allocate, [&](void* data) { return assign_workspace(params, data, plan); });
+  with_forward<T, dim>(params, plan, [&]<class Kernel>(Kernel) {
     plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
     plan.value_pass = LinesCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
-    rt::launch<attention_fwd_sm80<Kernel>>("attention_fwd_sm80",
+    rt::launch<attention_fwd_sm80<Kernel>>(kName,
                                            {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
                                             .threads = Kernel::kThreads,
                                             .shared_bytes = sizeof(typename Kernel::Storage),
@@ -59,4 +52,4 @@ void AttentionForwardSm80<T, tile>::launch(const AttentionParams& params, Worksp
   if (plan.splits > 1) launch_combine<T>(params, plan, stream);
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention::sm80

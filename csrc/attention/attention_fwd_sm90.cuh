@@ -30,26 +30,19 @@
 
 #include "attention/attention_fwd_sm90.h"
 #include "attention/consumer_tiles_sm90.cuh"
-#include "attention/forward_rows.cuh"
+#include "attention/fwd_rows.cuh"
 
-namespace cuda_ext::sm90 {
-
-using sm80::ForwardTask;
-using sm80::load_struct;
-using sm80::store_struct;
-using sm80::TilePosition;
-using sm80::TileRows;
-using sm80::Visibility;
+namespace cuda_ext::attention::sm90 {
 
 struct ForwardMaps {
   HeadsMap query, key, value, out;
 };
 
 // One instantiation of the kernel.
-template <class T, ForwardConfig config, bool general>
+template <class T, ForwardConfig config, bool with_options>
 struct Forward {
   using Element = T;
-  static constexpr bool kGeneral = general;
+  static constexpr bool kWithOptions = with_options;
   static constexpr ForwardConfig kConfig = config;
   static constexpr int kConsumers = config.consumers();
   static constexpr int kThreads = config.threads();
@@ -66,8 +59,8 @@ struct Forward {
   static_assert(TileOut::kBytes <= TileQ::kBytes);
 
   // Rows and columns of a thread's accumulators: those of mma.sync with a warp for each 16 rows.
-  using LogitTiles = sm80::WarpTiles<kBlockM, kBlockN, 4 * kConsumers, 1>;
-  using OutTiles = sm80::WarpTiles<kBlockM, config.dim_v, 4 * kConsumers, 1>;
+  using LogitTiles = WarpTiles<kBlockM, kBlockN, 4 * kConsumers, 1>;
+  using OutTiles = WarpTiles<kBlockM, config.dim_v, 4 * kConsumers, 1>;
   using Logits = typename LogitTiles::Accumulators;
   using Out = typename OutTiles::Accumulators;
   using Weights = uint32_t[kSteps][4];  // fragments of P
@@ -113,7 +106,7 @@ DEVICE int item_of_round(int round) {
 
 // The producer, one thread.
 template <class Kernel>
-DEVICE void produce(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardMaps& maps,
+DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const ForwardMaps& maps,
                     typename Kernel::Storage& shared) {
   using TileK = typename Kernel::TileK;
   using TileV = typename Kernel::TileV;
@@ -186,25 +179,24 @@ struct Turns {
 // logits -> weights, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
 // output must be scaled by `by`.
 template <class Kernel>
-DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardTask& task, int tile,
-                       typename Kernel::Logits& s, sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums,
-                       float (&by)[1][2]) {
+DEVICE bool weigh_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int tile,
+                       typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums, float (&by)[1][2]) {
   using LogitTiles = typename Kernel::LogitTiles;
   const int first_key = tile * Kernel::kBlockN;
-  if constexpr (Kernel::kGeneral)
-    sm80::modify_logits<typename Kernel::Element, LogitTiles>(
+  if constexpr (Kernel::kWithOptions)
+    modify_logits<typename Kernel::Element, LogitTiles>(
         s, p, plan, load_struct(task.rows), load_struct(task.position).batch, load_struct(task.keys).visible.k_len,
         Kernel::row_at, first_key);
   if (!load_struct(task.unmasked).has_all(first_key, first_key + Kernel::kBlockN)) {
     const TileRows rows = load_struct(task.rows);
     const Visibility visible = load_struct(task.keys).visible;
     const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
-    sm80::apply_mask<LogitTiles>(
+    apply_mask<LogitTiles>(
         s, [&](int m, int half) { return visible.keys(rows.query(Kernel::row_at(m, half))).from(origin); });
   }
   const bool grew = softmax.raise_max(s, sums, plan.factor, by);
   softmax.weigh(s, sums, plan.factor);
-  if constexpr (Kernel::kGeneral)
+  if constexpr (Kernel::kWithOptions)
     if (plan.dropout.drop_below > 0) {
       const TileRows rows = load_struct(task.rows);
       const TilePosition at = load_struct(task.position);
@@ -212,7 +204,7 @@ DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, 
           s,
           [&](int m, int half) {
             const int row = Kernel::row_at(m, half);
-            return sm80::first_lse_row(p, at.q_begin, at.batch, rows.head(row)) + rows.query(row);
+            return first_lse_row(p, at.q_begin, at.batch, rows.head(row)) + rows.query(row);
           },
           first_key);
     }
@@ -221,10 +213,10 @@ DEVICE bool weigh_keys(const AttentionParams& p, const sm80::ForwardPlan& plan, 
 
 // out = the weighted sum of the values of an item that has keys.
 template <class Kernel>
-DEVICE void attend(const AttentionParams& p, const sm80::ForwardPlan& plan, typename Kernel::Storage& shared,
+DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename Kernel::Storage& shared,
                    Ring<Kernel::kConfig.stages>& keys, Ring<Kernel::kConfig.stages>& values,
                    Turns<Kernel::kConsumers, Kernel::kConfig.turns>& turns, typename Kernel::Out& out,
-                   sm80::OnlineSoftmax<1>& softmax, sm80::RowSums<1>& sums) {
+                   OnlineSoftmax<1>& softmax, RowSums<1>& sums) {
   const SharedAddress q = arch::shared_address(shared.q) + ConsumerThreads::consumer() * kWarpgroupRows * kPieceBytes;
   typename Kernel::Logits s;
   typename Kernel::Weights weights;
@@ -310,12 +302,12 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
     store_pieces<Tile>(maps.out, staged, first_row, at.q_begin + first, rows.first_head, at.batch);
   else
     store_lines<T, Tile>(staged, first_row, rows.count - first, int(p.dim_v), [&](int row) {
-      return sm80::row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
+      return row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
     });
 }
 
 template <class Kernel>
-DEVICE void consume(const AttentionParams& p, const sm80::ForwardPlan& plan, const ForwardMaps& maps,
+DEVICE void consume(const AttentionParams& p, const ForwardPlan& plan, const ForwardMaps& maps,
                     typename Kernel::Storage& shared) {
   Ring<Kernel::kConfig.stages> keys, values;
   Turns<Kernel::kConsumers, Kernel::kConfig.turns> turns;
@@ -323,19 +315,19 @@ DEVICE void consume(const AttentionParams& p, const sm80::ForwardPlan& plan, con
   for (uint32_t q_parity = 0;; q_parity ^= 1) {
     arch::barrier_wait(shared.q_full, q_parity);
     typename Kernel::Out out = {};
-    sm80::OnlineSoftmax<1> softmax;
-    sm80::RowSums<1> sums;
+    OnlineSoftmax<1> softmax;
+    RowSums<1> sums;
     {
       const TileRows rows = load_struct(shared.task.rows);
       if (rows.count == 0) break;
-      sm80::begin_rows(p, rows, load_struct(shared.task.end).split == 0, Kernel::row_at, softmax, sums);
+      begin_rows(p, rows, load_struct(shared.task.end).split == 0, Kernel::row_at, softmax, sums);
     }
     if (load_struct(shared.task.keys).begin < load_struct(shared.task.end).tile)
       attend<Kernel>(p, plan, shared, keys, values, turns, out, softmax, sums);
     const TileRows rows = load_struct(shared.task.rows);
     const TilePosition at = load_struct(shared.task.position);
-    sm80::finish_rows<typename Kernel::OutTiles, Kernel::kGeneral>(
-        p, plan, rows, at, load_struct(shared.task.end).split, Kernel::row_at, softmax, sums, out);
+    finish_rows<typename Kernel::OutTiles, Kernel::kWithOptions>(p, plan, rows, at, load_struct(shared.task.end).split,
+                                                                 Kernel::row_at, softmax, sums, out);
     if (plan.splits == 1)
       store_out<Kernel>(p, maps, rows, at, shared, out);
     else
@@ -348,12 +340,11 @@ DEVICE void consume(const AttentionParams& p, const sm80::ForwardPlan& plan, con
 // Grid: at most one block per SM.
 template <class Kernel>
 GLOBAL(Kernel::kThreads, 1)
-attention_fwd_sm90(GRID_CONSTANT AttentionParams p, GRID_CONSTANT sm80::ForwardPlan plan,
-                   GRID_CONSTANT ForwardMaps maps) {
+attention_fwd_sm90(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan, GRID_CONSTANT ForwardMaps maps) {
   SHARED_STORAGE(typename Kernel::Storage, shared);
-  if constexpr (Kernel::kGeneral)
+  if constexpr (Kernel::kWithOptions)
     if (p.rng_state != nullptr && arch::block_x() == 0 && arch::thread_index() == 0)
-      sm80::store_rng(p.rng_state, sm80::load_rng(plan.dropout.rng));
+      store_rng(p.rng_state, load_rng(plan.dropout.rng));
   if (arch::thread_index() == 0) {
     arch::tma_prefetch(maps.query.map);
     arch::tma_prefetch(maps.key.map);
@@ -379,4 +370,4 @@ attention_fwd_sm90(GRID_CONSTANT AttentionParams p, GRID_CONSTANT sm80::ForwardP
   }
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

@@ -3,34 +3,19 @@
 
 #include <string>
 
-#include "attention/attention.h"
 #include "attention/attention_plan.h"
 #include "attention/tiles_sm90.h"
 #include "base/device.h"
 #include "base/workspace.h"
 
-namespace cuda_ext {
+namespace cuda_ext::attention::sm90 {
 
-namespace sm90 {
-
-// One instantiation per storage type and tile, in attention_fwd_sm90_{f16,bf16}_d{64,96,128,192,256}.cu.
-template <class T, int tile>
-struct AttentionForwardSm90 {
+// One instantiation per storage type and head dim: instantiations/attention_fwd_sm90_{f16,bf16}_d*.cu.
+template <class T, int dim>
+struct ForwardLauncher {
   static AttentionPlan plan(const AttentionParams& params, const rt::Device& device);
-  static size_t workspace(const AttentionParams& params);
-  static void launch(const AttentionParams& params, Workspace workspace, void* stream);
+  static void launch(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream);
 };
-extern template struct AttentionForwardSm90<half_t, 0>;
-extern template struct AttentionForwardSm90<half_t, 1>;
-extern template struct AttentionForwardSm90<half_t, 2>;
-extern template struct AttentionForwardSm90<half_t, 3>;
-extern template struct AttentionForwardSm90<half_t, 4>;
-extern template struct AttentionForwardSm90<bfloat16_t, 0>;
-extern template struct AttentionForwardSm90<bfloat16_t, 1>;
-extern template struct AttentionForwardSm90<bfloat16_t, 2>;
-extern template struct AttentionForwardSm90<bfloat16_t, 3>;
-extern template struct AttentionForwardSm90<bfloat16_t, 4>;
-static_assert(kNumForwardTiles == 5);
 
 // Why the kernel cannot run a problem; empty if it can.
 inline std::string forward_refusal(const AttentionParams& p, const rt::Device& device) {
@@ -47,9 +32,4 @@ inline std::string forward_refusal(const AttentionParams& p, const rt::Device& d
   return "";
 }
 
-}  // namespace sm90
-
-// Whether the library has these kernels: a build without sm_90a among its architectures has none.
-bool has_attention_sm90();
-
-}  // namespace cuda_ext
+}  // namespace cuda_ext::attention::sm90

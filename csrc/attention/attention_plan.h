@@ -4,13 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/attention.h"
+
 namespace cuda_ext {
 
 struct AttentionPlan {
   int dim = 0, dim_v = 0;        // head dims of the tile, to which those of the problem are padded; 0: nothing runs
   int block_m = 0, block_n = 0;  // queries and keys of a tile
-  bool general = false;          // the kernel with softcap, ALiBi, dropout or a bias
-  int pack = 1;                  // heads whose queries share a tile
+  bool with_options = false;     // the kernel with softcap, ALiBi, dropout or a bias
+  int pack_gqa = 1;              // heads whose queries share a tile
   int splits = 1;                // blocks that share the work of a tile
   int64_t tiles = 0;
   int64_t blocks = 0;  // of the main kernel; fewer than tiles: each computes several
@@ -18,4 +20,15 @@ struct AttentionPlan {
   size_t workspace = 0;
 };
 
+namespace attention {
+
+// Whether the logits are more than scale * products, or the scale is not positive.
+inline bool has_options(const AttentionParams& p) {
+  // With smaller scales, sinks divided by the scale would not be finite.
+  constexpr double kSmallestScale = 1e-20;
+  return p.softcap > 0 || p.alibi_slopes != nullptr || p.dropout_p > 0 || p.bias_kind != BiasKind::kNone ||
+         p.scale < kSmallestScale;
+}
+
+}  // namespace attention
 }  // namespace cuda_ext

@@ -11,7 +11,7 @@
 #include "arch/memory.cuh"
 #include "attention/rows.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // A tensor (rows, heads, width) of two-byte elements whose rows from *first on are to be filled.
 struct Tail {
@@ -40,4 +40,4 @@ attention_tail(GRID_CONSTANT Tails tails) {
   }
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

@@ -7,7 +7,7 @@
 #include "arch/memory.cuh"
 #include "attention/attention.h"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // The offset of the first key of a row; strides as in AttentionParams.
 DEVICE int64_t bias_offset(const int64_t (&strides)[4], int batch, int head, int query) {
@@ -57,4 +57,4 @@ DEVICE void add_bias_pair(const AttentionParams& p, int64_t offset, float& first
   }
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

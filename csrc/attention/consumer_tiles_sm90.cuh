@@ -5,7 +5,9 @@
 #include "tile/products.cuh"
 #include "tile/warpgroups_sm90.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
+
+using namespace tile;
 
 constexpr int kAllConsumersBarrier = 7;
 
@@ -45,7 +47,7 @@ DEVICE float (&registers_of(float (&x)[1][tiles][4]))[4 * tiles] {
 template <class T, int steps>
 DEVICE void round_operand(const float (&x)[1][2 * steps][4], uint32_t (&fragments)[steps][4]) {
 #pragma unroll
-  for (int step = 0; step < steps; ++step) sm80::operand_of<T>(x)(fragments[step], 0, step);
+  for (int step = 0; step < steps; ++step) operand_of<T>(x)(fragments[step], 0, step);
 }
 
 // result *= factor
@@ -72,7 +74,7 @@ DEVICE void stage_rows(SharedAddress tile, int first_line, const float (&result)
 #pragma unroll
   for (int step = 0; step < column_tiles / 2; ++step) {
     uint32_t fragment[4];
-    sm80::operand_of<T>(result)(fragment, 0, step);
+    operand_of<T>(result)(fragment, 0, step);
     stage_fragment<Tile>(tile, first_line, step, fragment);
   }
 }
@@ -105,4 +107,4 @@ DEVICE void store_lines(SharedAddress tile, int first_line, int count, int width
   ConsumerThreads::sync();
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

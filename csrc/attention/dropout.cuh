@@ -1,11 +1,11 @@
-// Dropout: the same weights are dropped as on the CPU (attention_logits_cpu.h), and in forward and backward.
+// Dropout: the same weights are dropped as on the CPU (attention/cpu/logits.h), and in forward and backward.
 #pragma once
 
 #include "arch/memory.cuh"
 #include "arch/warp.cuh"
 #include "attention/attention.h"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 DEVICE void philox(uint64_t seed, uint64_t offset, uint64_t counter, uint32_t (&words)[4]) {
@@ -110,4 +110,4 @@ inline Dropout dropout_of(const AttentionParams& p) {
   return {p.rng, p.dropout_pitch / 4, uint32_t(p.dropout_p * 4294967296.0)};
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

@@ -4,7 +4,7 @@
 #include "attention/attention.h"
 #include "rt/tensor_map.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::attention::sm90 {
 
 // A (batch, seq, heads, dim) tensor: its map has dims (dim, heads of a group, seq, groups, batch). Coordinates of
 // broadcast dims are always 0.
@@ -32,4 +32,4 @@ inline HeadsMap heads_map(const char* kernel, const AttentionParams& p, const He
           headed, batched};
 }
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

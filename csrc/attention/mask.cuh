@@ -6,7 +6,7 @@
 #include "arch/memory.cuh"
 #include "attention/attention.h"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // More than any length or window, and small enough that sums of three fit in an int.
 constexpr int kFar = 1 << 29;
@@ -81,4 +81,4 @@ DEVICE void apply_mask(typename Tiles::Accumulators& s, const Range& range) {
     }
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

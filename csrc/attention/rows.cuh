@@ -5,7 +5,9 @@
 #include "attention/mask.cuh"
 #include "tile/operand_tile.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
+
+using namespace tile;
 
 // The index in lse of a head's first row, and of any row. Also the number of the row for dropout.
 DEVICE int64_t first_lse_row(const AttentionParams& p, int q_begin, int batch, int head) {
@@ -68,4 +70,4 @@ struct LinesCopy {
   }
 };
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

@@ -3,7 +3,7 @@
 
 #include "arch/thread.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 struct TileIndex {
   int tile, head, batch;
@@ -57,4 +57,4 @@ inline int section_size(int64_t pair_bytes, int64_t pairs) {
   return section > 1 ? int(section) : 1;
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

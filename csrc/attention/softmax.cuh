@@ -6,7 +6,7 @@
 #include "arch/math.cuh"
 #include "arch/warp.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::attention {
 
 // Sums of weights over a thread's columns, for each of its rows, relative to the maximum of the row.
 template <int row_tiles>
@@ -116,4 +116,4 @@ struct OnlineSoftmax {
   DEVICE static float finite(float x) { return x == -INFINITY ? 0.0f : x; }
 };
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::attention

@@ -1,7 +1,9 @@
 // The tile sizes of attention on wgmma, with reasons.
 #pragma once
 
-namespace cuda_ext::sm90 {
+#include "attention/head_dims.h"
+
+namespace cuda_ext::attention::sm90 {
 
 // Registers of a thread of the producer's warpgroup, and of a consumer; with two and with three consumers 64 K in all.
 struct RoleRegisters {
@@ -24,47 +26,55 @@ struct ForwardConfig {
   constexpr RoleRegisters registers() const { return consumers() == 2 ? kRegistersOfTwo : kRegistersOfThree; }
 };
 
-// By head dims, from small to large: one for the plain kernel, one for the general one, whose logits need registers
-// for softcap, ALiBi, dropout or a bias.
+// By head dims: one for the plain kernel, one for the kernel with options, whose logits need registers for softcap,
+// ALiBi, dropout or a bias.
 struct ForwardTile {
-  int dim;
-  int dim_v;
-  ForwardConfig plain, general;
+  struct Shape {
+    int block_m, block_n;
+    bool turns;
+    int stages;
+  };
+  int dim, dim_v;
+  Shape plain, with_options;
+
+  constexpr ForwardConfig config(bool has_options) const {
+    const Shape& shape = has_options ? with_options : plain;
+    return {dim, dim_v, shape.block_m, shape.block_n, shape.turns, shape.stages};
+  }
 };
 constexpr ForwardTile kForwardTiles[] = {
-    // 108 KiB. Logits take 56 registers, weights 28, output 32, of 160: with 128 keys some would be spilled.
-    {64,
-     64,
-     {.dim = 64, .dim_v = 64, .block_m = 192, .block_n = 112, .turns = true, .stages = 3},
-     {.dim = 64, .dim_v = 64, .block_m = 128, .block_n = 128, .turns = true, .stages = 3}},
-    // 192 KiB, as for 128 columns. Logits take 80 registers, weights 40, output 48, of 240.
-    {96,
-     96,
-     {.dim = 96, .dim_v = 96, .block_m = 128, .block_n = 160, .turns = true, .stages = 2},
-     {.dim = 96, .dim_v = 96, .block_m = 128, .block_n = 112, .turns = true, .stages = 2}},
-    // 160 KiB. Logits and output take 64 registers each, weights 32, of 240.
-    {128,
-     128,
-     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2},
-     {.dim = 128, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2}},
+    // 108 KiB. Logits take 56 registers, probs 28, output 32, of 160: with 128 keys some would be spilled.
+    {.dim = 64,
+     .dim_v = 64,
+     .plain = {.block_m = 192, .block_n = 112, .turns = true, .stages = 3},
+     .with_options = {.block_m = 128, .block_n = 128, .turns = true, .stages = 3}},
+    // 192 KiB, as for 128 columns. Logits take 80 registers, probs 40, output 48, of 240.
+    {.dim = 96,
+     .dim_v = 96,
+     .plain = {.block_m = 128, .block_n = 160, .turns = true, .stages = 2},
+     .with_options = {.block_m = 128, .block_n = 112, .turns = true, .stages = 2}},
+    // 160 KiB. Logits and output take 64 registers each, probs 32, of 240.
+    {.dim = 128,
+     .dim_v = 128,
+     .plain = {.block_m = 128, .block_n = 128, .turns = true, .stages = 2},
+     .with_options = {.block_m = 128, .block_n = 128, .turns = true, .stages = 2}},
     // 208 KiB.
-    {192,
-     128,
-     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2},
-     {.dim = 192, .dim_v = 128, .block_m = 128, .block_n = 128, .turns = true, .stages = 2}},
-    // 224 KiB. The output takes 128 registers, logits 40, weights 20.
-    {256,
-     256,
-     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 80, .turns = false, .stages = 2},
-     {.dim = 256, .dim_v = 256, .block_m = 128, .block_n = 64, .turns = false, .stages = 2}},
+    {.dim = 192,
+     .dim_v = 128,
+     .plain = {.block_m = 128, .block_n = 128, .turns = true, .stages = 2},
+     .with_options = {.block_m = 128, .block_n = 128, .turns = true, .stages = 2}},
+    // 224 KiB. The output takes 128 registers, logits 40, probs 20.
+    {.dim = 256,
+     .dim_v = 256,
+     .plain = {.block_m = 128, .block_n = 80, .turns = false, .stages = 2},
+     .with_options = {.block_m = 128, .block_n = 64, .turns = false, .stages = 2}},
 };
-constexpr int kNumForwardTiles = sizeof kForwardTiles / sizeof *kForwardTiles;
 
 // A tile shape of backward, where a block owns keys and loops over queries.
 struct BackwardConfig {
   int dim;
   int dim_v;
-  bool separate = false;  // a kernel of its own computes dQ
+  bool separate = false;  // dQ has a separate kernel
   int block_m;            // queries
   int block_n;            // keys: 64 for each consumer or, if `separate`, for both; last, as in ForwardConfig
 
@@ -75,7 +85,7 @@ struct BackwardConfig {
 };
 constexpr int kQueriesOfSeparate = 128;  // of a tile of the kernel that computes dQ, 64 for each consumer
 
-// By head dims, from small to large. In registers, of 240: dK and dV of 64 keys, scores and dP, and 32 sums of dQ. In
+// By head dims. In registers, of 240: dK and dV of 64 keys, scores and dP, and 32 sums of dQ. In
 // shared memory: keys, values, two stages of queries and of output gradients, dS, and the sums of dQ.
 constexpr BackwardConfig kBackwardTiles[] = {
     // 162 KiB. dK and dV take 64 registers, scores and dP 128.
@@ -89,6 +99,5 @@ constexpr BackwardConfig kBackwardTiles[] = {
     // 225 KiB, and 224 for dQ.
     {.dim = 256, .dim_v = 256, .separate = true, .block_m = 64, .block_n = 64},
 };
-constexpr int kNumBackwardTiles = sizeof kBackwardTiles / sizeof *kBackwardTiles;
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::attention::sm90

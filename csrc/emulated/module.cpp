@@ -19,9 +19,11 @@
 #include "attention/attention_cache_sm80_launch.cuh"
 #include "attention/attention_fwd_sm80_launch.cuh"
 #include "attention/attention_fwd_sm90_launch.cuh"
+#include "attention/dispatch.h"
 #include "launchers/cuda_kernels.h"
 #include "bucket/bucket_kernels.cuh"
 #include "gemm/gemm_sm80.cuh"
+#include "gemm/plan_sm80.h"
 #include "gemm/plan_sm90.h"
 #include "simt/options.h"
 
@@ -147,7 +149,7 @@ Numbers attention_tile(int dim, int dim_v, int min_blocks, int stages) {
 
 // The number of steps of each tile of a pair, in the order in which the tiles start.
 template <class Steps>
-std::vector<int> steps_in_order(const sm80::Schedule& schedule, const Steps& steps_of) {
+std::vector<int> steps_in_order(const attention::Schedule& schedule, const Steps& steps_of) {
   std::vector<int> steps;
   const int of_section = std::min(schedule.section, schedule.pairs);
   for (int i = 0; i < schedule.tiles; ++i) steps.push_back(std::max(0, steps_of(schedule.find(i * of_section).tile)));
@@ -155,70 +157,72 @@ std::vector<int> steps_in_order(const sm80::Schedule& schedule, const Steps& ste
 }
 
 template <class Kernel>
-AttentionChoice forward_choice(const AttentionParams& p, const sm80::ForwardPlan& plan, const Numbers& tile) {
-  const sm80::Sequence sequence(p, 0);
-  const sm80::Visibility visible(p, sequence);
+AttentionChoice forward_choice(const AttentionParams& p, const attention::ForwardPlan& plan, const Numbers& tile) {
+  const attention::Sequence sequence(p, 0);
+  const attention::Visibility visible(p, sequence);
   const auto steps = [&](int index) {
-    const sm80::Span seen =
-        sm80::key_tiles<Kernel>(visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0});
+    const attention::Span seen =
+        attention::key_tiles<Kernel>(visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0});
     return seen.end - seen.begin;
   };
   return {typeid(Kernel).name(), tile,        plan.schedule.section,
           plan.schedule.pairs,   plan.splits, steps_in_order(plan.schedule, steps)};
 }
 
-template <class T, int tile>
+template <class T, int dim>
 struct ForwardTileSm90 {
   static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
-    return sm90::with_forward<T, tile>(p, [&]<class Kernel>(Kernel) {
-      constexpr const sm90::ForwardConfig& config = Kernel::kConfig;
-      return forward_choice<Kernel>(p, sm90::plan_forward(p, sm90::kForwardTiles[tile], device),
-                                    attention_tile<Kernel>(config.dim, config.dim_v, 1, config.stages));
+    return attention::sm90::with_forward<T, dim>(p, [&]<class Kernel>(Kernel) {
+      constexpr const attention::sm90::ForwardConfig& config = Kernel::kConfig;
+      return forward_choice<Kernel>(
+          p, attention::sm90::plan_forward(p, attention::tile_of(attention::sm90::kForwardTiles, dim), device),
+          attention_tile<Kernel>(config.dim, config.dim_v, 1, config.stages));
     });
   }
 };
 
-template <class T, int tile>
+template <class T, int dim>
 struct ForwardTile {
   static AttentionChoice choose(const AttentionParams& p, const rt::Device& device) {
-    constexpr const sm80::AttentionConfig& config = sm80::kForwardTiles[tile];
-    const sm80::ForwardPlan plan = sm80::plan_forward(p, config, device);
-    return sm80::with_forward<T, tile>(p, plan, [&]<class Kernel>(Kernel) {
+    constexpr const attention::sm80::ForwardConfig& config = attention::tile_of(attention::sm80::kForwardTiles, dim);
+    const attention::ForwardPlan plan = attention::sm80::plan_forward(p, config, device);
+    return attention::sm80::with_forward<T, dim>(p, plan, [&]<class Kernel>(Kernel) {
       return forward_choice<Kernel>(p, plan, attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1));
     });
   }
 };
 
 template <class Kernel>
-AttentionChoice backward_choice(const AttentionBackwardParams& p, const sm80::BackwardPlan& plan, const Numbers& tile) {
-  const sm80::Sequence sequence(p, 0);
-  const sm80::Visibility visible(p, sequence);
+AttentionChoice backward_choice(const AttentionBackwardParams& p, const attention::BackwardPlan& plan,
+                                const Numbers& tile) {
+  const attention::Sequence sequence(p, 0);
+  const attention::Visibility visible(p, sequence);
   const auto steps = [&](int index) {
     const int first = (plan.schedule.tiles - 1 - index) * Kernel::kBlockN;
-    const sm80::Span seen = sm80::query_tiles<Kernel>(visible, sequence.q_len, first);
+    const attention::Span seen = attention::query_tiles<Kernel>(visible, sequence.q_len, first);
     return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
   };
   return {typeid(Kernel).name(), tile,        plan.schedule.section,
           plan.schedule.pairs,   plan.splits, steps_in_order(plan.schedule, steps)};
 }
 
-template <class T, int tile>
+template <class T, int dim>
 struct BackwardTileSm90 {
   static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
-    constexpr const sm90::BackwardConfig& config = sm90::kBackwardTiles[tile];
-    return sm90::with_backward<T, tile>(p, [&]<class Kernel>(Kernel) {
-      return backward_choice<Kernel>(p, sm80::plan_backward(p, config, device),
+    constexpr const attention::sm90::BackwardConfig& config = attention::tile_of(attention::sm90::kBackwardTiles, dim);
+    return attention::sm90::with_backward<T, dim>(p, [&]<class Kernel>(Kernel) {
+      return backward_choice<Kernel>(p, attention::plan_backward(p, config, device),
                                      attention_tile<Kernel>(config.dim, config.dim_v, 1, config.stages));
     });
   }
 };
 
-template <class T, int tile>
+template <class T, int dim>
 struct BackwardTile {
   static AttentionChoice choose(const AttentionBackwardParams& p, const rt::Device& device) {
-    return sm80::with_backward<T, tile>(p, device, [&]<class Kernel>(Kernel) {
-      constexpr const sm80::AttentionBackwardConfig& config = Kernel::kConfig;
-      return backward_choice<Kernel>(p, sm80::plan_backward(p, config, device),
+    return attention::sm80::with_backward<T, dim>(p, device, [&]<class Kernel>(Kernel) {
+      constexpr const attention::sm80::BackwardConfig& config = Kernel::kConfig;
+      return backward_choice<Kernel>(p, attention::plan_backward(p, config, device),
                                      attention_tile<Kernel>(config.dim, config.dim_v, Kernel::kMinBlocks, 1));
     });
   }
@@ -239,12 +243,12 @@ AttentionChoice attention_choice(bool backward, const std::string& dtype, std::p
   const rt::Device device{compute_capability, processors,
                           simt::Options{.compute_capability = compute_capability}.shared_bytes()};
   const auto choose = [&](auto tile) { return tile.choose(p, device); };
-  if (!backward && sm90::forward_refusal(p, device).empty())
-    return sm80::with_attention_tile<ForwardTileSm90>("attention_fwd_sm90", sm90::kForwardTiles, p, choose);
-  if (backward && sm90::backward_refusal(p, device).empty())
-    return sm80::with_attention_tile<BackwardTileSm90>("attention_bwd_sm90", sm90::kBackwardTiles, p, choose);
-  return backward ? sm80::with_attention_tile<BackwardTile>("attention_bwd_sm80", sm80::kBackwardTiles, p, choose)
-                  : sm80::with_attention_tile<ForwardTile>("attention_fwd_sm80", sm80::kForwardTiles, p, choose);
+  if (!backward && attention::sm90::forward_refusal(p, device).empty())
+    return attention::with_kernel<ForwardTileSm90>("attention_fwd_sm90", p, choose);
+  if (backward && attention::sm90::backward_refusal(p, device).empty())
+    return attention::with_kernel<BackwardTileSm90>("attention_bwd_sm90", p, choose);
+  return backward ? attention::with_kernel<BackwardTile>("attention_bwd_sm80", p, choose)
+                  : attention::with_kernel<ForwardTile>("attention_fwd_sm80", p, choose);
 }
 
 // The kernel that attention over a cache runs.
@@ -256,26 +260,27 @@ struct CacheChoice {
   int splits;              // of the sequence that has most
 };
 
-template <class T, int tile>
+template <class T, int dim>
 struct CacheChooser {
   static CacheChoice choose(const CachedAttentionParams& p, const std::vector<int>& lengths, const rt::Device& device) {
-    return sm80::with_cache_kernel<T, tile>(p, [&]<class Kernel>(Kernel, const sm80::CacheConfig& config) {
-      const sm80::CachePlan plan = sm80::plan_cache(p, config, device);
-      CacheChoice choice{typeid(Kernel).name(),
-                         attention_tile<Kernel>(config.dim, config.dim_v, config.min_blocks, 2),
-                         sm80::cache_grid(p, plan, config, device),
-                         {},
-                         1};
-      for (const int length : lengths) {
-        const int tiles = (length + Kernel::kBlockN - 1) / Kernel::kBlockN;
-        const int splits = sm80::cache_splits(tiles, plan.wanted_splits, plan.fixed_splits);
-        const int of_split = (tiles + splits - 1) / splits;
-        choice.splits = std::max(choice.splits, splits);
-        for (int item = 0; item < int(p.heads_kv) * plan.row_tiles * splits; ++item)
-          choice.steps.push_back(std::clamp(tiles - item % splits * of_split, 0, of_split));
-      }
-      return choice;
-    });
+    return attention::sm80::with_cache_kernel<T, dim>(
+        p, [&]<class Kernel>(Kernel, const attention::sm80::CacheConfig& config) {
+          const attention::CachePlan plan = attention::plan_cache(p, config, device);
+          CacheChoice choice{typeid(Kernel).name(),
+                             attention_tile<Kernel>(config.dim, config.dim_v, config.min_blocks, 2),
+                             attention::sm80::cache_grid(p, plan, config, device),
+                             {},
+                             1};
+          for (const int length : lengths) {
+            const int tiles = (length + Kernel::kBlockN - 1) / Kernel::kBlockN;
+            const int splits = attention::cache_splits(tiles, plan.wanted_splits, plan.fixed_splits);
+            const int of_split = (tiles + splits - 1) / splits;
+            choice.splits = std::max(choice.splits, splits);
+            for (int item = 0; item < int(p.heads_kv) * plan.row_tiles * splits; ++item)
+              choice.steps.push_back(std::clamp(tiles - item % splits * of_split, 0, of_split));
+          }
+          return choice;
+        });
   }
 };
 
@@ -291,8 +296,8 @@ CacheChoice cache_choice(const std::vector<int>& lengths, int64_t capacity, int6
   p.dim = p.dim_v = dim;
   const rt::Device device{compute_capability, processors,
                           simt::Options{.compute_capability = compute_capability}.shared_bytes()};
-  return sm80::with_attention_tile<CacheChooser>("attention_cache_sm80", sm80::kCacheTiles, p,
-                                                 [&](auto chooser) { return chooser.choose(p, lengths, device); });
+  return attention::with_kernel<CacheChooser, attention::kCacheHeadDims>(
+      "attention_cache_sm80", p, [&](auto chooser) { return chooser.choose(p, lengths, device); });
 }
 
 }  // namespace

@@ -114,7 +114,7 @@ DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, con
   });
 }
 
-// The same activations as in activation_cpu.h, which gives the reasons and sources.
+// The same activations as in gemm/cpu/activation.h, which gives the reasons and sources.
 struct ValueAndDerivative {
   float value;
   float derivative;

@@ -1,8 +1,7 @@
 #include "gemm/activation_grad.cuh"
 
-#include <string>
-
-#include "gemm/activation_grad.h"
+#include "gemm/gemm_cuda.h"
+#include "gemm/gemm_passes.h"
 #include "rt/launch.cuh"
 
 namespace cuda_ext {
@@ -28,24 +27,18 @@ Plan make_plan(const ActivationGradParams& params) {
   return plan;
 }
 
-WorkspaceCursor assign_workspace(const ActivationGradParams& params, void* data, Plan& plan) {
-  WorkspaceCursor cursor(data);
-  if (params.bias_grad.data != nullptr)
-    cursor.allocate(plan.block_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
-  return cursor;
-}
-
 }  // namespace
 
-size_t activation_grad_workspace(const ActivationGradParams& params) {
-  Plan plan = make_plan(params);
-  return assign_workspace(params, nullptr, plan).used();
-}
-
-void launch_activation_grad_cuda(const ActivationGradParams& params, Workspace workspace, void* stream) {
+void launch_activation_grad_cuda(const ActivationGradParams& params, const AllocateWorkspace& allocate, void* stream) {
   if (params.n == 0) return;
   Plan plan = make_plan(params);
-  assign_workspace(params, workspace.data, plan).expect_fits("activation_grad", workspace);
+  const int64_t width = (params.gated ? 2 : 1) * params.n;
+  if (params.bias_grad.data != nullptr)
+    provide_workspace("activation_grad", allocate, [&](void* data) {
+      WorkspaceCursor cursor(data);
+      cursor.allocate(plan.block_sums, plan.row_tiles * width);
+      return cursor;
+    });
   rt::launch<activation_grad::activation_grad<activation_grad::kThreads>>(
       "activation_grad",
       {.grid = {int(plan.column_tiles), int(plan.row_tiles)},
@@ -54,8 +47,7 @@ void launch_activation_grad_cuda(const ActivationGradParams& params, Workspace w
        .stream = stream},
       params, plan.block_rows, plan.block_sums);
   if (plan.block_sums != nullptr)
-    epilogue::launch_add_block_sums(plan.block_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n,
-                                    params.bias_grad, stream);
+    launch_add_block_sums(plan.block_sums, plan.row_tiles, width, params.bias_grad, stream);
 }
 
 }  // namespace cuda_ext

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "gemm/activation.cuh"
-#include "rt/launch.cuh"
 
 namespace cuda_ext::epilogue {
 
@@ -52,9 +51,5 @@ DEVICE void store_block_sums(const float (&thread_sums)[2][kVector], int parts, 
     if (column < n) arch::store_global(sums + j / mine.columns * n + column, sum);
   }
 }
-
-// out (width,) = the column sums of block_sums (blocks, width).
-void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t width, const Output& out,
-                           rt::Stream stream);
 
 }  // namespace cuda_ext::epilogue

@@ -12,6 +12,8 @@
 
 namespace cuda_ext::sm90 {
 
+using namespace tile;
+
 // What a block computes for work item `item` of its cluster.
 struct WorkItem {
   int split;

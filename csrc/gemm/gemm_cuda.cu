@@ -1,5 +1,6 @@
 #include "gemm/gemm_cuda.h"
 
+#include "base/built.h"
 #include "rt/device.h"
 
 namespace cuda_ext {
@@ -7,8 +8,7 @@ namespace cuda_ext {
 rt::Device gemm_cuda_device() { return rt::describe_device("gemm"); }
 
 sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float32, const Restriction& only) {
-  if (!has_gemm_sm90())
-    return {.plan = {}, .refusal = "the library has no kernels for sm_90a; build it with 9.0a in TORCH_CUDA_ARCH_LIST"};
+  if (!kBuiltForSm90a) return {.plan = {}, .refusal = kNotBuiltForSm90a};
   const rt::Device device = gemm_cuda_device();
   const bool tf32 = float32 == Float32Product::kTf32;
   // A plan for mma.sync was measured to be faster than copies, or is tested.
@@ -22,12 +22,9 @@ void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocat
                       const Restriction& only) {
   if (is_empty(params)) return;
   const sm90::GemmChoice choice = choose_gemm_sm90(params, float32, only);
-  if (choice.plan) {
-    launch_gemm_sm90(params, *choice.plan, allocate(gemm_sm90_workspace(params, *choice.plan)), stream);
-  } else {
-    const Restriction of_sm80 = only.sm80 ? only : Restriction{};
-    launch_gemm_sm80(params, allocate(gemm_sm80_workspace(params, float32, of_sm80)), stream, float32, of_sm80);
-  }
+  if constexpr (kBuiltForSm90a)
+    if (choice.plan) return launch_gemm_sm90(params, *choice.plan, allocate, stream);
+  launch_gemm_sm80(params, allocate, stream, float32, only.sm80 ? only : Restriction{});
 }
 
 }  // namespace cuda_ext

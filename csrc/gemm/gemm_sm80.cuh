@@ -34,7 +34,7 @@
 
 #include "gemm/epilogue.cuh"
 #include "gemm/float32_sm80.cuh"
-#include "gemm/operand_sm80.cuh"
+#include "gemm/load_sm80.cuh"
 #include "gemm/plan_sm80.h"
 
 namespace cuda_ext::sm80 {

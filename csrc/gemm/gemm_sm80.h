@@ -11,39 +11,25 @@ inline bool gemm_sm80_reads(const Operand& operand, int64_t rows, int64_t column
   return operand.column_stride == 1 || operand.row_stride == 1 || rows == 1 || columns == 1;
 }
 
-// One instantiation per storage type and product, in gemm_sm80_{f16,bf16,f32,tf32}.cu.
+// One instantiation per storage type and product, in instantiations/gemm_sm80_{f16,bf16,f32,tf32}.cu.
 template <class T, Float32Product float32 = Float32Product::kThreeTf32>
 struct GemmSm80 {
-  static size_t workspace(const GemmParams& params, const Restriction& only);
-  static void launch(const GemmParams& params, const Restriction& only, Workspace workspace, void* stream);
+  static void launch(const GemmParams& params, const Restriction& only, const AllocateWorkspace& allocate,
+                     void* stream);
 };
-extern template struct GemmSm80<half_t>;
-extern template struct GemmSm80<bfloat16_t>;
-extern template struct GemmSm80<float>;
-extern template struct GemmSm80<float, Float32Product::kTf32>;
-
-// Calls f(GemmSm80<..>{}) for the operands' dtype.
-template <class F>
-auto with_gemm_sm80(const GemmParams& params, Float32Product float32, F&& f) {
-  switch (params.a.dtype) {
-    case Dtype::kFloat16: return f(GemmSm80<half_t>{});
-    case Dtype::kBFloat16: return f(GemmSm80<bfloat16_t>{});
-    case Dtype::kFloat32:
-      return float32 == Float32Product::kTf32 ? f(GemmSm80<float, Float32Product::kTf32>{}) : f(GemmSm80<float>{});
-    default: throw std::invalid_argument("expected float16, bfloat16 or float32 operands, got float64");
-  }
-}
-
-// Bytes of workspace that a launch with these parameters needs. Pointers are not dereferenced; null means absent.
-inline size_t gemm_sm80_workspace(const GemmParams& params, Float32Product float32 = Float32Product::kThreeTf32,
-                                  const Restriction& only = {}) {
-  return with_gemm_sm80(params, float32, [&](auto gemm) { return gemm.workspace(params, only); });
-}
 
 // Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64.
-inline void launch_gemm_sm80(const GemmParams& params, Workspace workspace, void* stream,
+inline void launch_gemm_sm80(const GemmParams& params, const AllocateWorkspace& allocate, void* stream,
                              Float32Product float32 = Float32Product::kThreeTf32, const Restriction& only = {}) {
-  with_gemm_sm80(params, float32, [&](auto gemm) { gemm.launch(params, only, workspace, stream); });
+  const auto launch = [&](auto gemm) { gemm.launch(params, only, allocate, stream); };
+  switch (params.a.dtype) {
+    case Dtype::kFloat16: return launch(GemmSm80<half_t>{});
+    case Dtype::kBFloat16: return launch(GemmSm80<bfloat16_t>{});
+    case Dtype::kFloat32:
+      return float32 == Float32Product::kTf32 ? launch(GemmSm80<float, Float32Product::kTf32>{})
+                                              : launch(GemmSm80<float>{});
+    default: throw std::invalid_argument("expected float16, bfloat16 or float32 operands, got float64");
+  }
 }
 
 }  // namespace cuda_ext

@@ -7,7 +7,8 @@
 
 #include "gemm/gemm_sm80.cuh"
 #include "gemm/gemm_sm80.h"
-#include "gemm/split_k.h"
+#include "gemm/gemm_passes.h"
+#include "gemm/plan_sm80.h"
 #include "rt/device.h"
 #include "rt/launch.cuh"
 
@@ -42,21 +43,16 @@ inline void check_operand(const char* name, const Operand& operand, int64_t rows
                                 "; make it contiguous");
 }
 
-template <Arithmetic arithmetic>
-size_t workspace_bytes(const GemmParams& params, const Restriction& only) {
-  if (is_empty(params)) return 0;
-  GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")), only);
-  return assign_workspace(params, kTiles[int(arithmetic)][plan.shape], nullptr, plan).used();
-}
-
 template <class T, Arithmetic arithmetic>
-void launch_with(const GemmParams& params, const Restriction& only, Workspace workspace, rt::Stream stream) {
+void launch_with(const GemmParams& params, const Restriction& only, const AllocateWorkspace& allocate,
+                 rt::Stream stream) {
   if (is_empty(params)) return;
   check_operand("a", params.a, params.m, params.k);
   check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
   GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")), only);
-  assign_workspace(params, kTiles[int(arithmetic)][plan.shape], workspace.data, plan)
-      .expect_fits("gemm_sm80", workspace);
+  provide_workspace("gemm_sm80", allocate, [&](void* data) {
+    return assign_workspace(params, kTiles[int(arithmetic)][plan.shape], data, plan);
+  });
   if (plan.splits > 1) launch_clear_arrivals(plan.arrivals, plan.tiles, stream);
   const auto launch = is_k_major_a(params)   ? is_k_major_b(params) ? launch_layout<T, arithmetic, true, true>
                                                                     : launch_layout<T, arithmetic, true, false>
@@ -64,8 +60,7 @@ void launch_with(const GemmParams& params, const Restriction& only, Workspace wo
                                              : launch_layout<T, arithmetic, false, false>;
   launch(params, plan, stream);
   if (plan.bias_sums != nullptr)
-    epilogue::launch_add_block_sums(plan.bias_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n, params.bias_grad,
-                                    stream);
+    launch_add_block_sums(plan.bias_sums, plan.row_tiles, (params.gated ? 2 : 1) * params.n, params.bias_grad, stream);
 }
 
 }  // namespace cuda_ext::sm80
@@ -78,14 +73,9 @@ constexpr sm80::Arithmetic kArithmetic = sizeof(T) == 2                     ? sm
                                                                             : sm80::Arithmetic::kThreeTf32;
 
 template <class T, Float32Product float32>
-size_t GemmSm80<T, float32>::workspace(const GemmParams& params, const Restriction& only) {
-  return sm80::workspace_bytes<kArithmetic<T, float32>>(params, only);
-}
-
-template <class T, Float32Product float32>
-void GemmSm80<T, float32>::launch(const GemmParams& params, const Restriction& only, Workspace workspace,
+void GemmSm80<T, float32>::launch(const GemmParams& params, const Restriction& only, const AllocateWorkspace& allocate,
                                   void* stream) {
-  sm80::launch_with<T, kArithmetic<T, float32>>(params, only, workspace, stream);
+  sm80::launch_with<T, kArithmetic<T, float32>>(params, only, allocate, stream);
 }
 
 }  // namespace cuda_ext

@@ -1,10 +1,9 @@
 // Tensor maps, workspace, and the choice of the instantiation.
 #include "gemm/gemm_sm90.h"
 
-#include "gemm/column_sums.cuh"
-#include "gemm/copies_sm90.h"
+#include "gemm/copy_operand_sm90.h"
+#include "gemm/gemm_passes.h"
 #include "gemm/maps_sm90.cuh"
-#include "gemm/split_k.h"
 
 namespace cuda_ext {
 
@@ -27,16 +26,13 @@ void launch_layout(const GemmParams& params, const GemmPlan& plan, const TensorM
 }  // namespace
 }  // namespace sm90
 
-bool has_gemm_sm90() { return true; }
-
-size_t gemm_sm90_workspace(const GemmParams& params, sm90::GemmPlan plan) {
-  return sm90::workspace_bytes(params, plan);
-}
-
-void launch_gemm_sm90(const GemmParams& given, sm90::GemmPlan plan, Workspace workspace, void* stream) {
-  WorkspaceCursor cursor = sm90::assign_workspace(given, workspace.data, plan);
-  const sm90::CopiedProduct product = sm90::with_copies(given, plan.copies, cursor);
-  cursor.expect_fits("gemm_sm90", workspace);
+void launch_gemm_sm90(const GemmParams& given, sm90::GemmPlan plan, const AllocateWorkspace& allocate, void* stream) {
+  sm90::CopiedProduct product;
+  provide_workspace("gemm_sm90", allocate, [&](void* data) {
+    WorkspaceCursor cursor = sm90::assign_workspace(given, data, plan);
+    product = sm90::with_copies(given, plan.copies, cursor);
+    return cursor;
+  });
   const GemmParams& params = product.params;
   const sm90::TensorMaps maps = sm90::make_maps(params, plan);  // before anything is launched, because it can fail
   for (int i = 0; i < product.count; ++i) sm90::launch_copy_operand(product.list[i], stream);
@@ -47,8 +43,8 @@ void launch_gemm_sm90(const GemmParams& given, sm90::GemmPlan plan, Workspace wo
     default: sm90::launch_layout<float>(params, plan, maps, stream);
   }
   if (plan.bias_sums != nullptr)
-    epilogue::launch_add_block_sums(plan.bias_sums, ceil_div(params.m, sm90::kRowBlock),
-                                    (params.gated ? 2 : 1) * params.n, params.bias_grad, stream);
+    launch_add_block_sums(plan.bias_sums, ceil_div(params.m, sm90::kRowBlock), (params.gated ? 2 : 1) * params.n,
+                          params.bias_grad, stream);
 }
 
 }  // namespace cuda_ext

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "base/workspace.h"
-#include "gemm/config_sm90.h"
+#include "gemm/tiles_sm90.h"
 
 namespace cuda_ext {
 
@@ -11,30 +11,15 @@ namespace sm90 {
 struct TensorMaps;  // maps_sm90.cuh
 
 // The launcher for one dtype and layout of the kernel's operands, which a swapped config exchanges. One instantiation
-// per file: gemm_sm90_{f16,bf16,tf32}_{kk,kn,mk,mn}.cu, named after the contiguous dims of a and b.
+// per file: instantiations/gemm_sm90_{f16,bf16,tf32}_{kk,kn,mk,mn}.cu, named after the contiguous dims of a and b.
 template <class T, bool a_k_major, bool b_k_major>
 struct GemmSm90 {
   static void launch(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, void* stream);
 };
-extern template struct GemmSm90<half_t, true, true>;
-extern template struct GemmSm90<half_t, true, false>;
-extern template struct GemmSm90<half_t, false, true>;
-extern template struct GemmSm90<half_t, false, false>;
-extern template struct GemmSm90<bfloat16_t, true, true>;
-extern template struct GemmSm90<bfloat16_t, true, false>;
-extern template struct GemmSm90<bfloat16_t, false, true>;
-extern template struct GemmSm90<bfloat16_t, false, false>;
-extern template struct GemmSm90<float, true, true>;
 
 }  // namespace sm90
 
-// Whether the library has these kernels: a build without sm_90a among its architectures has none (gemm_left_out.cpp).
-bool has_gemm_sm90();
-
-// Bytes of workspace that a launch of this plan needs.
-size_t gemm_sm90_workspace(const GemmParams& params, sm90::GemmPlan plan);
-
 // Launches the product on `stream`, an rt::Stream, as planned for these parameters (sm90::choose_plan).
-void launch_gemm_sm90(const GemmParams& params, sm90::GemmPlan plan, Workspace workspace, void* stream);
+void launch_gemm_sm90(const GemmParams& params, sm90::GemmPlan plan, const AllocateWorkspace& allocate, void* stream);
 
 }  // namespace cuda_ext

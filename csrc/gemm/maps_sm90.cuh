@@ -1,7 +1,7 @@
 // The tensor maps of gemm_sm90.cuh: kernel parameters, made for each launch.
 #pragma once
 
-#include "gemm/operands_sm90.h"
+#include "gemm/tma_operands_sm90.h"
 #include "rt/tensor_map.cuh"
 
 namespace cuda_ext::sm90 {

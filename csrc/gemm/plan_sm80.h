@@ -6,85 +6,9 @@
 #include <limits>
 
 #include "base/device.h"
-#include "base/workspace.h"
-#include "gemm/problem.h"
+#include "gemm/tiles_sm80.h"
 
 namespace cuda_ext::sm80 {
-
-// A tile shape and everything derived from it.
-struct GemmConfig {
-  int block_m;
-  int block_n;
-  int block_k;
-  int stages;
-  int warps_m;
-  int warps_n;
-  int min_blocks;  // per SM, which limits the registers
-
-  constexpr int threads() const { return 32 * warps_m * warps_n; }
-};
-
-// How fragments are multiplied: 16-bit ones directly, float32 ones as tf32 in one or three products.
-enum class Arithmetic { k16Bit, kTf32, kThreeTf32 };
-constexpr int kNumArithmetics = 3;
-constexpr int element_bytes(Arithmetic arithmetic) { return arithmetic == Arithmetic::k16Bit ? 2 : 4; }
-
-// The shapes of each arithmetic, from large to small. All fit in the 99 KiB of shared memory of sm_86 and sm_89,
-// several blocks where min_blocks > 1.
-constexpr int kMaxShapes = 3;
-constexpr int kNumShapes[kNumArithmetics] = {3, 3, 2};
-constexpr GemmConfig kTiles[kNumArithmetics][kMaxShapes] = {
-    {
-        // Warps of 64 x 64 read the least from shared memory; blocks of 128 x 256 read the least from L2, which is the
-        // bottleneck of mma.sync on sm_90.
-        {.block_m = 128, .block_n = 256, .block_k = 32, .stages = 4, .warps_m = 2, .warps_n = 4, .min_blocks = 1},
-        // Two blocks overlap each other's epilogues, and smaller tiles waste less of the last wave.
-        {.block_m = 128, .block_n = 128, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
-        // Deeper k tiles: half as many waits, as there is little work between them.
-        {.block_m = 64, .block_n = 64, .block_k = 64, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
-    },
-    {
-        // The same sizes in bytes.
-        {.block_m = 128, .block_n = 256, .block_k = 16, .stages = 4, .warps_m = 2, .warps_n = 4, .min_blocks = 1},
-        {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
-        {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 3},
-    },
-    {
-        // Three products need both parts of every fragment in registers, so warp tiles are half as large and fewer
-        // blocks fit. They take so long that the smaller traffic of larger blocks would not matter.
-        {.block_m = 128, .block_n = 128, .block_k = 16, .stages = 4, .warps_m = 4, .warps_n = 2, .min_blocks = 1},
-        {.block_m = 64, .block_n = 64, .block_k = 32, .stages = 3, .warps_m = 2, .warps_n = 2, .min_blocks = 2},
-    },
-};
-
-// Strides of an operand in bytes. They are kernel parameters, i.e. constants that take no registers.
-struct ByteStrides {
-  int64_t line = 0;      // to the next line: the row or column along which elements are contiguous
-  int64_t pass = 0;      // to the line that the same thread copies next
-  int64_t k_tile = 0;    // to the next k tile
-  int64_t upper = 0;     // gated, lines along k: the extra distance to the first line of the tile's second half
-  int vector_bytes = 0;  // the largest aligned access: 16, 4 or 2
-};
-
-// Everything the host decides; the same for all blocks.
-struct GemmPlan {
-  int shape = 0;  // of kTiles
-  int row_tiles = 0;
-  int column_tiles = 0;
-  int tiles = 0;          // of the output, all batches
-  int k_tiles = 0;        // of one product
-  int k_tail = 0;         // depth of the last of these
-  int all_k_tiles = 0;    // of all reduced products
-  int split_k_tiles = 0;  // of one block
-  int splits = 1;
-  bool in_float32 = false;  // float32 arithmetic instead of three tf32 products
-  ByteStrides a;
-  ByteStrides b;
-  // In the workspace; null if not needed.
-  uint32_t* arrivals = nullptr;  // (tiles,)
-  float* partials = nullptr;     // (splits, tiles, block_m * block_n)
-  float* bias_sums = nullptr;    // (row_tiles, n), gated: (row_tiles, 2n)
-};
 
 // The longest sums that are formed in float32 arithmetic instead of three tf32 products. With so short a k, the kernel
 // is limited by writing the result anyway.
@@ -215,18 +139,6 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
       byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
                    b_k_major ? params.b.column_stride : params.b.row_stride, pairs ? params.n : 0, tile.block_n, tile);
   return best;
-}
-
-// Assigns the arrays of `plan` in the workspace at `data`, which may be null to find the size.
-inline WorkspaceCursor assign_workspace(const GemmParams& params, const GemmConfig& tile, void* data, GemmPlan& plan) {
-  WorkspaceCursor cursor(data);
-  if (plan.splits > 1) {
-    cursor.allocate(plan.arrivals, plan.tiles);
-    cursor.allocate(plan.partials, int64_t(plan.splits) * plan.tiles * tile.block_m * tile.block_n);
-  }
-  if (params.bias_grad.data != nullptr)
-    cursor.allocate(plan.bias_sums, plan.row_tiles * (params.gated ? 2 : 1) * params.n);
-  return cursor;
 }
 
 }  // namespace cuda_ext::sm80

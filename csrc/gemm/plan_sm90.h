@@ -8,7 +8,7 @@
 #include <string>
 
 #include "base/device.h"
-#include "gemm/copies_sm90.h"
+#include "gemm/copy_operand_sm90.h"
 
 namespace cuda_ext::sm90 {
 
@@ -37,6 +37,32 @@ struct Rates {
     return (num_sms / kGpc - 1) * (kGpc / blocks);
   }
 };
+
+// Cycles of the kernel on mma.sync for a product whose operands TMA cannot read, about as on an H100 (docs/gpu.md):
+// there elements that are not aligned to 16 bytes are loaded a few at a time, and tf32 reaches 155 TFLOP/s.
+inline double cycles_of_mma_sync(const GemmParams& params, const Copies& copies, int num_sms) {
+  constexpr double kMultiplyAdds = 700, kMultiplyAddsTf32 = 370;  // per cycle and SM
+  constexpr double kKTile = 500, kWarpLoad = 6;                   // cycles; of a tile of 128 x 128 x 32
+  constexpr int kTile = 128, kDepth = 32;
+  const double columns = double(params.n) * (has_pairs(params) ? 2 : 1);
+  const double batches = double(product_of(params.batch_dims, params.batch_sizes));
+  const double depth = double(params.k) * double(product_of(params.reduced_dims, params.reduced_sizes));
+  double loads = 0;  // warp instructions of a k tile
+  const auto add = [&](const Operand& operand) {
+    const int64_t size = size_of(operand.dtype);
+    const int64_t strides = operand.row_stride == 1 ? operand.column_stride : operand.row_stride;
+    const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(operand.data)) | uint64_t(strides * size) | 16;
+    loads += kTile * kDepth * double(size) / (32 * double(bits & (~bits + 1)));
+  };
+  if (copies.a) add(params.a);
+  if (copies.b) add(params.b);
+  const double tiles = std::ceil(double(params.m) / kTile) * std::ceil(columns / kTile) * batches;
+  const double of_sm = std::ceil(tiles / num_sms);
+  const double k_tiles = std::ceil(depth / kDepth);
+  const double rate = params.a.dtype == Dtype::kFloat32 ? kMultiplyAddsTf32 : kMultiplyAdds;
+  return std::max(of_sm * k_tiles * (kKTile + kWarpLoad * loads),
+                  double(params.m) * columns * depth * batches / (rate * num_sms));
+}
 
 struct GemmChoice {
   std::optional<GemmPlan> plan;

@@ -6,7 +6,6 @@
 #include "attention/attention_cuda.h"
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
-#include "gemm/activation_grad.h"
 #include "gemm/gemm_cuda.h"
 
 namespace cuda_ext {
@@ -21,22 +20,17 @@ struct CudaKernels {
   void (*gemm)(const GemmParams&, const AllocateWorkspace&, void* stream, Float32Product, const Restriction&);
   sm90::GemmChoice (*choose_gemm_sm90)(const GemmParams&, Float32Product, const Restriction&);
   rt::Device (*gemm_device)();
-  size_t (*activation_grad_workspace)(const ActivationGradParams&);
-  void (*activation_grad)(const ActivationGradParams&, Workspace, void* stream);
+  void (*activation_grad)(const ActivationGradParams&, const AllocateWorkspace&, void* stream);
   AttentionPlan (*plan_attention)(const AttentionBackwardParams&, bool backward, const rt::Device&,
                                   std::string& refusal);
   rt::Device (*attention_device)();
-  size_t (*attention_forward_workspace)(const AttentionParams&);
-  void (*attention_forward)(const AttentionParams&, Workspace, void* stream);
-  size_t (*attention_backward_workspace)(const AttentionBackwardParams&);
-  void (*attention_backward)(const AttentionBackwardParams&, Workspace, void* stream);
-  size_t (*attention_cache_workspace)(const CachedAttentionParams&);
-  void (*attention_cache)(const CachedAttentionParams&, Workspace, void* stream);
+  void (*attention_forward)(const AttentionParams&, const AllocateWorkspace&, void* stream);
+  void (*attention_backward)(const AttentionBackwardParams&, const AllocateWorkspace&, void* stream);
+  void (*attention_cache)(const CachedAttentionParams&, const AllocateWorkspace&, void* stream);
   void (*cache_append)(const CacheAppendParams&, void* stream);
-  size_t (*bucket_workspace)(int64_t count, int64_t num_entries, bool stats);
-  void (*bucket_pack)(const BucketParams&, float* stats, void* workspace, void* stream);
-  void (*bucket_unpack)(const BucketParams&, float* stats, void* workspace, void* stream);
-  void (*bucket_stats)(const BucketParams&, float* stats, void* workspace, void* stream);
+  void (*bucket_pack)(const BucketParams&, float* stats, const AllocateWorkspace&, void* stream);
+  void (*bucket_unpack)(const BucketParams&, float* stats, const AllocateWorkspace&, void* stream);
+  void (*bucket_stats)(const BucketParams&, float* stats, const AllocateWorkspace&, void* stream);
   void (*symmetric_all_reduce)(const SymmetricParams&, float* stats, void* stream);
 };
 
@@ -46,18 +40,13 @@ inline CudaKernels linked_cuda_kernels() {
       .gemm = launch_gemm_cuda,
       .choose_gemm_sm90 = choose_gemm_sm90,
       .gemm_device = gemm_cuda_device,
-      .activation_grad_workspace = activation_grad_workspace,
       .activation_grad = launch_activation_grad_cuda,
       .plan_attention = plan_attention_cuda,
       .attention_device = attention_cuda_device,
-      .attention_forward_workspace = attention_forward_cuda_workspace,
       .attention_forward = launch_attention_forward_cuda,
-      .attention_backward_workspace = attention_backward_cuda_workspace,
       .attention_backward = launch_attention_backward_cuda,
-      .attention_cache_workspace = attention_cache_cuda_workspace,
       .attention_cache = launch_attention_cache_cuda,
       .cache_append = launch_cache_append_cuda,
-      .bucket_workspace = bucket_cuda_workspace,
       .bucket_pack = launch_bucket_pack_cuda,
       .bucket_unpack = launch_bucket_unpack_cuda,
       .bucket_stats = launch_bucket_stats_cuda,

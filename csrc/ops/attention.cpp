@@ -92,8 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   p.lse = lse.mutable_data_ptr();
   if (cuda != nullptr) {
     LaunchScope scope(query.device());
-    launch_for(
-        op, [&] { cuda->attention_forward(p, scope.workspace(cuda->attention_forward_workspace(p)), scope.stream()); });
+    launch_for(op, [&] { cuda->attention_forward(p, scope.allocator(), scope.stream()); });
   } else {
     attention_forward(p);
     if (o.packed()) {
@@ -199,9 +198,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   }
   if (cuda != nullptr) {
     LaunchScope scope(query.device());
-    launch_for(op, [&] {
-      cuda->attention_backward(p, scope.workspace(cuda->attention_backward_workspace(p)), scope.stream());
-    });
+    launch_for(op, [&] { cuda->attention_backward(p, scope.allocator(), scope.stream()); });
   } else {
     attention_backward(p);
     if (o.packed()) {

@@ -10,7 +10,7 @@
 #include <limits>
 #include <tuple>
 
-#include "attention/attention_fwd_sm80.h"
+#include "attention/attention_cuda.h"
 #include "ops/attention_params.h"
 #include "ops/backend.h"
 
@@ -46,7 +46,7 @@ void check_in_place(const char* op, const char* name, const Tensor& cache, bool 
   CUDA_EXT_CHECK(dense, op, "expected ", name,
                  " with a dense last dimension, because it is used in place, got strides ",
                  shape_string(cache.strides()));
-  CUDA_EXT_CHECK(!on_cuda || attention_sm80_reads(view_of(cache)), op, "expected ", name,
+  CUDA_EXT_CHECK(!on_cuda || attention_cuda_reads(view_of(cache)), op, "expected ", name,
                  " with rows aligned to 16 bytes, because it is used in place, got strides ",
                  shape_string(cache.strides()), "; allocate it with a head dim that is a multiple of 8");
 }
@@ -273,8 +273,7 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
   p.cache = cache;
   if (lse.numel() == 0) return {std::move(out), std::move(lse)};  // launchers plan for at least one row
   if (on_cuda)
-    launch_for(op,
-               [&] { cuda->attention_cache(p, scope.workspace(cuda->attention_cache_workspace(p)), scope.stream()); });
+    launch_for(op, [&] { cuda->attention_cache(p, scope.allocator(), scope.stream()); });
   else
     attention_forward(p);
   return {std::move(out), std::move(lse)};

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/attention_fwd_sm80.h"
+#include "attention/attention_cuda.h"
 
 namespace cuda_ext {
 namespace {
@@ -183,9 +183,9 @@ void check_cuda_attention(const char* op, const AttentionShape& shape, const Ten
                  "expected float16 or bfloat16 on a CUDA device, got ", dtype_name(query.scalar_type()),
                  "; cast, or run it under torch.autocast");
   const auto check_dim = [&](const char* name, int64_t dim, const char* if_odd, const char* if_large) {
-    const bool large = dim > sm80::kMaxHeadDim;
+    const bool large = dim > attention::kMaxHeadDim;
     CUDA_EXT_CHECK(!large && dim % 8 == 0, op, "expected a ", name, " that is a multiple of 8 up to ",
-                   sm80::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
+                   attention::kMaxHeadDim, " on a CUDA device, got ", dim, "; ", large ? if_large : if_odd);
   };
   check_dim("head dim of query and key", shape.dim, "pad both with zeros and pass the scale of the original dim",
             "use torch.nn.functional.scaled_dot_product_attention, or the CPU");

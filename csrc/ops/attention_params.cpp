@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "attention/attention_fwd_sm80.h"
+#include "attention/attention_cuda.h"
 
 namespace cuda_ext {
 
@@ -17,7 +17,7 @@ HeadsView view_of(const Tensor& tensor) {
 
 Tensor with_dense_rows(const Tensor& tensor, bool aligned) {
   const bool dense = tensor.stride(-1) == 1 || tensor.size(-1) <= 1;
-  if (dense && (!aligned || attention_sm80_reads(view_of(tensor)))) return tensor;
+  if (dense && (!aligned || attention_cuda_reads(view_of(tensor)))) return tensor;
   return dense && tensor.is_contiguous() ? tensor.clone() : tensor.contiguous();
 }
 

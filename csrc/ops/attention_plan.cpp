@@ -19,8 +19,8 @@ Numbers numbers_of(const AttentionPlan& plan) {
   add("dim_v", plan.dim_v);
   add("block_m", plan.block_m);
   add("block_n", plan.block_n);
-  add("general", plan.general);
-  add("pack", plan.pack);
+  add("with_options", plan.with_options);
+  add("pack_gqa", plan.pack_gqa);
   add("splits", plan.splits);
   add("tiles", plan.tiles);
   add("blocks", plan.blocks);

@@ -31,15 +31,19 @@ RngSource draw_rng(at::Device device);
 // Whether the current stream of the device is captured into a graph.
 bool is_capturing(at::Device device);
 
-// Makes `device` the current device while it exists, and provides its current stream and a workspace for a launch. The
-// workspace size depends on the current device, so create the scope before asking for the size.
+// Makes `device` the current device while it exists, and provides its current stream and a workspace for a launch.
 class LaunchScope {
  public:
   explicit LaunchScope(at::Device device);
   void* stream() const { return stream_; }
-  Workspace workspace(size_t bytes);
+  // For one launcher, of one workspace.
+  auto allocator() {
+    return [this](size_t bytes) { return workspace(bytes); };
+  }
 
  private:
+  Workspace workspace(size_t bytes);
+
   at::Device device_;
   c10::DeviceGuard guard_;
   void* stream_ = nullptr;

@@ -140,7 +140,7 @@ BucketEntry write_entry(const Tensor& contiguous, int64_t begin) {
 struct Kernels {
   const char* op;
   void (*cpu)(const BucketParams&);
-  void (*CudaKernels::*cuda)(const BucketParams&, float* stats, void* workspace, void* stream);
+  void (*CudaKernels::*cuda)(const BucketParams&, float* stats, const AllocateWorkspace&, void* stream);
 };
 constexpr Kernels kPackKernels{kPack, launch_bucket_pack, &CudaKernels::bucket_pack};
 constexpr Kernels kUnpackKernels{kUnpack, launch_bucket_unpack, &CudaKernels::bucket_unpack};
@@ -160,9 +160,8 @@ Tensor run(const Kernels& kernels, const std::vector<BucketEntry>& entries, Buck
   if (cuda != nullptr) {
     for (const BucketEntry& entry : entries) cuda_kernels(kernels.op, device, type_of(entry.dtype));
     LaunchScope scope(device);
-    const Workspace workspace = scope.workspace(cuda->bucket_workspace(params.count, params.num_entries, wants_stats));
     float* const target = wants_stats ? out.mutable_data_ptr<float>() : nullptr;
-    (cuda->*kernels.cuda)(params, target, workspace.data, scope.stream());
+    (cuda->*kernels.cuda)(params, target, scope.allocator(), scope.stream());
     return out;
   }
   kernels.cpu(params);

@@ -166,7 +166,7 @@ void run_gemm(const char* op, const Tensor& out, const GemmParams& params) {
   LaunchScope scope(device);
   launch_for(op, [&] {
     const auto launch = [&](const GemmParams& launched, const Restriction& only) {
-      kernels->gemm(launched, [&](size_t bytes) { return scope.workspace(bytes); }, scope.stream(), float32, only);
+      kernels->gemm(launched, scope.allocator(), scope.stream(), float32, only);
     };
     launch(params, tuned_plan(*kernels, params, float32, device, launch));
   });
@@ -280,7 +280,7 @@ ActivationGradient activation_gradient(const char* op, const Tensor& grad, const
     launch_activation_grad(params);
   } else {
     LaunchScope scope(grad.device());
-    kernels->activation_grad(params, scope.workspace(kernels->activation_grad_workspace(params)), scope.stream());
+    kernels->activation_grad(params, scope.allocator(), scope.stream());
   }
   return result;
 }

@@ -21,7 +21,7 @@
 #include <cmath>
 #include <mutex>
 
-#include "attention/attention_fwd_sm80.h"
+#include "attention/attention_cuda.h"
 #include "ops/attention_autograd.h"
 #include "ops/autograd.h"
 #include "ops/backend.h"
@@ -137,7 +137,7 @@ Outcome tensors_outcome(const Tensor& query, const Tensor& key, const Tensor& va
   if (type != at::kHalf && type != at::kBFloat16) return kTensors;
   for (const Tensor* tensor : {&query, &value}) {
     const std::optional<int64_t> dim = tensor->sym_size(-1).maybe_as_int();
-    if (!dim.has_value() || *dim == 0 || *dim > sm80::kMaxHeadDim || *dim % 8 != 0) return kHeadDim;
+    if (!dim.has_value() || *dim == 0 || *dim > attention::kMaxHeadDim || *dim % 8 != 0) return kHeadDim;
   }
   return kServed;
 }

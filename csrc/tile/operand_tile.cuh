@@ -3,7 +3,7 @@
 
 #include "arch/mma.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::tile {
 
 enum class Side { kA, kB };
 
@@ -88,4 +88,4 @@ struct OperandTile {
   }
 };
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::tile

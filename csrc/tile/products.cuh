@@ -4,7 +4,7 @@
 #include "arch/math.cuh"
 #include "tile/operand_tile.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::tile {
 
 // The distribution of a (rows, columns) result over a grid of warps: each warp has consecutive rows, but every
 // warps_n-th group of `group` columns; groups of 16 work for any number of columns. Groups of 8: not for mma.
@@ -95,4 +95,4 @@ DEVICE ResultOperand<T, row_tiles, column_tiles> operand_of(const float (&result
   return {result};
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::tile

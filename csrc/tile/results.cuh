@@ -3,7 +3,7 @@
 
 #include "tile/products.cuh"
 
-namespace cuda_ext::sm80 {
+namespace cuda_ext::tile {
 
 // A tile of float32 sums in the workspace, accessed only by these functions: the first four elements of all threads,
 // then their next four, and so on. If the device has vector reductions, the four of a thread are adjacent. Otherwise
@@ -100,4 +100,4 @@ DEVICE void write_lines(arch::SharedAddress tile, typename Tile::Element* lines,
   }
 }
 
-}  // namespace cuda_ext::sm80
+}  // namespace cuda_ext::tile

@@ -6,7 +6,7 @@
 #include "arch/tma.cuh"
 #include "arch/wgmma.cuh"
 
-namespace cuda_ext::sm90 {
+namespace cuda_ext::tile {
 
 using arch::Barrier;
 using arch::Major;
@@ -73,4 +73,4 @@ struct PiecesTile {
   }
 };
 
-}  // namespace cuda_ext::sm90
+}  // namespace cuda_ext::tile

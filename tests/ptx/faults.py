@@ -23,7 +23,9 @@ class Fault:
     file: str  # under csrc
     right: str
     wrong: str
-    source: str  # source of the kernels: in tests/simt ("conformance_mma") or csrc ("gemm/gemm_sm80_bf16")
+    source: (
+        str  # source of the kernels: in tests/simt ("conformance_mma") or csrc ("gemm/instantiations/gemm_sm80_bf16")
+    )
     case: str  # that detects it: in the library of `source`, or in OPS of test_planted.py
     found: str  # pattern of the message, or SAME
     arch: str = "sm_80"
@@ -41,7 +43,8 @@ def fault(name: str, file: str, right: str, wrong: str, source: str, case: str, 
 
 MMA, MEMORY, WARP, GRID = "conformance_mma", "conformance_memory", "conformance_warp", "conformance_grid"
 SM90, CLUSTER, WGMMA = "conformance_sm90@90", "conformance_cluster@90", "conformance_wgmma@90"
-LAUNCHES, GEMM = "launches@90", "gemm/gemm_sm80_bf16"
+LAUNCHES, GEMM = "launches@90", "gemm/instantiations/gemm_sm80_bf16"
+ATTENTION = "attention/instantiations/attention_fwd_sm80_bf16_d64"
 
 # fmt: off
 # Asm strings of sm_80.
@@ -121,7 +124,7 @@ fault("a generic address taken for a shared one", "arch/memory.cuh",
       "static_cast<SharedAddress>(__cvta_generic_to_shared(pointer))", "uint32_t(reinterpret_cast<uint64_t>(pointer))",
       MEMORY, "shared_vectors", "store_shared .* is an address of")
 fault("a wrong assumption about the thread index", "arch/thread.cuh", "__builtin_assume(index >= 0 && index < 1024);",
-      "__builtin_assume(index >= 0 && index < 32);", "attention/attention_fwd_sm80_bf16_d64", "attention")
+      "__builtin_assume(index >= 0 && index < 32);", ATTENTION, "attention")
 fault("bfloat16 rounded to zero", "arch/math.cuh", "cvt.rn.bf16.f32", "cvt.rz.bf16.f32",
       MEMORY, "conversions", TRANSLATOR)
 

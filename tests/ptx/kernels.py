@@ -72,7 +72,7 @@ def sources(everything: bool, arch: str = "sm_80") -> list[Path]:
     found = _emulator.kernel_sources()
     if arch != "sm_90a":
         found = [path for path in found if f"{_build.SM90A_SOURCES}_" not in path.stem]
-    found.sort(key=lambda path: (path.parent.name != "gemm", path))
+    found.sort(key=lambda path: ("gemm" not in path.parts, path))
     dims = {0, *head_dims(everything)}
     found = [path for path in found if _build.head_dim_of(path) in dims]
     return [path for path in found if everything or not MORE & set(path.stem.split("_"))]

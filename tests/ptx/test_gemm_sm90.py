@@ -32,8 +32,10 @@ def compiled(pytestconfig: pytest.Config) -> Iterator[GemmLibrary]:
         pytest.skip("needs kernels for sm_90a, which --all-ptx compiles")
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
-    sources = [path for path in kernels.sources(False, "sm_90a") if path.parent.name == "gemm"]
-    sources += [kernels._emulator.CSRC / "gemm" / f"gemm_sm90_{dtype}_kk.cu" for dtype in ("f16", "tf32")]
+    sources = [path for path in kernels.sources(False, "sm_90a") if "gemm" in path.parts]
+    sources += [
+        kernels._emulator.CSRC / "gemm/instantiations" / f"gemm_sm90_{dtype}_kk.cu" for dtype in ("f16", "tf32")
+    ]
     others = [(kernels.SIMT / name, ()) for name in ("library.cpp", "gemm_kernels.cu")]
     library = GemmLibrary(build.build_library("gemm-sm_90a", sources, others, arch="sm_90a", stubs=True))
     with library.device(90):

@@ -138,8 +138,8 @@ def instructions(csrc: Path, fault: Fault, folder: Path) -> list[tuple[str, list
 
 # By the folder of the kernels: what selects and launches them.
 LAUNCHERS = {
-    "gemm": ("gemm/gemm_cuda", "gemm/gemm_sm90", "gemm/split_k"),
-    "attention": ("attention/attention_cuda", "attention/attention_sm90", "attention/attention_combine"),
+    "gemm": ("gemm/gemm_cuda", "gemm/gemm_sm90", "gemm/gemm_passes"),
+    "attention": ("attention/attention_cuda", "attention/attention_combine"),
 }
 
 

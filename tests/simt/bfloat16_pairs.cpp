@@ -41,8 +41,8 @@ void attention_backward(const AttentionBackwardParams&) { std::abort(); }
 
 }  // namespace cuda_ext::cpu
 
-#include "attention/attention_cpu.inc"
-#include "gemm/gemm_cpu.inc"
+#include "attention/cpu/attention_cpu.inc"
+#include "gemm/cpu/gemm_cpu.inc"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

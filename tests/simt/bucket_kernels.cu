@@ -10,17 +10,16 @@ using namespace cuda_ext;
 
 extern "C" {
 
-EXPORT size_t bucket_workspace(int64_t count, int64_t num_entries, bool stats) {
-  return bucket_cuda_workspace(count, num_entries, stats);
-}
-
-// op: 0 packs, 1 unpacks, 2 computes statistics, 3 packs without stats. Returns 0, or 1 with a message in `error`.
+// op: 0 packs, 1 unpacks, 2 computes statistics, 3 packs without stats. allocate(bytes) returns memory. Returns 0, or 1
+// with a message in `error`.
 EXPORT int bucket_run(int op, const BucketEntry* entries, int64_t num_entries, void* bucket, int64_t count, int dtype,
-                      double scale, float* stats, void* workspace, char* error, size_t error_size) {
+                      double scale, float* stats, void* (*allocate)(size_t), char* error, size_t error_size) {
   constexpr decltype(&launch_bucket_pack_cuda) kLaunchers[] = {launch_bucket_pack_cuda, launch_bucket_unpack_cuda,
                                                                launch_bucket_stats_cuda, launch_bucket_pack_cuda};
   try {
-    kLaunchers[op]({entries, num_entries, bucket, count, Dtype(dtype), scale, nullptr}, stats, workspace, nullptr);
+    kLaunchers[op](
+        {entries, num_entries, bucket, count, Dtype(dtype), scale, nullptr}, stats,
+        [&](size_t bytes) { return Workspace{allocate(bytes), bytes}; }, nullptr);
     return 0;
   } catch (const std::exception& e) {
     std::snprintf(error, error_size, "%s", e.what());

@@ -1,7 +1,6 @@
 // C interface of the GEMM's launchers for test_gemm_kernels.py, which fills their parameter structs.
 #include <cstdio>
 
-#include "gemm/activation_grad.h"
 #include "gemm/gemm_cuda.h"
 #include "gemm/plan_sm80.h"
 
@@ -49,26 +48,22 @@ EXPORT int gemm_choice_sm90(const GemmParams* params, int tf32, int* out, char* 
   out[5] = choice.plan->copies.a + 2 * choice.plan->copies.b;
   return 1;
 }
-EXPORT size_t gemm_workspace(const GemmParams* params, int tf32) {
-  if (is_empty(*params)) return 0;
-  if (const auto choice = choice_of(*params, tf32); choice.plan) return gemm_sm90_workspace(*params, *choice.plan);
-  return gemm_sm80_workspace(*params, tf32 ? Float32Product::kTf32 : Float32Product::kThreeTf32);
-}
-EXPORT int gemm_run(const GemmParams* params, void* workspace, size_t bytes, int tf32, char* error, size_t size) {
+// allocate(bytes) returns memory, of which the launcher gets at most `most` bytes.
+EXPORT int gemm_run(const GemmParams* params, void* (*allocate)(size_t), size_t most, int tf32, char* error,
+                    size_t size) {
+  const auto provide = [&](size_t bytes) { return Workspace{allocate(bytes), bytes < most ? bytes : most}; };
   return report(error, size, [&] {
     if (is_empty(*params)) return;
     if (const auto choice = choice_of(*params, tf32); choice.plan)
-      launch_gemm_sm90(*params, *choice.plan, {workspace, bytes}, nullptr);
+      launch_gemm_sm90(*params, *choice.plan, provide, nullptr);
     else
-      launch_gemm_sm80(*params, {workspace, bytes}, nullptr, tf32 ? Float32Product::kTf32 : Float32Product::kThreeTf32);
+      launch_gemm_sm80(*params, provide, nullptr, tf32 ? Float32Product::kTf32 : Float32Product::kThreeTf32);
   });
 }
-EXPORT size_t activation_grad_workspace_bytes(const ActivationGradParams* params) {
-  return activation_grad_workspace(*params);
-}
-EXPORT int activation_grad_run(const ActivationGradParams* params, void* workspace, size_t bytes, char* error,
+EXPORT int activation_grad_run(const ActivationGradParams* params, void* (*allocate)(size_t), char* error,
                                size_t size) {
-  return report(error, size, [&] { launch_activation_grad_cuda(*params, {workspace, bytes}, nullptr); });
+  const auto provide = [&](size_t bytes) { return Workspace{allocate(bytes), bytes}; };
+  return report(error, size, [&] { launch_activation_grad_cuda(*params, provide, nullptr); });
 }
 
 // out: block_m, block_n, block_k and splits that the heuristic chooses for 16-bit operands on a device.

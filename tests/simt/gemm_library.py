@@ -174,7 +174,7 @@ class Gemm:
     hidden: Target | None = None
     bias_grad: Target | None = None
     tf32: bool = False
-    workspace_bytes: int | None = field(default=None)  # None: the requested size
+    workspace_bytes: int | None = field(default=None)  # None: as many as the launcher asks for
 
     def params(self) -> GemmParams:
         a, b, reduced = self.a, self.b, self.reduced_dims
@@ -218,38 +218,38 @@ class PlanSm90(NamedTuple):
     tma_store: bool
 
 
+class Workspace:
+    """The memory of a launcher, full of poison. `allocate` is the C function that provides it."""
+
+    def __init__(self) -> None:
+        self.allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(self._allocate)
+
+    def _allocate(self, size: int) -> int:
+        self._memory = Target([size], "float16").storage
+        return int(self._memory.ctypes.data)
+
+
 class GemmLibrary(Library):
     def __init__(self, path: Any) -> None:
         super().__init__(path)
         c = self._c
-        for name in (
-            "gemm_params_size",
-            "activation_grad_params_size",
-            "gemm_workspace",
-            "activation_grad_workspace_bytes",
-        ):
+        for name in ("gemm_params_size", "activation_grad_params_size"):
             getattr(c, name).restype = ctypes.c_size_t
         assert c.gemm_params_size() == ctypes.sizeof(GemmParams)
         assert c.activation_grad_params_size() == ctypes.sizeof(ActivationGradParams)
 
     @classmethod
     def make(cls, hooks: bool = False) -> GemmLibrary:
-        sources = sorted(path.name for path in (CSRC / "gemm").glob("*.cu"))
-        name = "gemm-hooks" if hooks else "gemm"
-        library = cls.build(name, [HERE / "gemm_kernels.cu", *(CSRC / "gemm" / s for s in sources)], hooks)
+        sources = sorted((CSRC / "gemm").rglob("*.cu"), key=lambda path: path.name)
+        library = cls.build("gemm-hooks" if hooks else "gemm", [HERE / "gemm_kernels.cu", *sources], hooks)
         assert isinstance(library, GemmLibrary)
         return library
 
     def gemm(self, call: Gemm) -> None:
-        params = call.params()
-        needed = int(self._c.gemm_workspace(ctypes.byref(params), call.tf32))
-        size = needed if call.workspace_bytes is None else call.workspace_bytes
-        workspace = Target([size], "float16").storage.view(np.uint8)[:size]
+        params, workspace = call.params(), Workspace()
         error = ctypes.create_string_buffer(8192)
-        pointer = ctypes.c_void_p(workspace.ctypes.data)
-        if self._c.gemm_run(
-            ctypes.byref(params), pointer, ctypes.c_size_t(size), call.tf32, error, ctypes.c_size_t(8192)
-        ):
+        most = ctypes.c_size_t(call.workspace_bytes if call.workspace_bytes is not None else -1)
+        if self._c.gemm_run(ctypes.byref(params), workspace.allocate, most, call.tf32, error, ctypes.c_size_t(8192)):
             raise Fault(error.value.decode())
 
     @contextmanager
@@ -298,13 +298,8 @@ class GemmLibrary(Library):
             grad_preact=_output(grad_preact),
             bias_grad=_output(bias_grad),
         )
-        size = int(self._c.activation_grad_workspace_bytes(ctypes.byref(params)))
-        workspace = Target([size], "float16").storage
-        error = ctypes.create_string_buffer(8192)
-        pointer = ctypes.c_void_p(workspace.ctypes.data)
-        if self._c.activation_grad_run(
-            ctypes.byref(params), pointer, ctypes.c_size_t(size), error, ctypes.c_size_t(8192)
-        ):
+        workspace, error = Workspace(), ctypes.create_string_buffer(8192)
+        if self._c.activation_grad_run(ctypes.byref(params), workspace.allocate, error, ctypes.c_size_t(8192)):
             raise Fault(error.value.decode())
 
     def choice(self, m: int, n: int, k: int, compute_capability: int, processors: int) -> tuple[int, int, int, int]:

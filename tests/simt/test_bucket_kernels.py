@@ -77,8 +77,9 @@ class Outcome:
 
     @property
     def partial_sums(self) -> np.ndarray:
-        """The float64 sums of the blocks, at the end of the workspace."""
-        return self.workspace[: self.workspace.size - GUARD][-8 * self.blocks :]
+        """The float64 sums of the blocks: the last array of the workspace, aligned to 256 bytes."""
+        size = 8 * self.blocks
+        return self.workspace[: self.workspace.size - GUARD][-(-(-size // 256) * 256) :][:size]
 
 
 def storage(dtype: str) -> type:
@@ -196,14 +197,16 @@ class Launch:
         for entry, begin, tensor, given in zip(entries, self.begins, self.tensors, self.case.tensors):
             entry["data"] = 0 if given.kept else arena.ctypes.data + tensor.at
             entry["begin"], entry["count"], entry["dtype"] = begin, tensor.count, DTYPE_INDEX[tensor.dtype]
-        if workspace is None:
-            needed = library.symbol("bucket_workspace")
-            needed.restype = ctypes.c_size_t
-            bytes_needed = needed(
-                ctypes.c_int64(self.count), ctypes.c_int64(len(entries)), ctypes.c_bool(self.op != "pack alone")
-            )
-            workspace = aligned(bytes_needed + GUARD)
-            workspace[:] = POISON
+        workspaces = [] if workspace is None else [workspace]
+
+        @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+        def allocate(size: int) -> int:
+            if not workspaces:
+                workspaces.append(aligned(size + GUARD))
+                workspaces[0][:] = POISON
+            assert workspaces[0].size == size + GUARD
+            return int(workspaces[0].ctypes.data)
+
         bucket = None if self.op == "stats" else ctypes.c_void_p(arena.ctypes.data + self.bucket.at)
         library.call(
             "bucket_run",
@@ -215,9 +218,10 @@ class Launch:
             DTYPE_INDEX["float32" if self.op == "stats" else self.case.bucket],
             ctypes.c_double(self.case.scale),
             None if self.op == "pack alone" else address(stats),
-            address(workspace),
+            allocate,
         )
         entries[:] = 0  # the launch must not use the table after the call
+        (workspace,) = workspaces or [np.full(GUARD, POISON, np.uint8)]
         return Outcome(arena, stats, workspace, max(1, -(-self.count // BLOCK)))
 
     def check(self, outcome: Outcome) -> None:

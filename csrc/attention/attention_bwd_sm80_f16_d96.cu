@@ -1,8 +1,0 @@
-// Attention backward for float16 and head dims up to 96.
-#include "attention/attention_bwd_sm80_launch.cuh"
-
-namespace cuda_ext::sm80 {
-
-template struct AttentionBackwardSm80<half_t, 1>;
-
-}  // namespace cuda_ext::sm80

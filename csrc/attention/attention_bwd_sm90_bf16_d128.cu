@@ -1,8 +1,0 @@
-// Attention backward on wgmma for bfloat16 and head dims up to 128.
-#include "attention/attention_bwd_sm90_launch.cuh"
-
-namespace cuda_ext::sm90 {
-
-template struct AttentionBackwardSm90<bfloat16_t, 2>;
-
-}  // namespace cuda_ext::sm90

@@ -1,8 +1,0 @@
-// Attention backward on wgmma for float16 and head dims up to 64.
-#include "attention/attention_bwd_sm90_launch.cuh"
-
-namespace cuda_ext::sm90 {
-
-template struct AttentionBackwardSm90<half_t, 0>;
-
-}  // namespace cuda_ext::sm90

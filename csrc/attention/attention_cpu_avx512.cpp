@@ -1,5 +1,0 @@
-#if defined(__x86_64__)
-#include "cpu/isa_avx512.h"
-
-#include "attention/attention_cpu.inc"
-#endif

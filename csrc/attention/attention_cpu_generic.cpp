@@ -1,3 +1,0 @@
-#include "cpu/isa_generic.h"
-
-#include "attention/attention_cpu.inc"

@@ -1,8 +1,0 @@
-// Attention forward for float16 and head dims up to 256.
-#include "attention/attention_fwd_sm80_launch.cuh"
-
-namespace cuda_ext::sm80 {
-
-template struct AttentionForwardSm80<half_t, 4>;
-
-}  // namespace cuda_ext::sm80

@@ -1,0 +1,252 @@
+// What the backward kernels of all architectures share: the work of a block, and the computation of P and dS from
+// scores and dP. Scores are transposed, (keys, queries).
+//
+// A kernel has kBlockM (queries), kBlockN (keys), Scores (the WarpTiles of a tile of scores), and thread(): the index
+// of this thread among those that have them.
+#pragma once
+
+#include "attention/plan_bwd.cuh"
+#include "attention/bias.cuh"
+#include "attention/mask.cuh"
+#include "attention/rows.cuh"
+#include "attention/shared_struct.cuh"
+#include "tile/products.cuh"
+
+namespace cuda_ext::attention {
+
+// A tile of queries of one head.
+struct QueryTile {
+  int head, tile;
+  bool operator==(const QueryTile&) const = default;
+};
+
+// The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
+struct BackwardTask {
+  struct alignas(16) Queries {
+    int batch, begin, count;  // the sequence, and its rows in the packing
+    int first_padded;         // its first row in the padded layout of the workspace
+  };
+  struct alignas(16) Keys {
+    Visibility visible;
+    int first;  // the block's first key
+  };
+  struct alignas(16) Head {
+    int head_kv, k_begin;
+  };
+  // The block's steps: tiles [tiles_begin, tiles_end) of each head, one head after the other, up to `last`.
+  struct alignas(16) Steps {
+    int tiles_begin, tiles_end;
+    QueryTile last;
+    DEVICE QueryTile next(const QueryTile& at) const {
+      return at.tile + 1 < tiles_end ? QueryTile{at.head, at.tile + 1} : QueryTile{at.head + 1, tiles_begin};
+    }
+  };
+  Queries queries;
+  Keys keys;
+  Head head;
+  Steps steps;
+
+  DEVICE void store(BackwardTask& shared) const {
+    store_struct(shared.queries, queries);
+    store_struct(shared.keys, keys);
+    store_struct(shared.head, head);
+    store_struct(shared.steps, steps);
+  }
+};
+
+// The tiles of queries that see any key of the tile that begins at `first_key`.
+template <class Kernel>
+DEVICE Span query_tiles(const Visibility& visible, int q_len, int first_key) {
+  constexpr int kBlockM = Kernel::kBlockM;
+  const int past_key = first_key + Kernel::kBlockN < visible.k_len ? first_key + Kernel::kBlockN : visible.k_len;
+  const int past_query = visible.query_end(past_key - 1) < q_len ? visible.query_end(past_key - 1) : q_len;
+  const int begin = visible.query_begin(first_key) / kBlockM, end = (past_query + kBlockM - 1) / kBlockM;
+  return {begin, end > begin ? end : begin};
+}
+
+// The task of this block, its first tile of queries, and the number of its steps; -1: the block has no keys.
+struct BackwardWork {
+  BackwardTask task;
+  QueryTile first;
+  int steps;
+};
+template <class Kernel>
+DEVICE BackwardWork find_work(const AttentionParams& p, const BackwardPlan& plan) {
+  const int split = arch::block_x() % plan.splits;
+  const TileIndex block = plan.schedule.find(arch::block_x() / plan.splits);
+  const Sequence sequence(p, block.batch);
+  // The first keys come first: with a causal mask they have the most work.
+  const int first_key = (plan.schedule.tiles - 1 - block.tile) * Kernel::kBlockN;
+  const Visibility visible(p, sequence);
+  const Span seen = query_tiles<Kernel>(visible, sequence.q_len, first_key);
+  const int tiles = seen.end - seen.begin, group = int(p.heads / p.heads_kv);
+  const int split_steps = (tiles * group + plan.splits - 1) / plan.splits;
+  const int begin = split * split_steps;
+  const int end = begin + split_steps < tiles * group ? begin + split_steps : tiles * group;
+  QueryTile first{}, last{};
+  if (end > begin) {
+    const auto tile_at = [&](int step) {
+      return QueryTile{block.head * group + step / tiles, seen.begin + step % tiles};
+    };
+    first = tile_at(begin);
+    last = tile_at(end - 1);
+  }
+  return {{{block.batch, sequence.q_begin, sequence.q_len,
+            first_tile<Kernel::kBlockM>(p, plan, block.batch) * Kernel::kBlockM},
+           {visible, first_key},
+           {block.head, sequence.k_begin},
+           {seen.begin, seen.end, last}},
+          first,
+          first_key >= sequence.k_len ? -1
+          : end > begin               ? end - begin
+                                      : 0};
+}
+
+// The first row of a tile of queries in the padded layout of the workspace.
+template <class Kernel>
+DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& queries, const QueryTile& at) {
+  return at.head * plan.head_rows + queries.first_padded + at.tile * Kernel::kBlockM;
+}
+
+// How many blocks have added to the sum of dQ of these queries when it is the turn of the block of these keys.
+template <class Kernel>
+DEVICE uint32_t earlier_blocks(const BackwardTask::Keys& keys, int first_query) {
+  return keys.first / Kernel::kBlockN - keys.visible.key_begin(first_query) / Kernel::kBlockN;
+}
+
+// The other inputs of a step of the general kernel.
+struct GeneralStep {
+  int64_t first_row;  // of the head in lse, which numbers the rows for dropout
+  float slope = 0.0f;
+  int q_len;
+  int64_t bias, grad_bias;  // offsets of the head's first elements
+
+  DEVICE GeneralStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, int head)
+      : first_row(first_lse_row(p, queries.begin, queries.batch, head)),
+        q_len(queries.count),
+        bias(bias_offset(p.bias_strides, queries.batch, head, 0)),
+        grad_bias(bias_offset(p.grad_bias_strides, queries.batch, head, 0)) {
+    if (p.alibi_slopes != nullptr)
+      slope = arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
+                                       queries.batch * p.alibi_batch_stride + head);
+  }
+};
+
+// Initialises accumulators with one value per column. Starting scores at -lse and dP at -delta makes P = 2^(factor
+// scores) and dS = P dP.
+template <class Kernel>
+DEVICE void start_columns(typename Kernel::Scores::Accumulators& x, const float* columns) {
+  using Tiles = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+#pragma unroll
+  for (int n = 0; n < Tiles::kColumnTiles; ++n) {
+    const auto pair =
+        arch::load_shared<arch::Words2>(arch::shared_address(columns + Tiles::column(thread) + Tiles::column_step(n)));
+#pragma unroll
+    for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) x[m][n][q] = arch::bits_float(pair.data[q % 2]);
+  }
+}
+
+// Turns scores - lse into P. first_key, first_query: of the tile.
+template <class Kernel>
+DEVICE void weigh(typename Kernel::Scores::Accumulators& s, const BackwardPlan& plan, const Visibility& visible,
+                  int first_key, int first_query, bool is_masked) {
+  using Scores = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+  if (is_masked)
+    apply_mask<Scores>(s, [&](int m, int half) {
+      return visible.queries(first_key + Scores::row(m, half, thread)).from(first_query + Scores::column(thread));
+    });
+#pragma unroll
+  for (int m = 0; m < Scores::kRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < Scores::kColumnTiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) s[m][n][q] = arch::fast_exp2(s[m][n][q] * plan.factor);
+}
+
+// Turns dP - delta into dS.
+template <int row_tiles, int column_tiles>
+DEVICE void multiply_weights(float (&grad)[row_tiles][column_tiles][4],
+                             const float (&weights)[row_tiles][column_tiles][4]) {
+#pragma unroll
+  for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+    for (int n = 0; n < column_tiles; ++n)
+#pragma unroll
+      for (int q = 0; q < 4; ++q) grad[m][n][q] *= weights[m][n][q];
+}
+
+// A weight of the general kernel before dropout, and the derivative of its logit.
+struct GeneralWeight {
+  float weight, slope_of_cap;
+  bool exists;  // query and key are of the sequence
+};
+
+// From a score without lse subtracted.
+template <class T>
+DEVICE GeneralWeight general_weight(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                                    const Visibility& visible, const GeneralStep& general, float score, float minus_lse,
+                                    int key, int query, bool is_masked) {
+  float logit = score * plan.scale, slope_of_cap = 1.0f;
+  if (plan.softcap > 0.0f) {
+    const float t = arch::tanh(logit * plan.inverse_softcap);
+    logit = plan.softcap * t;
+    slope_of_cap = 1.0f - t * t;
+  }
+  logit -= general.slope * fabsf(float(query + (visible.k_len - general.q_len) - key));
+  const bool exists = query < general.q_len && key < visible.k_len;
+  if (p.bias_kind != BiasKind::kNone && exists)
+    logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
+  if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
+  return {arch::fast_exp2((logit + minus_lse) * plan.factor), slope_of_cap, exists};
+}
+
+// Adds the gradient of a logit to that of the bias.
+DEVICE void add_grad_bias(const AttentionBackwardParams& p, const GeneralStep& general, int key, int query, float x) {
+  arch::reduce_add(static_cast<float*>(p.grad_bias) + general.grad_bias + query * p.grad_bias_strides[2] +
+                       key * p.grad_bias_strides[3],
+                   x);
+}
+
+// P and dS of the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout
+// drops are 0; the others are not yet divided by 1 - dropout_p.
+template <class Kernel>
+DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
+                                     typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
+                                     const BackwardPlan& plan, const Visibility& visible, const GeneralStep& general,
+                                     const float* minus_lse, const float* minus_delta, int first_key, int first_query,
+                                     bool is_masked) {
+  using T = typename Kernel::Element;
+  using Scores = typename Kernel::Scores;
+  const int thread = Kernel::thread();
+#pragma unroll
+  for (int n = 0; n < Scores::kColumnTiles; ++n) {
+    const int column = Scores::column(thread) + Scores::column_step(n);
+    const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(minus_lse + column));
+    const auto row_delta = arch::load_shared<arch::Words2>(arch::shared_address(minus_delta + column));
+#pragma unroll
+    for (int m = 0; m < Scores::kRowTiles; ++m) {
+      uint32_t random[4] = {};
+      if (plan.dropout.drop_below > 0)
+        plan.dropout.words_of_columns(general.first_row + first_query + column, first_key + Scores::row(m, 0, thread),
+                                      random);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
+        const GeneralWeight of = general_weight<T>(p, plan, visible, general, s[m][n][q],
+                                                   arch::bits_float(row_lse.data[q % 2]), key, query, is_masked);
+        const bool kept = random[q] >= plan.dropout.drop_below;
+        float& x = grad[m][n][q];
+        x = of.weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
+        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, general, key, query, x);
+        x *= of.slope_of_cap;
+        s[m][n][q] = kept ? of.weight : 0.0f;
+      }
+    }
+  }
+}
+
+}  // namespace cuda_ext::attention

@@ -1,0 +1,5 @@
+#if defined(__x86_64__)
+#include "cpu/isa_avx512bf16.h"
+
+#include "attention/cpu/attention_cpu.inc"
+#endif

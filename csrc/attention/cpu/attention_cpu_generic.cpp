@@ -1,0 +1,3 @@
+#include "cpu/isa_generic.h"
+
+#include "attention/cpu/attention_cpu.inc"

@@ -1,0 +1,179 @@
+// What the forward kernels of all architectures do with the rows of a tile, before and after the products. Tiles: the
+// WarpTiles of a product, with whole rows in a warp. row_at(m, half): this thread's row in the tile.
+#pragma once
+
+#include "attention/plan_fwd.cuh"
+#include "attention/bias.cuh"
+#include "attention/mask.cuh"
+#include "attention/rows.cuh"
+#include "attention/shared_struct.cuh"
+#include "attention/softmax.cuh"
+
+namespace cuda_ext::attention {
+
+// The rows of a tile: query and head of each.
+struct alignas(16) TileRows {
+  int first;  // the tile's first row, among the sequence's (queries x pack)
+  int count;  // all rows of the sequence
+  int pack;
+  int first_head;
+
+  DEVICE int query(int row) const { return pack == 1 ? first + row : (first + row) / pack; }
+  DEVICE int head(int row) const { return pack == 1 ? first_head : first_head + (first + row) % pack; }
+  DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
+};
+
+// The tiles of keys that any row of a tile sees.
+template <class Kernel>
+DEVICE Span key_tiles(const Visibility& visible, const TileRows& rows) {
+  constexpr int kBlockN = Kernel::kBlockN;
+  return {visible.key_begin(rows.query(0)) / kBlockN,
+          (visible.key_end(rows.last_query(Kernel::kBlockM)) + kBlockN - 1) / kBlockN};
+}
+
+// Where a tile's rows and keys are.
+struct alignas(16) TilePosition {
+  int batch, q_begin, k_begin, head_kv;
+};
+
+// The work of a block: a tile of rows and, if the keys are split, a part of its keys. Kernels have it in shared memory,
+// in structs that a thread loads with one instruction.
+struct ForwardTask {
+  struct alignas(16) Keys {
+    Visibility visible;
+    int begin;  // the first tile
+  };
+  struct alignas(8) End {
+    int tile;  // after the last; at most `begin`: there are no keys
+    int split;
+  };
+  TileRows rows;
+  TilePosition position;
+  Keys keys;
+  End end;
+  Span unmasked;  // keys that all rows see; here, because finding it takes a division, which no step should
+
+  template <class Kernel>
+  DEVICE static ForwardTask find(const AttentionParams& p, const ForwardPlan& plan, int tile, int split) {
+    const TileIndex at = plan.schedule.find(tile);
+    const Sequence sequence(p, at.batch);
+    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
+    const Visibility visible(p, sequence);
+    const Span seen = key_tiles<Kernel>(visible, rows);
+    const int split_tiles = (seen.end - seen.begin + plan.splits - 1) / plan.splits;
+    const int begin = seen.begin + split * split_tiles;
+    const int end = begin + split_tiles < seen.end ? begin + split_tiles : seen.end;
+    const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
+    const Span unmasked = visible.keys_of_all(rows.query(0), rows.last_query(Kernel::kBlockM));
+    return {rows, {at.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
+  }
+
+  // Whether the tile lies beyond its sequence.
+  DEVICE bool has_no_rows() const { return rows.first >= rows.count; }
+
+  DEVICE void store(ForwardTask& shared) const {
+    store_struct(shared.rows, rows);
+    store_struct(shared.position, position);
+    store_struct(shared.keys, keys);
+    store_struct(shared.end, end);
+    store_struct(shared.unmasked, unmasked);
+  }
+};
+
+// Applies scale, softcap, ALiBi and bias to the logits of keys from `first_key` on.
+template <class T, class Tiles, class RowAt>
+DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardPlan& plan,
+                          const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = first_key + Tiles::column(arch::opaque_thread_index());
+      const int row = row_at(m, half), head = rows.head(row), query = rows.query(row);
+      const float slope = p.alibi_slopes == nullptr
+                              ? 0.0f
+                              : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
+                                                         batch * p.alibi_batch_stride + head);
+      const int last_key = query + k_len - rows.count / rows.pack;  // the key on the diagonal
+      const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
+      const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int key = column + Tiles::column_step(n) + e;
+          float& x = s[m][n][2 * half + e];
+          x *= plan.scale;
+          if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
+          x -= slope * fabsf(float(last_key - key));
+        }
+        if (!has_bias) continue;
+        const int key = column + Tiles::column_step(n);
+        float &first = s[m][n][2 * half], &second = s[m][n][2 * half + 1];
+        if (plan.bias_in_pairs && key + 1 < k_len) {
+          add_bias_pair<T>(p, bias + key, first, second);
+        } else {
+          if (key < k_len) first += bias_at<T>(p, bias + key * p.bias_strides[3]);
+          if (key + 1 < k_len) second += bias_at<T>(p, bias + (key + 1) * p.bias_strides[3]);
+        }
+      }
+    }
+}
+
+// The state of softmax before the first key. A sink is a key before all others that has no value; the first split
+// counts it, in one of the four lanes of a row.
+template <int row_tiles, class RowAt>
+DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_first_split, const RowAt& row_at,
+                       OnlineSoftmax<row_tiles>& softmax, RowSums<row_tiles>& sums) {
+#pragma unroll
+  for (int m = 0; m < row_tiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int head = rows.head(row_at(m, half));
+      const bool has_sink = p.sinks != nullptr && is_first_split;
+      constexpr float kLog2e = 1.4426950408889634f;
+      softmax.max[m][half] =
+          has_sink ? arch::load_global<float>(static_cast<const float*>(p.sinks) + head) * kLog2e : -INFINITY;
+      sums.of[m][half] = has_sink && arch::lane_index() % 4 == 0 ? 1.0f : 0.0f;
+    }
+}
+
+// Divides the output by the sums of weights and stores the log-sum-exp of each row; if the keys are split, also the
+// output, for attention_combine.
+template <class Tiles, bool with_options, class RowAt>
+DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const TileRows& rows,
+                        const TilePosition& position, int split, const RowAt& row_at,
+                        const OnlineSoftmax<Tiles::kRowTiles>& softmax, const RowSums<Tiles::kRowTiles>& sums,
+                        typename Tiles::Accumulators& out) {
+  const int64_t split_rows = split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
+  const int pair = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
+#pragma unroll
+  for (int m = 0; m < Tiles::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_at(m, half), query = rows.query(row);
+      const float sum = sums.row(m, half);
+      const float lse = softmax.log_sum_exp(m, half, sum);
+      const float weight = lse == -INFINITY ? 0.0f : (with_options ? plan.kept_scale : 1.0f) / sum;
+#pragma unroll
+      for (int n = 0; n < Tiles::kColumnTiles; ++n) {
+        out[m][n][2 * half] *= weight;
+        out[m][n][2 * half + 1] *= weight;
+      }
+      if (rows.first + row >= rows.count) continue;
+      const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
+      if (plan.splits > 1) {
+        if (pair == 0) arch::store_global(plan.partial_lse + split_rows + lse_index, lse);
+        float* const to = plan.partial_out + (split_rows + lse_index) * p.dim_v + pair;
+#pragma unroll
+        for (int n = 0; n < Tiles::kColumnTiles; ++n)
+          if (n * 8 < p.dim_v)
+            arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
+                                                         arch::float_bits(out[m][n][2 * half + 1])}});
+      } else if (pair == 0) {
+        arch::store_global(static_cast<float*>(p.lse) + lse_index, lse);
+      }
+    }
+}
+
+}  // namespace cuda_ext::attention

@@ -1,0 +1,8 @@
+// Attention backward for bfloat16 and head dims up to 64.
+#include "attention/attention_bwd_sm80_launch.cuh"
+
+namespace cuda_ext::attention::sm80 {
+
+template struct BackwardLauncher<bfloat16_t, 64>;
+
+}  // namespace cuda_ext::attention::sm80

@@ -1,0 +1,8 @@
+// Attention backward for float16 and head dims up to 96.
+#include "attention/attention_bwd_sm80_launch.cuh"
+
+namespace cuda_ext::attention::sm80 {
+
+template struct BackwardLauncher<half_t, 96>;
+
+}  // namespace cuda_ext::attention::sm80

@@ -1,0 +1,8 @@
+// Attention backward on wgmma for bfloat16 and head dims up to 256.
+#include "attention/attention_bwd_sm90_launch.cuh"
+
+namespace cuda_ext::attention::sm90 {
+
+template struct BackwardLauncher<bfloat16_t, 256>;
+
+}  // namespace cuda_ext::attention::sm90

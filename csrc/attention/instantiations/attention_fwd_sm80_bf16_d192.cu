@@ -1,0 +1,8 @@
+// Attention forward for bfloat16 and head dims up to 192.
+#include "attention/attention_fwd_sm80_launch.cuh"
+
+namespace cuda_ext::attention::sm80 {
+
+template struct ForwardLauncher<bfloat16_t, 192>;
+
+}  // namespace cuda_ext::attention::sm80

@@ -1,0 +1,8 @@
+// Attention forward on wgmma for float16 and head dims up to 64.
+#include "attention/attention_fwd_sm90_launch.cuh"
+
+namespace cuda_ext::attention::sm90 {
+
+template struct ForwardLauncher<half_t, 64>;
+
+}  // namespace cuda_ext::attention::sm90

@@ -1,0 +1,4 @@
+#if defined(__x86_64__)
+#include "cpu/isa_avx512.h"
+#include "gemm/cpu/gemm_cpu.inc"
+#endif

@@ -1,4 +1,0 @@
-#if defined(__x86_64__)
-#include "cpu/isa_avx2.h"
-#include "gemm/gemm_cpu.inc"
-#endif

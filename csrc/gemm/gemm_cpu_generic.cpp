@@ -1,2 +1,0 @@
-#include "cpu/isa_generic.h"
-#include "gemm/gemm_cpu.inc"

@@ -1,0 +1,60 @@
+#include "gemm/gemm_passes.h"
+
+#include "gemm/activation.cuh"
+#include "rt/launch.cuh"
+
+namespace cuda_ext {
+
+template <int threads>
+GLOBAL(threads, 1)
+clear_arrivals(uint32_t* arrivals, int count) {
+  const int i = arch::block_x() * threads + arch::thread_index();
+  if (i < count) arch::store_global(arrivals + i, 0u);
+}
+
+// out (width,) = the column sums of block_sums (blocks, width). A thread block has 32 columns; its warp w adds rows w,
+// w + warps, ...
+template <int warps>
+GLOBAL(warps * 32, 1)
+add_block_sums(const float* block_sums, int64_t blocks, int64_t width, GRID_CONSTANT Output out) {
+  struct Storage {
+    float sums[warps][arch::kWarpSize];
+  };
+  SHARED_STORAGE(Storage, shared);
+  const int lane = arch::lane_index(), warp = arch::thread_index() / arch::kWarpSize;
+  const int64_t column = int64_t(arch::block_x()) * arch::kWarpSize + lane;
+  float sum = 0.0f;
+  if (column < width)
+    for (int64_t block = warp; block < blocks; block += warps)
+      sum += arch::load_global<float>(block_sums + block * width + column);
+  arch::store_shared(arch::shared_address(&shared.sums[warp][lane]), sum);
+  arch::sync_threads();
+  if (warp > 0 || column >= width) return;
+  sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < warps; ++i) sum += arch::load_shared<float>(arch::shared_address(&shared.sums[i][lane]));
+  epilogue::with_storage(out.dtype, [&](auto tag) {
+    using T = decltype(tag);
+    arch::store_global(static_cast<T*>(out.data) + column, arch::from_float<T>(sum));
+  });
+}
+
+void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t width, const Output& out, void* stream) {
+  constexpr int kWarps = 8;
+  const int grid = int((width + arch::kWarpSize - 1) / arch::kWarpSize);
+  rt::launch<add_block_sums<kWarps>>("add_block_sums",
+                                     {.grid = {grid},
+                                      .threads = kWarps * arch::kWarpSize,
+                                      .shared_bytes = kWarps * arch::kWarpSize * sizeof(float),
+                                      .stream = stream},
+                                     block_sums, blocks, width, out);
+}
+
+void launch_clear_arrivals(uint32_t* arrivals, int count, void* stream) {
+  constexpr int kThreads = 256;
+  rt::launch<clear_arrivals<kThreads>>(
+      "clear_arrivals", {.grid = {(count + kThreads - 1) / kThreads}, .threads = kThreads, .stream = stream}, arrivals,
+      count);
+}
+
+}  // namespace cuda_ext
