@@ -85,7 +85,7 @@ inline OperandCopy copy_operand(const GemmParams& params, const Side& side, bool
 // one is impossible.
 struct CopiedProduct {
   GemmParams params;
-  OperandCopy list[2];
+  OperandCopy list[2] = {};
   int count = 0;
   int64_t bytes = 0;
 };
