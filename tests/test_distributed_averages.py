@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ext.distributed.planning import assignment
 from distributed_common import (
     NAME,
     SMALL,
@@ -30,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import AllreduceState, BucketedDataParallel, all_reduce_coalesced, allreduce_hook
+from cuda_ext.distributed.bucketing import assignment
 from cuda_ext.distributed.bucketing.links import Link
 from cuda_ext.distributed.bucketing.simulation import Gradient
 from cuda_ext.distributed.bucketing.units import MIB
@@ -603,7 +603,7 @@ def test_all_reduce_coalesced() -> None:
         result.append(torch.zeros(4, 3).t().copy_(torch.full((3, 4), float(rank))))
         return [tensor.requires_grad_(n % 2 == 0) for n, tensor in enumerate(result)]
 
-    for op, divisor in (("sum", 1), ("mean", 4)):
+    for op, divisor in (("sum", 1), ("avg", 4), (dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 4)):
         for wire_dtype in (None, torch.float32, torch.bfloat16):
             for async_op in (False, True):
                 actual, sums = tensors(), [(4 * (t.detach().double() - rank) + 6) / divisor for t in tensors()]

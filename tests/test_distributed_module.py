@@ -495,7 +495,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "op": (
             lambda: all_reduce_coalesced([torch.zeros(1)], "max"),
             ValueError,
-            f'{coalesced}op to be "mean" or "sum"',
+            f'{coalesced}op to be "avg" or "sum"',
         ),
         "coalesced wire_dtype": (
             lambda: all_reduce_coalesced([torch.zeros(1)], wire_dtype=torch.int32),

@@ -71,7 +71,7 @@ def test_mlp_on_four_ranks() -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
 def test_derivative_by_differences(op: str) -> None:
     """Finite differences of the total loss in one value of one rank, compared with that rank's gradient."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -114,6 +114,8 @@ def test_values_dtypes_and_layouts() -> None:
     x = torch.full((2,), 60000.0, dtype=torch.float16)
     assert all_reduce(x, "avg").isfinite().all()  # the sum overflows
     assert all_reduce(x).isinf().all()
+    ones, op = torch.ones(2), dist.ReduceOp
+    assert torch.equal(all_reduce(ones, op.AVG), ones) and torch.equal(all_reduce(ones, op.SUM), ranks * ones)
 
 
 @on_ranks(2)
@@ -145,8 +147,11 @@ def test_group_of_some_ranks() -> None:
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.sampled(count=1)
-@pytest.mark.parametrize(("backend", "op"), [("aot_eager", "sum"), ("aot_eager", "mean"), ("inductor", "sum")])
-def test_compiled(backend: str, op: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [("aot_eager", "sum"), ("aot_eager", "avg"), ("aot_eager", dist.ReduceOp.AVG), ("inductor", "sum")],
+)
+def test_compiled(backend: str, op: str | dist.ReduceOp.RedOpType) -> None:
     def step(x: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
         return all_reduce(mlp(all_reduce_gradient(x), weight1, weight2), op)
 
@@ -166,7 +171,7 @@ def test_bad_arguments(group: None) -> None:
     prefix = "cuda_ext.distributed.all_reduce"
     dense = "expected tensor dense and float32, float16, bfloat16 or float64, got "
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: all_reduce(torch.ones(2), "max"), ValueError, ': expected op to be "sum" or "avg", got \'max\''),
+        (lambda: all_reduce(torch.ones(2), "max"), ValueError, ': expected op to be "avg" or "sum", got \'max\''),
         (lambda: all_reduce(torch.ones(2, dtype=torch.int64)), TypeError, f": {dense}torch.int64 and torch.strided"),
         (lambda: all_reduce_gradient(torch.ones(2).to_sparse()), TypeError, f"_gradient: {dense}torch.float32 and "),
     ]

@@ -366,9 +366,7 @@ def backward() -> Drawing:
     d = Drawing(1080, 640, "The objects of one backward pass of BucketedDataParallel")
     d.note(20, 26, "Black: ownership; blue: what happens in a pass, in this order.")
     left, middle, right, width = 20, 400, 780, 280
-    d.box(
-        (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "wrapper.py: forward, no_sync,\nclip_grad_norm_"
-    )
+    d.box((middle, 44, width, 62), PYTHON, "BucketedDataParallel", "wrapper.py: forward, no_sync,\nclip_grad_norm_")
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
     d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(bucketing: choice.py, measuring.py)")
     decides = "reducer.py: which gradients have arrived,\nwhich bucket is next, when a pass ends\n"

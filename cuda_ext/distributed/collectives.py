@@ -26,7 +26,7 @@ def averages(caller: str, op: object) -> bool:
         return True
     if op in ("sum", dist.ReduceOp.SUM):
         return False
-    raise ValueError(f'{caller}: expected op to be "avg", "sum" or their torch.distributed.ReduceOp, got {op!r}')
+    raise ValueError(f'{caller}: expected op to be "avg" or "sum", got {op!r}')
 
 
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
