@@ -172,6 +172,7 @@ def test_bad_arguments(group: None) -> None:
     dense = "expected tensor dense and float32, float16, bfloat16 or float64, got "
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: all_reduce(torch.ones(2), "max"), ValueError, ': expected op to be "avg" or "sum", got \'max\''),
+        (lambda: all_reduce(torch.ones(2), dist.ReduceOp.MAX), ValueError, ': expected op to be "avg" or "sum", got <'),
         (lambda: all_reduce(torch.ones(2, dtype=torch.int64)), TypeError, f": {dense}torch.int64 and torch.strided"),
         (lambda: all_reduce_gradient(torch.ones(2).to_sparse()), TypeError, f"_gradient: {dense}torch.float32 and "),
     ]

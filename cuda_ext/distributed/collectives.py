@@ -22,11 +22,10 @@ LARGEST_SHARED = 4 << 20  # bytes that share one broadcast, through a copy
 
 def averages(caller: str, op: object) -> bool:
     """Whether ``op`` is a mean, not a sum; ValueError for others."""
-    if op in ("avg", dist.ReduceOp.AVG):
-        return True
-    if op in ("sum", dist.ReduceOp.SUM):
-        return False
-    raise ValueError(f'{caller}: expected op to be "avg" or "sum", got {op!r}')
+    name = op if isinstance(op, str) else getattr(op, "name", "").lower()  # torch.compile cannot compare ReduceOps
+    if name not in ("avg", "sum"):
+        raise ValueError(f'{caller}: expected op to be "avg" or "sum", got {op!r}')
+    return name == "avg"
 
 
 def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
