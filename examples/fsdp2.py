@@ -16,7 +16,7 @@ from gpt import GPT, GPTConfig
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from cuda_ext.distributed.fsdp import Float32ReduceScatter
+from cuda_ext.distributed import Float32ReduceScatter
 
 
 def main() -> Runs:

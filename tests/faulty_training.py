@@ -92,7 +92,7 @@ def train(
     dist.barrier()  # start together
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 30), nn.Linear(30, 2))
-    model = BucketedDataParallel(layers, process_group=group, bucket_mb=1e-3, algorithm=algorithm)
+    model = BucketedDataParallel(layers, process_group=group, bucket_cap_mb=1e-3, algorithm=algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(batch: torch.Tensor) -> None:

@@ -109,16 +109,16 @@ def test_patched_model() -> None:
     assert reads_of(lambda: model(models.ids(), use_cache=False).logits) == []
 
 
-@pytest.mark.parametrize("bucket_mb", ["auto", 1e-3])  # auto: one bucket
-def test_data_parallel(group: None, bucket_mb: float | str) -> None:
+@pytest.mark.parametrize("bucket_cap_mb", ["auto", 1e-3])  # auto: one bucket
+def test_data_parallel(group: None, bucket_cap_mb: float | str) -> None:
     """With a parameter that no rank uses, and the norm."""
     layers = nn.ModuleList(cuda_ext.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(3))
     layers.forward = lambda x: layers[1](layers[0](x))  # type: ignore[method-assign]
-    model = BucketedDataParallel(layers, bucket_mb=bucket_mb)
+    model = BucketedDataParallel(layers, bucket_cap_mb=bucket_cap_mb)
     x = torch.randn(8, 16, dtype=torch.bfloat16)
     for _ in range(4):  # they determine the buckets
         model(x).sum().backward()
-    assert (len(model._reducer.buckets) == 1) == (bucket_mb == "auto")
+    assert (len(model._reducer.buckets) == 1) == (bucket_cap_mb == "auto")
     for bucket in model._reducer.buckets:
         bucket._is_read_at_once = False  # as on a GPU
 

@@ -61,7 +61,7 @@ def compare_steps(model: BucketedDataParallel, plain: nn.Module, steps: int, set
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_buckets_follow_the_order_of_arrival(set_to_none: bool) -> None:
-    model = BucketedDataParallel(Backwards(), bucket_mb=1.5e-3)  # two layers each
+    model = BucketedDataParallel(Backwards(), bucket_cap_mb=1.5e-3)  # two layers each
     plain = copy.deepcopy(model.module)
     before = [bucket.names for bucket in model._reducer.buckets]
     assert before[0][0].startswith("layers.5")
@@ -88,7 +88,7 @@ def test_all_ranks_take_the_order_of_the_first() -> None:
                 x = layer(x).tanh()
             return x
 
-    model = BucketedDataParallel(Either(), bucket_mb=1e-3)
+    model = BucketedDataParallel(Either(), bucket_cap_mb=1e-3)
     for _ in range(3):
         model.zero_grad()
         model(torch.randn(2, 9, dtype=torch.float64)).sum().backward()
@@ -97,7 +97,7 @@ def test_all_ranks_take_the_order_of_the_first() -> None:
 
 @on_ranks(2)
 def test_the_first_step_overlaps() -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
     with model.trace() as trace:
         model(torch.randn(64, 7, dtype=torch.float64)).square().mean().backward()
     sent = {span.bucket: span.begin for span in trace.spans if span.kind == "all-reduce"}
@@ -192,7 +192,7 @@ def test_wrapping_calls_few_ops_for_each_parameter(algorithm: str) -> None:
 def test_freezing_and_unfreezing() -> None:
     module = Backwards()
     module.layers[2].requires_grad_(False)
-    model = BucketedDataParallel(module, bucket_mb=1e-3)
+    model = BucketedDataParallel(module, bucket_cap_mb=1e-3)
     plain = copy.deepcopy(module)
 
     def change(layer: int, trained: bool) -> None:
@@ -219,7 +219,7 @@ def test_freezing_and_unfreezing() -> None:
 def test_unfrozen_while_gradients_accumulate() -> None:
     module = Backwards()
     module.layers[3].requires_grad_(False)
-    model = BucketedDataParallel(module, bucket_mb=1e-3)
+    model = BucketedDataParallel(module, bucket_cap_mb=1e-3)
     plain = copy.deepcopy(module)
     batch = torch.randn(2, 2, 4, 9, dtype=torch.float64)
     for m in (model.module, plain):
@@ -249,7 +249,7 @@ def test_uneven_inputs(broadcast_buffers: bool) -> None:
     rank = dist.get_rank()
     module = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9, track_running_stats=True), nn.Linear(9, 2)).double()
     module[1].eval()  # normalises by its buffers, so that the batch of another rank does not matter
-    model = BucketedDataParallel(module, bucket_mb=SMALL, broadcast_buffers=broadcast_buffers)
+    model = BucketedDataParallel(module, bucket_cap_mb=SMALL, broadcast_buffers=broadcast_buffers)
     model.train()
     module[1].eval()
     plain = copy.deepcopy(module)
@@ -276,7 +276,7 @@ def test_uneven_inputs(broadcast_buffers: bool) -> None:
 def test_uneven_inputs_of_a_first_rank_without_any(size: int) -> None:
     """Buckets follow the order of arrival on a rank that has gradients."""
     module = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size, bias=False)).double()
-    model = BucketedDataParallel(module, bucket_mb=SMALL if size == 9 else "auto")
+    model = BucketedDataParallel(module, bucket_cap_mb=SMALL if size == 9 else "auto")
     plain = copy.deepcopy(module)
     batches = torch.randn(5, 3, size, dtype=torch.float64)
     with Join([model]):
@@ -297,7 +297,7 @@ def test_frozen_or_unfrozen_on_some_ranks_only(algorithm: str, trained: bool) ->
     module[0][2].weight.requires_grad_(not trained)
     sharded = algorithm == "sharded"
     model = BucketedDataParallel(
-        module, bucket_mb=SMALL, algorithm="auto" if sharded else algorithm, shard_optimizer=sharded
+        module, bucket_cap_mb=SMALL, algorithm="auto" if sharded else algorithm, shard_optimizer=sharded
     )
     batch = torch.randn(4, 7, dtype=torch.float64)
     model(batch).square().mean().backward()
@@ -392,7 +392,7 @@ def test_parameters_on_two_devices_are_refused(group: None) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_trace() -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
 
     def step() -> None:
         model.zero_grad()
@@ -429,7 +429,7 @@ def test_profiler_ranges() -> None:
     dist.barrier()
     options: dict[str, Any]
     for options in ({"algorithm": "float32"}, {"algorithm": "all_reduce"}, {"shard_optimizer": True}):
-        model = BucketedDataParallel(Backwards(), bucket_mb=SMALL, wire_dtype=torch.float32, **options)
+        model = BucketedDataParallel(Backwards(), bucket_cap_mb=SMALL, wire_dtype=torch.float32, **options)
         output = model(batch).sum()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             output.backward()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import cuda_ext.nn
 from cuda_ext.distributed import BucketedDataParallel, all_reduce_coalesced
-from cuda_ext.distributed.exchange import over_nccl
-from cuda_ext.distributed.registered import RegisteredMemory
+from cuda_ext.distributed.algorithms import by_all_reduce
+from cuda_ext.distributed.memory import RegisteredMemory
 from cuda_ext.distributed.symmetric import SymmetricArena, probe_shared_memory
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -67,14 +67,14 @@ def nccl(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_alone_over_nccl(nccl: None, wire_dtype: torch.dtype | None) -> None:
     batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(STEPS)]
     expected = trained(make_model(), batches)
-    got = trained(BucketedDataParallel(make_model(), bucket_mb=0.3, wire_dtype=wire_dtype), batches)
+    got = trained(BucketedDataParallel(make_model(), bucket_cap_mb=0.3, wire_dtype=wire_dtype), batches)
     tolerance = {} if wire_dtype is None else {"rtol": 2e-2, "atol": 2e-3}
     torch.testing.assert_close(got, expected, **tolerance)
 
 
 @pytest.mark.parametrize("warm_up", ["side", "default"])  # the stream of the steps before
-@pytest.mark.parametrize("bucket_mb", [0.3, "auto"])  # auto: a single bucket, whose nodes are not made again by `learn`
-def test_a_whole_step_is_captured(nccl: None, bucket_mb: float | str, warm_up: str) -> None:
+@pytest.mark.parametrize("bucket_cap_mb", [0.3, "auto"])  # auto: one bucket, whose nodes are not made again by `learn`
+def test_a_whole_step_is_captured(nccl: None, bucket_cap_mb: float | str, warm_up: str) -> None:
     batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(3 * STEPS)]
     expected = trained(WithUnused(), batches)
     given = torch.empty(ROWS, WIDTH, device="cuda")
@@ -82,7 +82,7 @@ def test_a_whole_step_is_captured(nccl: None, bucket_mb: float | str, warm_up: s
     stream = torch.cuda.Stream() if warm_up == "side" else torch.cuda.default_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # the first steps determine the buckets
-        model = BucketedDataParallel(WithUnused(), bucket_mb=bucket_mb)
+        model = BucketedDataParallel(WithUnused(), bucket_cap_mb=bucket_cap_mb)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         for batch in batches[:STEPS]:
             step(model, optimizer, given.copy_(batch))
@@ -112,7 +112,7 @@ def test_a_capture_refuses_an_earlier_graph(nccl: None) -> None:
 
 
 def test_the_host_waits_for_nothing_in_backward(nccl: None) -> None:
-    model, batch = BucketedDataParallel(WithUnused(), bucket_mb=0.3), torch.randn(ROWS, WIDTH, device="cuda")
+    model, batch = BucketedDataParallel(WithUnused(), bucket_cap_mb=0.3), torch.randn(ROWS, WIDTH, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
     unused = model.unused.weight.detach().clone()
     for n in range(4):
@@ -182,10 +182,10 @@ def test_the_watch_asks_while_a_stream_is_captured(nccl: None) -> None:
 def test_memory_is_registered(nccl: None) -> None:
     memory = RegisteredMemory([(1 << 20, torch.float32)], dist.group.WORLD, torch.device("cuda", 0))
     assert memory.reason is None
-    exchange = over_nccl(dist.group.WORLD, torch.device("cuda", 0))
-    exchange.start(memory.buffers[0].fill_(3.0), memory.buffers[0][:0]).wait()
+    algorithm = by_all_reduce(dist.group.WORLD, torch.device("cuda", 0))
+    algorithm.start(memory.buffers[0].fill_(3.0), memory.buffers[0][:0]).wait()
     assert (memory.buffers[0] == 3.0).all()
-    memory.close(exchange.stream)
+    memory.close(algorithm.stream)
 
 
 PROGRAM = """
@@ -217,14 +217,14 @@ def test_a_program_ends(steps: list[str], tmp_path: Path) -> None:
 
 def test_buckets_of_two_dtypes_in_one_launch(nccl: None) -> None:
     device = torch.device("cuda", 0)
-    exchange = over_nccl(dist.group.WORLD, device)
-    assert exchange.groups
+    algorithm = by_all_reduce(dist.group.WORLD, device)
+    assert algorithm.groups
     wires = [torch.empty(100_003, device=device), torch.empty(513, dtype=torch.bfloat16, device=device)]
 
     def sums(values: list[Tensor]) -> None:
         """The mean over one rank is unchanged; the test checks its order with earlier writes and later reads."""
         torch._foreach_copy_(wires, values)
-        exchange.start_together(wires).wait()
+        algorithm.start_together(wires).wait()
         torch._foreach_mul_(wires, 2.0)
 
     for _ in range(20):
@@ -243,7 +243,7 @@ def test_buckets_of_two_dtypes_in_one_launch(nccl: None) -> None:
 
 def test_a_sharded_optimizer_gathers_in_one_launch(nccl: None) -> None:
     batches = [torch.randn(ROWS, WIDTH, device="cuda") for _ in range(STEPS)]
-    model = BucketedDataParallel(make_model(), bucket_mb=0.3, shard_optimizer=True)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=0.3, shard_optimizer=True)
     assert len(model._reducer.buckets) > 1
     optimizer = model.sharded_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     for batch in batches:
@@ -282,7 +282,7 @@ def test_two_processes_train_as_one(algorithm: str) -> None:
     device = share_the_gpu()
     batches = [torch.randn(ROWS, WIDTH, device=device) for _ in range(STEPS)]
     rank = dist.get_rank()
-    model = BucketedDataParallel(WithUnused(), bucket_mb=0.3, algorithm=algorithm)
+    model = BucketedDataParallel(WithUnused(), bucket_cap_mb=0.3, algorithm=algorithm)
     got = trained(model, [batch.chunk(2)[rank] for batch in batches])
     torch.testing.assert_close(got, trained(WithUnused(), batches), rtol=1e-4, atol=1e-5)
     assert model.unused.weight.grad is None
@@ -294,7 +294,7 @@ def test_two_processes_train_as_one(algorithm: str) -> None:
 def test_two_processes_with_parts_of_the_optimizer(algorithm: str) -> None:
     device = share_the_gpu()
     batches = [torch.randn(ROWS, WIDTH, device=device) for _ in range(STEPS)]
-    model = BucketedDataParallel(WithUnused(), bucket_mb=0.3, algorithm=algorithm, shard_optimizer=True)
+    model = BucketedDataParallel(WithUnused(), bucket_cap_mb=0.3, algorithm=algorithm, shard_optimizer=True)
     optimizer = model.sharded_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
     for batch in batches:
         step(model, optimizer, batch.chunk(2)[dist.get_rank()])
@@ -319,7 +319,7 @@ def test_two_processes_use_different_parameters() -> None:
             return self.layers[dist.get_rank()](x)
 
     model, x = (
-        BucketedDataParallel(Chosen(), bucket_mb=0.3, algorithm="all_reduce"),
+        BucketedDataParallel(Chosen(), bucket_cap_mb=0.3, algorithm="all_reduce"),
         torch.ones(1, WIDTH, device="cuda"),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)

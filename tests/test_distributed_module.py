@@ -32,7 +32,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import cuda_ext.distributed
 from cuda_ext.distributed import BucketedDataParallel, GradScaler, SymmetricArena, all_reduce_coalesced, collectives
 from cuda_ext.distributed.collectives import LARGEST_SHARED, broadcast_coalesced
 
@@ -121,7 +120,7 @@ def test_it_looks_like_the_module(group: None) -> None:
 
 
 def test_one_rank(group: None) -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
     plain = copy.deepcopy(model.module)
     batch = torch.randn(4, 7, dtype=torch.float64)
     for m in (model, plain):
@@ -137,9 +136,9 @@ def test_compiled(group: None, where: str) -> None:
     module = make_model()
     plain = copy.deepcopy(module)
     if where == "inside":
-        model = BucketedDataParallel(torch.compile(module, backend="aot_eager"), bucket_mb=SMALL)
+        model = BucketedDataParallel(torch.compile(module, backend="aot_eager"), bucket_cap_mb=SMALL)
     else:
-        model = torch.compile(BucketedDataParallel(module, bucket_mb=SMALL), backend="aot_eager")
+        model = torch.compile(BucketedDataParallel(module, bucket_cap_mb=SMALL), backend="aot_eager")
     for _ in range(2):
         batch = torch.randn(4, 7, dtype=torch.float64)
         for m in (model, plain):
@@ -149,7 +148,7 @@ def test_compiled(group: None, where: str) -> None:
 
 def test_deleting_the_wrapper_releases_the_module(group: None) -> None:
     module = make_model()
-    model = BucketedDataParallel(module, bucket_mb=SMALL)
+    model = BucketedDataParallel(module, bucket_cap_mb=SMALL)
     message = f"{NAME}: expected a module that is not wrapped yet, got parameter 0.weight, whose gradient another"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         BucketedDataParallel(nn.Sequential(module[0]))
@@ -182,7 +181,7 @@ def test_checkpoints(use_reentrant: bool, what: str) -> None:
                 x = checkpoint(layer, x, use_reentrant=use_reentrant) if what == "layers" else layer(x)
             return x
 
-    model = BucketedDataParallel(Checkpointed(), bucket_mb=SMALL)
+    model = BucketedDataParallel(Checkpointed(), bucket_cap_mb=SMALL)
     plain = copy.deepcopy(model.module.layers)
     for _ in range(2):
         batch = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
@@ -225,7 +224,7 @@ def test_a_second_gradient_after_the_first_was_sent(group: None) -> None:
 
 @on_ranks(2)
 def test_gradients_of_gradients() -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
     plain = copy.deepcopy(model.module)
     batches = torch.randn(2, 3, 7, dtype=torch.float64)
 
@@ -275,7 +274,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("failing", [[1], [0, 3], [0, 1, 2, 3]])
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])
 def test_training_continues_after_an_exception_in_backward(failing: list[int], wire_dtype: torch.dtype | None) -> None:
-    model = BucketedDataParallel(Failing(), bucket_mb=SMALL, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Failing(), bucket_cap_mb=SMALL, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     # After some buckets were sent, none, all but one, and between the output and the first parameter.
@@ -296,7 +295,7 @@ def test_training_continues_after_an_exception_in_backward(failing: list[int], w
 
 
 def test_gradients_of_a_failed_step_are_dropped(group: None) -> None:
-    model = BucketedDataParallel(Failing(), bucket_mb=SMALL)
+    model = BucketedDataParallel(Failing(), bucket_cap_mb=SMALL)
     batch = torch.randn(2, 7, dtype=torch.float64)
     model.module.fails_at = 3
     with pytest.raises(ValueError, match="this rank fails"):
@@ -349,26 +348,6 @@ def test_subgroups() -> None:
     assert tensor.tolist() == [1, 1]
 
 
-def test_former_names_warn(group: None) -> None:
-    linear = nn.Linear(2, 2)
-    with pytest.warns(FutureWarning, match=f"^{re.escape(NAME)}: reduction= is now algorithm=") as warned:
-        model = BucketedDataParallel(linear, reduction="float32")
-    assert warned[0].filename == __file__
-    assert model._bucket_set._options.algorithm == "float32"
-    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="former name reduction, got both; drop reduct"):
-        BucketedDataParallel(nn.Linear(2, 2), algorithm="float32", reduction="all_reduce")
-    for old, new in (
-        ("fp32_all_reduce", "float32_all_reduce"),
-        ("fp32_reduce_scatter", "float32_reduce_scatter"),
-        ("probe", "probe_shared_memory"),
-    ):
-        with pytest.warns(FutureWarning, match=rf"^cuda_ext\.distributed\.{old} is now cuda_ext\.distributed\.{new}$"):
-            assert getattr(cuda_ext.distributed, old) is getattr(cuda_ext.distributed, new)
-        assert old not in cuda_ext.distributed.__all__
-    with pytest.raises(AttributeError, match=r"module 'cuda_ext\.distributed' has no attribute 'absent'"):
-        cuda_ext.distributed.absent  # noqa: B018
-
-
 @on_ranks(2)
 def test_ranks_that_disagree_say_in_what() -> None:
     first = dist.get_rank() == 0
@@ -388,8 +367,8 @@ def test_ranks_that_disagree_say_in_what() -> None:
             r"parameter bias torch\.float32 \(4,\) strides \(1,\) cpu trained; on rank 1: nothing more",
         ),
         (
-            lambda: BucketedDataParallel(nn.Linear(3, 4), bucket_mb=1 if first else 2),
-            r"bucket_mb=1, .* on rank 1: bucket_mb=2, ",
+            lambda: BucketedDataParallel(nn.Linear(3, 4), bucket_cap_mb=1 if first else 2),
+            r"bucket_cap_mb=1, .* on rank 1: bucket_cap_mb=2, ",
         ),
         (
             lambda: BucketedDataParallel(nn.BatchNorm1d(3, track_running_stats=first)),
@@ -414,17 +393,17 @@ def _with_hook_in_backward(module: nn.Module) -> nn.Module:
 
 def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], str]]:
     linear = nn.Linear(2, 2)
-    mb = f'{NAME}: expected bucket_mb to be "auto" or a positive number of MiB, got '
+    mb = f'{NAME}: expected bucket_cap_mb to be "auto" or a positive number of MiB, got '
     wire = (
         "expected wire_dtype to be None or one of (torch.float32, torch.float16, torch.bfloat16, torch.float64), got "
     )
     coalesced = "cuda_ext.distributed.all_reduce_coalesced: expected "
     return {
-        "bucket_mb zero": (lambda: BucketedDataParallel(linear, bucket_mb=0), ValueError, f"{mb}0"),
-        "bucket_mb negative": (lambda: BucketedDataParallel(linear, bucket_mb=-1.5), ValueError, f"{mb}-1.5"),
-        "bucket_mb nan": (lambda: BucketedDataParallel(linear, bucket_mb=math.nan), ValueError, f"{mb}nan"),
-        "bucket_mb text": (lambda: BucketedDataParallel(linear, bucket_mb="big"), ValueError, f"{mb}'big'"),
-        "bucket_mb bool": (lambda: BucketedDataParallel(linear, bucket_mb=True), ValueError, f"{mb}True"),
+        "bucket_cap_mb zero": (lambda: BucketedDataParallel(linear, bucket_cap_mb=0), ValueError, f"{mb}0"),
+        "bucket_cap_mb negative": (lambda: BucketedDataParallel(linear, bucket_cap_mb=-1.5), ValueError, f"{mb}-1.5"),
+        "bucket_cap_mb nan": (lambda: BucketedDataParallel(linear, bucket_cap_mb=math.nan), ValueError, f"{mb}nan"),
+        "bucket_cap_mb text": (lambda: BucketedDataParallel(linear, bucket_cap_mb="big"), ValueError, f"{mb}'big'"),
+        "bucket_cap_mb bool": (lambda: BucketedDataParallel(linear, bucket_cap_mb=True), ValueError, f"{mb}True"),
         "wire_dtype": (
             lambda: BucketedDataParallel(linear, wire_dtype=torch.int8),
             ValueError,
@@ -460,7 +439,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
             TypeError,
             f"{NAME}: expected parameter weight of dtype float32, float16, bfloat16 or float64, got torch.complex64",
         ),
-        "bucket_mb infinite": (lambda: BucketedDataParallel(linear, bucket_mb=math.inf), ValueError, f"{mb}inf"),
+        "infinite": (lambda: BucketedDataParallel(linear, bucket_cap_mb=math.inf), ValueError, f"{mb}inf"),
         "on meta": (
             lambda: BucketedDataParallel(nn.Linear(2, 2, device="meta")),
             ValueError,
@@ -516,7 +495,7 @@ def _bad_arguments() -> dict[str, tuple[Callable[[], object], type[Exception], s
         "op": (
             lambda: all_reduce_coalesced([torch.zeros(1)], "max"),
             ValueError,
-            f'{coalesced}op to be "mean" or "sum"',
+            f'{coalesced}op to be "avg" or "sum"',
         ),
         "coalesced wire_dtype": (
             lambda: all_reduce_coalesced([torch.zeros(1)], wire_dtype=torch.int32),

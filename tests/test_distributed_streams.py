@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuda_ext._load import ops
-from cuda_ext.distributed import BucketedDataParallel, bucket_set, clock, float32_all_reduce, queued, wire
-from cuda_ext.distributed.queued import Queued
-from cuda_ext.distributed.watch import Watch
+from cuda_ext.distributed import BucketedDataParallel, bucket_set, float32_all_reduce, float32_sums, timing, watch
+from cuda_ext.distributed.watch import MOST_QUEUED, Queued, Watch
 
 
 @contextlib.contextmanager
@@ -52,7 +51,7 @@ def backward(model: nn.Module) -> None:
 
 def reading_late(**options: Any) -> BucketedDataParallel:
     """A wrapper that reads no flags in backward, as on a GPU; after two passes, so that its buckets stay."""
-    model = BucketedDataParallel(branches(), bucket_mb=options.pop("bucket_mb", SMALL), **options)
+    model = BucketedDataParallel(branches(), bucket_cap_mb=options.pop("bucket_cap_mb", SMALL), **options)
     for _ in range(2):
         backward(model)
     model.zero_grad()
@@ -71,9 +70,9 @@ def averages() -> dict[str, Tensor | None]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("bucket_mb", [SMALL, 25.0])
-def test_unused_parameters_are_settled_by_the_optimizer(bucket_mb: float) -> None:
-    model = reading_late(bucket_mb=bucket_mb)
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, 25.0])
+def test_unused_parameters_are_settled_by_the_optimizer(bucket_cap_mb: float) -> None:
+    model = reading_late(bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for _ in range(3):
@@ -140,7 +139,7 @@ def test_a_capture_takes_the_flags_of_the_pass_before() -> None:
 
 @on_ranks(2)
 def test_norms_are_computed_without_indices_of_the_host() -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
     x = torch.randn(8, 7, dtype=torch.float64)
     model(shard(x)).square().mean().backward()
     with no_reads():
@@ -208,8 +207,8 @@ def pretended_events() -> Iterator[set[int]]:
     with (
         mock.patch("torch.cuda.Event", event),
         mock.patch("torch.cuda.current_stream", lambda device: None),
-        mock.patch.object(queued, "is_captured", lambda device: False),
-        mock.patch.object(queued, "is_reached", lambda event, device: event.cuda_event in reached),
+        mock.patch.object(watch, "is_captured", lambda device: False),
+        mock.patch.object(watch, "is_reached", lambda event, device: event.cuda_event in reached),
     ):
         yield reached
 
@@ -225,10 +224,10 @@ def test_the_oldest_queued_collective() -> None:
         assert on_gpu.oldest() == "third"
         reached.add(3)
         assert on_gpu.oldest() == ""
-        for n in range(4 * queued.MOST):  # what is complete is not remembered for ever
+        for n in range(4 * MOST_QUEUED):  # what is complete is not remembered for ever
             on_gpu.add(str(n))
             reached.add(4 + n)
-            assert len(on_gpu._entries) <= queued.MOST
+            assert len(on_gpu._entries) <= MOST_QUEUED
     on_cpu = Queued(torch.device("cpu"))
     on_cpu.add("a sum")
     assert on_cpu.oldest() == ""
@@ -240,21 +239,21 @@ def test_a_gpu_is_waited_for_only_so_long(waits: int) -> None:
     answers = iter([False] * waits + [True] * 2)
     with (
         mock.patch("torch.cuda.current_stream", lambda device: stream),
-        mock.patch.object(clock, "is_reached", lambda event, device: next(answers)),
+        mock.patch.object(timing, "is_reached", lambda event, device: next(answers)),
     ):
-        assert clock.ends_within(10.0, stream)
+        assert timing.ends_within(10.0, stream)
     with (
         mock.patch("torch.cuda.current_stream", lambda device: stream),
-        mock.patch.object(clock, "is_reached", lambda event, device: False),
+        mock.patch.object(timing, "is_reached", lambda event, device: False),
     ):
-        assert not clock.ends_within(0.01, stream)
+        assert not timing.ends_within(0.01, stream)
 
 
 def test_a_failed_gpu_completes_nothing() -> None:
     on_gpu = Queued(torch.device("cuda", 0))
     with pretended_events():
         on_gpu.add("a sum")
-        with mock.patch.object(queued, "is_reached", side_effect=RuntimeError("an illegal address")):
+        with mock.patch.object(watch, "is_reached", side_effect=RuntimeError("an illegal address")):
             assert on_gpu.oldest() == "a sum"
 
 
@@ -302,20 +301,20 @@ def test_gloo_sends_memory_of_gpus_by_collectives(dtype: torch.dtype) -> None:
     values = [torch.randn(64).to(dtype) for _ in range(2)]
     own = values[dist.get_rank()].clone()
     with (
-        mock.patch.object(wire, "_sends_in_place", lambda group, wire: False),
-        mock.patch.object(wire, "_Messages", side_effect=AssertionError("gloo read memory of the GPU on the host")),
+        mock.patch.object(float32_sums, "_sends_in_place", lambda group, wire: False),
+        mock.patch.object(float32_sums, "_Messages", side_effect=AssertionError("gloo read a GPU's memory")),
     ):
         for work in float32_all_reduce(own, dist.group.WORLD):
             work.wait()
     assert torch.equal(own, (values[0].float() + values[1].float()).to(dtype))
-    with mock.patch.object(wire, "_sends_in_place", lambda group, wire: False):
-        model, alone = BucketedDataParallel(make_model(), bucket_mb=SMALL, algorithm="float32"), make_model()
+    with mock.patch.object(float32_sums, "_sends_in_place", lambda group, wire: False):
+        model, alone = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL, algorithm="float32"), make_model()
         alone.load_state_dict(model.state_dict())
         x = torch.randn(8, 7, dtype=torch.float64)
         model(shard(x)).square().mean().backward()
     alone(x).square().mean().backward()
     assert_gradients(model, alone)
-    assert not wire._sends_in_place(dist.group.WORLD, torch.empty(1, device="meta"))
+    assert not float32_sums._sends_in_place(dist.group.WORLD, torch.empty(1, device="meta"))
 
 
 def test_close(group: None) -> None:

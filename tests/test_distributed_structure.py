@@ -1,4 +1,4 @@
-"""The sources of cuda_ext.distributed: no import circles, planning below the rest, notes that exist."""
+"""The sources of cuda_ext.distributed: no import circles, bucketing and prediction below the rest, notes that exist."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ def test_no_module_imports_one_that_imports_it() -> None:
     assert len(imports) > 30 and imports["cuda_ext.distributed.__main__"]
     order = graphlib.TopologicalSorter(imports)
     order.prepare()  # raises CycleError with the modules
-    planning = "cuda_ext.distributed.planning"
-    for module in filter(lambda name: name.startswith(planning), imports):
-        assert all(used.startswith(planning) for used in imports[module]), f"{module} uses the wrapper"
+    bucketing, prediction = "cuda_ext.distributed.bucketing", "cuda_ext.distributed.prediction"
+    for folder, may_use in ((bucketing, (bucketing,)), (prediction, (bucketing, prediction))):
+        inside = [name for name in imports if name.startswith(folder)]
+        assert len(inside) > 5
+        for module in inside:
+            assert all(used.startswith(may_use) for used in imports[module]), f"{module} uses another part"
 
 
 def test_notes_exist() -> None:

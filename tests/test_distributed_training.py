@@ -53,11 +53,11 @@ def loss_of(net: nn.Module, tokens: Tensor, step: int) -> Tensor:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "small buckets": {"bucket_mb": 1e-3},
-    "over sockets": {"bucket_mb": 1e-3, "algorithm": "all_reduce"},
-    "wire": {"bucket_mb": 1e-3, "wire_dtype": torch.float64},
-    "sharded": {"bucket_mb": 1e-3, "shard_optimizer": True},
-    "hierarchical": {"bucket_mb": 2e-3},
+    "small buckets": {"bucket_cap_mb": 1e-3},
+    "over sockets": {"bucket_cap_mb": 1e-3, "algorithm": "all_reduce"},
+    "wire": {"bucket_cap_mb": 1e-3, "wire_dtype": torch.float64},
+    "sharded": {"bucket_cap_mb": 1e-3, "shard_optimizer": True},
+    "hierarchical": {"bucket_cap_mb": 2e-3},
 }
 STYLES = ("plain", "accumulate", "keep gradients", "checkpoint", "compile", "freeze", "mixed dtypes", "uneven")
 

@@ -250,7 +250,7 @@ def test_one_wrong_loss_is_noticed() -> None:
         (["train", "--timeout", "0.5"], "--timeout: expected at least 1 s, got 0.5"),
         (["train", "--cut-seconds", "10"], "--cut-seconds: expected more than --timeout, got 10"),
         (["train", "--kinds", "flood"], "invalid choice: 'flood'"),
-        (["measure", "--bucket-mb", "0"], "--bucket-mb above 0"),
+        (["measure", "--bucket-cap-mb", "0"], "--bucket-cap-mb above 0"),
         (["measure", "--repeats", "2"], "--repeats of at least 3"),
         ([], "command"),
     ],
@@ -294,7 +294,7 @@ def test_gradients_of_the_measured_model_arrive_over_time() -> None:
 @pytest.mark.slow
 @needs_hosts
 def test_the_network_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["measure", "--hosts", "2", "--repeats", "3", "--bucket-mb", "2", "--out", str(tmp_path)]
+    arguments = ["measure", "--hosts", "2", "--repeats", "3", "--bucket-cap-mb", "2", "--out", str(tmp_path)]
     assert four_hosts.main(arguments) == 0
     found = json.loads((tmp_path / "network.json").read_text())
     assert [point["bytes"] for point in found["sums"]] == list(host_network.SIZES)
@@ -303,4 +303,4 @@ def test_the_network_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[st
     (step,) = found["steps"]
     assert step["predicted_exposed_seconds"] > 0
     assert found["alone"]["seconds"] >= host_network.LAYERS * host_network.LAYER_SECONDS
-    assert "bucket_mb=2: " in capfd.readouterr().out
+    assert "bucket_cap_mb=2: " in capfd.readouterr().out

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from cuda_ext.distributed.fsdp import Float32ReduceScatter
+from cuda_ext.distributed import Float32ReduceScatter
 
 
 def make_model(hidden: int = 31) -> nn.Module:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor, nn
 
-from cuda_ext.distributed.data_parallel import BucketedDataParallel
 from cuda_ext.distributed.grad_scaler import GradScaler
+from cuda_ext.distributed.wrapper import BucketedDataParallel
 
 LOOK = "_amp_foreach_non_finite_check_and_unscale_"  # torch's pass over the gradients
 OPTIONS = {"init_scale": 2.0**10, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_interval": 2}

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
 
-from cuda_ext.distributed.planning import measuring
-from cuda_ext.distributed.planning.links import Link
-from cuda_ext.distributed.planning.measuring import Measurement, measure_link
+from cuda_ext.distributed.bucketing import measuring
+from cuda_ext.distributed.bucketing.links import Link
+from cuda_ext.distributed.bucketing.measuring import Measurement, measure_link
 
 
 @dataclass
@@ -128,7 +128,7 @@ def test_times_of_the_slowest_rank_count() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("another", [-1e-3, 4e-3])
-def test_what_a_second_bucket_adds_to_a_launch(another: float) -> None:
+def test_what_a_second_bucket_adds_to_a_transfer(another: float) -> None:
     """The time on the slowest rank; at least 0."""
     link = PretendedLink(Link(5e-3, 2e9))
     asked = []

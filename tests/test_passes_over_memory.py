@@ -34,7 +34,7 @@ class Foreign(nn.Linear):
 def backward_cost(kind: str, width: int, wrapped: bool, passes: int = 1) -> Counters:
     """Bytes of global memory in a backward pass; in the last of ``passes``, the others under no_sync."""
     module = layers(kind, width)
-    model = BucketedDataParallel(module, bucket_mb=1e3) if wrapped else module
+    model = BucketedDataParallel(module, bucket_cap_mb=1e3) if wrapped else module
     batch = torch.randn(64, width)
     for step in range(2):  # the first settles the order of gradients
         model.zero_grad()

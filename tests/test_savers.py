@@ -76,7 +76,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "patched": patched,
     "unpatched": unpatched,
     "wrapped": lambda model: BucketedDataParallel(patched(model)),
-    "ZeRO-1": lambda model: BucketedDataParallel(model, bucket_mb=0.01, shard_optimizer=True),
+    "ZeRO-1": lambda model: BucketedDataParallel(model, bucket_cap_mb=0.01, shard_optimizer=True),
     "patched, then ZeRO-1": lambda model: BucketedDataParallel(patched(model), shard_optimizer=True),
 }
 WRAPPED = {"wrapped", "ZeRO-1", "patched, then ZeRO-1"}

@@ -28,11 +28,13 @@ from cuda_ext.distributed import BucketedDataParallel
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("bucket_mb", [SMALL, "auto"])
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, "auto"])
 @pytest.mark.parametrize("wire_dtype", [None, torch.float32])
-def test_trains_as_one_process(bucket_mb: float | str, wire_dtype: torch.dtype | None) -> None:
+def test_trains_as_one_process(bucket_cap_mb: float | str, wire_dtype: torch.dtype | None) -> None:
     whole = make_model()
-    model = BucketedDataParallel(copy.deepcopy(whole), bucket_mb=bucket_mb, wire_dtype=wire_dtype, shard_optimizer=True)
+    model = BucketedDataParallel(
+        copy.deepcopy(whole), bucket_cap_mb=bucket_cap_mb, wire_dtype=wire_dtype, shard_optimizer=True
+    )
     tolerance = 1e-12 if wire_dtype is None else 1e-5
     decayed = {p for name, p in whole.named_parameters() if "weight" in name}
 
@@ -63,13 +65,13 @@ def test_trains_as_one_process(bucket_mb: float | str, wire_dtype: torch.dtype |
     total = torch.tensor(held)
     dist.all_reduce(total)
     assert total == count
-    if bucket_mb == "auto":
+    if bucket_cap_mb == "auto":
         assert held < 0.5 * count
 
 
 @on_ranks(4)
 def test_parameters_that_no_rank_uses_stay_as_they_are() -> None:
-    model = BucketedDataParallel(Branches(), bucket_mb=SMALL, shard_optimizer=True)
+    model = BucketedDataParallel(Branches(), bucket_cap_mb=SMALL, shard_optimizer=True)
     plain = copy.deepcopy(model.module)
     optimizer = model.sharded_optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.1)
     expected = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.1)
@@ -120,7 +122,7 @@ def test_state_goes_from_torch_s_wrapper_and_back() -> None:
     train(plain, plain_optimizer)
     saved = dict(zip(("model", "optimizer"), get_state_dict(plain, plain_optimizer)))
 
-    sharded = BucketedDataParallel(make(), bucket_mb=SMALL, shard_optimizer=True)
+    sharded = BucketedDataParallel(make(), bucket_cap_mb=SMALL, shard_optimizer=True)
     optimizer = sharded.sharded_optimizer(torch.optim.AdamW, groups(sharded.module), lr=0.3)
     read = copies(saved)
     set_model_state_dict(sharded, read["model"])

@@ -79,8 +79,8 @@ def imports(path: Path, known: set[str], *, typing: bool = False) -> Iterator[tu
 
 def part_of_module(module: str) -> str:
     _, name, *inner = module.split(".")
-    if inner[:1] == ["planning"]:
-        return "planning"
+    if inner and inner[0] in ("bucketing", "prediction"):
+        return inner[0]
     if name in ("gemm", "attention", "kvcache", "bucket", "ops"):
         return "public ops"
     return name.removeprefix("_") if name.removeprefix("_") in PARTS else "support"

@@ -71,7 +71,7 @@ def test_mlp_on_four_ranks() -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
 def test_derivative_by_differences(op: str) -> None:
     """Finite differences of the total loss in one value of one rank, compared with that rank's gradient."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -107,13 +107,15 @@ def test_values_dtypes_and_layouts() -> None:
         assert torch.equal(total, (torch.arange(12).view(3, 4).t() * 9 + 9).to(dtype))
         assert total.dtype == dtype and total.is_contiguous() and torch.equal(x, before)
         torch.testing.assert_close(
-            all_reduce(x, "mean"), total / ranks, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps
+            all_reduce(x, "avg"), total / ranks, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps
         )
     for shape in ((), (0,), (2, 0, 3)):
         assert all_reduce(torch.ones(shape)).shape == shape
     x = torch.full((2,), 60000.0, dtype=torch.float16)
-    assert all_reduce(x, "mean").isfinite().all()  # the sum overflows
+    assert all_reduce(x, "avg").isfinite().all()  # the sum overflows
     assert all_reduce(x).isinf().all()
+    ones, op = torch.ones(2), dist.ReduceOp
+    assert torch.equal(all_reduce(ones, op.AVG), ones) and torch.equal(all_reduce(ones, op.SUM), ranks * ones)
 
 
 @on_ranks(2)
@@ -129,8 +131,8 @@ def test_without_autograd_and_under_autocast() -> None:
         assert not parallel_mlp(*parts).requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         for x in (torch.randn(3, requires_grad=True), torch.randn(3, dtype=torch.bfloat16, requires_grad=True)):
-            assert all_reduce(x).dtype == all_reduce(x, "mean").dtype == all_reduce_gradient(x).dtype == x.dtype
-            all_reduce(all_reduce_gradient(x), "mean").sum().backward()
+            assert all_reduce(x).dtype == all_reduce(x, "avg").dtype == all_reduce_gradient(x).dtype == x.dtype
+            all_reduce(all_reduce_gradient(x), "avg").sum().backward()
             # 1 / 2 for each of the two ranks
             assert torch.equal(x.grad, torch.ones_like(x))
 
@@ -145,8 +147,11 @@ def test_group_of_some_ranks() -> None:
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.sampled(count=1)
-@pytest.mark.parametrize(("backend", "op"), [("aot_eager", "sum"), ("aot_eager", "mean"), ("inductor", "sum")])
-def test_compiled(backend: str, op: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [("aot_eager", "sum"), ("aot_eager", "avg"), ("aot_eager", dist.ReduceOp.AVG), ("inductor", "sum")],
+)
+def test_compiled(backend: str, op: str | dist.ReduceOp.RedOpType) -> None:
     def step(x: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
         return all_reduce(mlp(all_reduce_gradient(x), weight1, weight2), op)
 
@@ -166,7 +171,8 @@ def test_bad_arguments(group: None) -> None:
     prefix = "cuda_ext.distributed.all_reduce"
     dense = "expected tensor dense and float32, float16, bfloat16 or float64, got "
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
-        (lambda: all_reduce(torch.ones(2), "max"), ValueError, ': expected op to be "sum" or "mean", got \'max\''),
+        (lambda: all_reduce(torch.ones(2), "max"), ValueError, ': expected op to be "avg" or "sum", got \'max\''),
+        (lambda: all_reduce(torch.ones(2), dist.ReduceOp.MAX), ValueError, ': expected op to be "avg" or "sum", got <'),
         (lambda: all_reduce(torch.ones(2, dtype=torch.int64)), TypeError, f": {dense}torch.int64 and torch.strided"),
         (lambda: all_reduce_gradient(torch.ones(2).to_sparse()), TypeError, f"_gradient: {dense}torch.float32 and "),
     ]

@@ -1,7 +1,7 @@
 """Runs PyTorch's tests of DistributedDataParallel on BucketedDataParallel, over gloo, without a GPU.
 
     python tools/ddp_suite.py                      # all, in a few minutes
-    python tools/ddp_suite.py -k uneven -k no_sync --reduction float32
+    python tools/ddp_suite.py -k uneven -k no_sync --algorithm float32
     python tools/ddp_suite.py --list               # tests that fail by design or need a GPU, with reasons
     python tools/ddp_suite.py --control            # the same tests on torch's own wrapper
 
@@ -194,7 +194,7 @@ class Adapter(BucketedDataParallel):
         super().__init__(
             module,
             process_group=device_mesh or process_group,
-            bucket_mb="auto" if bucket_cap_mb is None else bucket_cap_mb,
+            bucket_cap_mb="auto" if bucket_cap_mb is None else bucket_cap_mb,
             broadcast_buffers=broadcast_buffers,
             **self.options,
         )
@@ -345,7 +345,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the tests that fail by design or need a GPU")
     parser.add_argument("--control", action="store_true", help="run torch's own wrapper instead of ours")
     parser.add_argument("--as-written", action="store_true", help="let torch skip the tests that require a GPU")
-    parser.add_argument("--reduction", default="auto", help="reduction of BucketedDataParallel; default: %(default)s")
+    parser.add_argument("--algorithm", default="auto", help="algorithm of BucketedDataParallel; default: %(default)s")
     parser.add_argument(
         "--time-limit",
         type=int,
@@ -364,7 +364,7 @@ def main() -> int:
             for name, reason in sorted(table.items()):
                 print(f"{title}: test_{name}: {reason}")
         return 0
-    Adapter.options = {"algorithm": options.reduction}
+    Adapter.options = {"algorithm": options.algorithm}
     if not options.as_written:
         lend_cpu_as_gpus()
     module = import_tests()

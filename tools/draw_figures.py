@@ -59,8 +59,15 @@ LAYERS = (
         "5 what is built\non the ops",
         Part("compat", "cuda_ext/compat", "flash-attn's functions", "public ops, support", PYTHON),
         Part("nn", "cuda_ext/nn", "modules", "public ops, support", PYTHON),
-        Part("distributed", "cuda_ext/distributed", "gradients over ranks", "planning, public ops, support", PYTHON),
-        Part("planning", "distributed/planning", "division into buckets", "", PYTHON),
+        Part(
+            "distributed",
+            "cuda_ext/distributed",
+            "gradients over ranks",
+            "prediction, bucketing, public ops, support",
+            PYTHON,
+        ),
+        Part("prediction", "…/prediction", "the command plan", "bucketing", PYTHON),
+        Part("bucketing", "…/bucketing", "division into buckets", "", PYTHON),
         Part("testing", "cuda_ext/testing", "references, emulated()", "support", PYTHON),
     ),
     Layer(
@@ -195,7 +202,7 @@ class Drawing:
 
 
 def layers() -> Drawing:
-    margin, label, gap, height, pitch = 12, 104, 10, 80, 94
+    margin, label, gap, height, pitch = 12, 104, 8, 80, 94
     d = Drawing(1080, 2 * margin + len(LAYERS) * pitch - 14, "Which part may include or import which")
     for row, layer in enumerate(LAYERS):
         y = margin + row * pitch
@@ -359,18 +366,16 @@ def backward() -> Drawing:
     d = Drawing(1080, 640, "The objects of one backward pass of BucketedDataParallel")
     d.note(20, 26, "Black: ownership; blue: what happens in a pass, in this order.")
     left, middle, right, width = 20, 400, 780, 280
-    d.box(
-        (middle, 44, width, 62), PYTHON, "BucketedDataParallel", "data_parallel.py: forward, no_sync,\nclip_grad_norm_"
-    )
+    d.box((middle, 44, width, 62), PYTHON, "BucketedDataParallel", "wrapper.py: forward, no_sync,\nclip_grad_norm_")
     learns = "bucket_set.py: cuts memory into buckets,\nlearns order and times of gradients\n"
-    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(planning: choice.py, measuring.py)")
+    d.box((left, 152, width, 78), PYTHON, "BucketSet", learns + "(bucketing: choice.py, measuring.py)")
     decides = "reducer.py: which gradients have arrived,\nwhich bucket is next, when a pass ends\n"
     d.box((right, 152, width, 78), PYTHON, "Reducer", decides + "(watch.py: what other ranks are doing)")
     d.line((middle, 75), (160, 75), (160, 152))
     d.line((middle + width, 75), (920, 75), (920, 152))
 
     d.box(
-        (left, 300, width, 62), PYTHON, "Arena", "arena.py: flat memory of a dtype,\nallocated once, cut into buckets"
+        (left, 300, width, 62), PYTHON, "Arena", "memory.py: flat memory of a dtype,\nallocated once, cut into buckets"
     )
     maps = "bucket.py, csrc/ops/gradient_slots.cpp:\nwhich view of a bucket belongs\nto which parameter"
     d.box((middle, 300, width, 78), TORCH, "GradientSlots", maps)
@@ -387,7 +392,7 @@ def backward() -> Drawing:
         "then its post hook: Reducer.gradient_hook; at the end of the pass the callback Reducer._finish"
     )
     d.box((20, 530, 660, 78), PLAIN, "autograd engine", runs, mono=False)
-    sums = "exchange.py: shared memory, NCCL, float32\nsums, gloo; on a separate thread\nor stream, next to backward"
+    sums = "algorithms.py: shared memory, NCCL, float32\nsums, gloo; on a separate thread\nor stream, next to backward"
     d.box((right, 530, width, 78), PYTHON, "Exchange", sums)
     d.line((230, 230), (230, 270), (340, 270), (340, 470), (730, 470), (730, 550), (780, 550))
     d.note(492, 486, "BucketSet owns the Exchange")

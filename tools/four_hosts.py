@@ -384,8 +384,8 @@ def measure(arguments: argparse.Namespace, hosts: Hosts) -> int:
     for host in range(ranks):
         place = {"RANK": str(host), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "host0", "MASTER_PORT": str(PORT)}
         command = [sys.executable, str(ROOT / "tools" / "host_network.py"), "--repeats", str(arguments.repeats)]
-        command += ["--bucket-mb", *map(str, arguments.bucket_mb), "--rate", arguments.rate, "--out", str(out)]
-        command += ["--reduction", arguments.reduction]
+        command += ["--bucket-cap-mb", *map(str, arguments.bucket_cap_mb), "--rate", arguments.rate, "--out", str(out)]
+        command += ["--algorithm", arguments.algorithm]
         processes.append(hosts.run(host, command, env={**environment_of_host(), **place}))
     codes = [process.wait() for process in processes]
     return max(abs(code) for code in codes)
@@ -433,11 +433,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     measuring = command("measure", "Measures all-reduce, and how much of it does not overlap with backward, as JSON.")
     measuring.add_argument(
-        "--reduction", choices=("auto", "all_reduce", "float32"), default="auto", help="the wrapper's (default: auto)"
+        "--algorithm", choices=("auto", "all_reduce", "float32"), default="auto", help="the wrapper's (default: auto)"
     )
     measuring.add_argument("--repeats", type=int, default=30, metavar="N", help="repetitions (default: 30)")
     measuring.add_argument(
-        "--bucket-mb", type=float, nargs="+", default=[1.0, 4.0, 16.0], metavar="MB", help="(default: 1 4 16)"
+        "--bucket-cap-mb", type=float, nargs="+", default=[1.0, 4.0, 16.0], metavar="MB", help="(default: 1 4 16)"
     )
 
     arguments = parser.parse_args(argv)
@@ -452,8 +452,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             arguments.cut_seconds = arguments.timeout + CUT_BEYOND
         if not arguments.cut_seconds > arguments.timeout:
             parser.error(f"--cut-seconds: expected more than --timeout, got {arguments.cut_seconds:g}")
-    elif arguments.repeats < 3 or not min(arguments.bucket_mb) > 0:
-        parser.error("expected --repeats of at least 3 and --bucket-mb above 0")
+    elif arguments.repeats < 3 or not min(arguments.bucket_cap_mb) > 0:
+        parser.error("expected --repeats of at least 3 and --bucket-cap-mb above 0")
     return arguments
 
 

@@ -1,7 +1,7 @@
 """The program that each host runs for `four_hosts.py measure`: it times all-reduces by size, and the part of them that
 a backward pass does not hide.
 
-The second time is also predicted: `cuda_ext.distributed.planning` simulates it from the measured all-reduces, the
+The second time is also predicted: `cuda_ext.distributed.bucketing` simulates it from the measured all-reduces, the
 times at which gradients arrive, and the slowdown that sums and packing cause in backward.
 
 The backward pass stands for one on a GPU. All hosts share the cores of this machine, which also carry the network, so a
@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.exchange import ALGORITHMS, choose_exchange
-from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
-from cuda_ext.distributed.planning.links import Link, fit
-from cuda_ext.distributed.planning.simulation import Gradient, simulate
-from cuda_ext.distributed.planning.units import byte_rate, byte_size, duration
+from cuda_ext.distributed.algorithms import ALGORITHMS, choose_algorithm
+from cuda_ext.distributed.bucketing.assignment import fill, fixed_capacity
+from cuda_ext.distributed.bucketing.links import Link, fit
+from cuda_ext.distributed.bucketing.simulation import Gradient, simulate
+from cuda_ext.distributed.bucketing.units import byte_rate, byte_size, duration
 
 KIB, MIB = 2**10, 2**20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB)  # bytes of a bucket
@@ -90,18 +90,18 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 class Sums:
     """Sums ``count`` buckets of ``size`` bytes as a wrapper does: the next one is queued while one is summed."""
 
-    def __init__(self, count: int, size: int, reduction: str) -> None:
+    def __init__(self, count: int, size: int, algorithm: str) -> None:
         buffers = [(count * size // 4, torch.float32)]
         device = torch.device("cpu")
         group = dist.group.WORLD
         assert group is not None
-        self._exchange, (buffer,) = choose_exchange(
-            group, None, device, buffers, reduction, narrowed=False, sharded=False
+        self._algorithm, (buffer,) = choose_algorithm(
+            group, None, device, buffers, algorithm, narrowed=False, sharded=False
         )
         self._buckets = buffer.chunk(count)
 
     def run(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        under_way = [self._exchange.start(bucket, bucket[:0]) for bucket in self._buckets]
+        under_way = [self._algorithm.start(bucket, bucket[:0]) for bucket in self._buckets]
         meanwhile()
         for pending in under_way:
             pending.wait()
@@ -155,14 +155,14 @@ def slowest(times: Sequence[Sequence[float]]) -> list[list[float]]:
     return tensor.tolist()
 
 
-def predict_exposed(bucket_mb: float, link: Link, arrivals: Sequence[float], pack_bandwidth: float) -> float:
+def predict_exposed(bucket_cap_mb: float, link: Link, arrivals: Sequence[float], pack_bandwidth: float) -> float:
     gradients = [Gradient(str(n), LAYER_BYTES, ready) for n, ready in enumerate(arrivals)]
-    buckets = fill(gradients, fixed_capacity(bucket_mb * MIB))
+    buckets = fill(gradients, fixed_capacity(bucket_cap_mb * MIB))
     return simulate(gradients, buckets, link, arrivals[-1], pack_bandwidth=pack_bandwidth).exposed
 
 
-def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[str, Any]:
-    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_mb=mb, algorithm=reduction) for mb in bucket_mbs}
+def measure(bucket_caps: Sequence[float], algorithm: str, repeats: int) -> dict[str, Any]:
+    wrappers = {f"{mb:g}": BucketedDataParallel(model(), bucket_cap_mb=mb, algorithm=algorithm) for mb in bucket_caps}
     alone, during, packing = Local(), Local(), Packing()
 
     def step_during_sums() -> None:
@@ -170,8 +170,8 @@ def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[s
         packing.run()
 
     actions: dict[str, Callable[[], None]] = {"alone": alone.step}
-    actions["during"] = partial(Sums(2 * LAYERS, LAYER_BYTES, reduction).run, step_during_sums)
-    actions |= {f"sum {size}": Sums(IN_A_ROW, size, reduction).run for size in SIZES}
+    actions["during"] = partial(Sums(2 * LAYERS, LAYER_BYTES, algorithm).run, step_during_sums)
+    actions |= {f"sum {size}": Sums(IN_A_ROW, size, algorithm).run for size in SIZES}
     actions |= {f"step {mb}": partial(training_step, wrapper) for mb, wrapper in wrappers.items()}
     seconds = in_turns(actions, repeats)
     points = [{"bytes": size, **summary([each / IN_A_ROW for each in seconds[f"sum {size}"]])} for size in SIZES]
@@ -185,7 +185,7 @@ def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[s
         exposed = [step - without for step, without in zip(seconds[f"step {mb}"], seconds["alone"], strict=True)]
         steps.append(
             {
-                "bucket_mb": float(mb),
+                "bucket_cap_mb": float(mb),
                 "plan": wrapper.describe(),
                 "step": summary(seconds[f"step {mb}"]),
                 "exposed": summary(exposed),
@@ -208,7 +208,7 @@ def measure(bucket_mbs: Sequence[float], reduction: str, repeats: int) -> dict[s
 
 
 def report(found: Mapping[str, Any]) -> Iterator[str]:
-    yield f"sums of float32 buckets over gloo, reduction={found['reduction']!r}:"
+    yield f"sums of float32 buckets over gloo, algorithm={found['algorithm']!r}:"
     for point in found["sums"]:
         yield f"  {byte_size(point['bytes']):>8} {duration(point['seconds'])}"
     line = found["fit"]
@@ -223,7 +223,7 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
     for step in found["steps"]:
         exposed, predicted = step["exposed"], step["predicted_exposed_seconds"]
         yield (
-            f"  bucket_mb={step['bucket_mb']:g}: {duration(exposed['seconds'])} "
+            f"  bucket_cap_mb={step['bucket_cap_mb']:g}: {duration(exposed['seconds'])} "
             f"({duration(exposed['lower_quartile'])} to {duration(exposed['upper_quartile'])}), "
             f"predicted {duration(predicted)}, {predicted / exposed['seconds'] - 1:+.0%}"
         )
@@ -232,8 +232,8 @@ def report(found: Mapping[str, Any]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--bucket-mb", type=float, nargs="+", required=True)
-    parser.add_argument("--reduction", choices=ALGORITHMS, required=True)
+    parser.add_argument("--bucket-cap-mb", type=float, nargs="+", required=True)
+    parser.add_argument("--algorithm", choices=ALGORITHMS, required=True)
     parser.add_argument("--rate", required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -242,11 +242,11 @@ def main() -> None:
     found = {
         "hosts": dist.get_world_size(),
         "rate": arguments.rate,
-        "reduction": arguments.reduction,
+        "algorithm": arguments.algorithm,
         "processors": os.cpu_count(),
         "repeats": arguments.repeats,
         "layer_bytes": LAYER_BYTES,
-        **measure(arguments.bucket_mb, arguments.reduction, arguments.repeats),
+        **measure(arguments.bucket_cap_mb, arguments.algorithm, arguments.repeats),
     }
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")

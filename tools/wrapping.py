@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.suites.bench_train import Parameters
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.planning.presets import PRESETS
+from cuda_ext.distributed.prediction.presets import PRESETS
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "auto": BucketedDataParallel,

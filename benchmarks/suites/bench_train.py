@@ -28,7 +28,7 @@ import cuda_ext.nn
 from benchmarks.results import OURS
 from benchmarks.suites.measure import Call, Case, relative_error
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.distributed.planning.presets import PRESETS
+from cuda_ext.distributed.prediction.presets import PRESETS
 
 # Widths of linear layers, which have from 2 thousand to 790 thousand weights.
 WIDTHS = (64, 96, 1024, 33, 256, 512, 768, 128, 384, 640)

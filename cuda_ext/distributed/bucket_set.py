@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,23 +16,23 @@ from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
-from cuda_ext.distributed.arena import Arena, elements_needed, layout
-from cuda_ext.distributed.clock import is_captured
-from cuda_ext.distributed.exchange import Exchange, choose_exchange
+from cuda_ext.distributed.algorithms import Algorithm, choose_algorithm
+from cuda_ext.distributed.bucketing import assignment
+from cuda_ext.distributed.bucketing.choice import MOST_BUCKETS, choose
+from cuda_ext.distributed.bucketing.links import Link
+from cuda_ext.distributed.bucketing.measuring import LARGEST, measure_link
+from cuda_ext.distributed.bucketing.simulation import Gradient
+from cuda_ext.distributed.bucketing.units import MIB, byte_size
+from cuda_ext.distributed.checks import NAME
 from cuda_ext.distributed.gradient_bucket import GradientBucket
-from cuda_ext.distributed.planning import assignment
-from cuda_ext.distributed.planning.choice import MOST_BUCKETS, choose
-from cuda_ext.distributed.planning.links import Link
-from cuda_ext.distributed.planning.measuring import LARGEST, measure_link
-from cuda_ext.distributed.planning.simulation import Gradient
-from cuda_ext.distributed.planning.units import MIB, byte_size
+from cuda_ext.distributed.memory import Arena, elements_needed, layout
 from cuda_ext.distributed.reducer import Reducer
-from cuda_ext.distributed.reporting import NAME, logger
 from cuda_ext.distributed.sharded import ShardedBucket
+from cuda_ext.distributed.timing import is_captured
 
-# Modules of fewer bytes have one bucket with bucket_mb="auto", and nothing is measured.
-SMALLEST_TO_DIVIDE = MIB
-# bytes; fewer have one bucket with bucket_mb="auto", and nothing is measured for them
+logger = logging.getLogger("cuda_ext.distributed")
+
+LARGEST_UNDIVIDED = MIB  # bytes of a module up to which "auto" has one bucket, and measures nothing
 MEASURING_SECONDS = 0.5
 PASSES_TO_LEARN = 3  # the first passes include one-time work
 
@@ -67,11 +68,11 @@ class BucketSet:
         self._reducer, self._group, self._mesh, self._options = reducer, group, mesh, options
         self._attachment = _Attachment()
         self._slots: dict[torch.dtype, bucket_ops.GradientSlots] = {}
-        self._exchange: Exchange | None = None
+        self._algorithm: Algorithm | None = None
         self._link: Link | None = None  # once measured
 
     def build(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Makes memory, exchange and buckets for the ``trained`` parameters. A collective."""
+        """Makes memory, algorithm and buckets for the ``trained`` parameters. A collective."""
         self._attachment.claim(trained)
         wire_dtype = self._options.wire_dtype
         self._names, self._trained = list(trained), list(trained.values())
@@ -105,8 +106,8 @@ class BucketSet:
         return max(16, 2 * len(assignment.fill(self._gradients(), capacity)))
 
     def _allocate(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._algorithm is not None:
+            self._algorithm.close()
         counts: dict[torch.dtype, list[int]] = {}
         for parameter in self._trained:
             counts.setdefault(parameter.dtype, []).append(parameter.numel())
@@ -115,7 +116,7 @@ class BucketSet:
             dtype: elements_needed(each, wire_dtypes[dtype], self._group.size(), min(self._max_buckets, len(each)))
             for dtype, each in counts.items()
         }
-        self._exchange, wires = choose_exchange(
+        self._algorithm, wires = choose_algorithm(
             self._group,
             self._mesh,
             self.device,
@@ -136,9 +137,9 @@ class BucketSet:
     def _first_capacity(self) -> assignment.Capacity:
         if self._options.bucket_bytes is not None:
             return assignment.fixed_capacity(self._options.bucket_bytes)
-        if self._group.size() == 1 or self._bytes <= SMALLEST_TO_DIVIDE:
+        if self._group.size() == 1 or self._bytes <= LARGEST_UNDIVIDED:
             self._learns_at = None
-            what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(SMALLEST_TO_DIVIDE)}"
+            what = "one rank" if self._group.size() == 1 else f"no more than {byte_size(LARGEST_UNDIVIDED)}"
             return assignment.one_bucket(f"auto: {what}")
         self._learns_at = self._reducer.passes + PASSES_TO_LEARN
         if self.sharded:  # buckets cannot change later
@@ -148,21 +149,21 @@ class BucketSet:
     def _measured_link(self) -> Link:
         """Measures the link once, with the memory of buckets. A collective, between two passes."""
         if self._link is None:
-            assert self._exchange is not None
+            assert self._algorithm is not None
             for bucket in self._reducer.buckets:
                 bucket.release_views()
             memory = max((arenas.wire.memory for arenas in self._arenas.values()), key=lambda each: each.nbytes)
             buffer = memory[: LARGEST // memory.itemsize].zero_()  # repeated sums of other values might overflow
-            together = self._exchange.run_together if self._exchange.groups and len(self._arenas) > 1 else None
+            together = self._algorithm.run_together if self._algorithm.groups and len(self._arenas) > 1 else None
             self._link = measure_link(
-                self._group, self.device, self._exchange.run, MEASURING_SECONDS, buffer, together
+                self._group, self.device, self._algorithm.run, MEASURING_SECONDS, buffer, together
             ).link
         return self._link
 
-    def _cut(self, division: list[list[int]], launches: Sequence[int] = ()) -> None:
+    def _cut(self, division: list[list[int]], transfers: Sequence[int] = ()) -> None:
         """Divides the arenas into these buckets, and connects every parameter to its own.
 
-        launches: the number of buckets of each launch, in order; default one each.
+        transfers: the number of buckets of each transfer, in order; default one each.
         """
         for bucket in self._reducer.buckets:
             bucket.release_views()
@@ -173,7 +174,7 @@ class BucketSet:
         buckets = [self._bucket({self._names[n]: self._trained[n] for n in indices}) for indices in division]
         self._division = division
         self._assign_slots(buckets)
-        self._reducer.use(buckets, launches or [1] * len(buckets))
+        self._reducer.use(buckets, transfers or [1] * len(buckets))
         self._attachment.add_hooks(buckets, self._reducer.gradient_hook)
 
     def _assign_slots(self, buckets: list[GradientBucket]) -> None:
@@ -204,13 +205,13 @@ class BucketSet:
         arenas = self._arenas[next(iter(named.values())).dtype]
         places = layout([p.numel() for p in named.values()], arenas.wire.memory.dtype, self._group.size())
         wire = arenas.wire.allocate(places.size)
-        assert self._exchange is not None
+        assert self._algorithm is not None
         gradients = None if arenas.gradients is None else arenas.gradients.allocate(places.size)
         feedback = self._options.error_feedback and gradients is not None
         if arenas.values is not None:
             values = arenas.values.allocate(places.size)
-            return ShardedBucket(named, places, wire, gradients, self._exchange, feedback, values, self._group)
-        return GradientBucket(named, places, wire, gradients, self._exchange, feedback)
+            return ShardedBucket(named, places, wire, gradients, self._algorithm, feedback, values, self._group)
+        return GradientBucket(named, places, wire, gradients, self._algorithm, feedback)
 
     @property
     def sharded(self) -> bool:
@@ -219,8 +220,8 @@ class BucketSet:
     def learn(self) -> None:
         """Once: divides the buckets again, by the order and times of the gradients of one rank. A collective.
 
-        That rank is the first that had gradients, as a rank that has run out of inputs has none. ``bucket_mb="auto"``
-        waits for a pass without one-time work.
+        That rank is the first that had gradients, as a rank that has run out of inputs has none.
+        ``bucket_cap_mb="auto"`` waits for a pass without one-time work.
         """
         if self._learns_at is None or self.sharded:  # a sharded optimizer's state depends on the division
             return
@@ -244,17 +245,17 @@ class BucketSet:
         ready = dict(message[0])
         self._order = [*ready, *(n for n in self._order if n not in ready)]
         division = assignment.fill(self._gradients(), self.capacity, self._max_buckets)
-        launches: Sequence[int] = ()
+        transfers: Sequence[int] = ()
         if auto:
             choice = choose(self._gradients(ready), self._measured_link(), max(ready.values()))
             if len(choice.buckets) <= self._max_buckets:
-                division, launches = [list(bucket) for bucket in choice.buckets], choice.launches
+                division, transfers = [list(bucket) for bucket in choice.buckets], choice.transfers
                 self.capacity = assignment.Capacity(choice.last, choice.largest, choice.reason)
             if self._group.rank() == 0:
                 logger.info("%s", self.capacity.reason)
-        grouped = any(count > 1 for count in launches)
+        grouped = any(count > 1 for count in transfers)
         if grouped or [set(indices) for indices in division] != [set(indices) for indices in self._division]:
-            self._cut(division, launches)
+            self._cut(division, transfers)
 
     def before_forward(self) -> None:
         if is_captured(self.device) and torch.is_grad_enabled():
@@ -271,13 +272,13 @@ class BucketSet:
             f"{count} parameters, {_mib(size)} in {len(buckets)} buckets on {self._group.size()} ranks",
             f"capacity {_mib(capacity.other)}, of the last bucket {_mib(capacity.last)} ({capacity.reason})",
         ]
-        firsts = {launch[0] for launch in self._reducer.launches}
+        firsts = {transfer[0] for transfer in self._reducer.transfers}
         for number, bucket in enumerate(buckets):
             dtype, wire = (str(tensor.dtype).removeprefix("torch.") for tensor in (bucket.gradients, bucket.wire))
             lines.append(
                 f"{number}: {_mib(bucket.wire.nbytes)}, {dtype if wire == dtype else f'{dtype} as {wire}'} on "
                 f"{bucket.wire.device}, {len(bucket.names)} parameters from {bucket.names[0]} to {bucket.names[-1]}"
-                + (f", in one launch with bucket {number - 1}" if number not in firsts else "")
+                + (f", sent with bucket {number - 1}" if number not in firsts else "")
             )
         return "\n".join(lines)
 
@@ -286,8 +287,8 @@ class BucketSet:
         self._attachment.release()
         for slots in self._slots.values():
             slots.release()
-        if self._exchange is not None:
-            self._exchange.close()
+        if self._algorithm is not None:
+            self._algorithm.close()
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Collectives on many tensors at once, and a communication hook for torch's DistributedDataParallel."""
+"""Collectives on many tensors, several collectives at once, and a hook for torch's DistributedDataParallel."""
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of a hook with the types.
 
-import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,60 +11,47 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.device_mesh import DeviceMesh
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed.coalescing import start_together
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+from cuda_ext.distributed.checks import DTYPES, check_wire_dtype
+from cuda_ext.distributed.process_groups import resolve_group
 
 SMALLEST_ALONE = 256 << 10  # bytes from which a tensor has its own broadcast
 LARGEST_SHARED = 4 << 20  # bytes that share one broadcast, through a copy
 
 
-def resolve_group(caller: str, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """``group``, or the default group; RuntimeError if it does not exist or this process is not in it."""
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"{caller}: expected an initialised process group, got none; call torch.distributed.init_process_group() "
-            "first, in a program started by torchrun, which sets rank and world size"
-        )
-    resolved = dist.group.WORLD if group is None else group
-    if not isinstance(resolved, dist.ProcessGroup):
-        raise RuntimeError(f"{caller}: expected a process group that contains this process, got {resolved!r}")
-    return resolved
+def averages(caller: str, op: object) -> bool:
+    """Whether ``op`` is a mean, not a sum; ValueError for others."""
+    name = op if isinstance(op, str) else getattr(op, "name", "").lower()  # torch.compile cannot compare ReduceOps
+    if name not in ("avg", "sum"):
+        raise ValueError(f'{caller}: expected op to be "avg" or "sum", got {op!r}')
+    return name == "avg"
 
 
-def resolve_mesh(caller: str, mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh of one or two dimensions; ValueError for more, or if this rank is not in it."""
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"{caller}: expected a device mesh that contains this rank, got rank {dist.get_rank()} and {mesh}; only "
-            "call this on the ranks of the mesh"
-        )
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.ndim != 2:
-        raise ValueError(
-            f"{caller}: expected a device mesh of one dimension, or of two, (nodes, ranks of a node), got {mesh.ndim}; "
-            "take a submesh, as in mesh['nodes', 'ranks']"
-        )
-    world = dist.group.WORLD
-    if world is not None and mesh.size() == world.size():
-        return world
-    return mesh._flatten().get_group()
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend for ``device`` runs several collectives as one launch, as NCCL's groups do."""
+    return bool(getattr(group._get_backend(device), "supports_coalescing", False))
 
 
-def agreed_name(group: dist.ProcessGroup) -> str:
-    """A new unique name, the same on all ranks, for keys in the store of ``group``. A collective."""
-    name = [secrets.token_hex(8)]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    return name[0]
+def start_together(
+    group: dist.ProcessGroup, device: torch.device, collectives: Sequence[Callable[[], dist.Work | None]]
+) -> list[dist.Work]:
+    """Calls ``collectives``, each of which starts a collective of ``group``, as one launch if possible.
 
+    A group saves the latency of each collective but the first (NCCL user guide, Group Calls), and ends when all of them
+    have. All ranks must make the same groups.
 
-def check_wire_dtype(caller: str, wire_dtype: torch.dtype | None) -> None:
-    if wire_dtype is not None and wire_dtype not in DTYPES:
-        raise ValueError(f"{caller}: expected wire_dtype to be None or one of {DTYPES}, got {wire_dtype!r}")
+    Returns the handles to wait for before any of the results is used.
+    """
+    if len(collectives) < 2 or not coalesces(group, device):
+        return [work for work in (start() for start in collectives) if work is not None]
+    group._start_coalescing(device)
+    try:
+        for start in collectives:
+            start()  # the handle of a single collective cannot be waited for
+    finally:
+        work = group._end_coalescing(device)
+    return [] if work is None else [work]
 
 
 def broadcast_coalesced(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
@@ -123,7 +109,7 @@ class CoalescedWork:
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
-    op: str = "mean",
+    op: str | dist.ReduceOp.RedOpType = "avg",
     *,
     group: dist.ProcessGroup | None = None,
     wire_dtype: torch.dtype | None = None,
@@ -136,7 +122,8 @@ def all_reduce_coalesced(
     Args:
         tensors: float32, float16, bfloat16 or float64, of any shape and strides; the same shapes and dtypes in the same
             order on every rank (not checked). They may require grad; autograd does not record the operation.
-        op: ``"mean"``, the default, or ``"sum"``. The mean divides before it sums, so that float16 does not overflow.
+        op: ``"avg"``, the default, or ``"sum"``, or torch's `ReduceOp`. A mean divides before it sums, so that float16
+            does not overflow.
         group: default the default group.
         wire_dtype: the dtype in which values are sent and summed; default each tensor's own. If given, all tensors of a
             device share one all-reduce.
@@ -149,8 +136,7 @@ def all_reduce_coalesced(
     caller = "cuda_ext.distributed.all_reduce_coalesced"
     group = resolve_group(caller, group)
     check_wire_dtype(caller, wire_dtype)
-    if op not in ("mean", "sum"):
-        raise ValueError(f'{caller}: expected op to be "mean" or "sum", got {op!r}')
+    scale = 1.0 / group.size() if averages(caller, op) else 1.0
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for n, tensor in enumerate(tensors):
         if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
@@ -163,7 +149,7 @@ def all_reduce_coalesced(
     for (device, dtype), members in groups.items():
         offsets, size = bucket_ops.aligned_offsets([member.numel() for member in members], dtype)
         wire = torch.empty(size, dtype=dtype, device=device)
-        bucket_ops.pack(members, wire, offsets, scale=1.0 / group.size() if op == "mean" else 1.0)
+        bucket_ops.pack(members, wire, offsets, scale=scale)
         buckets.setdefault(device, []).append(_Bucket(wire, members, offsets))
     works = []
     for device, of_device in buckets.items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import grad_scaler
 
-from cuda_ext.distributed.data_parallel import BucketedDataParallel
+from cuda_ext.distributed.wrapper import BucketedDataParallel
 
 
 class GradScaler(grad_scaler.GradScaler):

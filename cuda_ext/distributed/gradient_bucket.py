@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from cuda_ext import bucket as bucket_ops
-from cuda_ext.distributed.arena import FLAGS_OF_A_RANK, Layout
-from cuda_ext.distributed.clock import is_captured
-from cuda_ext.distributed.exchange import Exchange, Pending
-from cuda_ext.distributed.planning.units import byte_size
-from cuda_ext.distributed.reporting import NAME, begin_profiler_range, profiler_range
-from cuda_ext.distributed.wire import ErrorFeedback
+from cuda_ext.distributed.algorithms import Algorithm, Pending
+from cuda_ext.distributed.bucketing.units import byte_size
+from cuda_ext.distributed.checks import NAME
+from cuda_ext.distributed.float32_sums import ErrorFeedback
+from cuda_ext.distributed.memory import Layout, RankFlag
+from cuda_ext.distributed.timing import begin_profiler_range, is_captured, profiler_range
 
 # The value of a set flag, before division by the number of ranks: so small that a sum of squares over the whole of
 # ``wire`` does not change if the gradients have a norm above 1e-15. float16 has no such value and uses 1.
@@ -51,7 +51,7 @@ class GradientBucket:
         layout: Layout,
         wire: Tensor,  # (layout.size,)
         gradients: Tensor | None,  # (layout.size,) in the parameters' dtype; None: as wire
-        exchange: Exchange,
+        algorithm: Algorithm,
         error_feedback: bool = False,
     ) -> None:
         self._slots: bucket_ops.GradientSlots | None = None
@@ -64,15 +64,15 @@ class GradientBucket:
         self._is_read_at_once = wire.is_cpu  # on a GPU the host would wait for all that is queued
         self.arrived = [False] * len(named)  # which gradients are ready in the current backward pass
         self.missing = 0  # how many are not
-        self._exchange = exchange
-        self._scale = 1.0 / exchange.ranks
+        self._algorithm = algorithm
+        self._scale = 1.0 / algorithm.ranks
         self._pending: Pending | None = None
         self._unused: list[int] = []  # parameters without a gradient: on this rank, after `settle` on all ranks
         # Position -> owner and gradient of zeros, which `settle` takes back if no rank has used the parameter.
         self._unsettled: dict[int, tuple[Tensor, Tensor]] = {}
         self._unused_everywhere: set[int] = set()  # when flags were last read
 
-        self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named) + FLAGS_OF_A_RANK]
+        self._head, self._flags = wire[: layout.head], wire[layout.head : layout.head + len(named) + len(RankFlag)]
         self._offsets = layout.offsets
         self._set_flags = torch.full_like(self._flags, FLAGS.get(wire.dtype, 1.0))
         self._orders = [_memory_order(parameter) for parameter in self.parameters]
@@ -130,7 +130,7 @@ class GradientBucket:
         return f"{byte_size(self.wire.nbytes)}, {self.names[0]} … {self.names[-1]}"
 
     @property
-    def launched(self) -> bool:
+    def sent(self) -> bool:
         return self._pending is not None
 
     def pack(self, *, left_out: bool = False) -> None:
@@ -167,8 +167,9 @@ class GradientBucket:
             tensors, kept = [self._head], [0]
             offsets = [0]
         # `pack` writes zeros between the flags that are set.
-        begin, named = 0, len(self.names)
-        for end in (*unused, named if left_out else named + 2, named + 3):
+        begin, count = 0, self._flags.numel()
+        unset = RankFlag.REACHED if left_out else RankFlag.LEFT_OUT
+        for end in (*unused, count + unset, count + RankFlag.ANNOUNCES):
             if begin < end:
                 tensors.append(self._set_flags[begin:end])
                 offsets.append(self._head.numel() + begin)
@@ -206,7 +207,7 @@ class GradientBucket:
         On a GPU the host waits for the flags here, so `finish` does not call this, but the next step of an optimizer.
         A stream that is captured cannot be waited for: there the flags are assumed to be those that were last read.
         """
-        shown = {at: owner for at, (owner, gradient) in self._unsettled.items() if owner.grad is gradient}
+        shown = {position: owner for position, (owner, gradient) in self._unsettled.items() if owner.grad is gradient}
         self._unsettled.clear()
         if not shown:
             return
@@ -219,12 +220,13 @@ class GradientBucket:
         self._unused.sort()
 
     def _outcome(self) -> Outcome:
-        reached, _, left_out, announced = self._flags[-FLAGS_OF_A_RANK:].tolist()
-        if math.isnan(announced):
+        of_ranks = self._flags[-len(RankFlag) :].tolist()
+        if math.isnan(of_ranks[RankFlag.ANNOUNCES]):
             return Outcome.ABANDONED
-        if announced:
+        if of_ranks[RankFlag.ANNOUNCES]:
             return Outcome.ANNOUNCED
-        return Outcome.LEFT_OUT if reached and left_out else Outcome.AVERAGES
+        is_mixed = of_ranks[RankFlag.REACHED] and of_ranks[RankFlag.LEFT_OUT]
+        return Outcome.LEFT_OUT if is_mixed else Outcome.AVERAGES
 
     def _receive(self, stats: Tensor | None) -> Tensor | None:
         """Writes the sum to the gradients; returns their statistics if they were computed on the way."""
@@ -270,8 +272,8 @@ class GradientBucket:
             self._stats = bucket_ops.stats(tensors)
             return self._stats, False
         count = self.gradients.numel()
-        size = -(-count // self._exchange.ranks)
-        begin = min(self._exchange.rank * size, count)
+        size = -(-count // self._algorithm.ranks)
+        begin = min(self._algorithm.rank * size, count)
         return bucket_ops.stats([self.gradients[begin : begin + size]]), True
 
     def remember(self, stats: Tensor) -> None:
@@ -307,48 +309,48 @@ class _ProfiledPending(Pending):
         self._pending.when_done(callback)
 
 
-def send(launch: Sequence[GradientBucket]) -> Pending:
-    """Starts the sum over the ranks of one or several buckets, as one launch."""
-    exchange = launch[0]._exchange
+def send(buckets: Sequence[GradientBucket]) -> Pending:
+    """Starts the sum over the ranks of the buckets of one transfer."""
+    algorithm = buckets[0]._algorithm
     end_range = begin_profiler_range("sum_bucket")
-    if len(launch) == 1:
-        pending = exchange.start(launch[0].wire, launch[0]._flags)
+    if len(buckets) == 1:
+        pending = algorithm.start(buckets[0].wire, buckets[0]._flags)
     else:
-        pending = exchange.start_together([bucket.wire for bucket in launch])
+        pending = algorithm.start_together([bucket.wire for bucket in buckets])
     if end_range is not None:
-        if launch[0].wire.is_cpu:
+        if buckets[0].wire.is_cpu:
             pending = _ProfiledPending(pending, end_range)
         else:
             end_range()  # the profiler attributes to the range the kernels that were launched in it
-    for bucket in launch:
+    for bucket in buckets:
         bucket._pending = pending
     return pending
 
 
-def announce(launch: Sequence[GradientBucket]) -> bool:
+def announce(buckets: Sequence[GradientBucket]) -> bool:
     """Takes part in a sum without gradients, to announce that parameters of this rank were frozen or unfrozen [Note 2].
 
     Returns whether all ranks do so. Call `release_views` first.
     """
-    for bucket in launch:
+    for bucket in buckets:
         bucket.wire.fill_(0.0 if bucket.wire.is_cpu else math.nan)  # see `GradientBucket.finish`
         bucket._flags.zero_()
-        bucket._flags[-1] = 1.0
-    send(launch)
-    for bucket in launch:
+        bucket._flags[RankFlag.ANNOUNCES] = 1.0
+    send(buckets)
+    for bucket in buckets:
         assert bucket._pending is not None
         bucket._pending.wait()
         bucket._pending = None
-    return all(bucket._flags[-3].item() == 0.0 for bucket in launch)
+    return all(bucket._flags[RankFlag.HAS_GRADIENTS].item() == 0.0 for bucket in buckets)
 
 
-def abandon(launch: Sequence[GradientBucket]) -> None:
+def abandon(buckets: Sequence[GradientBucket]) -> None:
     """Completes the sum that other ranks wait for, with NaN if not sent yet, and drops the gradients [Note 2]."""
-    if not launch[0].launched:
-        for bucket in launch:
+    if not buckets[0].sent:
+        for bucket in buckets:
             bucket.wire.fill_(math.nan)
-        send(launch)
-    for bucket in launch:
+        send(buckets)
+    for bucket in buckets:
         assert bucket._pending is not None
         bucket._pending.wait()
         bucket._pending = None

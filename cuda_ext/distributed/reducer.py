@@ -2,20 +2,18 @@
 
 Invariants that span several files; other comments refer to them by number.
 
-[Note 1: Order of launches] Ranks match collectives by their order, so every rank makes the same launches in the same
-order, and each launch once per pass. A launch waits until all of its gradients are ready and all earlier launches are
-made (`_launch_complete`); those that lack gradients are made at the end of the pass (`_finish`). A rank without
-gradients of its own makes all launches, too: with zeros (`shadow`), to announce a change (`announce_change`), or with
-NaN after an exception (`recover`). One thread or one stream executes the sums in the order of launches (`Background`),
-in a process group that nobody else uses (`own_group`). All ranks divide gradients alike, by the arrivals of one rank
-(`BucketSet.learn`).
+[Note 1: Order of transfers] A transfer is one bucket, or several that are sent together. Ranks match collectives by
+their order, so every rank starts the same transfers in the same order, and each once per pass. A transfer waits until
+all of its gradients are ready and all earlier transfers have started (`_send_complete`); those that lack gradients
+start at the end of the pass (`_finish`). A rank without gradients of its own starts all transfers, too: with zeros
+(`shadow`), to announce a change (`announce_change`), or with NaN after an exception (`recover`). One thread or one
+stream executes the sums in the order of transfers (`Background`), in a process group that nobody else uses
+(`own_group`). All ranks divide gradients alike, by the arrivals of one rank (`BucketSet.learn`).
 
 [Note 2: Flags] Behind its gradients a bucket has one flag per parameter, which says that this rank has a gradient for
-it, and four that describe the rank: its backward passes have reached all of its forward passes; it takes part with
-gradients; backward has not reached all forward passes; it only announces that parameters were frozen or unfrozen. Flags
-are summed with the gradients, so all ranks see the same flags and either all of them raise or none does. Three
-consequences:
-- Flags have to be final when the bucket is packed. So the last launch is made by `_finish` if there are forward passes
+it, and four that describe the rank (`RankFlag`). Flags are summed with the gradients, so all ranks see the same flags
+and either all of them raise or none does. Three consequences:
+- Flags have to be final when the bucket is packed. So `_finish` starts the last transfer if there are forward passes
   that backward has not reached yet.
 - Flags are summed on every rank, even where each rank gets only a part of the gradients (`reduce_scatter`).
 - A rank that abandons a pass sends NaN instead of flags and gradients, which every sum propagates.
@@ -47,14 +45,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
-from cuda_ext.distributed.clock import Mark, mark, seconds_between
+from cuda_ext.distributed.checks import NAME, check_compiler
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome, abandon, announce, send
-from cuda_ext.distributed.queued import Queued
-from cuda_ext.distributed.reporting import NAME, profiler_range
 from cuda_ext.distributed.status_board import FAILED, name_ranks
+from cuda_ext.distributed.timing import Mark, mark, profiler_range, seconds_between
 from cuda_ext.distributed.trace import Trace
-from cuda_ext.distributed.watch import Watch
-from cuda_ext.distributed.wrapped_module import check_compiler
+from cuda_ext.distributed.watch import Queued, Watch
 
 
 class Arrivals:
@@ -100,7 +96,7 @@ class Reducer:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.buckets: list[GradientBucket] = []
-        self.launches: list[range] = []  # the buckets of each launch, in order
+        self.transfers: list[range] = []  # the buckets of each transfer, in order
         self._enabled = True
         self._slots: list[tuple[bucket_ops.GradientSlots, float]] = []
         self.passes = 0  # that have ended with averages
@@ -114,7 +110,7 @@ class Reducer:
         self._last_words = ""  # the status of a rank that has failed
         self._forward_passes = ForwardPasses()
         self._lock = threading.Lock()  # the engine runs hooks in one thread per device
-        self._next = 0  # the index of the next launch
+        self._next = 0  # the index of the next transfer
         self._waits_for = ""  # the collective that this rank waits for
         self._active = False  # whether a gradient of a parameter or output was ready since the last pass ended
         self._callback_task: int | None = None  # the engine's graph task that ends with _finish() [Note 4]
@@ -142,11 +138,11 @@ class Reducer:
             slots.unlock_all()
             slots.open(scale if self._enabled else 1.0)
 
-    def use(self, buckets: Sequence[GradientBucket], launches: Sequence[int]) -> None:
-        """Replaces the buckets, between two passes. ``launches``: the number of buckets of each launch, in order."""
+    def use(self, buckets: Sequence[GradientBucket], transfers: Sequence[int]) -> None:
+        """Replaces the buckets, between two passes. ``transfers``: the number of buckets of each transfer, in order."""
         self.buckets = list(buckets)
-        ends = list(accumulate(launches, initial=0))
-        self.launches = [range(begin, end) for begin, end in pairwise(ends)]
+        ends = list(accumulate(transfers, initial=0))
+        self.transfers = [range(begin, end) for begin, end in pairwise(ends)]
         self._reset()
 
     def gradient_hook(self, number: int, position: int) -> Callable[[object, object], None]:
@@ -169,8 +165,8 @@ class Reducer:
                     arrived[position] = True
                     bucket.missing -= 1
                     if bucket.missing == 0:
-                        self._launch_complete()
-                elif bucket.launched:
+                        self._send_complete()
+                elif bucket.sent:
                     raise RuntimeError(
                         f"{NAME}: expected one gradient of parameter {bucket.names[position]} in a backward pass, got "
                         "a second one after the first was sent, as from re-entrant checkpoints that share a parameter; "
@@ -223,33 +219,33 @@ class Reducer:
             self._callback_task = task
             Variable._execution_engine.queue_callback(self._finish)
 
-    def _launch_complete(self) -> None:
-        while self._next < len(self.launches):
-            if any(self.buckets[number].missing for number in self.launches[self._next]):
+    def _send_complete(self) -> None:
+        while self._next < len(self.transfers):
+            if any(self.buckets[number].missing for number in self.transfers[self._next]):
                 return
-            if self._next == len(self.launches) - 1 and self._forward_passes.unreached:
+            if self._next == len(self.transfers) - 1 and self._forward_passes.unreached:
                 return  # this pass may still reach them [Note 2]
-            self._launch_next()
+            self._send_next()
 
-    def _launch_next(self) -> None:
-        launch = self.launches[self._next]
+    def _send_next(self) -> None:
+        transfer = self.transfers[self._next]
         last = len(self.buckets) - 1
         with torch.no_grad():
-            for number in launch:
+            for number in transfer:
                 bucket = self.buckets[number]
                 traced = nullcontext() if self.trace is None else self.trace.packing(number, bucket.label)
                 with traced, profiler_range("pack_bucket"):
                     bucket.pack(left_out=number == last and self._forward_passes.unreached > 0)
-            with self._summing(launch, completes=False):
-                pending = send([self.buckets[number] for number in launch])
+            with self._summing(transfer, completes=False):
+                pending = send([self.buckets[number] for number in transfer])
             if self.trace is not None:
-                for number in launch:
+                for number in transfer:
                     self.trace.sent(number, pending)
         self._next += 1
 
-    def _summing(self, launch: range, completes: bool = True) -> AbstractContextManager[None]:
-        numbers = f"bucket {launch[0]}" if len(launch) == 1 else f"buckets {launch[0]} to {launch[-1]}"
-        names = f"{self.buckets[launch[0]].names[0]} to {self.buckets[launch[-1]].names[-1]}"
+    def _summing(self, transfer: range, completes: bool = True) -> AbstractContextManager[None]:
+        numbers = f"bucket {transfer[0]}" if len(transfer) == 1 else f"buckets {transfer[0]} to {transfer[-1]}"
+        names = f"{self.buckets[transfer[0]].names[0]} to {self.buckets[transfer[-1]].names[-1]}"
         return self.collective(f"the sum of {numbers}, {names}, of backward pass {self.passes + 1}", completes)
 
     @contextmanager
@@ -300,8 +296,8 @@ class Reducer:
             return f"has queued {queued}, which its GPU has not completed{left_out}"
         if not self._active:
             return f"is not in a backward pass; it has completed {self.passes}{left_out}"
-        launch = self.launches[min(self._next, len(self.launches) - 1)]  # the main thread may change it meanwhile
-        number = next((number for number in launch if self.buckets[number].missing), launch[0])
+        transfer = self.transfers[min(self._next, len(self.transfers) - 1)]  # the main thread may change it meanwhile
+        number = next((number for number in transfer if self.buckets[number].missing), transfer[0])
         bucket = self.buckets[number]
         lacking = [name for name, arrived in zip(bucket.names, bucket.arrived) if not arrived]
         if not lacking:
@@ -319,12 +315,12 @@ class Reducer:
         left_out = bool(self._forward_passes.unreached)
         if self.trace is not None:
             self.trace.backward_ends()
-        while self._next < len(self.launches):
-            self._launch_next()
+        while self._next < len(self.transfers):
+            self._send_next()
         outcomes = set()
-        for launch in self.launches:
-            with self._summing(launch):
-                outcomes.update([self.buckets[number].finish() for number in launch])
+        for transfer in self.transfers:
+            with self._summing(transfer):
+                outcomes.update([self.buckets[number].finish() for number in transfer])
         self._reset()
         if self.trace is not None:
             self.trace.finished()
@@ -370,16 +366,16 @@ class Reducer:
         )
 
     def recover(self) -> None:
-        """After a backward pass that ended in an exception, completes its launches; no-op inside a backward pass."""
+        """After a backward pass that ended in an exception, completes its transfers; no-op inside a backward pass."""
         if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes the forward pass
             return
         self._callback_task = None
         if self._failure:
             raise RuntimeError(f"{self._failure}. That was in an earlier step")
         if self._active:
-            for launch in self.launches:
-                with self._summing(launch):
-                    abandon([self.buckets[number] for number in launch])
+            for transfer in self.transfers:
+                with self._summing(transfer):
+                    abandon([self.buckets[number] for number in transfer])
             self._reset()
 
     def stats(self, whole: bool) -> Tensor:
@@ -405,9 +401,9 @@ class Reducer:
         for bucket in self.buckets:
             bucket.release_views()
         everywhere = True
-        for launch in self.launches:
-            with self._summing(launch):
-                everywhere &= announce([self.buckets[number] for number in launch])
+        for transfer in self.transfers:
+            with self._summing(transfer):
+                everywhere &= announce([self.buckets[number] for number in transfer])
         return everywhere
 
     def shadow(self) -> None:

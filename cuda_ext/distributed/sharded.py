@@ -14,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext._load import ops
-from cuda_ext.distributed.arena import Layout
-from cuda_ext.distributed.exchange import Exchange
+from cuda_ext.distributed.algorithms import Algorithm
+from cuda_ext.distributed.checks import NAME
 from cuda_ext.distributed.gradient_bucket import GradientBucket, Outcome
-from cuda_ext.distributed.reporting import NAME, profiler_range
+from cuda_ext.distributed.memory import Layout
+from cuda_ext.distributed.timing import profiler_range
 
 
 def asked_for_optimizers() -> bool:
@@ -182,16 +183,16 @@ class ShardedBucket(GradientBucket):
         layout: Layout,
         wire: Tensor,
         gradients: Tensor | None,  # (layout.size,); only this rank's part is used
-        exchange: Exchange,
+        algorithm: Algorithm,
         error_feedback: bool,
         values: Tensor,  # (layout.size,), in the parameters' dtype: their new memory
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(named, layout, wire, gradients, exchange, error_feedback)
+        super().__init__(named, layout, wire, gradients, algorithm, error_feedback)
         self._group = group
         self._values = values
-        size = layout.size // exchange.ranks
-        part = slice(exchange.rank * size, (exchange.rank + 1) * size)
+        size = layout.size // algorithm.ranks
+        part = slice(algorithm.rank * size, (algorithm.rank + 1) * size)
         self._wire_part, self._values_part = wire[part], values[part]
         self._gradients_part = self._wire_part if gradients is None else gradients[part]
         self.shards: dict[str, nn.Parameter] = {}

@@ -17,13 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuda_ext.distributed.collectives import DTYPES, resolve_group
+from cuda_ext.distributed.checks import DTYPES
+from cuda_ext.distributed.collectives import averages
+from cuda_ext.distributed.process_groups import resolve_group
 
 __all__ = ["all_reduce", "all_reduce_gradient"]
 
 
-def all_reduce(tensor: Tensor, op: str = "sum", *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum or mean of ``tensor`` over the ranks, in a new tensor; backward passes its gradient to every rank.
+def all_reduce(
+    tensor: Tensor, op: str | dist.ReduceOp.RedOpType = "sum", *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Returns a new tensor, the sum or mean of ``tensor`` over the ranks; backward passes its gradient to every rank.
 
     For the output of a row-parallel layer. The following computation must be the same on every rank, so that the
     gradient of the result is; it is then also the gradient of each rank's part of a sum, and backward needs no
@@ -31,19 +35,18 @@ def all_reduce(tensor: Tensor, op: str = "sum", *, group: dist.ProcessGroup | No
     once: torch.compile has no second derivatives).
 
     tensor: float32, float16, bfloat16 or float64, of any shape and strides; the same shape and dtype on every rank
-        (not checked). op: ``"sum"``, the default, or ``"mean"``, which divides before it sums, so that float16 does not
-        overflow. group: default the default group.
+        (not checked). op: ``"sum"``, the default, or ``"avg"``, which divides before it sums, so that float16 does not
+        overflow, or torch's `ReduceOp`. group: default the default group.
 
-    Returns a contiguous tensor of the shape and dtype of ``tensor``, equal on all ranks, also under autocast. Raises
+    The result is contiguous, of the shape and dtype of ``tensor``, and equal on all ranks, also under autocast. Raises
     RuntimeError without a process group, ValueError for another ``op``, TypeError for a tensor of another dtype or
     layout.
     """
     caller = "cuda_ext.distributed.all_reduce"
     group = resolve_group(caller, group)
-    if op not in ("sum", "mean"):
-        raise ValueError(f'{caller}: expected op to be "sum" or "mean", got {op!r}')
+    is_mean = averages(caller, op)
     _check(caller, tensor)
-    return _AllReduce.apply(tensor / group.size() if op == "mean" else tensor, group.group_name)
+    return _AllReduce.apply(tensor / group.size() if is_mean else tensor, group.group_name)
 
 
 def all_reduce_gradient(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:

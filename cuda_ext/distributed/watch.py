@@ -8,23 +8,27 @@ the others in its error. While steps succeed quickly, nothing is written.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cuda_ext.distributed.collectives import agreed_name
-from cuda_ext.distributed.reporting import logger
+from cuda_ext.distributed.process_groups import agreed_name
 from cuda_ext.distributed.status_board import (
     BOARD_ERRORS,
     BoardInStore,
     StatusBoard,
     board_at_last_rank,
 )
+from cuda_ext.distributed.timing import is_captured, is_reached
+
+logger = logging.getLogger("cuda_ext.distributed")
 
 STOPPING = 2.0  # seconds that the exit of a process waits for a board that does not answer
 
@@ -170,6 +174,51 @@ class Watch:
             return sorted(int(self._store.get(f"{prefix}/{number}")) for number in range(1, count + 1))
         except BOARD_ERRORS:
             return []
+
+
+MOST_QUEUED = 64  # collectives that are remembered before it is asked which are complete
+
+
+class Queued:
+    """The collectives that the host has queued on a GPU and that the GPU has not completed; none on a CPU.
+
+    Over NCCL a rank that waits for another one waits on its GPU: the host runs ahead, and cannot tell from its own
+    calls which collective does not end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._entries: deque[tuple[str, torch.cuda.Event]] = deque()
+
+    def add(self, what: str) -> None:
+        """``what`` ends before anything that is queued in the current stream from now on.
+
+        What is captured runs later, and has no name then.
+        """
+        if self._device.type != "cuda" or is_captured(self._device):
+            return
+        if len(self._entries) >= MOST_QUEUED:
+            self.oldest()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        self._entries.append((what, event))
+
+    def oldest(self) -> str:
+        """The first collective that is not complete, or an empty string. In any thread, even during a capture."""
+        with self._lock:
+            while self._entries:
+                what, event = self._entries[0]
+                if not self._is_complete(event):
+                    return what
+                self._entries.popleft()
+        return ""
+
+    def _is_complete(self, event: torch.cuda.Event) -> bool:
+        try:
+            return is_reached(event, self._device)
+        except RuntimeError:  # an error of an earlier launch, which the next call of the host raises
+            return False
 
 
 _STORE = "the store of the process group, on the host of rank 0 of the job,"

@@ -1,28 +1,94 @@
-"""Memory registered with NCCL, so that its kernels read and write buckets in place.
-
-For a registered buffer NCCL needs no copies to and from buffers of its own; if it is registered as symmetric, at the
-same offset on every rank, NCCL 2.27 and later can use kernels of far lower latency (NCCL user guide, User Buffer
-Registration; Megatron-LM's ``nccl_ub``). Either all ranks register their buffers or none does.
-"""
+"""The memory of gradient buckets: one flat buffer per dtype, allocated once and divided as often as buckets change; on
+GPUs registered with NCCL."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuda_ext.distributed.clock import ends_within
-from cuda_ext.distributed.reporting import logger
+from cuda_ext.bucket import aligned_offsets
+from cuda_ext.distributed.timing import ends_within
+
+
+class RankFlag(IntEnum):
+    """The last flags of a bucket, which describe a rank, as indices from the end ([Note 2] in reducer.py)."""
+
+    REACHED = -4  # its backward passes have reached all of its forward passes
+    HAS_GRADIENTS = -3  # it takes part with gradients
+    LEFT_OUT = -2  # backward has not reached all forward passes
+    ANNOUNCES = -1  # it only announces that parameters were frozen or unfrozen
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a bucket, in elements: gradients at ``offsets``, flags at ``head``, then padding up to ``size``.
+
+    There is one flag per gradient, and one per `RankFlag` ([Note 2] in reducer.py). Every gradient begins at a
+    multiple of 64 bytes. ``size`` is a multiple of the number of ranks, so that each can own an equal part, and of 128,
+    so that parts begin at whole vectors (as Megatron-LM pads its buckets).
+    """
+
+    offsets: list[int]
+    head: int
+    size: int
+
+
+def layout(counts: Sequence[int], dtype: torch.dtype, ranks: int) -> Layout:
+    """The layout of gradients of ``counts`` elements that travel as ``dtype``."""
+    offsets, head = aligned_offsets(counts, dtype)
+    return Layout(offsets, head, _round_up(head + len(counts) + len(RankFlag), math.lcm(ranks, 128)))
+
+
+def elements_needed(counts: Sequence[int], dtype: torch.dtype, ranks: int, max_buckets: int) -> int:
+    """The size of an arena for gradients of ``counts`` elements in up to ``max_buckets`` buckets, in any order."""
+    head = aligned_offsets(counts, dtype)[1]
+    padding = math.lcm(ranks, 128) - 1
+    return head + len(counts) + max_buckets * (len(RankFlag) + padding)
+
+
+class Arena:
+    """Flat memory that is divided into buckets."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self._used = 0
+
+    def allocate(self, size: int) -> Tensor:
+        """The next ``size`` elements, as a tensor with its own version counter."""
+        begin = self._used
+        self._used += size
+        assert self._used <= self.memory.numel()
+        return self.memory[begin : self._used].data
+
+    def clear(self) -> None:
+        """Frees everything; later allocations reuse the memory."""
+        self._used = 0
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+logger = logging.getLogger("cuda_ext.distributed")
 
 PATIENCE = 2.0  # seconds that the end of a process waits for a GPU, which may wait for ranks that have ended
 
 
 class RegisteredMemory:
     """``buffers`` of the given numbers of elements and dtypes, registered with ``group`` if every rank can do so.
+
+    NCCL's kernels read and write a registered buffer in place, without copies to and from buffers of its own; if it is
+    registered as symmetric, at the same offset on every rank, NCCL 2.27 and later can use kernels of far lower latency
+    (NCCL user guide, User Buffer Registration; Megatron-LM's ``nccl_ub``).
 
     The constructor is a collective. If a rank cannot register them, all ranks use ordinary buffers, and ``reason`` says
     why, in one line; it is None if they are registered. Keep this object as long as the buffers are used, and `close`

@@ -15,11 +15,11 @@ from dataclasses import replace
 import pytest
 from conftest import ROOT
 
-from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
-from cuda_ext.distributed.planning.choice import choose
-from cuda_ext.distributed.planning.links import Hop, Link, fit, ring, tree, two_level
-from cuda_ext.distributed.planning.simulation import Gradient, in_order, simulate, slowest, spread
-from cuda_ext.distributed.planning.units import byte_rate, byte_size, duration
+from cuda_ext.distributed.bucketing.assignment import fill, fixed_capacity
+from cuda_ext.distributed.bucketing.choice import choose
+from cuda_ext.distributed.bucketing.links import Hop, Link, fit, ring, tree, two_level
+from cuda_ext.distributed.bucketing.simulation import Gradient, in_order, simulate, slowest, spread
+from cuda_ext.distributed.bucketing.units import byte_rate, byte_size, duration
 
 Buckets = Sequence[Sequence[int]]
 NVLINK = Link(79e-6, 278e9)  # a fit to NCCL on 8 GPUs of one node
@@ -235,7 +235,7 @@ def test_choice_depends_on_its_arguments_alone() -> None:
     choice = choose(gradients, link, 0.1)
     assert choose(list(gradients), link, 0.1) == choice
     program = (
-        "from cuda_ext.distributed.planning.choice import Gradient, Link, choose\n"
+        "from cuda_ext.distributed.bucketing.choice import Gradient, Link, choose\n"
         f"choice = choose({gradients!r}, {link!r}, 0.1)\n"
         "print((choice.buckets, choice.timeline.total, choice.reason))"
     )
@@ -263,19 +263,19 @@ def test_a_small_kind_goes_in_one_piece() -> None:
     assert sum(bucket[0] >= 99 for bucket in choice.buckets) == 1
 
 
-def test_launches_by_hand() -> None:
-    """Two kinds that are ready at once: one launch saves a latency, and costs what the second bucket adds."""
+def test_transfers_by_hand() -> None:
+    """Two kinds that are ready at once: one transfer saves a latency, and costs what the second bucket adds."""
     gradients = [Gradient("a", 100, 1.0, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
-    for grouped, launches, exposed in ((None, (1, 1), 2.2), (0.0, (2,), 1.7), (0.2, (2,), 1.9), (0.6, (1, 1), 2.2)):
+    for grouped, transfers, exposed in ((None, (1, 1), 2.2), (0.0, (2,), 1.7), (0.2, (2,), 1.9), (0.6, (1, 1), 2.2)):
         choice = choose(gradients, Link(0.5, 100, grouped=grouped), 1.0)
-        assert choice.launches == launches and choice.buckets == ((0,), (1,)), grouped
+        assert choice.transfers == transfers and choice.buckets == ((0,), (1,)), grouped
         assert choice.exposed == pytest.approx(exposed)
         assert (choice.last, choice.largest) == (20, 100)
-        assert ("2 buckets: 100 B, the last 20 B, in one launch, where" in choice.reason) == (launches == (2,))
-    # A launch waits for all of its buckets. If the network is busy longer, the first bucket is sent at once.
+        assert ("2 buckets: 100 B, the last 20 B, in one transfer, where" in choice.reason) == (transfers == (2,))
+    # A transfer waits for all of its buckets. If the network is busy longer, the first bucket is sent at once.
     early = [Gradient("a", 100, 0.1, "bfloat16"), Gradient("b", 20, 1.0, "float32")]
     choice = choose(early, Link(0.5, 100, grouped=0.0), 1.0)
-    assert choice.launches == (1, 1)
+    assert choice.transfers == (1, 1)
     assert choice.exposed == pytest.approx(1.3)
 
 
@@ -284,16 +284,16 @@ def test_groups_are_used_only_if_they_are_faster(trial: int) -> None:
     gradients = random_gradients(60, 0.05, ("float32", "bfloat16", "float64")[: random.randint(2, 3)])
     link = random_link()
     apart = choose(gradients, link, 0.05)
-    assert apart.launches == (1,) * len(apart.buckets)
+    assert apart.transfers == (1,) * len(apart.buckets)
     for part in (0.0, 0.5, 1.0, 2.0):
         choice = choose(gradients, replace(link, grouped=part * link.latency), 0.05)
-        assert sum(choice.launches) == len(choice.buckets) == len(choice.sizes)
+        assert sum(choice.transfers) == len(choice.buckets) == len(choice.sizes)
         assert sorted(itertools.chain(*choice.buckets)) == list(range(60))
         assert choice.exposed <= apart.exposed + 1e-12
-        if max(choice.launches) > 1:
+        if max(choice.transfers) > 1:
             assert choice.exposed < apart.exposed
         begin = 0
-        for count in choice.launches:
+        for count in choice.transfers:
             kinds = [gradients[bucket[0]].kind for bucket in choice.buckets[begin : begin + count]]
             assert len(set(kinds)) == count
             begin += count

@@ -1,4 +1,4 @@
-"""Quantities with units: parsers for command lines (``400Gbit``, ``12.5 GB/s``, ``0us``, ``25MiB``, ``2%``), and text.
+"""Parsers of quantities with units on command lines: ``400Gbit``, ``12.5 GB/s``, ``0us``, ``25MiB``, ``2%``.
 
 The case of a unit matters only for ``b``, a bit, and ``B``, a byte.
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Sequence
-
-MIB = 1 << 20
+from collections.abc import Callable
 
 Parser = Callable[[str], float]
 FactorOf = Callable[[str], "float | None"]  # of a unit; None if it is unknown
@@ -78,22 +76,3 @@ bandwidth = _in(_bytes_per_second, "400Gbit or 50GB/s")
 flop_rate = _in(_flop_rate, "400T")
 some_bytes = _in(_mib_or_bytes, "25MiB")
 percent = _in(_percent, "2%", zero=True)
-
-
-def duration(seconds: float) -> str:
-    return _in_units(seconds, (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)))
-
-
-def byte_size(count: float) -> str:
-    return _in_units(count, (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10), ("B", 1)))
-
-
-def byte_rate(bytes_per_second: float) -> str:
-    return _in_units(bytes_per_second, (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)))
-
-
-def _in_units(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """In the largest unit that does not exceed the value, or the smallest unit; three digits."""
-    unit, scale = next((unit for unit in units if value >= unit[1]), units[-1])
-    number = value / scale
-    return f"{number:.0f} {unit}" if 100 <= number < math.inf else f"{number:.3g} {unit}"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch import Tensor
 
-from cuda_ext.distributed.wire import ErrorFeedback, float32_all_reduce, float32_reduce_scatter, sum_chunks
+from cuda_ext.distributed.float32_sums import ErrorFeedback, float32_all_reduce, float32_reduce_scatter, sum_chunks
 
 SMALL = (torch.bfloat16, torch.float16)
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_ext.distributed.planning import model_shapes
-from cuda_ext.distributed.planning.assignment import AUTO, fill, fixed_capacity
-from cuda_ext.distributed.planning.choice import choose
-from cuda_ext.distributed.planning.links import ALGORITHMS, Hop, Link, two_level
-from cuda_ext.distributed.planning.model_shapes import Parameter, ShapesError
-from cuda_ext.distributed.planning.simulation import Gradient, Timeline, simulate, slowest
-from cuda_ext.distributed.planning.units import byte_size
+from cuda_ext.distributed.bucketing.assignment import AUTO, fill, fixed_capacity
+from cuda_ext.distributed.bucketing.choice import choose
+from cuda_ext.distributed.bucketing.links import ALGORITHMS, Hop, Link, two_level
+from cuda_ext.distributed.bucketing.simulation import Gradient, Timeline, simulate, slowest
+from cuda_ext.distributed.bucketing.units import byte_size
+from cuda_ext.distributed.prediction import model_shapes
+from cuda_ext.distributed.prediction.model_shapes import Parameter, ShapesError
 
 MOST_RANKS = 4096  # in the curves of the plot
 FORWARD = 0.5  # the time of forward, relative to backward
@@ -50,7 +50,7 @@ class Prediction:
             "bandwidth_bytes_per_second": self.link.bandwidth if self.link.bandwidth < math.inf else None,
             "bucket": AUTO if self.bucket is None else self.bucket,
             "bucket_bytes": list(self.sizes),
-            "launches": len(self.timeline.transfers),
+            "transfers": len(self.timeline.transfers),
             "exposed_seconds": self.timeline.exposed,
             "efficiency": self.efficiency,
         }

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cuda_ext.distributed.planning.links import Link
+from cuda_ext.distributed.bucketing.links import Link
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def spread(sizes: Iterable[tuple[str, float]], backward_seconds: float) -> list[
 
 @dataclass(frozen=True)
 class Transfer:
-    """One launch: its bytes, and when it is packed, sent and ready, in seconds since backward began."""
+    """One transfer: its bytes, and when it is packed, sent and ready, in seconds since backward began."""
 
     bytes: float
     packed: float
@@ -73,7 +73,7 @@ class Timeline:
 
 def simulate(
     gradients: Sequence[Gradient],
-    launches: Iterable[Sequence[int]],
+    transfers: Iterable[Sequence[int]],
     link: Link,
     backward_seconds: float,
     *,
@@ -82,13 +82,13 @@ def simulate(
 ) -> Timeline:
     """Simulates one backward pass.
 
-    A launch is one bucket, or several buckets of different kinds that are sent together. It is packed when its last
-    gradient is ready and the launches before it are packed. Packing adds to the time of backward. Transfers run one
-    after the other, in the order of the launches. During a transfer, backward runs at ``link.hides`` of its speed.
+    A transfer is one bucket, or several buckets of different kinds that are sent together. It is packed when its last
+    gradient is ready and the transfers before it are packed. Packing adds to the time of backward. Transfers run one
+    after the other, in order. During a transfer, backward runs at ``link.hides`` of its speed.
 
     Args:
         gradients: in any order; ``ready`` in seconds of backward without transfers.
-        launches: indices into ``gradients``, in the order in which they are sent.
+        transfers: indices into ``gradients``, in the order in which they are sent.
         link: the cost of an all-reduce.
         backward_seconds: the time of backward alone; at least the last ``ready``.
         pack_bandwidth: bytes per second; default infinite.
@@ -97,15 +97,15 @@ def simulate(
     hides = link.hides
     packing = 0.0  # seconds so far
     latest = 0.0  # arrival so far
-    packs = []  # of each launch: seconds of computing, packing included, until it is packed; its bytes; its buckets
-    for launch in launches:
-        size = sum(gradients[n].bytes for n in launch)
+    packs = []  # of each transfer: seconds of computing, packing included, until it is packed; its bytes; its buckets
+    for transfer in transfers:
+        size = sum(gradients[n].bytes for n in transfer)
         packing += size / pack_bandwidth
-        latest = max(latest, *(gradients[n].ready for n in launch))
-        packs.append((slowdown * latest + packing, size, len({gradients[n].kind for n in launch})))
+        latest = max(latest, *(gradients[n].ready for n in transfer))
+        packs.append((slowdown * latest + packing, size, len({gradients[n].kind for n in transfer})))
     computing = slowdown * max(backward_seconds, latest) + packing
     clock = _Clock(hides)
-    transfers = []
+    timed = []
     free = 0.0  # when the link is free
     free_by_computing = 0.0  # the same moment, in seconds of computing
     passing = 0.0  # seconds of all transfers so far; each second cost (1 - hides) seconds of computing
@@ -117,9 +117,9 @@ def simulate(
         clock.transfer(by_computing, sent, lasts)
         free, free_by_computing = sent + lasts, by_computing + hides * lasts
         passing += lasts
-        transfers.append(Transfer(size, min(packed, sent), sent, free))
+        timed.append(Transfer(size, min(packed, sent), sent, free))
     computed = clock.time_of(computing)
-    return Timeline(tuple(transfers), backward_seconds, computed, max(computed, free))
+    return Timeline(tuple(timed), backward_seconds, computed, max(computed, free))
 
 
 class _Clock:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from cuda_ext.distributed import registered
-from cuda_ext.distributed.registered import RegisteredMemory
+from cuda_ext.distributed.memory import RegisteredMemory, _is_destroyed
 
 
 class Backend:
@@ -61,8 +60,8 @@ def pretended_gpu(backend: Backend) -> Iterator[tuple[Any, Any]]:
     group.allreduce = allreduce
     with (
         mock.patch("torch.cuda.device", lambda device: contextlib.nullcontext()),
-        mock.patch.object(registered, "_is_destroyed", lambda group: backend._fails == "destroyed"),
-        mock.patch.object(registered, "ends_within", lambda seconds, stream: backend._fails != "busy"),
+        mock.patch("cuda_ext.distributed.memory._is_destroyed", lambda group: backend._fails == "destroyed"),
+        mock.patch("cuda_ext.distributed.memory.ends_within", lambda seconds, stream: backend._fails != "busy"),
         mock.patch("torch.cuda.MemPool", lambda allocator: mock.Mock()),
         mock.patch("torch.cuda.use_mem_pool", lambda pool, device: contextlib.nullcontext()),
         mock.patch("torch.zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype)),
@@ -117,9 +116,9 @@ def test_memory_that_stays_registered_is_kept(group: None, caplog: pytest.LogCap
 def test_destroyed_groups() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = [dist.group.WORLD, dist.new_group([0])]
-    assert not any(map(registered._is_destroyed, groups))
+    assert not any(map(_is_destroyed, groups))
     dist.destroy_process_group()
-    assert all(map(registered._is_destroyed, groups))
+    assert all(map(_is_destroyed, groups))
 
 
 @on_ranks(2)

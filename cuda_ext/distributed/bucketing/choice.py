@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from cuda_ext.distributed.planning.links import Link
-from cuda_ext.distributed.planning.simulation import Gradient, Timeline, in_order, simulate, sort_by_arrival
-from cuda_ext.distributed.planning.units import MIB, byte_size, duration
+from cuda_ext.distributed.bucketing.links import Link
+from cuda_ext.distributed.bucketing.simulation import Gradient, Timeline, in_order, simulate, sort_by_arrival
+from cuda_ext.distributed.bucketing.units import MIB, byte_size, duration
 
 # A division into fewer buckets is preferred if it lengthens the pass by no more than these fractions of the exposed
 # time and of backward, which is too little to measure.
@@ -20,19 +20,19 @@ MOST_BUCKETS = 512
 # A bucket may always be this large: the memory does not matter.
 SMALL = 32 * MIB
 
-Launch = list[list[int]]  # buckets that are sent together, as indices into the gradients
+Buckets = list[list[int]]  # buckets that are sent together, as indices into the gradients
 
 
 @dataclass(frozen=True)
 class Choice:
     """A division of gradients into buckets.
 
-    buckets: indices into the gradients, in the order of sending. launches: the number of buckets of each launch.
+    buckets: indices into the gradients, in the order of sending. transfers: the number of buckets of each transfer.
     sizes: the bytes of each bucket. reason: one line for a log.
     """
 
     buckets: tuple[tuple[int, ...], ...]
-    launches: tuple[int, ...]
+    transfers: tuple[int, ...]
     sizes: tuple[float, ...]
     timeline: Timeline
     reason: str
@@ -73,7 +73,7 @@ def choose(
     gradients sent and the number of buckets. A division into fewer buckets is preferred if it exposes at most 1 % and
     0.0001 ``backward_seconds`` more. Typically the last bucket is small, as nothing hides it, and the others are large,
     as each costs a latency. A bucket with several kinds of gradients is split by kind; small kinds stay in one piece if
-    that is faster; and if the link supports groups, the parts of a split bucket share a launch if that is faster.
+    that is faster; and if the link supports groups, the parts of a split bucket share a transfer if that is faster.
     """
     if not gradients:
         raise ValueError("choose: expected at least one gradient, got none")
@@ -88,32 +88,32 @@ def choose(
     for gradient in gradients:
         kinds[gradient.kind] = kinds.get(gradient.kind, 0.0) + gradient.bytes
     small = frozenset(kind for kind, size in kinds.items() if size < max(kinds.values()) and size <= largest)
-    divisions: list[list[Launch]] = []
+    divisions: list[list[Buckets]] = []
     for whole in dict.fromkeys((frozenset[str](), small)):
         by_kind = _split_by_kind(gradients, pieces, whole)
-        separate = sort_by_arrival(gradients, [bucket for launch in by_kind for bucket in launch])
+        separate = sort_by_arrival(gradients, [bucket for transfer in by_kind for bucket in transfer])
         divisions.append([[bucket] for bucket in separate])
         if link.grouped is not None and len(by_kind) < len(separate):
             divisions.append(by_kind)
     timelines = [
-        simulate(gradients, [list(chain(*launch)) for launch in division], link, backward_seconds, **options)
+        simulate(gradients, [list(chain(*transfer)) for transfer in division], link, backward_seconds, **options)
         for division in divisions
     ]
 
     def cost(n: int) -> tuple[float, int, int]:
-        # Ties: fewest buckets, then most launches, as a bucket of a group waits for the others.
+        # Ties: fewest buckets, then most transfers, as a bucket of a group waits for the others.
         return timelines[n].exposed, sum(map(len, divisions[n])), -len(divisions[n])
 
     best = min(range(len(divisions)), key=cost)
-    buckets = tuple(tuple(bucket) for launch in divisions[best] for bucket in launch)
+    buckets = tuple(tuple(bucket) for transfer in divisions[best] for bucket in transfer)
     sizes = tuple(sum(gradients[n].bytes for n in bucket) for bucket in buckets)
-    launches = tuple(map(len, divisions[best]))
-    return Choice(buckets, launches, sizes, timelines[best], _reason(sizes, len(launches), timelines[best], link))
+    transfers = tuple(map(len, divisions[best]))
+    return Choice(buckets, transfers, sizes, timelines[best], _reason(sizes, len(transfers), timelines[best], link))
 
 
 def _split_by_kind(
     gradients: Sequence[Gradient], pieces: Sequence[Sequence[int]], whole: frozenset[str]
-) -> list[Launch]:
+) -> list[Buckets]:
     """Each piece as buckets of one kind. A kind in ``whole`` has a single bucket, in the last piece that has it."""
     last = {gradients[n].kind: number for number, piece in enumerate(pieces) for n in piece}
     buckets: list[dict[str, list[int]]] = [{} for _ in pieces]
@@ -224,16 +224,16 @@ def _one_more_bucket(
     return after, cut
 
 
-def _reason(sizes: Sequence[float], launches: int, timeline: Timeline, link: Link) -> str:
+def _reason(sizes: Sequence[float], transfers: int, timeline: Timeline, link: Link) -> str:
     *others, last = sizes
     division = f"one bucket of {byte_size(last)}"
     if others:
         low, high = byte_size(min(others)), byte_size(max(others))
         sizes_of_others = low if low == high else f"{low} to {high}"
         division = f"{len(sizes)} buckets: {sizes_of_others}, the last {byte_size(last)}"
-    if launches < len(sizes):
+    if transfers < len(sizes):
         assert link.grouped is not None
-        count = "one launch" if launches == 1 else f"{launches} launches"
+        count = "one transfer" if transfers == 1 else f"{transfers} transfers"
         division += f", in {count}, where each further bucket takes {duration(link.grouped)}"
     speed = f", during which backward runs at {link.hides:.0%} of its speed" if link.hides < 1 else ""
     return (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuda_ext.distributed.planning.links import Link, fit
+from cuda_ext.distributed.bucketing.links import Link, fit
 
 SMALLEST, LARGEST = 64 << 10, 16 << 20  # bytes; each size is twice the previous one
 MOST_REPEATS = 5  # of each size
@@ -62,8 +62,8 @@ def measure_link(
             its first collective, to connect ranks for example, is added.
         buffer: the tensor to sum, at least 128 KiB, overwritten; the time of a sum on a CPU depends on the dtype.
             Default zeros, 16 MiB of float32.
-        together: sums several tensors as one launch, and returns when ``all_reduce`` with None would. If given, two of
-            32 KiB are compared with one of 64 KiB, for ``Link.grouped``. Default None: one bucket per launch.
+        together: sums several tensors in one transfer, and returns when ``all_reduce`` with None would. If given, two
+            of 32 KiB are compared with one of 64 KiB, for ``Link.grouped``. Default None: one bucket per transfer.
 
     Raises ValueError for a budget that is not positive.
     """
@@ -132,7 +132,7 @@ class _Meter:
         return min(1.0, max(0.0, hides.item()))
 
     def measure_grouped(self, together: AllReduceTogether) -> float:
-        """Seconds that a second bucket adds to a launch: two halves of the smallest size compared with one whole."""
+        """Seconds that a second bucket adds to a transfer: two halves of the smallest size compared with one whole."""
         count = SMALLEST // self._buffer.itemsize
         halves = self._buffer[:count].chunk(2)
         times: list[list[float]] = [[], []]

@@ -16,14 +16,14 @@ import torch
 from conftest import ROOT
 from torch import nn
 
-from cuda_ext.distributed.planning import model_shapes, units
-from cuda_ext.distributed.planning.assignment import fill, fixed_capacity
-from cuda_ext.distributed.planning.choice import choose
-from cuda_ext.distributed.planning.command import EPILOG, main
-from cuda_ext.distributed.planning.links import Hop, ring, two_level
-from cuda_ext.distributed.planning.model_shapes import Parameter, ShapesError
-from cuda_ext.distributed.planning.presets import PRESETS, Transformer
-from cuda_ext.distributed.planning.simulation import Gradient, simulate
+from cuda_ext.distributed.bucketing.assignment import fill, fixed_capacity
+from cuda_ext.distributed.bucketing.choice import choose
+from cuda_ext.distributed.bucketing.links import Hop, ring, two_level
+from cuda_ext.distributed.bucketing.simulation import Gradient, simulate
+from cuda_ext.distributed.prediction import model_shapes, quantities
+from cuda_ext.distributed.prediction.command import EPILOG, main
+from cuda_ext.distributed.prediction.model_shapes import Parameter, ShapesError
+from cuda_ext.distributed.prediction.presets import PRESETS, Transformer
 
 Capture = pytest.CaptureFixture[str]
 NETWORK = ["--bandwidth", "100Gbit", "--latency", "10us"]
@@ -271,17 +271,17 @@ def test_predictions_are_those_of_the_model(capsys: Capture) -> None:
         assert row["efficiency"] == pytest.approx(0.003 / (0.003 + timeline.exposed))
 
 
-def test_dtypes_in_one_launch(capsys: Capture, tmp_path: Path) -> None:
-    """A common launch saves a latency, and costs what another bucket adds."""
+def test_dtypes_in_one_transfer(capsys: Capture, tmp_path: Path) -> None:
+    """A common transfer saves a latency, and costs what another bucket adds."""
     shapes = tmp_path / "shapes.txt"
     shapes.write_text("norm 4096 float32\nweight 2048x4096 bfloat16\n")
     command = [str(shapes), "--ranks", "2", "--buckets", "auto", "--backward", "1ms", *NETWORK]
     (apart,) = rows(capsys, *command)
     (grouped,) = rows(capsys, *command, "--grouped", "1us")
     assert apart["bucket_bytes"] == grouped["bucket_bytes"] == [16 << 20, 16 << 10]
-    assert (apart["launches"], grouped["launches"]) == (2, 1)
+    assert (apart["transfers"], grouped["transfers"]) == (2, 1)
     saved = apart["exposed_seconds"] - grouped["exposed_seconds"]
-    # In separate launches the weight, which is ready first, may be sent before the norm.
+    # In separate transfers the weight, which is ready first, may be sent before the norm.
     assert 0 < saved <= apart["latency_seconds"] - 1e-6 + 1e-12
     (dear,) = rows(capsys, *command, "--grouped", "1ms")
     assert dear == apart
@@ -376,8 +376,8 @@ def test_plot(tmp_path: Path, capsys: Capture, suffix: str) -> None:
 
 def test_plot_without_matplotlib(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "cuda_ext.distributed.planning.plot", raising=False)
-    monkeypatch.delattr("cuda_ext.distributed.planning.plot", raising=False)
+    monkeypatch.delitem(sys.modules, "cuda_ext.distributed.prediction.plot", raising=False)
+    monkeypatch.delattr("cuda_ext.distributed.prediction.plot", raising=False)
     path = tmp_path / "plan.png"
     complaint = refused(capsys, "llama-8b", "--ranks", "8", *NETWORK, *COMPUTING, "--plot", str(path))
     assert complaint.startswith("--plot: expected matplotlib, got ") and complaint.endswith("; pip install matplotlib")
@@ -437,13 +437,14 @@ def test_units_in_any_case() -> None:
         125e6: ("1e3Mbit", ".125GB", "125e6B"),
         2.0**30: ("1GiB", "1gibyte/s", "8Gib", "8Gibit/s"),
     }
-    assert {units.bandwidth(text): rate for rate, texts in rates.items() for text in texts} == {r: r for r in rates}
+    for rate, texts in rates.items():
+        assert {quantities.bandwidth(text) for text in texts} == {rate}
     times = {0.0: ("0us", "0", "0.0 S"), 5e-6: ("5us", "5US", "5 µs", "5 μs", "5usec"), 7e-3: ("7ms", "7MS")}
     for expected, texts in times.items():
-        assert [units.latency(text) for text in texts] == pytest.approx([expected] * len(texts))
-    assert {units.some_bytes(text) for text in ("25", "25MiB", "25mib", "25 MIB", "25600kib")} == {25.0 * 2**20}
-    assert {units.flop_rate(text) for text in ("400T", "400tflops", "0.4 PFLOP/s", "4e14")} == {400e12}
-    assert units.percent("2%") == 0.02 and units.percent("0%") == 0.0
+        assert [quantities.latency(text) for text in texts] == pytest.approx([expected] * len(texts))
+    assert {quantities.some_bytes(text) for text in ("25", "25MiB", "25mib", "25 MIB", "25600kib")} == {25.0 * 2**20}
+    assert {quantities.flop_rate(text) for text in ("400T", "400tflops", "0.4 PFLOP/s", "4e14")} == {400e12}
+    assert quantities.percent("2%") == 0.02 and quantities.percent("0%") == 0.0
 
 
 def test_zero_latency(capsys: Capture) -> None:

@@ -36,10 +36,10 @@ def wrap(module: nn.Module, way: str) -> BucketedDataParallel:
     nodes = DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(2, -1)) if way == "nodes" else None
     other = way == "not gloo"  # like another backend on CPUs, with which a wrapper has no separate group
     with (
-        mock.patch("cuda_ext.distributed.exchange.is_on_gloo", return_value=False) if other else nullcontext(),
-        mock.patch("cuda_ext.distributed.own_group.is_on_gloo", return_value=False) if other else nullcontext(),
+        mock.patch("cuda_ext.distributed.algorithms.is_on_gloo", return_value=False) if other else nullcontext(),
+        mock.patch("cuda_ext.distributed.process_groups.is_on_gloo", return_value=False) if other else nullcontext(),
     ):
-        return BucketedDataParallel(module, process_group=nodes, bucket_mb=SMALL, **WAYS[way])
+        return BucketedDataParallel(module, process_group=nodes, bucket_cap_mb=SMALL, **WAYS[way])
 
 
 class MeanGradient(torch.autograd.Function):
@@ -135,7 +135,7 @@ def test_a_rank_without_a_gradient_sends_its_bucket_later() -> None:
     """Together with a collective of a layer: on one rank before it, on the other after it."""
     tower = Tower(True)
     tower.head = nn.Linear(9, 9, dtype=torch.float64)
-    model = BucketedDataParallel(tower, bucket_mb=SMALL, algorithm="all_reduce")
+    model = BucketedDataParallel(tower, bucket_cap_mb=SMALL, algorithm="all_reduce")
     x = torch.randn(5, 9, dtype=torch.float64)
     output = model(x, 0)
     (model.module.head(output) if dist.get_rank() == 0 else output).sum().backward()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuda_ext.distributed.planning.model_shapes import Parameter
+from cuda_ext.distributed.prediction.model_shapes import Parameter
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 

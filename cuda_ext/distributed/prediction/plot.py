@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuda_ext.distributed.planning.units import duration
+from cuda_ext.distributed.bucketing.units import duration
 
 try:
     import matplotlib
@@ -17,7 +17,7 @@ except ImportError as error:
     raise ImportError(f"--plot: expected matplotlib, got {error}; pip install matplotlib") from None
 
 if TYPE_CHECKING:
-    from cuda_ext.distributed.planning.prediction import Prediction
+    from cuda_ext.distributed.prediction.predictor import Prediction
 
 FORMATS = (".png", ".svg", ".pdf")
 INK = "#767a80"  # legible on white and on black

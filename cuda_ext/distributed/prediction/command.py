@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from cuda_ext.distributed.planning import model_shapes, presets, units
-from cuda_ext.distributed.planning.assignment import AUTO
-from cuda_ext.distributed.planning.links import ALGORITHMS
-from cuda_ext.distributed.planning.model_shapes import ITEMSIZE, Parameter, ShapesError
-from cuda_ext.distributed.planning.prediction import MOST_RANKS, Prediction, Predictor
-from cuda_ext.distributed.planning.presets import PRESETS
-from cuda_ext.distributed.planning.units import MIB, byte_size, duration
+from cuda_ext.distributed.bucketing.assignment import AUTO
+from cuda_ext.distributed.bucketing.links import ALGORITHMS
+from cuda_ext.distributed.bucketing.units import MIB, byte_size, duration
+from cuda_ext.distributed.prediction import model_shapes, presets, quantities
+from cuda_ext.distributed.prediction.model_shapes import ITEMSIZE, Parameter, ShapesError
+from cuda_ext.distributed.prediction.predictor import MOST_RANKS, Prediction, Predictor
+from cuda_ext.distributed.prediction.presets import PRESETS
 
 _INDENT = 16 * " "
 EPILOG = f"""\
@@ -41,7 +41,7 @@ To write the shapes of your own model to a file, paste this into a shell:
 
 python - <<'EOF'
 import torch
-from cuda_ext.distributed.planning.model_shapes import save
+from cuda_ext.distributed.prediction.model_shapes import save
 with torch.device("meta"):  # takes no memory
     model = torch.nn.Transformer()  # yours
 save(model, "shapes.json")
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def bucket_size(text: str) -> float | None:
-    return None if text == AUTO else units.some_bytes(text)
+    return None if text == AUTO else quantities.some_bytes(text)
 
 
 def positive(text: str) -> int:
@@ -117,7 +117,7 @@ def parser() -> Parser:
         metavar="SIZE",
         help="MiB, or with a unit, or auto (default: auto 25MiB 100MiB)",
     )
-    buckets.add_argument("--largest", type=units.some_bytes, metavar="SIZE", help="maximum bucket size for auto")
+    buckets.add_argument("--largest", type=quantities.some_bytes, metavar="SIZE", help="maximum bucket size for auto")
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="instead of the table")
     output.add_argument(
@@ -131,19 +131,21 @@ def parser() -> Parser:
 
 def _add_network(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ranks", type=positive, nargs="+", required=True, metavar="N", help="one or several numbers")
-    group.add_argument("--bandwidth", type=units.bandwidth, required=True, help="network of each rank: 400Gbit, 50GB/s")
-    group.add_argument("--latency", type=units.latency, required=True, help="of a message across the network: 5us")
+    group.add_argument(
+        "--bandwidth", type=quantities.bandwidth, required=True, help="network of each rank: 400Gbit, 50GB/s"
+    )
+    group.add_argument("--latency", type=quantities.latency, required=True, help="of a message across the network: 5us")
     group.add_argument("--ranks-per-node", type=positive, default=8, metavar="N", help="default 8")
     group.add_argument(
         "--node-bandwidth",
-        type=units.bandwidth,
+        type=quantities.bandwidth,
         default=370e9,
         metavar="BANDWIDTH",
         help="of each rank inside its node (default 370GB/s, which NCCL's rings reach on 8 H100)",
     )
     group.add_argument(
         "--node-latency",
-        type=units.latency,
+        type=quantities.latency,
         default=3.4e-6,
         metavar="LATENCY",
         help="of a message inside a node (default 3.4us, a step of a ring in NCCL's own model)",
@@ -160,16 +162,16 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--grouped",
-        type=units.latency,
+        type=quantities.latency,
         metavar="TIME",
-        help="time that another bucket adds to a launch, with NCCL's groups (default: one bucket per launch); for "
+        help="time that another bucket adds to a transfer, with NCCL's groups (default: one bucket per transfer); for "
         "models with several dtypes",
     )
 
 
 def _add_computing(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--backward", type=units.seconds, metavar="TIME", help="of one pass: 200ms")
-    group.add_argument("--flops", type=units.flop_rate, metavar="RATE", help="that a rank reaches: 400T")
+    group.add_argument("--backward", type=quantities.seconds, metavar="TIME", help="of one pass: 200ms")
+    group.add_argument("--flops", type=quantities.flop_rate, metavar="RATE", help="that a rank reaches: 400T")
     group.add_argument(
         "--tokens",
         type=positive,
@@ -177,7 +179,11 @@ def _add_computing(group: argparse._ArgumentGroup) -> None:
         help="in the batch of a rank; backward takes 4 FLOPs per token and parameter that multiplies",
     )
     group.add_argument(
-        "--jitter", type=units.percent, default=0.0, metavar="PART", help="standard deviation of the ranks' speed: 2%%"
+        "--jitter",
+        type=quantities.percent,
+        default=0.0,
+        metavar="PART",
+        help="standard deviation of the ranks' speed: 2%%",
     )
     group.add_argument("--seed", type=int, default=0, help="of the jitter (default 0)")
 
@@ -230,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     if options.plot is not None:
-        from cuda_ext.distributed.planning import plot  # fails before any work if matplotlib is missing
+        from cuda_ext.distributed.prediction import plot  # fails before any work if matplotlib is missing
 
         plot.check(options.plot)
     parameters = _parameters(options)

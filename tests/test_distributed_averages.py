@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cuda_ext import bucket as bucket_ops
 from cuda_ext.distributed import AllreduceState, BucketedDataParallel, all_reduce_coalesced, allreduce_hook
-from cuda_ext.distributed.planning import assignment
-from cuda_ext.distributed.planning.links import Link
-from cuda_ext.distributed.planning.simulation import Gradient
-from cuda_ext.distributed.planning.units import MIB
+from cuda_ext.distributed.bucketing import assignment
+from cuda_ext.distributed.bucketing.links import Link
+from cuda_ext.distributed.bucketing.simulation import Gradient
+from cuda_ext.distributed.bucketing.units import MIB
 
 # the average
 
@@ -41,7 +41,7 @@ from cuda_ext.distributed.planning.units import MIB
 @on_ranks(4)
 def test_training_equals_one_process_with_the_whole_batch() -> None:
     whole = make_model()
-    model = BucketedDataParallel(copy.deepcopy(whole), bucket_mb=SMALL)
+    model = BucketedDataParallel(copy.deepcopy(whole), bucket_cap_mb=SMALL)
     assert len(model.describe().splitlines()) == 2 + 6
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, model)]
     for _ in range(4):
@@ -59,10 +59,10 @@ def test_training_equals_one_process_with_the_whole_batch() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("bucket_mb", [SMALL, "auto"])
-def test_bitwise_equal_to_torch(set_to_none: bool, bucket_mb: float | str) -> None:
+@pytest.mark.parametrize("bucket_cap_mb", [SMALL, "auto"])
+def test_bitwise_equal_to_torch(set_to_none: bool, bucket_cap_mb: float | str) -> None:
     """Halving is exact and a sum of two has only one order, so float32 results must be equal."""
-    model = BucketedDataParallel(make_model(torch.float32), bucket_mb=bucket_mb)
+    model = BucketedDataParallel(make_model(torch.float32), bucket_cap_mb=bucket_cap_mb)
     theirs = DistributedDataParallel(copy.deepcopy(model.module))
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
@@ -75,21 +75,21 @@ def test_bitwise_equal_to_torch(set_to_none: bool, bucket_mb: float | str) -> No
 
 @on_ranks(2)
 def test_gradients_are_views_that_travel_while_backward_runs() -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
-    launched: list[list[bool]] = []
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
+    sent: list[list[bool]] = []
     hooks = [
-        parameter.register_hook(lambda _: launched.append([bucket.launched for bucket in model._reducer.buckets]))
+        parameter.register_hook(lambda _: sent.append([bucket.sent for bucket in model._reducer.buckets]))
         for parameter in model.parameters()
     ]
     for _ in range(2):
-        launched.clear()
+        sent.clear()
         model.zero_grad()
         model(torch.randn(2, 7, dtype=torch.float64)).sum().backward()
-        assert launched[0] == [False] * 6
-        assert launched[-1] == [True] * 5 + [False]
-        assert all(flags == sorted(flags, reverse=True) for flags in launched)
+        assert sent[0] == [False] * 6
+        assert sent[-1] == [True] * 5 + [False]
+        assert all(flags == sorted(flags, reverse=True) for flags in sent)
         for bucket in model._reducer.buckets:
-            assert not bucket.launched
+            assert not bucket.sent
             begin, end = bucket.wire.data_ptr(), bucket.wire.data_ptr() + bucket.wire.nbytes
             for parameter in bucket.parameters:
                 assert begin <= parameter.grad.data_ptr() < end
@@ -130,7 +130,7 @@ def zoo_loss(output: dict[str, Any]) -> Tensor:
 
 @on_ranks(2)
 def test_parameters_of_every_kind() -> None:
-    model = BucketedDataParallel(Zoo(), bucket_mb=SMALL)
+    model = BucketedDataParallel(Zoo(), bucket_cap_mb=SMALL)
     plain = copy.deepcopy(model.module)
     names = [name for bucket in model._reducer.buckets for name in bucket.names]
     assert sorted(names) == sorted(name for name, p in plain.named_parameters() if p.requires_grad)
@@ -151,7 +151,7 @@ def test_parameters_of_every_kind() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_wire_dtype(wire_dtype: torch.dtype) -> None:
-    model = BucketedDataParallel(make_model(torch.float32), bucket_mb=SMALL, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(make_model(torch.float32), bucket_cap_mb=SMALL, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     assert "float32 as " + str(wire_dtype).removeprefix("torch.") in model.describe()
     torch.manual_seed(dist.get_rank())
@@ -204,7 +204,7 @@ def test_error_feedback(group: None) -> None:
     module = make_model(torch.float32)
     for error_feedback in (False, True):
         model = BucketedDataParallel(
-            copy.deepcopy(module), bucket_mb=SMALL, wire_dtype=torch.bfloat16, error_feedback=error_feedback
+            copy.deepcopy(module), bucket_cap_mb=SMALL, wire_dtype=torch.bfloat16, error_feedback=error_feedback
         )
         module.zero_grad()
         module(batch).square().mean().backward()
@@ -275,7 +275,7 @@ def test_no_sync_keeps_gradients_local() -> None:
 
 @on_ranks(2)
 def test_several_forwards_and_several_backwards() -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)
     plain = copy.deepcopy(model.module)
     batches = torch.randn(4, 2, 3, 7, dtype=torch.float64)
 
@@ -297,9 +297,9 @@ def test_several_forwards_and_several_backwards() -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("bucket_mb", [1e-4, SMALL, "auto"])
-def test_unused_parameters_need_no_option(bucket_mb: float | str) -> None:
-    model = BucketedDataParallel(Branches(), bucket_mb=bucket_mb)
+@pytest.mark.parametrize("bucket_cap_mb", [1e-4, SMALL, "auto"])
+def test_unused_parameters_need_no_option(bucket_cap_mb: float | str) -> None:
+    model = BucketedDataParallel(Branches(), bucket_cap_mb=bucket_cap_mb)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     # For each step, the branches that each rank uses. Branch 4 is used only near the end.
@@ -342,7 +342,7 @@ ALGORITHMS = ("auto", "float32", "all_reduce")
 def test_a_backward_that_reaches_no_parameter_takes_part_with_zeros(
     algorithm: str, wire_dtype: torch.dtype | None
 ) -> None:
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Optional(), bucket_cap_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     # For each step, what each rank uses. After the first that reaches parameters, buckets have their order.
@@ -357,7 +357,7 @@ def test_a_backward_that_reaches_no_parameter_takes_part_with_zeros(
 
 @on_ranks(2)
 def test_a_backward_that_reaches_no_parameter_leaves_the_sharded_optimizer_its_averages() -> None:
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, shard_optimizer=True)
+    model = BucketedDataParallel(Optional(), bucket_cap_mb=SMALL, shard_optimizer=True)
     plain = copy.deepcopy(model.module)
     optimizers = model.sharded_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
     batch = torch.randn(2, 7, dtype=torch.float64)
@@ -377,7 +377,7 @@ def test_a_skipped_backward_is_reported_on_all_ranks(
     algorithm: str, wire_dtype: torch.dtype | None, guilty: int, how: str
 ) -> None:
     """Otherwise the next pass of that rank would be matched with this one of the others, until the end."""
-    model = BucketedDataParallel(Optional(), bucket_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(Optional(), bucket_cap_mb=SMALL, algorithm=algorithm, wire_dtype=wire_dtype)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     batches = torch.randn(2, 2, 7, dtype=torch.float64)
@@ -411,7 +411,7 @@ def test_a_skipped_backward_is_reported_on_all_ranks(
 
 @on_ranks(2)
 def test_forward_passes_may_differ_where_none_is_left_out() -> None:
-    model = BucketedDataParallel(Optional(), bucket_mb=1e-4)
+    model = BucketedDataParallel(Optional(), bucket_cap_mb=1e-4)
     plain = copy.deepcopy(model.module)
     rank = dist.get_rank()
     batches = torch.randn(2, 2, 7, dtype=torch.float64)
@@ -455,7 +455,7 @@ def test_forward_passes_may_differ_where_none_is_left_out() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("algorithm", ["all_reduce", "symmetric"])
 def test_the_norm_reads_gradients_once_over_all_ranks_or_never(algorithm: str) -> None:
-    model = BucketedDataParallel(make_model(), bucket_mb=SMALL, algorithm=algorithm)
+    model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL, algorithm=algorithm)
     elements = sum(bucket.gradients.numel() for bucket in model._reducer.buckets)
     model(torch.randn(3, 7, dtype=torch.float64)).square().mean().backward()
     with count_ops() as count:
@@ -474,7 +474,7 @@ def test_the_norm_reads_gradients_once_over_all_ranks_or_never(algorithm: str) -
 @pytest.mark.parametrize("wire_dtype", [None, torch.float64])
 def test_clipping_sees_what_was_done_to_the_gradients(wire_dtype: torch.dtype | None) -> None:
     """As a gradient scaler, a user's hook or freezing a layer by hand would do."""
-    model = BucketedDataParallel(make_model(torch.float32), bucket_mb=SMALL, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(make_model(torch.float32), bucket_cap_mb=SMALL, wire_dtype=wire_dtype)
     torch.manual_seed(dist.get_rank())
 
     def clip_and_compare(max_norm: float) -> None:
@@ -507,7 +507,7 @@ def test_clipping_sees_what_was_done_to_the_gradients(wire_dtype: torch.dtype | 
 @on_ranks(2)
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16])
 def test_one_bad_value_on_one_rank_is_known_to_all(wire_dtype: torch.dtype | None) -> None:
-    model = BucketedDataParallel(make_model(torch.float32), bucket_mb=SMALL, wire_dtype=wire_dtype)
+    model = BucketedDataParallel(make_model(torch.float32), bucket_cap_mb=SMALL, wire_dtype=wire_dtype)
     batch = torch.randn(4, 7)
     model(batch).square().mean().backward()
     assert not model.found_nonfinite()
@@ -557,9 +557,9 @@ def test_first_capacity_of_a_link() -> None:
 
 
 def test_bucket_mb_is_parsed() -> None:
-    assert assignment.parse_bucket_mb("op", "auto") is None
-    assert assignment.parse_bucket_mb("op", 2) == 2 * MIB
-    assert assignment.parse_bucket_mb("op", 0.5) == MIB / 2
+    assert assignment.parse_bucket_cap_mb("op", "auto") is None
+    assert assignment.parse_bucket_cap_mb("op", 2) == 2 * MIB
+    assert assignment.parse_bucket_cap_mb("op", 0.5) == MIB / 2
 
 
 def test_assignment_to_buckets() -> None:
@@ -603,7 +603,7 @@ def test_all_reduce_coalesced() -> None:
         result.append(torch.zeros(4, 3).t().copy_(torch.full((3, 4), float(rank))))
         return [tensor.requires_grad_(n % 2 == 0) for n, tensor in enumerate(result)]
 
-    for op, divisor in (("sum", 1), ("mean", 4)):
+    for op, divisor in (("sum", 1), ("avg", 4), (dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 4)):
         for wire_dtype in (None, torch.float32, torch.bfloat16):
             for async_op in (False, True):
                 actual, sums = tensors(), [(4 * (t.detach().double() - rank) + 6) / divisor for t in tensors()]

@@ -1,4 +1,4 @@
-"""Sums of the flat buffers of buckets over the ranks: by one collective, by several, or in shared memory."""
+"""How the flat buffers of buckets are summed over the ranks: by one collective, by several, or in shared memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from cuda_ext.distributed.coalescing import coalesces, start_together
-from cuda_ext.distributed.own_group import is_on_gloo, own_group
-from cuda_ext.distributed.registered import RegisteredMemory
-from cuda_ext.distributed.reporting import NAME
+from cuda_ext.distributed.checks import NAME
+from cuda_ext.distributed.collectives import coalesces, start_together
+from cuda_ext.distributed.float32_sums import float32_all_reduce, float32_reduce_scatter
+from cuda_ext.distributed.memory import RegisteredMemory
+from cuda_ext.distributed.process_groups import is_on_gloo, own_group
 from cuda_ext.distributed.symmetric import NotSharedError, SymmetricArena
-from cuda_ext.distributed.wire import float32_all_reduce, float32_reduce_scatter
 
 ALGORITHMS = ("auto", "all_reduce", "float32", "symmetric")
 
 
-def check_algorithm(algorithm: str) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"{NAME}: expected algorithm to be one of {ALGORITHMS}, got {algorithm!r}")
+def check_algorithm(name: str) -> None:
+    if name not in ALGORITHMS:
+        raise ValueError(f"{NAME}: expected algorithm to be one of {ALGORITHMS}, got {name!r}")
 
 
 # Replaces ``wire``, which includes ``flags``, by its sum over the ranks. Returns when the current stream or thread may
 # use it, with the statistics (see `cuda_ext.bucket`) of the sum if they were computed on the way.
 Sum = Callable[[Tensor, Tensor], Tensor | None]
-# Replaces several wires by their sums, as one launch.
+# Replaces several wires by their sums, in one transfer.
 SumTogether = Callable[[Sequence[Tensor]], None]
 
 
@@ -40,14 +40,17 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self) -> Tensor | None:
-        """Waits; returns what `Sum` returns."""
+        """On a CPU blocks the thread until the sum is complete; on a GPU the current stream waits for it, not the host.
+
+        Returns what `Sum` returns.
+        """
 
     @abstractmethod
     def when_done(self, callback: Callable[[], object]) -> None:
         """Runs ``callback`` in some thread when the sum is complete. Only on a CPU."""
 
 
-class Exchange(ABC):
+class Algorithm(ABC):
     """Sums buckets over the ranks, one after the other, in the same order on all ranks ([Note 1] in reducer.py).
 
     Flags must be summed on every rank, even if each rank only gets a part of the rest ([Note 2] there).
@@ -65,7 +68,7 @@ class Exchange(ABC):
         """``flags``: see `Sum`."""
 
     def start_together(self, wires: Sequence[Tensor]) -> Pending:
-        """Starts the sums of several buckets as one launch, the same on all ranks. They end together."""
+        """Starts the sums of several buckets in one transfer, the same on all ranks. They end together."""
         raise NotImplementedError(f"{type(self).__name__} starts one bucket at a time")
 
     def run(self, buffer: Tensor) -> None:
@@ -74,7 +77,7 @@ class Exchange(ABC):
         self.start(buffer[:size], buffer[size:size]).wait()
 
     def run_together(self, buffers: Sequence[Tensor]) -> None:
-        """`run` for several buffers, as one launch."""
+        """`run` for several buffers, in one transfer."""
         self.start_together(buffers).wait()
 
     def at_close(self, function: Callable[[], object]) -> None:
@@ -86,7 +89,7 @@ class Exchange(ABC):
             self._at_close.pop()()
 
 
-class AllReduce(Exchange):
+class AllReduce(Algorithm):
     """One asynchronous all-reduce of the group's backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -97,7 +100,7 @@ class AllReduce(Exchange):
         return _Work(self._group.allreduce([wire]))
 
 
-class Blocking(Exchange):
+class Blocking(Algorithm):
     """Sums that backward waits for: on a CPU, with a backend that has no `own_group` for use in a thread."""
 
     def __init__(self, group: dist.ProcessGroup, sum_up: Sum) -> None:
@@ -108,7 +111,7 @@ class Blocking(Exchange):
         return _Done(self._sum_up(wire, flags))
 
 
-class Background(Exchange):
+class Background(Algorithm):
     """Sums of several steps, which wait for each other in the background of the backward pass.
 
     On a CPU they run in one thread, in order; no other thread may make collectives of the same groups. On a GPU they
@@ -143,45 +146,16 @@ class Background(Exchange):
             return _OnStream(self.stream.record_event(), self.stream.device, stats)
 
 
-def hierarchical(inside: dist.ProcessGroup, across: dist.ProcessGroup) -> Sum:
-    """Sums inside each node first, so that each rank sends only 1 / (ranks per node) of its bytes across nodes.
+def by_all_reduce(group: dist.ProcessGroup, device: torch.device) -> Algorithm:
+    """The all-reduce of the group's backend.
 
-    inside: the ranks of this rank's node. across: the ranks with the same index in each node. A reduce-scatter inside
-    each node, an all-reduce of each part across nodes, an all-gather inside each node (Horovod's hierarchical
-    all-reduce).
+    NCCL's runs in a stream of high priority: in NCCL's own stream, of normal priority, the blocks of the sum would wait
+    for those of backward.
     """
-
-    def sum_up(wire: Tensor, flags: Tensor) -> None:
-        part = wire.chunk(inside.size())[inside.rank()]
-        dist.reduce_scatter_tensor(part, wire, group=inside)
-        dist.all_reduce(part, group=across)
-        dist.all_gather_into_tensor(wire, part, group=inside)
-
-    return sum_up
-
-
-def reduce_scatter(group: dist.ProcessGroup, adds_in_float32: bool) -> Sum:
-    """Leaves each rank with the sum of its own part of the buffer only."""
-
-    def sum_up(wire: Tensor, flags: Tensor) -> None:
-        dist.all_reduce(flags, group=group)  # first, as they are in the last rank's part, which is summed next
-        part = wire.chunk(group.size())[group.rank()]
-        if adds_in_float32:
-            for work in float32_reduce_scatter(wire, part, group):
-                work.wait()
-        else:
-            dist.reduce_scatter_tensor(part, wire, group=group)
-
-    return sum_up
-
-
-def over_nccl(group: dist.ProcessGroup, device: torch.device) -> Exchange:
-    """NCCL's all-reduce in a stream of high priority: synchronous collectives run in the current stream.
-
-    In NCCL's own stream, of normal priority, the blocks of the sum would wait for those of backward.
-    """
+    if not isinstance(group._get_backend(device), getattr(dist, "ProcessGroupNCCL", ())):
+        return AllReduce(own_group(group, device))
     options = dist.AllreduceOptions()
-    options.asyncOp = False
+    options.asyncOp = False  # in the current stream
 
     def sum_together(wires: Sequence[Tensor]) -> None:
         starts = [functools.partial(group.allreduce, [wire], options) for wire in wires]
@@ -194,79 +168,111 @@ def over_nccl(group: dist.ProcessGroup, device: torch.device) -> Exchange:
     return Background(group, device, sum_up, sum_together if coalesces(group, device) else None)
 
 
-def in_float32(group: dist.ProcessGroup) -> Sum:
-    """Adds in float32 (float64 for float64), in the order of the ranks, and rounds once."""
+def hierarchical(
+    group: dist.ProcessGroup, device: torch.device, inside: dist.ProcessGroup, across: dist.ProcessGroup
+) -> Algorithm:
+    """Sums inside each node first, so that each rank sends only 1 / (ranks per node) of its bytes across nodes.
+
+    inside: the ranks of this rank's node. across: the ranks with the same index in each node. A reduce-scatter inside
+    each node, an all-reduce of each part across nodes, an all-gather inside each node (Horovod's hierarchical
+    all-reduce).
+    """
+    inside, across = own_group(inside, device), own_group(across, device)
 
     def sum_up(wire: Tensor, flags: Tensor) -> None:
-        for work in float32_all_reduce(wire, group):
+        part = wire.chunk(inside.size())[inside.rank()]
+        dist.reduce_scatter_tensor(part, wire, group=inside)
+        dist.all_reduce(part, group=across)
+        dist.all_gather_into_tensor(wire, part, group=inside)
+
+    return _by_collectives(group, device, sum_up)
+
+
+def reduce_scatter(group: dist.ProcessGroup, device: torch.device, adds_in_float32: bool) -> Algorithm:
+    """Leaves each rank with the sum of its own part of the buffer only."""
+    own = own_group(group, device)
+
+    def sum_up(wire: Tensor, flags: Tensor) -> None:
+        dist.all_reduce(flags, group=own)  # first, as they are in the last rank's part, which is summed next
+        part = wire.chunk(own.size())[own.rank()]
+        if adds_in_float32:
+            for work in float32_reduce_scatter(wire, part, own):
+                work.wait()
+        else:
+            dist.reduce_scatter_tensor(part, wire, group=own)
+
+    return _by_collectives(group, device, sum_up)
+
+
+def in_float32(group: dist.ProcessGroup, device: torch.device) -> Algorithm:
+    """Adds in float32 (float64 for float64), in the order of the ranks, and rounds once."""
+    own = own_group(group, device)
+
+    def sum_up(wire: Tensor, flags: Tensor) -> None:
+        for work in float32_all_reduce(wire, own):
             work.wait()
 
-    return sum_up
+    return _by_collectives(group, device, sum_up)
 
 
-def in_shared_memory(arena: SymmetricArena) -> Sum:
+def in_shared_memory(group: dist.ProcessGroup, device: torch.device, arena: SymmetricArena) -> Algorithm:
     """Loads and stores in memory that all ranks share; adds in float32."""
 
     def sum_up(wire: Tensor, flags: Tensor) -> Tensor:
         return arena.all_reduce(wire)
 
-    return sum_up
+    return Background(group, device, sum_up)
 
 
-def choose_exchange(
+def _by_collectives(group: dist.ProcessGroup, device: torch.device, sum_up: Sum) -> Algorithm:
+    if device.type == "cpu" and not is_on_gloo(group, device):
+        return Blocking(group, sum_up)
+    return Background(group, device, sum_up)
+
+
+def choose_algorithm(
     group: dist.ProcessGroup,
     mesh: DeviceMesh | None,
     device: torch.device,
     buffers: Sequence[tuple[int, torch.dtype]],
-    algorithm: str,
+    name: str,
     *,
     narrowed: bool,
     sharded: bool,
-) -> tuple[Exchange, list[Tensor]]:
-    """Selects an exchange, and allocates the memory of buckets for it. A collective.
+) -> tuple[Algorithm, list[Tensor]]:
+    """The algorithm of this name, and the memory of buckets for it. A collective.
 
-    buffers: (elements, dtype) of each. mesh: two dimensions select `hierarchical`. algorithm: see
+    buffers: (elements, dtype) of each. mesh: two dimensions select `hierarchical`. name: the argument ``algorithm`` of
     `BucketedDataParallel`. narrowed: whether values are rounded to be sent. sharded: whether each rank should only get
     its own part.
     """
     # With two ranks a sum in 16 bits is rounded once, too. On a CPU float32 costs nothing, and unlike with a ring the
     # sum of an element does not depend on its position: a run that is resumed with other buckets gives the same bits.
     narrow = narrowed and group.size() > 2 and all(dtype.itemsize == 2 for _, dtype in buffers)
-    wants_float32 = algorithm == "float32" or (algorithm == "auto" and (narrow or device.type == "cpu"))
+    wants_float32 = name == "float32" or (name == "auto" and (narrow or device.type == "cpu"))
     # On GPUs shared memory should only be faster for small buckets; this has not been measured yet.
-    tries_shared = algorithm == "symmetric" or (algorithm == "auto" and device.type == "cpu" and group.size() > 1)
+    tries_shared = name == "symmetric" or (name == "auto" and device.type == "cpu" and group.size() > 1)
     if tries_shared and not sharded and (mesh is None or mesh.ndim == 1):
         try:
             arena, memory = _shared_memory(group, device, buffers)
-            return Background(group, device, in_shared_memory(arena)), memory
+            return in_shared_memory(group, device, arena), memory
         except NotSharedError as error:
-            if algorithm == "symmetric":
+            if name == "symmetric":
                 raise RuntimeError(
                     f'{NAME}: expected ranks that share memory for algorithm="symmetric", got {error.reason}'
                 ) from None
     registered = RegisteredMemory(buffers, group, device)
-    exchange = _by_collectives(group, mesh, device, wants_float32, sharded)
-    exchange.at_close(functools.partial(registered.close, exchange.stream))
-    return exchange, registered.buffers
-
-
-def _by_collectives(
-    group: dist.ProcessGroup, mesh: DeviceMesh | None, device: torch.device, wants_float32: bool, sharded: bool
-) -> Exchange:
     if sharded:
-        sum_up = reduce_scatter(own_group(group, device), wants_float32)
+        algorithm = reduce_scatter(group, device, wants_float32)
     elif mesh is not None and mesh.ndim == 2:
-        across, inside = (own_group(each, device) for each in mesh.get_all_groups())
-        sum_up = hierarchical(inside, across)
+        across, inside = mesh.get_all_groups()
+        algorithm = hierarchical(group, device, inside, across)
     elif wants_float32 and group.size() > 1:
-        sum_up = in_float32(own_group(group, device))
-    elif isinstance(group._get_backend(device), getattr(dist, "ProcessGroupNCCL", ())):
-        return over_nccl(group, device)
+        algorithm = in_float32(group, device)
     else:
-        return AllReduce(own_group(group, device))
-    if device.type == "cpu" and not is_on_gloo(group, device):
-        return Blocking(group, sum_up)
-    return Background(group, device, sum_up)
+        algorithm = by_all_reduce(group, device)
+    algorithm.at_close(functools.partial(registered.close, algorithm.stream))
+    return algorithm, registered.buffers
 
 
 def _shared_memory(

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket, and what that costs: models of networks, a simulation, a choice, and a command.
+"""Which gradients share a bucket: the cost of an all-reduce, a simulation of backward, and a choice.
 
 | module | contents |
 |---|---|
@@ -7,8 +7,6 @@
 | `simulation` | one backward pass and the transfers of its buckets |
 | `assignment` | buckets filled up to a size |
 | `choice` | the buckets that end backward soonest |
-| `model_shapes`, `presets` | parameters of models, from files and by name |
-| `prediction`, `plot`, `command` | `python -m cuda_ext.distributed plan` |
 
 Only `measuring` uses torch. Nothing here uses the rest of `cuda_ext.distributed`.
 """

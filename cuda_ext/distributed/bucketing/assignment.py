@@ -1,4 +1,4 @@
-"""Buckets filled up to a size, for `bucket_mb=N` and until the time of backward is known; then see `choice`."""
+"""Buckets filled up to a size, for `bucket_cap_mb=N` and until the time of backward is known; then see `choice`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cuda_ext.distributed.planning.links import Link
-from cuda_ext.distributed.planning.simulation import Gradient, in_order, sort_by_arrival
-from cuda_ext.distributed.planning.units import MIB
+from cuda_ext.distributed.bucketing.links import Link
+from cuda_ext.distributed.bucketing.simulation import Gradient, in_order, sort_by_arrival
+from cuda_ext.distributed.bucketing.units import MIB
 
 AUTO = "auto"
 
 
-def parse_bucket_mb(caller: str, bucket_mb: float | str) -> float | None:
+def parse_bucket_cap_mb(caller: str, bucket_cap_mb: float | str) -> float | None:
     """Bytes of a bucket, from MiB; None for ``"auto"``. Raises ValueError for anything else."""
-    is_number = isinstance(bucket_mb, (int, float)) and not isinstance(bucket_mb, bool)
-    if bucket_mb == AUTO:
+    is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
+    if bucket_cap_mb == AUTO:
         return None
-    if not (is_number and 0 < bucket_mb < math.inf):  # type: ignore[operator]
-        raise ValueError(f'{caller}: expected bucket_mb to be "auto" or a positive number of MiB, got {bucket_mb!r}')
-    return float(bucket_mb) * MIB
+    if not (is_number and 0 < bucket_cap_mb < math.inf):  # type: ignore[operator]
+        raise ValueError(
+            f'{caller}: expected bucket_cap_mb to be "auto" or a positive number of MiB, got {bucket_cap_mb!r}'
+        )
+    return float(bucket_cap_mb) * MIB
 
 
 @dataclass(frozen=True)

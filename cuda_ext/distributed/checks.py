@@ -1,4 +1,4 @@
-"""Checks of the wrapped module: it must be the same on all ranks, trainable, and unchanged."""
+"""Checks of arguments, and of the wrapped module: it must be the same on all ranks, trainable, and unchanged."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cuda_ext.distributed.collectives import DTYPES
-from cuda_ext.distributed.reporting import NAME
-from cuda_ext.distributed.watch import Watch
+if TYPE_CHECKING:
+    from cuda_ext.distributed.watch import Watch
+
+
+NAME = "cuda_ext.distributed.BucketedDataParallel"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_wire_dtype(caller: str, wire_dtype: torch.dtype | None) -> None:
+    if wire_dtype is not None and wire_dtype not in DTYPES:
+        raise ValueError(f"{caller}: expected wire_dtype to be None or one of {DTYPES}, got {wire_dtype!r}")
 
 
 def check_ranks_agree(

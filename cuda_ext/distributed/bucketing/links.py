@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cuda_ext.distributed.planning.units import byte_rate, duration
+from cuda_ext.distributed.bucketing.units import byte_rate, duration
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Link:
     latency: in seconds. bandwidth: in bytes per second.
     hides: the speed of backward during a transfer, relative to its speed alone: 1 (or True) if a network does the work,
         0 (or False) if the same cores do.
-    grouped: if several buckets can be launched as one, the seconds that each bucket after the first adds, instead of a
-        latency; None, the default, if every bucket is a launch.
+    grouped: if several buckets can share a transfer, the seconds that each bucket after the first adds, instead of a
+        latency; None, the default, if every bucket is a transfer.
     """
 
     latency: float
@@ -30,7 +30,7 @@ class Link:
     grouped: float | None = None
 
     def seconds(self, size: float, buckets: int = 1) -> float:
-        """The time of an all-reduce of ``size`` bytes in this many buckets, launched together."""
+        """The time of an all-reduce of ``size`` bytes in this many buckets, in one transfer."""
         another = self.latency if self.grouped is None else self.grouped
         return self.latency + (buckets - 1) * another + size / self.bandwidth
 

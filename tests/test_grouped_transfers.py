@@ -1,4 +1,4 @@
-"""Buckets of several dtypes whose sums are launched as one, over a backend that can; here one that pretends to."""
+"""Buckets of several dtypes whose sums share a transfer, over a backend that can; here one that pretends to."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from ranks import on_ranks
 from torch import Tensor, nn
 
 import cuda_ext.nn
-from cuda_ext.distributed import BucketedDataParallel, bucket_set, exchange
-from cuda_ext.distributed.coalescing import coalesces, start_together
-from cuda_ext.distributed.exchange import AllReduce, Pending
-from cuda_ext.distributed.planning.links import Link
-from cuda_ext.distributed.planning.measuring import Measurement
+from cuda_ext.distributed import BucketedDataParallel, algorithms, bucket_set
+from cuda_ext.distributed.algorithms import AllReduce, Pending
+from cuda_ext.distributed.bucketing.links import Link
+from cuda_ext.distributed.bucketing.measuring import Measurement
+from cuda_ext.distributed.collectives import coalesces, start_together
 
 WIDTH = 300  # 90,000 weights a layer: too many for a single bucket
 
 
 class Grouping(AllReduce):
-    """All-reduces of gloo, which knows no groups: launched one by one, and waited for together."""
+    """All-reduces of gloo, which knows no groups: started one by one, and waited for together."""
 
     groups = True
-    launched: ClassVar[list[int]] = []  # buckets of each launch
+    transfers: ClassVar[list[int]] = []  # buckets of each
 
     def start(self, wire: Tensor, flags: Tensor) -> Pending:
-        self.launched.append(1)
+        self.transfers.append(1)
         return super().start(wire, flags)
 
     def start_together(self, wires: Sequence[Tensor]) -> Pending:
-        self.launched.append(len(wires))
+        self.transfers.append(len(wires))
         starts = [AllReduce.start(self, wire, wire) for wire in wires]
 
         class Together(Pending):
@@ -76,7 +76,7 @@ def fail(_: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def groups_that_win(grouped: float | None = 0.0) -> Iterator[list[int]]:
-    """Wrappers inside find a network where all hides but the last launch, and a latency is what matters."""
+    """Wrappers inside find a network where all hides but the last transfer, and a latency is what matters."""
     link = Link(latency=1e-3, bandwidth=1e11, hides=1.0, grouped=grouped)
     asked = []
 
@@ -84,13 +84,13 @@ def groups_that_win(grouped: float | None = 0.0) -> Iterator[list[int]]:
         asked.append(arguments[-1])
         return Measurement((), (), link, 0.0)
 
-    Grouping.launched.clear()
+    Grouping.transfers.clear()
     with (
         mock.patch.object(bucket_set, "measure_link", measure_link),
-        mock.patch.object(exchange, "AllReduce", Grouping),
+        mock.patch.object(algorithms, "AllReduce", Grouping),
         contextlib.redirect_stderr(io.StringIO()),
     ):
-        yield Grouping.launched
+        yield Grouping.transfers
     assert all(together.__name__ == "run_together" for together in asked)
 
 
@@ -123,16 +123,16 @@ def assert_means(model: BucketedDataParallel, local: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_dtypes_that_end_together_are_launched_as_one() -> None:
+def test_dtypes_that_end_together_share_a_transfer() -> None:
     torch.manual_seed(dist.get_rank())
-    with groups_that_win() as launched:
+    with groups_that_win() as transfers:
         model = wrap(Mixed())
         settle(model)
-        assert [len(launch) for launch in model._reducer.launches][-1] == 2
-        assert "in one launch with bucket" in model.describe()
+        assert [len(transfer) for transfer in model._reducer.transfers][-1] == 2
+        assert "sent with bucket" in model.describe()
         local = copy.deepcopy(model.module)
         for step in range(6):
-            launched.clear()
+            transfers.clear()
             options = {"branch": step % 3 == dist.get_rank(), "backwards": step % 2 == 1}
             batch = torch.randn(8, WIDTH)
             for each in (model, local):
@@ -140,7 +140,7 @@ def test_dtypes_that_end_together_are_launched_as_one() -> None:
             with model.trace() as trace:
                 model(batch, **options).backward()
             local(batch, **options).backward()
-            assert launched == [len(launch) for launch in model._reducer.launches]
+            assert transfers == [len(transfer) for transfer in model._reducer.transfers]
             assert_means(model, local)
             assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
             sent = {span.bucket for span in trace.spans if span.kind == "all-reduce"}
@@ -166,19 +166,19 @@ def test_gradients_that_accumulate() -> None:
 
 @on_ranks(2)
 def test_a_rank_that_gives_up() -> None:
-    """Its launches are completed as the others make them, and the next pass is as any."""
-    with groups_that_win() as launched:
+    """Its transfers are completed as the others start them, and the next pass is as any."""
+    with groups_that_win() as transfers:
         model = wrap(Mixed())
         settle(model)
         model.module.fails = dist.get_rank() == 1
-        launched.clear()
+        transfers.clear()
         what = "cannot be" if dist.get_rank() == 1 else "expected every rank to complete the backward pass"
         with pytest.raises((ValueError, RuntimeError), match=what):
             backward(model)
         model.module.fails = False
         model.zero_grad()
         backward(model)
-        assert launched == 2 * [len(launch) for launch in model._reducer.launches]
+        assert transfers == 2 * [len(transfer) for transfer in model._reducer.transfers]
         assert_same_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None])
 
 
@@ -187,8 +187,8 @@ def test_groups_that_cost_more_are_not_made() -> None:
     with groups_that_win(grouped=2e-3):
         model = wrap(Mixed())
         settle(model)
-        assert all(len(launch) == 1 for launch in model._reducer.launches)
-        assert "in one launch" not in model.describe()
+        assert all(len(transfer) == 1 for transfer in model._reducer.transfers)
+        assert "in one transfers" not in model.describe()
 
 
 # the calls

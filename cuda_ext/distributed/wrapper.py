@@ -1,12 +1,11 @@
-"""Data parallel training: gradients are averaged over the ranks in buckets, while backward runs."""
+"""The wrapper of a module: its gradients are averaged over the ranks in buckets, while backward runs."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,14 +14,20 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
+from cuda_ext.distributed.algorithms import check_algorithm
 from cuda_ext.distributed.bucket_set import BucketSet, Options
-from cuda_ext.distributed.coalescing import start_together
-from cuda_ext.distributed.collectives import broadcast_coalesced, check_wire_dtype, resolve_group, resolve_mesh
-from cuda_ext.distributed.exchange import check_algorithm
-from cuda_ext.distributed.module_wrapper import ModuleWrapper
-from cuda_ext.distributed.planning.assignment import parse_bucket_mb
+from cuda_ext.distributed.bucketing.assignment import parse_bucket_cap_mb
+from cuda_ext.distributed.checks import (
+    NAME,
+    WrappedModule,
+    check_compiler,
+    check_ranks_agree,
+    check_trainable,
+    check_wire_dtype,
+)
+from cuda_ext.distributed.collectives import broadcast_coalesced, start_together
+from cuda_ext.distributed.process_groups import resolve_group, resolve_mesh
 from cuda_ext.distributed.reducer import Reducer
-from cuda_ext.distributed.reporting import NAME
 from cuda_ext.distributed.sharded import (
     ShardedBucket,
     asked_for_optimizers,
@@ -32,7 +37,68 @@ from cuda_ext.distributed.sharded import (
     refuse_other_optimizers,
 )
 from cuda_ext.distributed.trace import Trace
-from cuda_ext.distributed.wrapped_module import WrappedModule, check_compiler, check_ranks_agree, check_trainable
+
+
+class ModuleWrapper(nn.Module):
+    """Forwards attributes, state dicts and named parameters and buffers to ``module``, which a subclass assigns.
+
+    Names do not have the prefix ``module.``, so a checkpoint of either fits the other.
+    """
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # A parameter, buffer or submodule of the wrapper itself would be neither averaged nor saved.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)) and "module" in self._modules:
+            self._refuse_member(name)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self._refuse_member(name)
+
+    register_module = add_module
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._refuse_member(name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._refuse_member(name)
+
+    def _refuse_member(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{NAME}: expected parameters, buffers and submodules to be given to the module before it is wrapped, got "
+            f"{name} for the wrapper, which would neither average nor save it; assign it to model.module and wrap again"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            f"{NAME}: cannot be copied, as its buckets belong to a process group; copy model.module instead"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"{NAME}: cannot be pickled, as its buckets belong to a process group; save model.state_dict(), "
+            "whose names are the module's, or model.module"
+        )
 
 
 class BucketedDataParallel(ModuleWrapper, Joinable):
@@ -54,7 +120,7 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
             device. A `torch.distributed.device_mesh.DeviceMesh` of one dimension means its group; with two dimensions,
             (nodes, ranks per node), gradients are summed inside each node first and then across nodes, so that a rank
             sends only its part over the network.
-        bucket_mb: capacity of a bucket in MiB. ``"auto"``, the default, records in the third pass when gradients
+        bucket_cap_mb: capacity of a bucket in MiB. ``"auto"``, the default, records in the third pass when gradients
             arrive, and measures the link for half a second before the fourth; a cost model then divides the gradients
             into buckets, and the first rank logs the result at level INFO (docs/buckets.md). Modules up to 1 MiB have
             one bucket. With ``shard_optimizer`` the half second is part of wrapping.
@@ -73,7 +139,6 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         shard_optimizer: whether each rank only gets its part of the averages, for an optimizer that updates this part
             (ZeRO-1, Rajbhandari et al., arXiv 1910.02054), see `sharded_optimizer`; default False. Parameters move to
             memory of the wrapper.
-        reduction: deprecated name of ``algorithm``.
 
     Ranks that do not use a parameter contribute zeros, without any option, and even if they use no parameter, as long
     as their loss depends on an output of the module. A parameter that no rank uses keeps ``grad=None``; on a GPU its
@@ -103,33 +168,26 @@ class BucketedDataParallel(ModuleWrapper, Joinable):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
-        bucket_mb: float | str = "auto",
+        bucket_cap_mb: float | str = "auto",
         wire_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
         algorithm: str = "auto",
         error_feedback: bool = False,
         shard_optimizer: bool = False,
-        reduction: str | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        if reduction is not None:
-            warnings.warn(f"{NAME}: reduction= is now algorithm=, with the same values", FutureWarning, stacklevel=2)
-            if algorithm != "auto":
-                raise ValueError(f"{NAME}: expected algorithm or its former name reduction, got both; drop reduction")
-            algorithm = reduction
         self._in_join = self._is_closed = False
         mesh = None
         if isinstance(process_group, DeviceMesh):
             mesh, process_group = process_group, resolve_mesh(NAME, process_group)
         group = resolve_group(NAME, process_group)
-        self._agreed = (
-            f"{bucket_mb=}, {wire_dtype=}, {broadcast_buffers=}, {algorithm=}, {error_feedback=}, {shard_optimizer=}"
-        )
+        self._agreed = f"{bucket_cap_mb=}, {wire_dtype=}, {broadcast_buffers=}, {algorithm=}"
+        self._agreed += f", {error_feedback=}, {shard_optimizer=}"
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         check_ranks_agree(parameters, buffers, self._agreed, group)
         check_wire_dtype(NAME, wire_dtype)
-        bucket_bytes = parse_bucket_mb(NAME, bucket_mb)
+        bucket_bytes = parse_bucket_cap_mb(NAME, bucket_cap_mb)
         check_algorithm(algorithm)
         if error_feedback and wire_dtype is None:
             raise ValueError(f"{NAME}: expected a wire_dtype for error_feedback=True, got None; nothing is rounded")
