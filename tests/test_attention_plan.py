@@ -89,7 +89,7 @@ def test_what_it_says_is_what_runs(arch: str, options: dict[str, Any], backward:
             torch.autograd.grad(out, tensors, torch.ones_like(out))
     counted = {name: value - backward * before[name] for name, value in emulation.counters.items()}
     on_wgmma = plan.kernel == "sm_90"
-    assert on_wgmma == (arch == "sm_90a") and plan.general == ("softcap" in options)
+    assert on_wgmma == (arch == "sm_90a") and plan.with_options == ("softcap" in options)
     assert (counted["wgmma"] > 0, counted["mma"] > 0) == (on_wgmma, not on_wgmma)
     assert counted["blocks"] >= plan.blocks
     if not backward and plan.splits == 1:

@@ -184,10 +184,8 @@ def attention_composition(module: SelfAttention, **hidden: Tensor) -> Callable[.
             k,
             v,
             causal=module.causal,
-            window=module.window,
-            scale=module.scale,
-            softcap=module.softcap,
             sinks=w.get("sinks"),
+            **module.options,
             **hidden,
         )
         out = F.linear(out.flatten(2), w["o_proj.weight"], w.get("o_proj.bias"))
@@ -208,7 +206,7 @@ def test_self_attention(options: dict, dtype: torch.dtype) -> None:
 def test_self_attention_takes_a_bias_and_a_mask() -> None:
     module = randomised(SelfAttention(32, 4, num_kv_heads=2))
     x = torch.randn(2, 11, 32)
-    hidden = {"bias": torch.randn(4, 11, 11), "mask": torch.rand(2, 1, 1, 11) < 0.7}
+    hidden = {"attn_bias": torch.randn(4, 11, 11), "attn_mask": torch.rand(2, 1, 1, 11) < 0.7}
     torch.testing.assert_close(module(x, **hidden), attention_composition(module, **hidden)(unpacked(module), x))
 
 

@@ -52,17 +52,17 @@ void check_broadcasts(const char* op, const char* name, const Tensor& tensor, co
 
 void check_bias_and_mask(const char* op, const Tensor& query, const AttentionShape& shape, const AttentionOptions& o) {
   if (is_given(o.bias)) {
-    check_broadcasts(op, "bias", *o.bias, query, shape, o.packed());
+    check_broadcasts(op, "attn_bias", *o.bias, query, shape, o.packed());
     const auto type = o.bias->scalar_type(), own = query.scalar_type(), accumulation = accumulation_type(own);
-    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected bias of dtype ",
+    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected attn_bias of dtype ",
                    own == accumulation ? "" : dtype_name(own) + " or ", dtype_name(accumulation),
                    " to match query, got ", dtype_name(type),
-                   type == at::kBool ? "; give a boolean mask as mask=" : "; convert it with .to()");
+                   type == at::kBool ? "; give a boolean mask as attn_mask=" : "; convert it with .to()");
   }
   if (is_given(o.mask)) {
-    check_broadcasts(op, "mask", *o.mask, query, shape, o.packed());
-    CUDA_EXT_CHECK(o.mask->scalar_type() == at::kBool, op, "expected mask of dtype bool, got ",
-                   dtype_name(o.mask->scalar_type()), "; give numbers that are added to the logits as bias=");
+    check_broadcasts(op, "attn_mask", *o.mask, query, shape, o.packed());
+    CUDA_EXT_CHECK(o.mask->scalar_type() == at::kBool, op, "expected attn_mask of dtype bool, got ",
+                   dtype_name(o.mask->scalar_type()), "; give numbers that are added to the logits as attn_bias=");
   }
 }
 

@@ -21,22 +21,15 @@ def attend(
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
-    softcap: float,
     deterministic: bool,
-    dropout_p: float = 0.0,
-    alibi_slopes: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a packed one."""
+    """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a varlen one.
+    `more` are options of `flash_attention`."""
     # Only what differs from the defaults: every argument costs time in small calls.
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {name: each for name, each in more.items() if isinstance(each, Tensor) or each}
     if type(window_size) is not tuple or window_size != (-1, -1):
         options["window"] = window_of(function, window_size)
-    if softcap != 0.0:
-        options["softcap"] = softcap
-    if dropout_p != 0.0:
-        options["dropout_p"] = dropout_p
-    if alibi_slopes is not None:
-        options["alibi_slopes"] = alibi_slopes
     if deterministic:  # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
         options["deterministic"] = True
     dim_v = v.shape[-1]

@@ -144,8 +144,8 @@ def _flash_attention(
     value: Any,  # (B, Sk, Hk, Dv)
     alibi_slopes: Any = None,
     sinks: Any = None,
-    bias: Any = None,
-    mask: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     causal: bool = False,
     window_left: int | None = None,
     window_right: int | None = None,
@@ -164,8 +164,8 @@ def _flash_attention(
             _op.Unsqueeze(keys, _int64s(0)), _op.Unsqueeze(_op.Add(queries, offset), _int64s(1))
         )  # (Sq, Sk)
         visible = _in_window(distance, window_left, right)
-    visible = _both(visible, mask)
-    addend = _bias_and_alibi(query, bias, alibi_slopes, distance)
+    visible = _both(visible, attn_mask)
+    addend = _bias_and_alibi(attn_bias, alibi_slopes, distance)
     return _attend(query, key, value, visible, addend, sinks, softcap, *_constants(query, key, scale))
 
 
@@ -177,8 +177,8 @@ def _flash_attention_varlen(
     cu_seqlens_k: Any,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    bias: Any = None,
-    mask: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal: bool = False,
@@ -191,7 +191,7 @@ def _flash_attention_varlen(
 ) -> tuple[Any, Any]:
     """One attention over all rows, with a mask that keeps the sequences apart."""
     _refuse_dropout("flash_attention_varlen", dropout_p)
-    for name, tensor in (("bias", bias), ("mask", mask), ("alibi_slopes", alibi_slopes)):
+    for name, tensor in (("attn_bias", attn_bias), ("attn_mask", attn_mask), ("alibi_slopes", alibi_slopes)):
         if tensor is not None:
             raise NotImplementedError(
                 f"{NAMESPACE}::flash_attention_varlen: {name} has no ONNX translation; export with flash_attention"
@@ -261,7 +261,7 @@ def _both(first: Any, second: Any) -> Any:
     return second if first is None else first if second is None else _op.And(first, second)
 
 
-def _bias_and_alibi(query: Any, bias: Any, slopes: Any, distance: Any) -> Any:
+def _bias_and_alibi(bias: Any, slopes: Any, distance: Any) -> Any:
     """What is added to the logits, in float32 at least, or None. Broadcasts to (B, H, Sq, Sk)."""
     if slopes is None:
         return bias

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuda_ext.gemm import gated_linear, gated_mlp, linear, mlp
+from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
 from cuda_ext.nn.packing import pack_on_load
 
 

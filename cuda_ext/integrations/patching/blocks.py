@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from cuda_ext.gemm import gated_linear, gated_mlp, linear, mlp
+from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
 from cuda_ext.integrations.patching.packing import packed_rows
 from cuda_ext.integrations.patching.plans import (
     ABSENT,
