@@ -184,7 +184,7 @@ class AttentionPlan:
     #: The kernel that serves all options. Without it only causal, window, sinks and positive scales.
     with_options: bool = False
     #: Heads whose queries share a tile, because they read the same keys.
-    pack: int = 1
+    pack_gqa: int = 1
     #: Blocks that share the loop of a tile, and combine what they compute in the workspace.
     splits: int = 1
     tiles: int = 0
@@ -203,7 +203,7 @@ class AttentionPlan:
             f"tile of {self.tile[0]} queries by {self.tile[1]} keys, head dims up to {self.dims[0]}, {self.dims[1]}"
         ]
         parts += ["kernel with options"] * self.with_options
-        parts += [f"{self.pack} heads share a tile"] * (self.pack > 1)
+        parts += [f"{self.pack_gqa} heads share a tile"] * (self.pack_gqa > 1)
         parts += [f"{'queries' if self.backward else 'keys'} split among {self.splits} blocks"] * (self.splits > 1)
         parts += [f"{self.tiles} tiles, {self.blocks} blocks of {self.threads} threads", _workspace(self.workspace)]
         return "\n  ".join([of, "; ".join(parts)] + [f"not wgmma: {self.refusal}"] * bool(self.refusal))
@@ -265,7 +265,7 @@ def attention_plan(
         dims=(numbers["dim"], numbers["dim_v"]),
         tile=(numbers["block_m"], numbers["block_n"]),
         with_options=bool(numbers["with_options"]),
-        **{field: numbers[field] for field in ("pack", "splits", "tiles", "blocks", "threads", "workspace")},
+        **{field: numbers[field] for field in ("pack_gqa", "splits", "tiles", "blocks", "threads", "workspace")},
     )
 
 

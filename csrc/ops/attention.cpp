@@ -19,9 +19,9 @@ namespace {
 
 using Options = AttentionOptions;
 
-Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool packed) {
+Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool varlen) {
   const auto type = accumulation_type(query.scalar_type());
-  return packed ? empty_on(query.device(), {shape.heads, query.size(0)}, type)
+  return varlen ? empty_on(query.device(), {shape.heads, query.size(0)}, type)
                 : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
 }
 
@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   c10::SmallVector<int64_t, 4> out_sizes(query.sizes());
   out_sizes.back() = shape.dim_v;
   Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
-  Tensor lse = empty_lse(query, shape, o.packed());
+  Tensor lse = empty_lse(query, shape, o.is_varlen());
   Tensor rng_state = draw_rng_state(p, query.device(), cuda != nullptr);
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
         op, [&] { cuda->attention_forward(p, scope.workspace(cuda->attention_forward_workspace(p)), scope.stream()); });
   } else {
     attention_forward(p);
-    if (o.packed()) {
+    if (o.is_varlen()) {
       fill_from(out, 0, p.cu_seqlens_q[p.batch], 0);
       fill_from(lse, 1, p.cu_seqlens_q[p.batch], -std::numeric_limits<double>::infinity());
     }
@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, 
                                                            VARLEN_OPTIONS(OptionalTensor)) {
   const Options o{VARLEN_NAMES};
   // The op that the user called; errors name it.
-  return forward(o.packed() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
+  return forward(o.is_varlen() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
 }
 
 std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value, DENSE_OPTIONS) {
@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     });
   } else {
     attention_backward(p);
-    if (o.packed()) {
+    if (o.is_varlen()) {
       fill_from(grad_query, 0, p.cu_seqlens_q[p.batch], 0);
       for (const Tensor& gradient : {grad_key, grad_value}) fill_from(gradient, 0, p.cu_seqlens_k[p.batch], 0);
     }

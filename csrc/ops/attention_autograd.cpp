@@ -54,7 +54,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
   // on small inputs saving one costs as much as a small op.
   static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
                              const Tensor& lse, const Tensor& rng_state, const Options& o) {
-    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
+    if (o.dropout_p == 0 && !o.is_varlen() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
         !is_given(o.mask))
       return {query, key, value, out, lse};
     return {query,

@@ -58,7 +58,7 @@ struct AttentionOptions {
   double softcap = 0.0, dropout_p = 0.0;
   OptionalBool deterministic{};
 
-  bool packed() const { return is_given(cu_seqlens_q); }
+  bool is_varlen() const { return is_given(cu_seqlens_q); }
 
   // Calls visit(name, value) for everything but the tensors; `Self` is AttentionOptions, const or not.
   template <class Self, class Visit>

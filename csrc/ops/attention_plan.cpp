@@ -20,7 +20,7 @@ Numbers numbers_of(const AttentionPlan& plan) {
   add("block_m", plan.block_m);
   add("block_n", plan.block_n);
   add("with_options", plan.general);
-  add("pack", plan.pack);
+  add("pack_gqa", plan.pack);
   add("splits", plan.splits);
   add("tiles", plan.tiles);
   add("blocks", plan.blocks);
@@ -30,8 +30,8 @@ Numbers numbers_of(const AttentionPlan& plan) {
 }
 
 // A gradient as backward gets it from a loss that uses every output: rows are dense.
-HeadsView dense_view(int64_t dim, bool packed, int64_t rows, int64_t heads) {
-  return {nullptr, packed ? 0 : rows * heads * dim, heads * dim, dim};
+HeadsView dense_view(int64_t dim, bool varlen, int64_t rows, int64_t heads) {
+  return {nullptr, varlen ? 0 : rows * heads * dim, heads * dim, dim};
 }
 
 // compute_capability, num_sms, shared_bytes: of the device to plan for; 0: that of the tensors.
@@ -52,7 +52,7 @@ Answer attention_plan(const Tensor& query, const Tensor& key, const Tensor& valu
   AttentionOperands operands;
   fill_params(p, operands, shape, query, key, value, o, true);
   p.deterministic = deterministic.value_or(false);
-  p.grad_out = dense_view(p.dim_v, o.packed(), p.seqlen_q, p.heads);
+  p.grad_out = dense_view(p.dim_v, o.is_varlen(), p.seqlen_q, p.heads);
   std::string refusal;
   AttentionPlan plan;
   launch_for(op, [&] {

@@ -42,8 +42,8 @@ def _check_attention(
     max_seqlen_k: int | None = None,
     **scalars: Any,
 ) -> None:
-    packed = cu_seqlens_q is not None
-    _check_tensors(op, query, key, value, packed)
+    varlen = cu_seqlens_q is not None
+    _check_tensors(op, query, key, value, varlen)
     if cu_seqlens_q is None:
         batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
         check(
@@ -54,7 +54,7 @@ def _check_attention(
     else:
         check(cu_seqlens_k is not None, op, "expected cu_seqlens_k with cu_seqlens_q, got None")
         assert cu_seqlens_k is not None
-        _check_packing(op, query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check_cu_seqlens(op, query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         batch = cu_seqlens_q.shape[0] - 1
     check_numbers(op, **scalars)
 
@@ -70,12 +70,12 @@ def _check_attention(
         check_shape(op, "sinks", sinks, [heads])
         check_floating(op, "sinks", sinks)
     check_same_device(op, "query", query, alibi_slopes=alibi_slopes, sinks=sinks)
-    full = [batch, heads, max_seqlen_q if packed else seqlen_q, max_seqlen_k if packed else seqlen_k]
+    full = [batch, heads, max_seqlen_q if varlen else seqlen_q, max_seqlen_k if varlen else seqlen_k]
     if attn_bias is not None:
-        _check_broadcasts(op, "attn_bias", attn_bias, query, full, packed)
+        _check_broadcasts(op, "attn_bias", attn_bias, query, full, varlen)
         _check_bias_dtype(op, attn_bias, query)
     if attn_mask is not None:
-        _check_broadcasts(op, "attn_mask", attn_mask, query, full, packed)
+        _check_broadcasts(op, "attn_mask", attn_mask, query, full, varlen)
         got = dtype_name(attn_mask.dtype)
         expected = (
             f"expected attn_mask of dtype bool, got {got}; give numbers that are added to the logits as attn_bias="
@@ -83,8 +83,8 @@ def _check_attention(
         check(attn_mask.dtype == torch.bool, op, expected)
 
 
-def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> None:
-    rank, layout = (3, "(total, heads, dim)") if packed else (4, "(batch, seq, heads, dim)")
+def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, varlen: bool) -> None:
+    rank, layout = (3, "(total, heads, dim)") if varlen else (4, "(batch, seq, heads, dim)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         expected = f"expected {name} of shape {layout}, got {shape_of(tensor)}"
         check(tensor.dim() == rank, op, expected)
@@ -111,7 +111,7 @@ def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, packed: b
     )
 
 
-def _check_packing(
+def _check_cu_seqlens(
     op: str,
     query: Tensor,
     cu_seqlens_q: Tensor,
@@ -135,13 +135,13 @@ def _check_packing(
         check(longest is None or longest <= most, op, expected)
 
 
-def _check_broadcasts(op: str, name: str, tensor: Tensor, query: Tensor, full: list[Any], packed: bool) -> None:
+def _check_broadcasts(op: str, name: str, tensor: Tensor, query: Tensor, full: list[Any], varlen: bool) -> None:
     """`full`: the sizes to broadcast to; None, a max_seqlen that was not given, fits every size."""
     sizes = list(full)
     for n in range(1, min(tensor.dim(), 4) + 1):
         if sizes[-n] is None:
             sizes[-n] = tensor.shape[-n]
-    layout = "max_seqlen_q, max_seqlen_k" if packed else "seqlen_q, seqlen_k"
+    layout = "max_seqlen_q, max_seqlen_k" if varlen else "seqlen_q, seqlen_k"
     check(
         broadcasts_to(tensor.shape, sizes),
         op,

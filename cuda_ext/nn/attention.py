@@ -13,8 +13,8 @@ from cuda_ext._tables import KeptTables
 from cuda_ext.attention import flash_attention
 from cuda_ext.kvcache import flash_attention_with_kvcache
 from cuda_ext.nn.cache import LayerCache
+from cuda_ext.nn.joint_weights import join_on_load
 from cuda_ext.nn.linear import Linear
-from cuda_ext.nn.packing import pack_on_load
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,8 +59,8 @@ class RotaryEmbedding(nn.Module):
         if cache is None:
             cos, sin = cos[:seqlen], sin[:seqlen]
         else:
-            at = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
-            cos, sin = cos[at], sin[at]
+            positions = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
+            cos, sin = cos[positions], sin[positions]
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         swapped = x.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(x * cos, swapped, sin).to(input.dtype)
@@ -95,7 +95,7 @@ class SelfAttention(nn.Module):
 
     State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
     (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
-    Llama-style checkpoints load as well (`cuda_ext.nn.unpacked` gives them back), and so do the ``in_proj_weight``,
+    Llama-style checkpoints load as well (`cuda_ext.nn.separated` gives them back), and so do the ``in_proj_weight``,
     ``in_proj_bias`` and ``out_proj`` of a `torch.nn.MultiheadAttention`.
     """
 
@@ -147,7 +147,7 @@ class SelfAttention(nn.Module):
         rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
         aliases = {f"in_proj_{kind}": f"qkv_proj.{kind}" for kind in ("weight", "bias")}
         aliases |= {f"out_proj.{kind}": f"o_proj.{kind}" for kind in ("weight", "bias")}
-        pack_on_load(self, "qkv_proj", {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}, aliases)
+        join_on_load(self, "qkv_proj", {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}, aliases)
 
     def forward(
         self,

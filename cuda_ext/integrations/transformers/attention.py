@@ -96,7 +96,7 @@ def attention_forward(
     given = Pattern(causal, None if sliding_window is None else (sliding_window - 1, sliding_window - 1))
     hidden = _hidden(attention_mask, given, position_bias, query.dtype)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        hidden = _packed(hidden, cu_seq_lens_q, cu_seq_lens_k, module)
+        hidden = _varlen(hidden, cu_seq_lens_q, cu_seq_lens_k, module)
     if hidden.length is not None and hidden.length < key.shape[2]:
         key, value = key[:, :, : hidden.length], value[:, :, : hidden.length]
         if hidden.bias is not None and hidden.bias.shape[-1] > hidden.length:
@@ -171,11 +171,11 @@ def _hidden(mask: Tensor | None, given: Pattern, bias: Tensor | None, dtype: tor
         return _Hidden(pattern, None, None, offsets, length, f"flash_attention_varlen: {what}")
     # The op counts the positions of a bias from the start of each sequence; the bias of a model, of each row.
     keys = mask[:, None, None, :]
-    pairs = keys if mask.dtype == torch.bool else mask[:, None, :, None] == keys
-    return _Hidden(pattern, pairs, bias, None, length, f"flash_attention: {what}")
+    dense_mask = keys if mask.dtype == torch.bool else mask[:, None, :, None] == keys
+    return _Hidden(pattern, dense_mask, bias, None, length, f"flash_attention: {what}")
 
 
-def _packed(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, module: torch.nn.Module) -> _Hidden:
+def _varlen(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, module: torch.nn.Module) -> _Hidden:
     """The sequences that the caller gave, in place of those that were found in the position ids."""
     if hidden.bias is not None or not hidden.form.endswith(("flash_attention", "packed sequences")):
         _refuse(
