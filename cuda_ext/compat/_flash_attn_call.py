@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import index
 from typing import Any, NoReturn
 
@@ -16,7 +15,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequences: Mapping[str, Any] | None = None,
+    sequences: tuple[Tensor, Tensor, int, int] | None = None,
     *,
     softmax_scale: float | None,
     causal: bool,
@@ -24,8 +23,8 @@ def attend(
     deterministic: bool,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a varlen one.
-    `more` are options of `flash_attention`."""
+    """(out, lse) of a dense batch or, given `sequences`, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), of a
+    varlen one. `more` are options of `flash_attention`."""
     # Only what differs from the defaults: every argument costs time in small calls.
     options: dict[str, Any] = {name: each for name, each in more.items() if isinstance(each, Tensor) or each}
     if type(window_size) is not tuple or window_size != (-1, -1):
@@ -39,7 +38,8 @@ def attend(
     if softmax_scale is not None:
         options["scale"] = softmax_scale
     if sequences is not None:
-        out, lse = flash_attention_varlen(q, k, v, **sequences, causal=causal, return_lse=True, **options)
+        *cu_seqlens, options["max_seqlen_q"], options["max_seqlen_k"] = sequences
+        out, lse = flash_attention_varlen(q, k, v, *cu_seqlens, causal=causal, return_lse=True, **options)
     elif options:
         out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
     else:

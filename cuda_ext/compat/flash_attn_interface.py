@@ -85,9 +85,7 @@ def flash_attn_func(
     _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
     result = attend(
         function,
-        q,
-        k,
-        v,
+        *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -122,9 +120,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = unpack(function, "qkv", qkv, "(batch, seqlen, 3, heads, dim)")
     result = attend(
         function,
-        q,
-        k,
-        v,
+        *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -189,15 +185,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k = _boundaries(cu_seqlens_k, used_k, used_k)
     result = attend(
         function,
-        q,
-        k,
-        v,
-        {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        },
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,

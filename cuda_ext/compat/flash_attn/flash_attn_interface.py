@@ -76,9 +76,7 @@ def flash_attn_func(
     """
     result = attend(
         "flash_attn.flash_attn_func",
-        q,
-        k,
-        v,
+        *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -182,15 +180,7 @@ def flash_attn_varlen_func(
         return (out, lse, None) if return_attn_probs else out
     result = attend(
         function,
-        q,
-        k,
-        v,
-        {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        },
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
