@@ -32,33 +32,33 @@ except ImportError as error:
 
 
 class BuildLibrary(torch_helpers.BuildExtension):
-    """Compiles what `_build.make_plan` decides, and leaves the stamp beside the library."""
+    """Compiles what `_build.configure` decides, and leaves the stamp beside the library."""
 
     def run(self) -> None:
         with _build.lock(ROOT / "build"):
             try:
-                plan = _build.make_plan()
+                config = _build.configure()
             except _build.BuildError as error:
                 sys.exit(str(error))
-            folder = ROOT / "build" / plan.name
+            folder = ROOT / "build" / config.name
             self.build_temp = str(folder)
             (library,) = self.extensions
-            library.sources = [str(path.relative_to(ROOT)) for path in plan.sources]
+            library.sources = [str(path.relative_to(ROOT)) for path in config.sources]
             library.extra_compile_args = {
-                "cxx": [*plan.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
-                "nvcc": plan.nvcc_flags(folder),
+                "cxx": [*config.cxx_flags(folder), *(f"-isystem{path}" for path in torch_helpers.include_paths())],
+                "nvcc": config.nvcc_flags(folder),
             }
-            library.extra_link_args = plan.link_flags(folder)
+            library.extra_link_args = config.link_flags(folder)
             library.library_dirs = torch_helpers.library_paths()
-            library.libraries = plan.libraries
-            with _build.prepared(plan, folder):
+            library.libraries = config.libraries
+            with _build.prepared(config, folder):
                 super().run()
-            _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, plan.stamp())
+            _stamp.write(Path(self.get_ext_fullpath(library.name)).parent, config.stamp())
             _build.write_compile_commands(folder, ROOT / "build")
-        print(f"cuda_ext: built {plan.summary}", flush=True)
+        print(f"cuda_ext: built {config.summary}", flush=True)
 
     def build_extension(self, ext: Extension) -> None:
-        """Starts the sources in the order of the plan; setuptools would sort them by name."""
+        """Starts the sources in the order given; setuptools would sort them by name."""
         compile_sorted, order = self.compiler.compile, {name: place for place, name in enumerate(ext.sources)}
         self.compiler.compile = lambda sources, *rest, **options: compile_sorted(
             sorted(sources, key=order.__getitem__), *rest, **options

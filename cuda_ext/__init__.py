@@ -24,14 +24,12 @@ installed one; and `setup.py` can use the package's modules before there is a li
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cuda_ext import bucket, compat, dev, distributed, info, integrations, nn, ops, testing, tuning
+    from cuda_ext._gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.attention import flash_attention, flash_attention_varlen
-    from cuda_ext.gemm import batch_invariant, gated_linear, gated_mlp, gemm, linear, mlp
     from cuda_ext.integrations.patching import patch, unpatch
     from cuda_ext.kvcache import flash_attention_with_kvcache, merge_attention
     from cuda_ext.plan import attention_plan, gemm_plan
@@ -68,16 +66,17 @@ __all__ = [
 
 _MODULE_OF = {
     "attention_plan": "plan",
-    "batch_invariant": "gemm",
+    "batch_invariant": "_gemm",
     "flash_attention": "attention",
     "flash_attention_varlen": "attention",
     "flash_attention_with_kvcache": "kvcache",
     "merge_attention": "kvcache",
-    "gated_linear": "gemm",
-    "gated_mlp": "gemm",
+    "gated_linear": "_gemm",
+    "gated_mlp": "_gemm",
+    "gemm": "_gemm",
     "gemm_plan": "plan",
-    "linear": "gemm",
-    "mlp": "gemm",
+    "linear": "_gemm",
+    "mlp": "_gemm",
     "patch": "integrations.patching",
     "unpatch": "integrations.patching",
 }
@@ -95,24 +94,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(set(globals()) | set(__all__))
-
-
-class _Package(types.ModuleType):
-    """Keeps `cuda_ext.gemm` the function, although importing the submodule `gemm` rebinds the name to the module."""
-
-    @property
-    def gemm(self) -> Any:
-        if _gemm is None:
-            importlib.import_module(f"{__name__}.gemm")
-        return _gemm
-
-    @gemm.setter
-    def gemm(self, module: types.ModuleType) -> None:
-        global _gemm
-        _gemm = module.gemm
-
-
-_gemm: Any = None
-
-
-sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""Plans a build of the library: sources, devices and flags; used by `setup.py` and `cuda_ext.dev`.
+"""Configures a build of the library: sources, devices and flags; used by `setup.py` and `cuda_ext.dev`.
 
 The C++ compiler gets the same flags with and without CUDA, so that switching between them recompiles little. The
 differences are in `build_config.h`, a header in the build folder that few sources include, and in the link `cuda` next
@@ -59,7 +59,7 @@ class BuildError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildConfig:
     """What a build compiles, and for which devices.
 
     For a CPU build `toolkit` is None, `archs` is empty, and `without_cuda` is the reason.
@@ -112,7 +112,7 @@ class Plan:
         return f"torch-{self.torch}-{platform.machine()}-{self.compiler.replace('g++ ', 'gcc-').replace(' ', '-')}"
 
     def cxx_flags(self, folder: Path) -> list[str]:
-        """The flags for a build in `folder`; the same for every plan, so that ninja keeps the objects."""
+        """The flags for a build in `folder`; the same for every config, so that ninja keeps the objects."""
         return [*CXX_FLAGS, f"-I{folder / 'include'}", f"-I{CSRC}", f"-isystem{folder / 'cuda' / 'include'}"]
 
     def link_flags(self, folder: Path) -> list[str]:
@@ -123,7 +123,7 @@ class Plan:
         return ["c10", "torch", "torch_cpu", *(["c10_cuda", "torch_cuda", "cudart"] if self.cuda else [])]
 
     def prepare(self, folder: Path) -> None:
-        """Writes the files that the flags of this plan refer to into `folder`."""
+        """Writes the files that the flags of this config refer to into `folder`."""
         (folder / "include").mkdir(parents=True, exist_ok=True)
         # The version is in the header so that files that may include CUDA's headers, which ninja does not watch, are
         # recompiled if it changes.
@@ -194,7 +194,7 @@ class Plan:
         }
 
 
-def make_plan() -> Plan:
+def configure() -> BuildConfig:
     """Chooses what to build from CUDA_EXT_CUDA, CUDA_EXT_HEAD_DIMS, TORCH_CUDA_ARCH_LIST, MAX_JOBS and the machine, and
     prints it.
 
@@ -219,11 +219,11 @@ def make_plan() -> Plan:
         head_dims = choose_head_dims()
     except ValueError as error:
         raise BuildError(f"cuda_ext: {error}") from error
-    plan = Plan(str(torch.__version__), compiler, toolkit, archs, jobs, choice.without_cuda, head_dims)
-    amount = f"{len(plan.sources)} files, {jobs} jobs ({cores} cores, {memory:.0f} GiB free)"
-    minutes = f"about {plan.minutes} min from scratch"
-    print(f"cuda_ext: building {plan.summary} with {compiler}: {amount}, {minutes}", flush=True)
-    return plan
+    config = BuildConfig(str(torch.__version__), compiler, toolkit, archs, jobs, choice.without_cuda, head_dims)
+    amount = f"{len(config.sources)} files, {jobs} jobs ({cores} cores, {memory:.0f} GiB free)"
+    minutes = f"about {config.minutes} min from scratch"
+    print(f"cuda_ext: building {config.summary} with {compiler}: {amount}, {minutes}", flush=True)
+    return config
 
 
 def choose_head_dims() -> tuple[int, ...]:
@@ -351,16 +351,16 @@ def torch_helpers() -> Any:
 
 
 @contextmanager
-def prepared(plan: Plan, folder: Path) -> Iterator[None]:
-    """Prepares `folder`, and makes torch's build helpers use the compilers and the number of jobs of `plan`."""
-    plan.prepare(folder)
-    os.environ["MAX_JOBS"] = str(plan.jobs)
-    if plan.toolkit:
-        os.environ["CUDA_HOME"] = torch_helpers().CUDA_HOME = str(plan.toolkit.home)
-        os.environ["PYTORCH_NVCC"] = shlex.quote(str(plan.nvcc(folder)))
+def prepared(config: BuildConfig, folder: Path) -> Iterator[None]:
+    """Prepares `folder`, and makes torch's build helpers use the compilers and the number of jobs of `config`."""
+    config.prepare(folder)
+    os.environ["MAX_JOBS"] = str(config.jobs)
+    if config.toolkit:
+        os.environ["CUDA_HOME"] = torch_helpers().CUDA_HOME = str(config.toolkit.home)
+        os.environ["PYTORCH_NVCC"] = shlex.quote(str(config.nvcc(folder)))
     compiler = os.environ.get("CXX")
     # Clang precompiles in another way, and ninja does not quote the compiler.
-    if plan.compiler.startswith("g++") and shlex.quote(str(folder)) == str(folder):
+    if config.compiler.startswith("g++") and shlex.quote(str(folder)) == str(folder):
         os.environ["CXX"] = str(_precompiled.prepare(folder, CSRC))
     try:
         yield

@@ -1,5 +1,4 @@
-"""Checks for fake kernels, with the same errors as the checks in C++; the refusal of scalars that require grad; and the
-window of attention.
+"""Checks for fake kernels, with the same errors as the checks in C++, and the refusal of scalars that require grad.
 
 With them, mistakes are found while a compiler traces and on the meta device. They include devices: PyTorch calls the
 fake kernel as soon as one argument is on the meta device, whose result would be uninitialised memory.
@@ -9,15 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuda_ext._toolchain import NAMESPACE
-
-Window = tuple[int | None, int | None]
 
 
 def check(condition: Any, op: str, message: str) -> None:
@@ -109,21 +105,3 @@ def is_finite(number: Any) -> bool:
 
 def number_text(number: Any) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
-
-
-def window_sides(op: str, window: Window | None) -> Window:
-    """The window of an attention call as two numbers of keys, each None if unbounded."""
-    if window is None:
-        return None, None
-    try:
-        left, right = window
-        return _window_side(left), _window_side(right)
-    except (TypeError, ValueError):
-        raise RuntimeError(
-            f"{NAMESPACE}::{op}: expected window to be None or (left, right), each a number of keys or None, "
-            f"got {window!r}"
-        ) from None
-
-
-def _window_side(side: Any) -> int | None:
-    return side if side is None else index(side)

@@ -1,4 +1,4 @@
-"""What is active for the whole process when it is asked for, and no longer than that."""
+"""A reference-counted process-wide switch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ State = TypeVar("State")
 
 
 class Switch(Generic[State]):
-    """Calls ``activate`` when the first user comes, and ``deactivate`` when the last one has left, with what
-    ``activate`` returned: the state from before, in between ``state``.
+    """Calls ``activate`` when the first user comes, and ``deactivate`` with the result, which is ``state`` in between,
+    when the last user leaves.
 
     A user is a call of `turn_on`, until the next `turn_off`; or, if its result is used in a `with` statement, the
     block, to its end. Blocks may be nested, and overlap in several threads.

@@ -9,14 +9,13 @@ DTensors are split by batch and by heads, without dropout; other placements are 
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cuda_ext._checks import Window, check_constants, window_sides
+from cuda_ext._attention_options import Options, VarlenOptions, Window, op_arguments
 from cuda_ext._load import ops
 from cuda_ext._rules.attention_vmap import mapped_where_masks_differ as mapped_where_masks_differ
 from cuda_ext._toolchain import NAMESPACE
@@ -26,43 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["flash_attention", "flash_attention_varlen"]
 
-# The ops themselves are for other libraries' names of attention, whose small calls one more Python function would slow.
+# For small calls from other libraries' functions of attention: one more Python function would slow them.
 attention_op = ops.flash_attention.default
 heads_first_op = ops._flash_attention_heads_first.default
 _attention_varlen = ops.flash_attention_varlen.default
 
 
-class _Options(TypedDict, total=False):
-    """The keyword arguments of both functions, for type checkers."""
-
-    causal: bool
-    window: Window | None
-    scale: float | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    bias: Tensor | None
-    mask: Tensor | None
-    dropout_p: float
-    deterministic: bool | None
-
-
-class _VarlenOptions(_Options, total=False):
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-
-
 @overload
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
 ) -> Tensor: ...
 @overload
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[_Options]
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention(
     query: Tensor,
@@ -75,8 +54,8 @@ def flash_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -86,7 +65,7 @@ def flash_attention(
     With query `i`, key `j` and their distance `d = j - (i + Sk - Sq)` from the bottom-right diagonal::
 
         logits = scale * query[i] . key[j];   logits = softcap * tanh(logits / softcap)   if softcap > 0
-        logits += -alibi_slopes * |d|;   logits += bias[i, j]
+        logits += -alibi_slopes * |d|;   logits += attn_bias[i, j]
         out[i] = dropout(softmax over the visible j of logits) @ value
 
     Args:
@@ -104,14 +83,14 @@ def flash_attention(
         sinks: `(H,)`, a learnable logit per head that takes part in the softmax of every row but has no value; `lse`
             includes it. Differentiable. If attention is computed in parts that are merged by `lse`, give sinks to one
             part only.
-        bias: added to the logits; broadcasts to `(B, H, Sq, Sk)`, in the dtype of `query` or float32, with any
+        attn_bias: added to the logits; broadcasts to `(B, H, Sq, Sk)`, in the dtype of `query` or float32, with any
             strides. Differentiable. `-inf` hides a key. To broadcast a dimension, pass size 1 instead of calling
-            `expand`: the gradient is as large as the tensor you pass. Hide keys with `-inf` or `mask`, not with a large
-            number: in a row where every bias is -1e30, rounding loses the logits. If its last dimension has another
-            stride than 1 or 0, it is copied first; so is a mask.
-        mask: boolean, `True` where a key takes part; broadcasts like `bias`, any strides. It has the meaning of a
-            boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device, `bias` and
-            `mask` together take a temporary tensor of the shape to which they broadcast.
+            `expand`: the gradient is as large as the tensor you pass. Hide keys with `-inf` or `attn_mask`, not with a
+            large number: in a row where every bias is -1e30, rounding loses the logits. If its last dimension has
+            another stride than 1 or 0, it is copied first; so is a mask.
+        attn_mask: boolean, `True` where a key takes part; broadcasts like `attn_bias`, any strides. It has the meaning
+            of a boolean `attn_mask` of `torch.nn.functional.scaled_dot_product_attention`. On a CUDA device,
+            `attn_bias` and `attn_mask` together take a temporary tensor of the shape to which they broadcast.
         dropout_p: probability of dropping a weight, in [0, 1). The dropout mask is Philox4x32-10 of a seed and an
             offset from torch's default generator of the device, so `torch.manual_seed` and `torch.cuda.manual_seed`
             apply, and each replay of a captured CUDA graph draws new numbers. Backward regenerates the mask instead of
@@ -120,7 +99,7 @@ def flash_attention(
         deterministic: whether backward must give the same bits in every run; `None` follows
             `torch.use_deterministic_algorithms`. On the CPU every call does, for a given number of threads, and so does
             forward on a CUDA device. Deterministic backward on a CUDA device is slower: blocks add to the gradient of
-            `query` in turn, and the gradient of a broadcast `bias` needs a float32 tensor of `(B, H, Sq, Sk)`.
+            `query` in turn, and the gradient of a broadcast `attn_bias` needs a float32 tensor of `(B, H, Sq, Sk)`.
         return_lse: also return `lse`, `(B, H, Sq)`, the log-sum-exp of each row's logits, in float32 (float64 for
             float64). Differentiable.
 
@@ -130,8 +109,8 @@ def flash_attention(
 
     Tensors of any strides are read in place if their last dimension is dense; others are made contiguous first.
     Dimensions of size 0 work. Nested tensors of layout `torch.jagged`, `(B, jagged S, H, D)` for query, key and value,
-    run through `flash_attention_varlen` without padding; `bias` and `mask` have the shapes described there, and `lse`
-    is `(B, H, jagged S)`.
+    run through `flash_attention_varlen` without padding; `attn_bias` and `attn_mask` have the shapes described there,
+    and `lse` is `(B, H, jagged S)`.
 
     Differentiable to any order, in reverse and forward mode, and under the transforms of `torch.func`. Only the first
     derivative by `backward` is fused; the others are composed of this package's products and PyTorch's elementwise ops,
@@ -143,37 +122,25 @@ def flash_attention(
             argument.
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
-    if bias is not None and bias.dtype == torch.bool:
-        mask = _boolean_bias_as_mask("flash_attention", bias, mask)
-        bias = None
-    if query is not None and query.is_nested:
-        options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
-        options |= {"alibi_slopes": alibi_slopes, "sinks": sinks, "bias": bias, "mask": mask}
-        options |= {"dropout_p": dropout_p, "deterministic": deterministic}
-        return _jagged_attention(query, key, value, return_lse, options)
-    has_tensors = alibi_slopes is not None or sinks is not None or bias is not None or mask is not None
+    is_nested = query is not None and query.is_nested
+    has_tensors = not (alibi_slopes is sinks is attn_bias is attn_mask is None)
     has_numbers = scale is not None or not (type(softcap) is type(dropout_p) is float and softcap == 0.0 == dropout_p)
-    if has_tensors or has_numbers or window is not None or deterministic is not None:
-        left, right = window_sides("flash_attention", window)
-        check_constants("flash_attention", scale=scale, softcap=softcap, dropout_p=dropout_p)
-        if dropout_p > 0:
-            query = mapped_where_masks_differ("flash_attention", query)
-        out, lse = attention_op(
-            query,
-            key,
-            value,
-            alibi_slopes,
-            sinks,
-            bias,
-            mask,
-            causal=causal,
-            window_left=left,
-            window_right=right,
-            scale=scale,
-            softcap=softcap,
-            dropout_p=dropout_p,
-            deterministic=deterministic,
-        )
+    if has_tensors or has_numbers or window is not None or deterministic is not None or is_nested:
+        options: Options = {
+            "causal": causal,
+            "window": window,
+            "scale": scale,
+            "softcap": softcap,
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "attn_bias": attn_bias,
+            "attn_mask": attn_mask,
+            "dropout_p": dropout_p,
+            "deterministic": deterministic,
+        }
+        if is_nested:
+            return _jagged_attention(query, key, value, return_lse, options)
+        out, lse = _call("flash_attention", attention_op, query, key, value, **options)
     elif causal:
         # Each argument that reaches the dispatcher costs up to a tenth of a small call.
         out, lse = attention_op(query, key, value, causal=True)
@@ -191,7 +158,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[_VarlenOptions],
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 @overload
 def flash_attention_varlen(
@@ -202,7 +169,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: Literal[True],
-    **options: Unpack[_VarlenOptions],
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def flash_attention_varlen(
@@ -213,7 +180,7 @@ def flash_attention_varlen(
     cu_seqlens_k: Tensor,
     *,
     return_lse: bool,
-    **options: Unpack[_VarlenOptions],
+    **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def flash_attention_varlen(
     query: Tensor,
@@ -230,8 +197,8 @@ def flash_attention_varlen(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -249,10 +216,10 @@ def flash_attention_varlen(
         max_seqlen_q: at least the length of the longest sequence, below 2^31. `None` computes it from `cu_seqlens_q`,
             which on a GPU waits for the stream.
         max_seqlen_k: the same for keys. It also sets the row pitch of the dropout numbers.
-        bias: broadcasts to `(B, H, max_seqlen_q, max_seqlen_k)`; `bias[b, h, i, j]` belongs to query `i` and key `j` of
-            sequence `b`, both counted within the sequence. Elements past the end of a sequence are not read, and their
-            gradients are 0.
-        mask: the same, boolean.
+        attn_bias: broadcasts to `(B, H, max_seqlen_q, max_seqlen_k)`; `attn_bias[b, h, i, j]` belongs to query `i` and
+            key `j` of sequence `b`, both counted within the sequence. Elements past the end of a sequence are not read,
+            and their gradients are 0.
+        attn_mask: the same, boolean.
 
     The remaining arguments are those of `flash_attention`; causal and window are aligned to the bottom-right corner of
     each sequence.
@@ -265,45 +232,36 @@ def flash_attention_varlen(
             of rows.
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
-    left, right = window_sides("flash_attention_varlen", window)
-    if bias is not None and bias.dtype == torch.bool:
-        mask = _boolean_bias_as_mask("flash_attention_varlen", bias, mask)
-        bias = None
-    check_constants("flash_attention_varlen", scale=scale, softcap=softcap, dropout_p=dropout_p)
-    if dropout_p > 0:
-        query = mapped_where_masks_differ("flash_attention_varlen", query)
-    out, lse = _attention_varlen(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        alibi_slopes,
-        sinks,
-        bias,
-        mask,
+    out, lse = _call(
+        "flash_attention_varlen",
+        _attention_varlen,
+        *(query, key, value, cu_seqlens_q, cu_seqlens_k),
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         causal=causal,
-        window_left=left,
-        window_right=right,
+        window=window,
         scale=scale,
         softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        attn_bias=attn_bias,
+        attn_mask=attn_mask,
         dropout_p=dropout_p,
         deterministic=deterministic,
     )
     return (out, lse) if return_lse else out
 
 
-def _boolean_bias_as_mask(op: str, bias: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask of a call with a boolean bias, the form that masks had before they were an argument."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(f"{NAMESPACE}::{op}: pass a boolean bias as mask=", FutureWarning, stacklevel=3)
-    return bias if mask is None else mask & bias
+def _call(name: str, op: Any, query: Tensor, *more: Tensor, **options: Unpack[VarlenOptions]) -> tuple[Tensor, Tensor]:
+    tensors, scalars = op_arguments(name, options)
+    if scalars["dropout_p"] > 0:
+        query = mapped_where_masks_differ(name, query)
+    out, lse = op(query, *more, *tensors, **scalars)
+    return out, lse
 
 
 def _jagged_attention(
-    query: Any, key: Any, value: Any, return_lse: bool, options: dict[str, Any]
+    query: Any, key: Any, value: Any, return_lse: bool, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attention` of `(batch, jagged seq, heads, dim)`, whose memory has the packed form already."""
     op = f"{NAMESPACE}::flash_attention"

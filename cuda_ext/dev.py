@@ -48,46 +48,47 @@ def load(
             f"cuda_ext.dev.load: the ops of torch.ops.{NAMESPACE} are already loaded in this process, and can be "
             "defined only once; call it in a new process before using an op"
         )
-    plan = _build.make_plan()
-    files = [Path(source).resolve() for source in sources] if sources is not None else plan.sources
-    _check(plan, files)
+    config = _build.configure()
+    files = [Path(source).resolve() for source in sources] if sources is not None else config.sources
+    _check(config, files)
     root = Path(build_root or os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    folder = (root / "cuda_ext" / _folder_name(plan, extra_cflags, extra_cuda_cflags)).absolute()
+    folder = (root / "cuda_ext" / _folder_name(config, extra_cflags, extra_cuda_cflags)).absolute()
     with _build.lock(folder):
         # A killed build leaves the lock file of torch's loader behind, which the next one would wait for without end.
         # No other process can need that file, because this one holds `_build.lock`.
         (folder / "lock").unlink(missing_ok=True)
-        with _build.prepared(plan, folder):
+        with _build.prepared(config, folder):
             library: str = _build.torch_helpers().load(
                 "cuda_ext_jit",
                 [str(file) for file in files],
-                extra_cflags=[*plan.cxx_flags(folder), *extra_cflags],
-                extra_cuda_cflags=[*plan.nvcc_flags(folder), *extra_cuda_cflags],
-                extra_ldflags=plan.link_flags(folder),
+                extra_cflags=[*config.cxx_flags(folder), *extra_cflags],
+                extra_cuda_cflags=[*config.nvcc_flags(folder), *extra_cuda_cflags],
+                extra_ldflags=config.link_flags(folder),
                 build_directory=str(folder),
                 verbose=verbose,
-                with_cuda=plan.cuda,
+                with_cuda=config.cuda,
                 is_python_module=False,
             )
     return Path(library)
 
 
-def _folder_name(plan: _build.Plan, extra_cflags: Sequence[str], extra_cuda_cflags: Sequence[str]) -> str:
-    flags = repr([_build.CXX_FLAGS, plan.nvcc_flags(), [*extra_cflags], [*extra_cuda_cflags], str(_build.CSRC)])
-    archs = "-".join(plan.archs) or "cpu"
-    return f"{plan.name}-{archs}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+def _folder_name(config: _build.BuildConfig, extra_cflags: Sequence[str], extra_cuda_cflags: Sequence[str]) -> str:
+    flags = repr([_build.CXX_FLAGS, config.nvcc_flags(), [*extra_cflags], [*extra_cuda_cflags], str(_build.CSRC)])
+    archs = "-".join(config.archs) or "cpu"
+    return f"{config.name}-{archs}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-def _check(plan: _build.Plan, files: Sequence[Path]) -> None:
+def _check(config: _build.BuildConfig, files: Sequence[Path]) -> None:
     if missing := [str(file) for file in files if not file.is_file()]:
         raise _build.BuildError(f"cuda_ext.dev.load: expected sources that exist, got {', '.join(missing)}")
     if not files:
         raise _build.BuildError(
             f"cuda_ext.dev.load: no sources in {_build.CSRC}; use a source checkout, or pass sources="
         )
-    if left_out := [file.name for file in files if plan.cuda and file.suffix == ".cu" and not plan.archs_of(file)]:
+    if left_out := [file.name for file in files if config.cuda and file.suffix == ".cu" and not config.archs_of(file)]:
         raise _build.BuildError(
-            f"cuda_ext.dev.load: expected 9.0a in TORCH_CUDA_ARCH_LIST for {', '.join(left_out)}, got {plan.arch_names}"
+            f"cuda_ext.dev.load: expected 9.0a in TORCH_CUDA_ARCH_LIST for {', '.join(left_out)}, "
+            f"got {config.arch_names}"
         )
     names = [file.name for file in files]
     if twice := sorted({name for name in names if names.count(name) > 1}):

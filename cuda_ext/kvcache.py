@@ -6,13 +6,13 @@ in pages (Kwon et al., arXiv 2309.06180).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 import cuda_ext._rules  # noqa: F401
-from cuda_ext._checks import Window, check_constants, window_sides
+from cuda_ext._attention_options import LogitOptions, Window, op_arguments
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 
@@ -25,7 +25,7 @@ _cached = ops.flash_attention_cached.default
 _with_kvcache = ops.flash_attention_with_kvcache.default
 
 
-class _Options(TypedDict, total=False):
+class _Options(LogitOptions, total=False):
     """The other keyword arguments, for type checkers."""
 
     cache_seqlens: Tensor | int | None
@@ -36,12 +36,6 @@ class _Options(TypedDict, total=False):
     rotary_sin: Tensor | None
     rotary_interleaved: bool
     rotary_positions: Tensor | None
-    causal: bool
-    window: Window | None
-    scale: float | None
-    softcap: float
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
     num_splits: int
 
 
@@ -151,19 +145,19 @@ def flash_attention_with_kvcache(
         NotImplementedError: a CUDA tensor, but no CUDA kernel is built.
     """
     op = "flash_attention_with_kvcache"
-    left, right = window_sides(op, window)
-    check_constants(op, scale=scale, softcap=softcap)
+    options: LogitOptions = {
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+    }
+    (slopes, own_sinks, *_), scalars = op_arguments(op, options)
+    scalars["num_splits"] = num_splits
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((query.shape[0],), cache_seqlens, dtype=torch.int32, device=query.device)
     where = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    options = {
-        "causal": causal,
-        "window_left": left,
-        "window_right": right,
-        "scale": scale,
-        "softcap": softcap,
-        "num_splits": num_splits,
-    }
     if key is None:
         if value is not None:
             raise RuntimeError(f"{NAMESPACE}::{op}: expected key with value, got key=None")
@@ -172,15 +166,15 @@ def flash_attention_with_kvcache(
                 f"{NAMESPACE}::{op}: expected rotary_cos, rotary_sin and rotary_positions only with key, got key=None; "
                 "rotate query yourself"
             )
-        out, lse = _cached(query, key_cache, value_cache, *where, alibi_slopes, sinks, **options)
+        out, lse = _cached(query, key_cache, value_cache, *where, slopes, own_sinks, **scalars)
     else:
         if value is None:
             raise RuntimeError(f"{NAMESPACE}::{op}: expected value with key, got value=None")
         rotary = (rotary_cos, rotary_sin, rotary_positions)
         out, lse = _with_kvcache(
-            *(query, key_cache, value_cache, key, value, *where, *rotary, alibi_slopes, sinks),
+            *(query, key_cache, value_cache, key, value, *where, *rotary, slopes, own_sinks),
             rotary_interleaved=rotary_interleaved,
-            **options,
+            **scalars,
         )
     return (out, lse) if return_lse else out
 

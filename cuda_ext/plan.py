@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cuda_ext._checks import Window, check, dtype_name, window_sides
+from cuda_ext._attention_options import VarlenOptions, op_arguments
+from cuda_ext._checks import check, dtype_name
 from cuda_ext._load import ops
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["GPUS", "AttentionPlan", "GemmPlan", "attention_plan", "gemm_plan"]
 
@@ -47,9 +51,9 @@ class GemmPlan:
     dtype: torch.dtype
     device: str
     #: "sm_90": wgmma and TMA. "sm_80": mma.sync. "cpu": the CPU kernels, which choose at run time. "none": the output
-    #: is empty, and nothing runs. Of the last two the fields below are empty.
+    #: is empty, and nothing runs. For "cpu" and "none" the fields below keep their defaults.
     kernel: str
-    #: Why the kernel on wgmma does not serve the product; empty if it does.
+    #: Why wgmma does not serve the product; empty if it does.
     refusal: str = ""
     #: ``(M, N, K)`` of a block's step. If `swapped`, M is the tile's extent along the columns of the output.
     tile: tuple[int, int, int] = (0, 0, 0)
@@ -169,18 +173,18 @@ class AttentionPlan:
     device: str
     backward: bool
     #: "sm_90": wgmma and TMA. "sm_80": mma.sync. "cpu": the CPU kernels, which choose at run time. "none": the output
-    #: is empty, and nothing runs. Of the last two the fields below are empty.
+    #: is empty, and nothing runs. For "cpu" and "none" the fields below keep their defaults.
     kernel: str
-    #: Why the kernel on wgmma does not serve the call; empty if it does.
+    #: Why wgmma does not serve the call; empty if it does.
     refusal: str = ""
     #: ``(D, Dv)`` of the tile, to which the head dims are padded with zeros.
     dims: tuple[int, int] = (0, 0)
     #: Queries and keys of a step. A block owns queries in forward, and keys in backward, and loops over the others.
     tile: tuple[int, int] = (0, 0)
-    #: The kernel that supports softcap, ALiBi, dropout, a bias, a mask, and scales that are not positive.
-    general: bool = False
+    #: The kernel that serves all options. Without it only causal, window, sinks and positive scales.
+    with_options: bool = False
     #: Heads whose queries share a tile, because they read the same keys.
-    pack: int = 1
+    pack_gqa: int = 1
     #: Blocks that share the loop of a tile, and combine what they compute in the workspace.
     splits: int = 1
     tiles: int = 0
@@ -198,8 +202,8 @@ class AttentionPlan:
         parts = [
             f"tile of {self.tile[0]} queries by {self.tile[1]} keys, head dims up to {self.dims[0]}, {self.dims[1]}"
         ]
-        parts += ["general kernel"] * self.general
-        parts += [f"{self.pack} heads share a tile"] * (self.pack > 1)
+        parts += ["kernel with options"] * self.with_options
+        parts += [f"{self.pack_gqa} heads share a tile"] * (self.pack_gqa > 1)
         parts += [f"{'queries' if self.backward else 'keys'} split among {self.splits} blocks"] * (self.splits > 1)
         parts += [f"{self.tiles} tiles, {self.blocks} blocks of {self.threads} threads", _workspace(self.workspace)]
         return "\n  ".join([of, "; ".join(parts)] + [f"not wgmma: {self.refusal}"] * bool(self.refusal))
@@ -214,18 +218,7 @@ def attention_plan(
     *,
     backward: bool = False,
     device: str | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool | None = None,
+    **options: Unpack[VarlenOptions],
 ) -> AttentionPlan:
     """The plan of `cuda_ext.flash_attention` for these arguments: kernel, tile, division of the work.
 
@@ -239,7 +232,7 @@ def attention_plan(
         backward: plan for the gradients, given a gradient of the output with dense rows; default: for the output.
         device: a GPU to plan for, "a100", "4090", "h100" or "h200"; default the device of the tensors.
 
-    The remaining arguments are those of these two functions.
+    `options`: the remaining arguments of these two functions.
 
     Returns:
         An `AttentionPlan`; ``print`` shows it.
@@ -250,7 +243,7 @@ def attention_plan(
             `cuda_ext.testing.emulated`.
     """
     name, gpu = _named_gpu("attention_plan", device)
-    left, right = window_sides("attention_plan", window)
+    tensors, scalars = op_arguments("attention_plan", options)
     kernel, refusal, numbers = ops._attention_plan(
         query,
         key,
@@ -261,19 +254,8 @@ def attention_plan(
         gpu.shared_kib * 1024,
         cu_seqlens_q,
         cu_seqlens_k,
-        alibi_slopes,
-        sinks,
-        bias,
-        mask,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal=causal,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
+        *tensors,
+        **scalars,
     )
     plan = AttentionPlan(tuple(query.shape), query.dtype, name or str(query.device), backward, kernel, refusal)
     if not numbers:
@@ -282,8 +264,8 @@ def attention_plan(
         plan,
         dims=(numbers["dim"], numbers["dim_v"]),
         tile=(numbers["block_m"], numbers["block_n"]),
-        general=bool(numbers["general"]),
-        **{field: numbers[field] for field in ("pack", "splits", "tiles", "blocks", "threads", "workspace")},
+        with_options=bool(numbers["with_options"]),
+        **{field: numbers[field] for field in ("pack_gqa", "splits", "tiles", "blocks", "threads", "workspace")},
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cuda_ext.ops
-from cuda_ext.nn import unpacked
+from cuda_ext.nn import separated
 
 
 class Checkpointed(nn.Module):
@@ -38,7 +38,7 @@ def main() -> Runs:
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     config = GPTConfig()
     model, plain = GPT(config).to(device), PlainGPT(config).to(device)
-    plain.load_state_dict(unpacked(model))
+    plain.load_state_dict(separated(model))
     model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
 
     runs = Runs()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from report import UserError
 from torch import Tensor, nn
 
-from cuda_ext.nn import GatedMLP, SelfAttention, unpacked
+from cuda_ext.nn import GatedMLP, SelfAttention, separated
 
 VOCABULARY = 256
 
@@ -127,7 +127,7 @@ class PlainMLP(nn.Module):
 
 
 class PlainGPT(GPT):
-    """The same model in plain PyTorch. Its state dict is ``cuda_ext.nn.unpacked`` of that of `GPT`."""
+    """The same model in plain PyTorch. Its state dict is ``cuda_ext.nn.separated`` of that of `GPT`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -145,7 +145,7 @@ def check_one_step(
     in the same dtype: both round equally often, but not in the same places.
     """
     plain = PlainGPT(config).to(inputs.device)
-    plain.load_state_dict(unpacked(model))
+    plain.load_state_dict(separated(model))
     exact = copy.deepcopy(plain).double()
 
     def step(net: GPT, context: contextlib.AbstractContextManager[object]) -> tuple[float, dict[str, Tensor]]:
@@ -153,7 +153,7 @@ def check_one_step(
         with context:
             loss = net(inputs, targets)
         gradients = torch.autograd.grad(loss, list(parameters.values()))
-        return loss.item(), unpacked(net, dict(zip(parameters, gradients, strict=True)))
+        return loss.item(), separated(net, dict(zip(parameters, gradients, strict=True)))
 
     exact_loss, exact_gradients = step(exact, contextlib.nullcontext())
     lines, largest = [], {}

@@ -21,7 +21,7 @@ from gpt import GPT, GPTConfig, PlainAttention, PlainGPT
 from rich.progress import track
 from torch import Tensor
 
-from cuda_ext.nn import KeyValueCache, unpacked
+from cuda_ext.nn import KeyValueCache, separated
 
 PROMPTS = (b"The value of the expression ", b"If the class defines method ", b"A list is ", b"Note that ")
 STATE = ("settings", "model")
@@ -141,7 +141,7 @@ def in_plain_pytorch(
     model: GPT, config: GPTConfig, prompts: list[bytes], length: int, pick: object, device: str
 ) -> Tensor:
     plain = PlainGPT(config).to(device)
-    plain.load_state_dict(unpacked(model))
+    plain.load_state_dict(separated(model))
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     for block in plain.blocks:
         block.attention.__class__ = StaticAttention

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext import testing
-from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
+from cuda_ext._gemm import gated_linear, gated_mlp, gemm, linear, mlp
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

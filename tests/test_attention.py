@@ -51,14 +51,14 @@ def gradient_atol(tensors: dict[str, Tensor], terms: int) -> dict[str, float]:
     eps * sqrt(dim_v / 12), which one of few keys gets a large part of, and a bias that all keys share the whole. Five
     deviations of the sum over rows are allowed.
     """
-    query, value, bias = tensors["query"], tensors["value"], tensors.get("bias")
+    query, value, bias = tensors["query"], tensors["value"], tensors.get("attn_bias")
     rows, keys = query.shape[:3].numel(), value.shape[1]
     per_row = 5 * torch.finfo(query.dtype).eps * (value.shape[-1] / 12) ** 0.5 if query.dtype.itemsize == 2 else 0.0
     allowed = {"key": max(atol(value, terms), per_row * rows**0.5 / max(1, keys))}
     if bias is not None and bias.numel():
-        allowed["bias"] = atol(value, max(terms, rows * keys // bias.numel()))
+        allowed["attn_bias"] = atol(value, max(terms, rows * keys // bias.numel()))
         if bias.shape[-1:] in ((), (1,)):
-            allowed["bias"] = max(allowed["bias"], per_row * (rows // bias.numel()) ** 0.5)
+            allowed["attn_bias"] = max(allowed["attn_bias"], per_row * (rows // bias.numel()) ** 0.5)
     return allowed
 
 
@@ -226,8 +226,8 @@ def bias_of(shape: Sequence[int], dtype: torch.dtype, hidden: float = 0.0) -> Te
 
 
 def named(bias: Tensor) -> dict[str, Tensor]:
-    """Booleans are the argument mask, numbers the argument bias."""
-    return {"mask" if bias.dtype == torch.bool else "bias": bias}
+    """Booleans are the argument attn_mask, numbers the argument attn_bias."""
+    return {"attn_mask" if bias.dtype == torch.bool else "attn_bias": bias}
 
 
 def broadcast(full: Sequence[int], wide: Sequence[bool]) -> list[int]:
@@ -269,7 +269,7 @@ def test_bias_whose_keys_are_not_adjacent(dtype: torch.dtype, bias_dtype: torch.
 @pytest.mark.parametrize("shape", [(), (1,), (90,), (70, 90), (70, 1), (4, 70, 90), (4, 1, 1), (1, 90)], ids=str)
 def test_bias_of_lower_rank(shape: tuple[int, ...]) -> None:
     bias = bias_of(shape, torch.float32)
-    check({**qkv(2, 70, 90, 4, 2, 16, 8, torch.float32), "bias": bias}, terms=2 * 4 * 70 * 90 // bias.numel())
+    check({**qkv(2, 70, 90, 4, 2, 16, 8, torch.float32), "attn_bias": bias}, terms=2 * 4 * 70 * 90 // bias.numel())
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bool], ids=str)
@@ -352,30 +352,19 @@ def test_bias_and_mask_together(
     full = (2, 4, queries, 90)
     bias = bias_of(broadcast(full, bias_wide), dtype)
     mask = bias_of(broadcast(full, mask_wide), torch.bool, hidden=0.4)
-    tensors = {**qkv(2, queries, 90, 4, 2, 16, 8, dtype), "bias": bias, "mask": mask}
+    tensors = {**qkv(2, queries, 90, 4, 2, 16, 8, dtype), "attn_bias": bias, "attn_mask": mask}
     check(tensors, 2 * 4 * queries * 90 // bias.numel(), causal=True, softcap=3.0)
 
 
 def test_a_mask_overrides_any_bias() -> None:
     tensors = qkv(1, 70, 90, 2, 2, 16, 16, torch.float32)
     mask = torch.rand(70, 90) < 0.6
-    expected = cuda_ext.flash_attention(**tensors, mask=mask)
+    expected = cuda_ext.flash_attention(**tensors, attn_mask=mask)
     for value in (math.nan, math.inf):
-        actual = cuda_ext.flash_attention(**tensors, mask=mask, bias=torch.zeros(70, 90).masked_fill(~mask, value))
+        actual = cuda_ext.flash_attention(
+            **tensors, attn_mask=mask, attn_bias=torch.zeros(70, 90).masked_fill(~mask, value)
+        )
         assert torch.equal(actual, expected)
-
-
-def test_a_boolean_bias_is_a_mask_and_warns() -> None:
-    tensors = qkv(2, 9, 7, 2, 2, 8, 8, torch.float32)
-    one, other = torch.rand(9, 7) < 0.7, torch.rand(2, 1, 1, 7) < 0.7
-    with pytest.warns(FutureWarning, match=r"cuda_ext::flash_attention: pass a boolean bias as mask="):
-        actual = cuda_ext.flash_attention(**tensors, bias=one, mask=other)
-    assert torch.equal(actual, cuda_ext.flash_attention(**tensors, mask=one & other))
-    packed_tensors = packed([3, 6], [4, 2], 2, 2, 8, 8, torch.float32)
-    mask = torch.rand(6, 4) < 0.7
-    with pytest.warns(FutureWarning, match=r"cuda_ext::flash_attention_varlen: pass a boolean bias as mask="):
-        actual = cuda_ext.flash_attention_varlen(**packed_tensors, bias=mask)
-    assert torch.equal(actual, cuda_ext.flash_attention_varlen(**packed_tensors, mask=mask))
 
 
 @pytest.mark.parametrize("right", [1, 50])
@@ -391,11 +380,11 @@ def test_causal_sets_the_right_side_of_the_window(right: int) -> None:
 def test_what_the_window_hides_stays_hidden_whatever_the_bias() -> None:
     tensors = qkv(1, 70, 90, 2, 2, 16, 16, torch.float32)
     bias = torch.randn(70, 90)
-    expected = cuda_ext.flash_attention(**tensors, bias=bias, causal=True)
+    expected = cuda_ext.flash_attention(**tensors, attn_bias=bias, causal=True)
     hidden = torch.ones(70, 90, dtype=torch.bool).triu(21)
     for value in (math.nan, math.inf):
         odd = bias.masked_fill(hidden, value).requires_grad_()
-        actual = cuda_ext.flash_attention(**tensors, bias=odd, causal=True)
+        actual = cuda_ext.flash_attention(**tensors, attn_bias=odd, causal=True)
         assert torch.equal(actual, expected)
         (gradient,) = torch.autograd.grad(actual.sum(), odd)
         assert gradient.isfinite().all() and gradient[hidden].eq(0).all()
@@ -433,7 +422,10 @@ def test_a_bias_of_any_strides_is_read_in_place(layout: str, dtype: torch.dtype)
 def test_threads_that_share_a_bias(threads: int, sizes: tuple[int, ...], wide: tuple[bool, ...]) -> None:
     """A gradient larger than that of query (the first sizes) is shared out in another way than a smaller one."""
     batch, sq, sk, heads = sizes[:4]
-    tensors = {**qkv(*sizes, torch.float32), "bias": bias_of(broadcast((batch, heads, sq, sk), wide), torch.float32)}
+    tensors = {
+        **qkv(*sizes, torch.float32),
+        "attn_bias": bias_of(broadcast((batch, heads, sq, sk), wide), torch.float32),
+    }
     tensors["sinks"] = torch.randn(heads, requires_grad=True)
     ambient = torch.get_num_threads()
     try:
@@ -453,7 +445,7 @@ def test_threads_that_share_a_bias(threads: int, sizes: tuple[int, ...], wide: t
 def test_zero_sized_bias(sizes: tuple[int, ...], wide: tuple[bool, ...]) -> None:
     batch, sq, sk, heads = sizes
     bias = bias_of(broadcast((batch, heads, sq, sk), wide), torch.float32)
-    check({**qkv(batch, sq, sk, heads, heads, 8, 8, torch.float32), "bias": bias})
+    check({**qkv(batch, sq, sk, heads, heads, 8, 8, torch.float32), "attn_bias": bias})
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 33, 50), (2, 1, 1, 50), (33, 50)], ids=str)
@@ -481,7 +473,7 @@ def test_relative_positions_of_t5() -> None:
     distance = (torch.arange(60)[:, None] - torch.arange(60)).clamp(-16, 15) + 16
     grad = torch.randn(3, 60, 4, 16, dtype=torch.float64)
     actual, expected = (
-        torch.autograd.grad(op(**tensors, bias=table[distance].permute(2, 0, 1)[None], scale=1.0), table, grad)[0]
+        torch.autograd.grad(op(**tensors, attn_bias=table[distance].permute(2, 0, 1)[None], scale=1.0), table, grad)[0]
         for op in (cuda_ext.flash_attention, reference_attention)
     )
     torch.testing.assert_close(actual, expected)
@@ -613,11 +605,11 @@ def test_varlen_bias_and_mask(dtype: torch.dtype, wide: tuple[bool, ...]) -> Non
     assert_op_matches_reference(
         cuda_ext.flash_attention_varlen,
         reference_attention_varlen,
-        {**tensors, "bias": bias, **({"mask": mask} if random.random() < 0.7 else {})},
+        {**tensors, "attn_bias": bias, **({"attn_mask": mask} if random.random() < 0.7 else {})},
         {"return_lse": True, "causal": random.random() < 0.5, **longest},
         gradient_factor=GRADIENT_FACTOR,
         atol=atol(tensors["value"]),
-        gradient_atol={"bias": atol(tensors["value"], max(700, terms))},
+        gradient_atol={"attn_bias": atol(tensors["value"], max(700, terms))},
     )
 
 
@@ -667,7 +659,7 @@ def test_dropout_is_the_documented_philox_mask(
 ) -> None:
     tensors = qkv(2, 75, 130, 4, 2, 16, 16, dtype)
     if bias_shape is not None:
-        tensors["bias"] = bias_of(bias_shape, dtype)
+        tensors["attn_bias"] = bias_of(bias_shape, dtype)
     torch.manual_seed(7)
     left, right = options.get("window", (None, None))
     flat = {name: value for name, value in options.items() if name != "window"} | {
@@ -780,7 +772,7 @@ bias = None if {bias_shape} is None else torch.randn({bias_shape}, requires_grad
 grad = torch.randn(1, 8192, 1, 16)
 cuda_ext.flash_attention(q[:, :64], k[:, :64], v[:, :64]).backward(grad[:, :64])  # torch imports modules at the first
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-cuda_ext.flash_attention(q, k, v, bias=bias).backward(grad)
+cuda_ext.flash_attention(q, k, v, attn_bias=bias).backward(grad)
 print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = run_python("-c", code)

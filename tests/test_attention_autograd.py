@@ -87,7 +87,7 @@ def test_gradcheck_of_a_bias(shape: tuple[int, ...], options: dict[str, Any]) ->
 
     def op(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
-        return cuda_ext.flash_attention(query, key, value, sinks=sinks, bias=bias, return_lse=True, **options)
+        return cuda_ext.flash_attention(query, key, value, sinks=sinks, attn_bias=bias, return_lse=True, **options)
 
     assert torch.autograd.gradcheck(op, inputs)
 
@@ -117,7 +117,7 @@ def test_the_gradient_of_a_bias_is_computed_only_if_wanted() -> None:
         (None, inputs, 0),
     ):
         for sinks in (None, torch.randn(4), torch.randn(4, requires_grad=True)):
-            out = cuda_ext.flash_attention(*inputs, sinks=sinks, bias=given, mask=mask)
+            out = cuda_ext.flash_attention(*inputs, sinks=sinks, attn_bias=given, attn_mask=mask)
             with BackwardResults() as results:
                 torch.autograd.grad(out.sum(), wanted)
             assert [result[4].numel() for result in results.seen] == [elements]
@@ -128,7 +128,7 @@ def test_the_gradient_of_a_bias_has_its_dtype_and_shape(dtype: torch.dtype) -> N
     inputs = tuple(t.detach().to(dtype) for t in qkv())
     for bias_dtype in (dtype, torch.float32):
         bias = torch.randn(4, 1, 7, dtype=bias_dtype, requires_grad=True)
-        cuda_ext.flash_attention(*inputs, bias=bias).sum().backward()
+        cuda_ext.flash_attention(*inputs, attn_bias=bias).sum().backward()
         assert bias.grad is not None and bias.grad.dtype == bias_dtype and bias.grad.shape == bias.shape
 
 
@@ -187,7 +187,7 @@ def test_opcheck_of_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     bias = None if dtype == torch.bool else torch.randn(shape, requires_grad=True)
     mask = torch.rand(shape) < 0.8 if dtype == torch.bool else None
     torch.library.opcheck(ops.flash_attention.default, (*qkv(), None, None, bias, mask), {"causal": True})
-    options = {"bias": None if bias is None else bias.detach(), "mask": mask, "causal": True}
+    options = {"attn_bias": None if bias is None else bias.detach(), "attn_mask": mask, "causal": True}
     torch.library.opcheck(ops.flash_attention_forward.default, qkv(requires_grad=False), options)
     needs_grad = bias is not None
     torch.library.opcheck(ops.flash_attention_backward.default, (*backward_arguments(), needs_grad), options)
@@ -230,8 +230,8 @@ def test_compile_fullgraph_forward_and_backward(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("shape", [(2, 4, 5, 7), (4, 1, 7), (5, 1)], ids=str)
 def test_compile_with_a_bias(shape: tuple[int, ...]) -> None:
     def f(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
-        biased = cuda_ext.flash_attention(query, key, value, bias=bias * 2)
-        return (biased * cuda_ext.flash_attention(query, key, value, mask=mask)).sum()
+        biased = cuda_ext.flash_attention(query, key, value, attn_bias=bias * 2)
+        return (biased * cuda_ext.flash_attention(query, key, value, attn_mask=mask)).sum()
 
     inputs = (*qkv(), torch.randn(shape, requires_grad=True))
     mask = torch.rand(shape) < 0.8
@@ -292,8 +292,8 @@ def test_autocast_leaves_a_bias_alone() -> None:
     query, key, value = qkv()
     bias = torch.randn(5, 7, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = cuda_ext.flash_attention(query, key, value, bias=bias)
-    assert torch.equal(out, cuda_ext.flash_attention(*(t.bfloat16() for t in (query, key, value)), bias=bias))
+        out = cuda_ext.flash_attention(query, key, value, attn_bias=bias)
+    assert torch.equal(out, cuda_ext.flash_attention(*(t.bfloat16() for t in (query, key, value)), attn_bias=bias))
     out.sum().backward()
     assert bias.grad is not None and bias.grad.dtype == torch.float32
 
@@ -321,10 +321,10 @@ def test_vmap_with_a_bias(in_dims: tuple[int | None, ...]) -> None:
     queries, biases = (
         t if d is None else torch.stack([t, t.roll(1, -1)], d) for t, d in zip((query, bias), in_dims, strict=True)
     )
-    actual = torch.vmap(lambda q, b: cuda_ext.flash_attention(q, key, value, mask=b), in_dims)(queries, biases)
+    actual = torch.vmap(lambda q, b: cuda_ext.flash_attention(q, key, value, attn_mask=b), in_dims)(queries, biases)
     for n in range(2):
         q, b = (t if d is None else t.select(d, n) for t, d in zip((queries, biases), in_dims, strict=True))
-        torch.testing.assert_close(actual[n], cuda_ext.flash_attention(q, key, value, mask=b))
+        torch.testing.assert_close(actual[n], cuda_ext.flash_attention(q, key, value, attn_mask=b))
 
 
 def test_vmap_over_sinks_and_packed_sequences() -> None:
@@ -342,7 +342,7 @@ def test_vmap_over_sinks_and_packed_sequences() -> None:
     )
 
 
-@pytest.mark.parametrize("mapped", ["query", "value", "bias", "packed query"])
+@pytest.mark.parametrize("mapped", ["query", "value", "attn_bias", "packed query"])
 def test_vmap_and_the_randomness_of_dropout(mapped: str) -> None:
     """Values that tell keys apart show which weights there are; of equal elements only the masks may differ."""
     packed = mapped == "packed query"
@@ -353,7 +353,7 @@ def test_vmap_and_the_randomness_of_dropout(mapped: str) -> None:
         tensors = {name: t.flatten(0, 1) for name, t in tensors.items()}
         tensors |= {f"cu_seqlens_{x}": torch.tensor([0, n, 2 * n], dtype=torch.int32) for x, n in (("q", 5), ("k", 64))}
     else:
-        tensors["bias"] = torch.zeros(5, 64)
+        tensors["attn_bias"] = torch.zeros(5, 64)
     which = mapped.split()[-1]
 
     def f(x: Tensor) -> Tensor:
@@ -487,42 +487,42 @@ P = "cuda_ext::flash_attention: expected "
         *(
             (
                 (Q, K, V),
-                {"bias": torch.rand(shape)},
-                P + "bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7), "
+                {"attn_bias": torch.rand(shape)},
+                P + "attn_bias of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7), "
                 f"got {shape}; give it these sizes or 1, aligned to the right",
             )
             for shape in [(2, 4, 5, 6), (2, 2, 5, 7), (5,), (2, 5, 7), (1, 2, 4, 5, 7), (0, 1, 1, 7)]
         ),
         (
             (Q, K, V),
-            {"bias": torch.rand(5, 7).half()},
-            P + "bias of dtype float32 to match query, got float16; convert it with .to()",
+            {"attn_bias": torch.rand(5, 7).half()},
+            P + "attn_bias of dtype float32 to match query, got float16; convert it with .to()",
         ),
         (
             (Q.half(), K.half(), V.half()),
-            {"bias": torch.zeros(5, 7).long()},
-            P + "bias of dtype float16 or float32 to match query, got int64; convert it with .to()",
+            {"attn_bias": torch.zeros(5, 7).long()},
+            P + "attn_bias of dtype float16 or float32 to match query, got int64; convert it with .to()",
         ),
         (
             (Q.double(), K.double(), V.double()),
-            {"bias": torch.rand(5, 7)},
-            P + "bias of dtype float64 to match query, got float32; convert it with .to()",
+            {"attn_bias": torch.rand(5, 7)},
+            P + "attn_bias of dtype float64 to match query, got float32; convert it with .to()",
         ),
         (
             (Q, K, V),
-            {"mask": torch.ones(5, 6).bool()},
-            P + "mask of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7), "
+            {"attn_mask": torch.ones(5, 6).bool()},
+            P + "attn_mask of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k) = (2, 4, 5, 7), "
             "got (5, 6); give it these sizes or 1, aligned to the right",
         ),
         (
             (Q, K, V),
-            {"mask": torch.rand(5, 7)},
-            P + "mask of dtype bool, got float32; give numbers that are added to the logits as bias=",
+            {"attn_mask": torch.rand(5, 7)},
+            P + "attn_mask of dtype bool, got float32; give numbers that are added to the logits as attn_bias=",
         ),
         (
             (Q, K, V),
-            {"bias": torch.rand(5, 7, device="meta")},
-            P + "bias on device cpu to match query, got meta; move one of them with .to()",
+            {"attn_bias": torch.rand(5, 7, device="meta")},
+            P + "attn_bias on device cpu to match query, got meta; move one of them with .to()",
         ),
     ],
 )
@@ -598,7 +598,7 @@ PV = "cuda_ext::flash_attention_varlen: expected "
                 PV + f"{name} of a shape that broadcasts to (batch, heads, max_seqlen_q, max_seqlen_k) = (2, 4, 3, 4), "
                 f"got {shape}; give it these sizes or 1, aligned to the right",
             )
-            for name, dtype in (("bias", torch.float32), ("mask", torch.bool))
+            for name, dtype in (("attn_bias", torch.float32), ("attn_mask", torch.bool))
             for shape in [(2, 4, 5, 7), (3, 1, 1, 4), (3,), (1, 1, 1, 3, 4)]
         ),
         ((QP, KP, VP, CQ, CK), {"max_seqlen_k": 1}, PV + "max_seqlen_k of at least 4, the longest sequence, got 1"),
@@ -663,10 +663,10 @@ def test_one_argument_on_meta_is_refused() -> None:
 
 def test_a_bias_refused_by_the_ops_beneath() -> None:
     with pytest.raises(
-        RuntimeError, match="expected bias of dtype float32 to match query, got bool; give a boolean mask"
+        RuntimeError, match="expected attn_bias of dtype float32 to match query, got bool; give a boolean mask"
     ):
-        ops.flash_attention(*qkv(), bias=torch.ones(5, 7).bool())
-    with pytest.raises(RuntimeError, match="expected a bias with needs_grad_bias=True, got None; leave it False"):
+        ops.flash_attention(*qkv(), attn_bias=torch.ones(5, 7).bool())
+    with pytest.raises(RuntimeError, match="expected attn_bias with needs_grad_bias=True, got None; leave it False"):
         ops.flash_attention_backward(*backward_arguments(), True)
 
 

@@ -63,7 +63,7 @@ def check(tensors: dict[str, Tensor], *, packed: bool = False, **options: Any) -
         atol=ATOL * eps,
         gradient_atol={
             "sinks": eps * max(ATOL, 0.1 * math.sqrt(rounded)),
-            "bias": eps * max(ATOL, of_logits),
+            "attn_bias": eps * max(ATOL, of_logits),
             "query": ATOL * eps * steepness,
             "key": ATOL * eps * steepness,
         },
@@ -78,8 +78,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scale": {"scale": 0.3},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
-    "bias": {"bias": True},
-    "mask": {"mask": True},
+    "attn_bias": {"attn_bias": True},
+    "attn_mask": {"attn_mask": True},
     "dropout": {"dropout_p": 0.2},
     "deterministic": {"deterministic": True},
 }
@@ -106,10 +106,10 @@ def check_with(tensors: dict[str, Tensor], options: dict[str, Any]) -> None:
         tensors = {**tensors, "alibi_slopes": torch.rand(heads)}
     if options.pop("sinks", False):
         tensors = {**tensors, "sinks": torch.randn(heads, requires_grad=True)}
-    if options.pop("bias", False):
-        tensors = {**tensors, "bias": torch.randn(heads, queries, keys, requires_grad=True)}
-    if options.pop("mask", False):
-        tensors = {**tensors, "mask": torch.rand(queries, keys) < 0.8}
+    if options.pop("attn_bias", False):
+        tensors = {**tensors, "attn_bias": torch.randn(heads, queries, keys, requires_grad=True)}
+    if options.pop("attn_mask", False):
+        tensors = {**tensors, "attn_mask": torch.rand(queries, keys) < 0.8}
     check(tensors, **options)
 
 
@@ -196,9 +196,9 @@ def test_empty_on_the_cpu(sizes: tuple[int, ...]) -> None:
 HIDDEN_ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     "causal": (70, {"causal": True}),
     "window": (70, {"window": (9, 0)}),
-    "bias": (75, {"bias": torch.zeros(150, 1).index_fill(0, torch.arange(80), -math.inf)}),
-    "mask": (75, {"mask": (torch.arange(150) >= 80)[:, None]}),
-    "causal and mask": (110, {"causal": True, "mask": (torch.arange(150) >= 80)[:, None]}),
+    "attn_bias": (75, {"attn_bias": torch.zeros(150, 1).index_fill(0, torch.arange(80), -math.inf)}),
+    "attn_mask": (75, {"attn_mask": (torch.arange(150) >= 80)[:, None]}),
+    "causal and mask": (110, {"causal": True, "attn_mask": (torch.arange(150) >= 80)[:, None]}),
     "no keys": (0, {}),
 }
 
@@ -341,7 +341,7 @@ def test_a_bias_of_every_shape(shape: tuple[int, ...], deterministic: bool) -> N
     for dtype in (torch.float32, torch.bfloat16):
         tensors = qkv(2, 70, 75, 4, 2, 64, 64, torch.bfloat16)
         bias = torch.randn(shape).to(dtype).requires_grad_()
-        check({**tensors, "bias": bias}, causal=True, deterministic=deterministic)
+        check({**tensors, "attn_bias": bias}, causal=True, deterministic=deterministic)
 
 
 @pytest.mark.sampled
@@ -401,8 +401,8 @@ def lengths() -> Iterator[tuple[list[int], list[int]]]:
         ("window", "sinks"),
         ("alibi", "softcap", "causal"),
         ("dropout", "deterministic"),
-        ("bias", "mask"),
-        ("bias", "causal", "deterministic"),
+        ("attn_bias", "attn_mask"),
+        ("attn_bias", "causal", "deterministic"),
     ],
     ids=str,
 )
@@ -420,11 +420,11 @@ def test_packed_sequences(case: tuple[list[int], list[int]], features: tuple[str
         tensors["alibi_slopes"] = torch.rand(len(of_q), 4)
     if options.pop("sinks", False):
         tensors["sinks"] = torch.randn(4, requires_grad=True)
-    if options.pop("bias", False):
+    if options.pop("attn_bias", False):
         batch = random.choice((1, len(of_q)))
-        tensors["bias"] = torch.randn(batch, random.choice((1, 4)), max(of_q), max(of_k), requires_grad=True)
-    if options.pop("mask", False):
-        tensors["mask"] = torch.rand(len(of_q), 1, random.choice((1, max(of_q))), max(of_k)) < 0.8
+        tensors["attn_bias"] = torch.randn(batch, random.choice((1, 4)), max(of_q), max(of_k), requires_grad=True)
+    if options.pop("attn_mask", False):
+        tensors["attn_mask"] = torch.rand(len(of_q), 1, random.choice((1, max(of_q))), max(of_k)) < 0.8
     check(tensors, packed=True, **options)
 
 
@@ -433,14 +433,14 @@ TAILS: dict[str, tuple[list[int], list[int], tuple[int, int], dict[str, Any]]] =
     "no sequences": ([], [], (64, 64), {"max_seqlen_q": 9, "max_seqlen_k": 9}),
     "empty sequences": ([0, 0], [0, 0], (64, 64), {}),
     "no keys": ([5, 3], [0, 0], (64, 64), {"sinks": True}),
-    "no queries": ([0, 0], [5, 3], (64, 64), {"bias": True}),
+    "no queries": ([0, 0], [5, 3], (64, 64), {"attn_bias": True}),
     "split keys": ([1], [900], (64, 64), {}),
     "window and sinks": ([3, 70], [40, 90], (64, 64), {"window": (20, 9), "sinks": True}),
-    "softcap, alibi and bias": ([3, 70], [40, 90], (64, 64), {"softcap": 3.0, "alibi": True, "bias": True}),
+    "softcap, alibi and bias": ([3, 70], [40, 90], (64, 64), {"softcap": 3.0, "alibi": True, "attn_bias": True}),
     "dropout": ([3, 70], [40, 90], (64, 64), {"dropout_p": 0.2, "causal": True}),
     "128": ([64, 64], [128], (128, 128), {"causal": True}),
     "256": ([3, 70], [40, 90], (256, 256), {"sinks": True}),
-    "256, bias": ([3, 70], [40, 90], (192, 128), {"bias": True}),
+    "256, bias": ([3, 70], [40, 90], (192, 128), {"attn_bias": True}),
 }
 
 
@@ -452,7 +452,7 @@ def test_rows_after_the_last_sequence(name: str, deterministic: bool) -> None:
     of_k = of_k + [0] * (len(of_q) - len(of_k))
     q_end, k_end = sum(of_q), sum(of_k)
     options = {**options, "deterministic": deterministic}
-    sizes: dict[str, tuple[int, ...]] = {"bias": (4, max(of_q, default=0), max(of_k, default=0)), "sinks": (4,)}
+    sizes: dict[str, tuple[int, ...]] = {"attn_bias": (4, max(of_q, default=0), max(of_k, default=0)), "sinks": (4,)}
     leaves = {
         "query": torch.randn(q_end + 75, 4, dim).bfloat16(),
         "key": torch.randn(k_end + 3, 2, dim).bfloat16(),

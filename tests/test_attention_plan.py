@@ -89,7 +89,7 @@ def test_what_it_says_is_what_runs(arch: str, options: dict[str, Any], backward:
             torch.autograd.grad(out, tensors, torch.ones_like(out))
     counted = {name: value - backward * before[name] for name, value in emulation.counters.items()}
     on_wgmma = plan.kernel == "sm_90"
-    assert on_wgmma == (arch == "sm_90a") and plan.general == ("softcap" in options)
+    assert on_wgmma == (arch == "sm_90a") and plan.with_options == ("softcap" in options)
     assert (counted["wgmma"] > 0, counted["mma"] > 0) == (on_wgmma, not on_wgmma)
     assert counted["blocks"] >= plan.blocks
     if not backward and plan.splits == 1:
@@ -114,7 +114,7 @@ def test_wgmma_can_be_switched_off(backward: bool) -> None:
 def test_a_few_queries_share_a_tile_and_split_the_keys() -> None:
     with testing.emulated():
         plan = attention_plan(*qkv(1, 1, 8192, 32, 8, 128, 128), device="h200")
-    assert (plan.pack, plan.tiles) == (4, 8) and plan.splits > 4 and plan.blocks <= 132 and plan.workspace > 0
+    assert (plan.pack_gqa, plan.tiles) == (4, 8) and plan.splits > 4 and plan.blocks <= 132 and plan.workspace > 0
     assert f"4 heads share a tile; keys split among {plan.splits} blocks" in str(plan)
 
 

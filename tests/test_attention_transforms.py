@@ -52,7 +52,7 @@ def test_second_derivatives_of_bias_sinks_and_slopes(shape: tuple[int, ...]) -> 
 
     def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor) -> Any:
         return cuda_ext.flash_attention(
-            query, key, value, bias=bias, sinks=sinks, alibi_slopes=slopes, window=(2, 1), return_lse=True
+            query, key, value, attn_bias=bias, sinks=sinks, alibi_slopes=slopes, window=(2, 1), return_lse=True
         )
 
     assert gradgradcheck(call, (*inputs(), bias, sinks), check_fwd_over_rev=True)
@@ -68,7 +68,7 @@ def test_second_derivatives_of_a_packed_bias(shape: tuple[int, ...]) -> None:
 
     def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Any:
         return cuda_ext.flash_attention_varlen(
-            query, key, value, lengths_q, lengths_k, bias=bias, mask=mask, softcap=2.0
+            query, key, value, lengths_q, lengths_k, attn_bias=bias, attn_mask=mask, softcap=2.0
         )
 
     assert gradcheck(call, tensors, check_forward_ad=True)
@@ -77,9 +77,9 @@ def test_second_derivatives_of_a_packed_bias(shape: tuple[int, ...]) -> None:
 
 def test_second_derivatives_where_a_mask_hides() -> None:
     mask = torch.tensor([[True, False], [False, False], [True, True]])
-    assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, mask=mask), inputs(), check_fwd_over_rev=True)
+    assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, attn_mask=mask), inputs(), check_fwd_over_rev=True)
     hidden = torch.zeros(3, 2, dtype=torch.float64).masked_fill(~mask, -torch.inf)
-    assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, bias=hidden), inputs(), check_fwd_over_rev=True)
+    assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, attn_bias=hidden), inputs(), check_fwd_over_rev=True)
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_load_builds_and_survives_a_killed_build(tmp_path: Path, run_python: RunPython) -> None:
     """Also where another library is installed, and where a killed build has left behind the lock of torch's loader."""
     (tmp_path / "one.cpp").write_text(SOURCE)
-    plan = _build.make_plan()
-    stale = tmp_path / "root/cuda_ext" / cuda_ext.dev._folder_name(plan, [], []) / "lock"
+    config = _build.configure()
+    stale = tmp_path / "root/cuda_ext" / cuda_ext.dev._folder_name(config, [], []) / "lock"
     stale.parent.mkdir(parents=True)
     stale.touch()
     done = run_python("-c", BUILD, str(tmp_path / "one.cpp"), str(tmp_path / "root"))
@@ -99,8 +99,8 @@ class TestRefusals:
             cuda_ext.dev.load()
 
     def test_kernels_for_another_architecture(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        plan = _build.Plan("2.11.0", "g++ 12.2.0", Toolkit("pip", tmp_path, "13.0"), ("8.0", "8.9"), 2)
-        monkeypatch.setattr(_build, "make_plan", lambda: plan)
+        config = _build.BuildConfig("2.11.0", "g++ 12.2.0", Toolkit("pip", tmp_path, "13.0"), ("8.0", "8.9"), 2)
+        monkeypatch.setattr(_build, "configure", lambda: config)
         source = _build.CSRC / "gemm/instantiations/gemm_sm90_bf16_kk.cu"
         told = "expected 9.0a in TORCH_CUDA_ARCH_LIST for gemm_sm90_bf16_kk.cu, got sm_80, sm_89"
         with pytest.raises(_build.BuildError, match=told):
@@ -108,14 +108,14 @@ class TestRefusals:
 
 
 def test_folders_of_different_builds_differ() -> None:
-    plans = [
-        _build.Plan("2.11.0", "g++ 12.2.0", None, (), 2),
-        _build.Plan("2.12.0", "g++ 12.2.0", None, (), 2),
-        _build.Plan("2.11.0", "g++ 13.1.0", None, (), 2),
-        _build.Plan("2.11.0", "g++ 12.2.0", None, ("8.0",), 2),
+    configs = [
+        _build.BuildConfig("2.11.0", "g++ 12.2.0", None, (), 2),
+        _build.BuildConfig("2.12.0", "g++ 12.2.0", None, (), 2),
+        _build.BuildConfig("2.11.0", "g++ 13.1.0", None, (), 2),
+        _build.BuildConfig("2.11.0", "g++ 12.2.0", None, ("8.0",), 2),
     ]
-    names = [cuda_ext.dev._folder_name(plan, [], []) for plan in plans]
-    names += [cuda_ext.dev._folder_name(plans[0], ["-O0"], []), cuda_ext.dev._folder_name(plans[0], [], ["-O0"])]
+    names = [cuda_ext.dev._folder_name(config, [], []) for config in configs]
+    names += [cuda_ext.dev._folder_name(configs[0], ["-O0"], []), cuda_ext.dev._folder_name(configs[0], [], ["-O0"])]
     assert len(set(names)) == len(names)
 
 

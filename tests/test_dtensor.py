@@ -149,8 +149,8 @@ def attention() -> None:
     def call(**arguments: Any) -> Any:
         return flash_attention(**arguments, causal=True, return_lse=True)
 
-    def masked(bias: Any, **arguments: Any) -> Any:
-        return flash_attention(**arguments, bias=bias, mask=bias.detach() < 1, return_lse=True)
+    def masked(attn_bias: Any, **arguments: Any) -> Any:
+        return flash_attention(**arguments, attn_bias=attn_bias, attn_mask=attn_bias.detach() < 1, return_lse=True)
 
     n = world_size()
 
@@ -159,13 +159,13 @@ def attention() -> None:
         return {"query": (batch, 5, heads, 4), "key": kv, "value": (*kv[:3], 6), **more}
 
     by_heads, by_batch = (dict.fromkeys(("query", "key", "value"), dim) for dim in (2, 0))
-    full = shapes(n, 4 * n, 2 * n, sinks=(4 * n,), bias=(n, 4 * n, 5, 7))
-    check(call, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
-    check(call, full, {**by_batch, "bias": 0}, out="S(0)")
-    check(masked, full, {**by_heads, "sinks": 0, "bias": 1}, out="S(2)")
-    check(masked, full, {**by_batch, "bias": 0}, out="S(0)")
-    check(call, shapes(2 * n + 1, 2, 1, bias=(5, 7)), by_batch, out="S(0)")
-    check(call, shapes(2, n + 1, n + 1, bias=(n + 1, 1, 1)), by_heads, out="S(2)")  # uneven
+    full = shapes(n, 4 * n, 2 * n, sinks=(4 * n,), attn_bias=(n, 4 * n, 5, 7))
+    check(call, full, {**by_heads, "sinks": 0, "attn_bias": 1}, out="S(2)")
+    check(call, full, {**by_batch, "attn_bias": 0}, out="S(0)")
+    check(masked, full, {**by_heads, "sinks": 0, "attn_bias": 1}, out="S(2)")
+    check(masked, full, {**by_batch, "attn_bias": 0}, out="S(0)")
+    check(call, shapes(2 * n + 1, 2, 1, attn_bias=(5, 7)), by_batch, out="S(0)")
+    check(call, shapes(2, n + 1, n + 1, attn_bias=(n + 1, 1, 1)), by_heads, out="S(2)")  # uneven
     check(call, shapes(2, 2 * n, 1), {"query": 2}, out="S(2)")  # all read one head
     check(call, shapes(1, 2 * (n + 1), n + 1), by_heads)  # groups do not come out even: gathered
     check(call, shapes(2, 4, 2), {"query": 1, "key": 1})

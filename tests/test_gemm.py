@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cuda_ext import testing
-from cuda_ext.gemm import gated_linear, gemm, linear, mlp
+from cuda_ext._gemm import gated_linear, gemm, linear, mlp
 
 pytestmark = pytest.mark.every_backend
 
@@ -442,7 +442,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import json, torch
 from gemm_common import OPS, arguments, check, integers
-from cuda_ext.gemm import gemm
+from cuda_ext._gemm import gemm
 torch.manual_seed(int(sys.argv[2]))
 for op in OPS:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cuda_ext import testing
+from cuda_ext._gemm import gated_linear, gated_mlp, gemm, linear, mlp
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 from cuda_ext.attention import flash_attention
 from cuda_ext.bucket import pack
-from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from cuda_ext._gemm import gated_linear, gated_mlp, gemm, linear, mlp
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
-from cuda_ext.gemm import gated_linear, gated_mlp, gemm, linear, mlp
 
 
 def t(*shape: int, **options: Any) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from cuda_ext import nn
+from cuda_ext._gemm import gemm, linear
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
-from cuda_ext.gemm import gemm, linear
 
 Function = Callable[..., Tensor]
 

@@ -102,8 +102,8 @@ def test_products(activation: str | None) -> None:
         ({"window": (2, 1), "scale": 0.3}, {"sq": 9, "sk": 6, "dv": 5, "hk": 1}, True),
         ({"causal": True, "window": (3, None), "softcap": 2.0}, {}, False),
         ({"causal": True, "sinks": True}, {"sq": 9, "sk": 3}, False),
-        ({"alibi_slopes": True, "bias": True, "causal": True}, {}, True),
-        ({"mask": True, "bias": True}, {"hk": 4}, True),
+        ({"alibi_slopes": True, "attn_bias": True, "causal": True}, {}, True),
+        ({"attn_mask": True, "attn_bias": True}, {"hk": 4}, True),
     ],
 )
 def test_attention(options: dict[str, Any], shape: dict[str, int], fused: bool) -> None:
@@ -111,7 +111,12 @@ def test_attention(options: dict[str, Any], shape: dict[str, int], fused: bool) 
     b, sq, h, sk = *tensors[0].shape[:3], tensors[1].shape[1]
     mask = torch.rand(b, 1, sq, sk) > 0.4
     mask[0, 0, 1] = False
-    drawn = {"alibi_slopes": torch.rand(h), "sinks": torch.randn(h), "bias": torch.randn(h, sq, sk), "mask": mask}
+    drawn = {
+        "alibi_slopes": torch.rand(h),
+        "sinks": torch.randn(h),
+        "attn_bias": torch.randn(h, sq, sk),
+        "attn_mask": mask,
+    }
     options = {name: drawn.get(name, value) for name, value in options.items()}
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Any:

@@ -178,7 +178,7 @@ def test_short_masks(pattern: str, queries: int, cache: str, pad: str) -> None:
         key[:, :, seen + queries :] = value[:, :, seen + queries :] = float("nan")
     got, _ = attention_forward(layer, query, key, value, short)
     safe = [t.nan_to_num().transpose(1, 2) for t in (query, key, value)]
-    expected = flash_attention(*safe, mask=pairs)
+    expected = flash_attention(*safe, attn_mask=pairs)
     rows = pairs.any(-1).transpose(1, 2)[..., None]  # (3, queries, 1, 1): those that see a key
     if causal and mask is not None:
         # Rows of padding are zeros or, if they see keys, have no meaning.

@@ -10,8 +10,8 @@ import torch
 from gemm_common import OPS, arguments
 from torch import Tensor
 
+from cuda_ext._gemm import linear, mlp
 from cuda_ext.attention import flash_attention
-from cuda_ext.gemm import linear, mlp
 from cuda_ext.testing import reference_attention_varlen, reference_mlp
 
 
@@ -120,9 +120,11 @@ def test_attention_with_a_bias_and_a_mask() -> None:
     query, key, value = (torch.nested.nested_tensor_from_jagged(torch.cat(each), offsets) for each in inputs)
     bias = torch.randn(4, 1, 17, 17, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(17, 17) < 0.8
-    out = flash_attention(query, key, value, bias=bias, mask=mask)
+    out = flash_attention(query, key, value, attn_bias=bias, attn_mask=mask)
     cu = query.offsets().int()
-    expected = reference_attention_varlen(query.values(), key.values(), value.values(), cu, cu, bias=bias, mask=mask)
+    expected = reference_attention_varlen(
+        query.values(), key.values(), value.values(), cu, cu, attn_bias=bias, attn_mask=mask
+    )
     torch.testing.assert_close(out.values(), expected)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cuda_ext.nn import MLP, GatedMLP, Linear, RotaryEmbedding, SelfAttention, unpacked
+from cuda_ext.nn import MLP, GatedMLP, Linear, RotaryEmbedding, SelfAttention, separated
 from cuda_ext.testing import assert_close_to_reference, reference_attention
 
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -41,7 +41,7 @@ def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
 def assert_module_matches(
     module: nn.Module, composition: Callable[[dict[str, Tensor], Tensor], Tensor], *inputs: Tensor
 ) -> None:
-    """Output and all gradients of a module against a function of its unpacked weights, in its dtype and in float64."""
+    """Output and all gradients of a module against a function of its separated weights, in its dtype and in float64."""
 
     def evaluate(
         function: Callable[..., Tensor], parameters: dict[str, Tensor], dtype: torch.dtype | None
@@ -55,14 +55,14 @@ def assert_module_matches(
         grad = torch.randn(module(*inputs).shape)
     own = dict(module.named_parameters())
     out, *gradients = evaluate(module, own, None)
-    by_name = unpacked(module, dict(zip(own, gradients[len(inputs) :], strict=True)))
+    by_name = separated(module, dict(zip(own, gradients[len(inputs) :], strict=True)))
     names = sorted(by_name)
     actual = [out, *gradients[: len(inputs)], *(by_name[name] for name in names)]
     plain, exact = (
         evaluate(lambda *x, w=weights: composition(w, *x), weights, dtype)  # type: ignore[misc]
         for dtype in (None, torch.float64)
         for weights in [
-            {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in sorted(unpacked(module).items())}
+            {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in sorted(separated(module).items())}
         ]
     )
     titles = [
@@ -184,10 +184,8 @@ def attention_composition(module: SelfAttention, **hidden: Tensor) -> Callable[.
             k,
             v,
             causal=module.causal,
-            window=module.window,
-            scale=module.scale,
-            softcap=module.softcap,
             sinks=w.get("sinks"),
+            **module.options,
             **hidden,
         )
         out = F.linear(out.flatten(2), w["o_proj.weight"], w.get("o_proj.bias"))
@@ -208,8 +206,8 @@ def test_self_attention(options: dict, dtype: torch.dtype) -> None:
 def test_self_attention_takes_a_bias_and_a_mask() -> None:
     module = randomised(SelfAttention(32, 4, num_kv_heads=2))
     x = torch.randn(2, 11, 32)
-    hidden = {"bias": torch.randn(4, 11, 11), "mask": torch.rand(2, 1, 1, 11) < 0.7}
-    torch.testing.assert_close(module(x, **hidden), attention_composition(module, **hidden)(unpacked(module), x))
+    hidden = {"attn_bias": torch.randn(4, 11, 11), "attn_mask": torch.rand(2, 1, 1, 11) < 0.7}
+    torch.testing.assert_close(module(x, **hidden), attention_composition(module, **hidden)(separated(module), x))
 
 
 def test_dropout_only_in_training() -> None:
@@ -222,7 +220,7 @@ def test_dropout_only_in_training() -> None:
     assert torch.equal(first, module(x))
     module.eval()
     assert torch.equal(module(x), module(x))
-    torch.testing.assert_close(module(x), attention_composition(module)(unpacked(module), x))
+    torch.testing.assert_close(module(x), attention_composition(module)(separated(module), x))
 
 
 def test_self_attention_loads_torch_multihead_attention() -> None:
@@ -311,11 +309,11 @@ def test_llama_weights_load_and_come_back() -> None:
     assert torch.equal(
         layer["self_attn"].qkv_proj.weight, torch.cat([weights[f"self_attn.{name}_proj.weight"] for name in "qkv"])
     )
-    back = unpacked(layer)
+    back = separated(layer)
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in back)
     back["mlp.up_proj.weight"].zero_()
-    assert (layer["mlp"].gate_up_proj.weight[24:] == 0).all(), "unpacked gives views"
+    assert (layer["mlp"].gate_up_proj.weight[24:] == 0).all(), "separated gives views"
 
 
 def test_own_format_round_trip_and_copies() -> None:
@@ -399,7 +397,7 @@ def test_weights_that_are_absent() -> None:
 
 def test_biases_pack_too() -> None:
     module = SelfAttention(16, 4, num_kv_heads=2, bias=True, sinks=True)
-    weights = {name: torch.randn_like(t) for name, t in unpacked(module).items()}
+    weights = {name: torch.randn_like(t) for name, t in separated(module).items()}
     assert {"q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias", "sinks"} < weights.keys()
     module.load_state_dict(weights)
     assert torch.equal(module.qkv_proj.bias, torch.cat([weights[f"{name}_proj.bias"] for name in "qkv"]))

@@ -66,9 +66,10 @@ def test_a_full_cache_and_wrong_arguments() -> None:
         with pytest.raises(RuntimeError, match="the cache is full: expected room for 3 new rows after 3"):
             module(x, cache=cache[0])
         with pytest.raises(
-            RuntimeError, match="expected no bias, mask or dropout with cache, got bias=a tensor, mask=None"
+            RuntimeError,
+            match="expected no attn_bias, attn_mask or dropout with cache, got attn_bias=a tensor, attn_mask=None",
         ):
-            module(x, bias=torch.zeros(3, 3), cache=cache[0])
+            module(x, attn_bias=torch.zeros(3, 3), cache=cache[0])
         with pytest.raises(RuntimeError, match=r"dropout_p=0\.5; .* call eval"):
             SelfAttention(64, 4, dropout_p=0.5)(x, cache=cache[0])
     with pytest.raises(ValueError, match="expected page_size above 0, got 0"):

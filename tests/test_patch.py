@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cuda_ext
 from cuda_ext import integrations
 from cuda_ext.integrations.patching.report import compressed
-from cuda_ext.integrations.patching.swapping import Swapped, is_packed
+from cuda_ext.integrations.patching.swapping import Swapped, gate_up_is_joined
 
 IDS = torch.randint(64, (2, 7))
 SIZES = {
@@ -231,7 +231,7 @@ def test_models(name: str) -> None:
     assert {kind: len(names) for kind, names in report.swapped.items()} == swapped, report
     assert list(model.state_dict()) == list(reference.state_dict())
     assert all(parameter is parameters[key] for key, parameter in model.named_parameters())
-    assert all(is_packed(module) for module in model.modules() if isinstance(module, Swapped))
+    assert all(gate_up_is_joined(module) for module in model.modules() if isinstance(module, Swapped))
     for training in (False, True):
         model.train(training)
         reference.train(training)
@@ -644,7 +644,7 @@ def test_an_optimizer_made_before_patching(frozen: str) -> None:
     cuda_ext.patch(model)
     actual, expected = trained(model, make[0]), trained(reference, make[1])
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-    assert is_packed(model)
+    assert gate_up_is_joined(model)
 
 
 @pytest.mark.parametrize("name", ["gate", "up", "down"])

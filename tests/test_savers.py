@@ -35,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 
 import cuda_ext
 from cuda_ext.distributed import BucketedDataParallel
-from cuda_ext.nn import GatedMLP, SelfAttention, unpacked
+from cuda_ext.nn import GatedMLP, SelfAttention, separated
 
 State = dict[str, Tensor]
 
@@ -90,11 +90,11 @@ class Packed(nn.Module):
 
 
 def make_state(kind: str) -> State:
-    if kind == "unpacked":
-        return unpacked(Packed())
-    if kind == "unpacked with gradients":
+    if kind == "separated":
+        return separated(Packed())
+    if kind == "separated with gradients":
         module = Packed()
-        return unpacked(module, dict(module.named_parameters()))
+        return separated(module, dict(module.named_parameters()))
     state: State = KINDS[kind](llama()).state_dict()
     return state
 
@@ -191,17 +191,17 @@ def with_aliases(read: State, state: State) -> State:
     return {**read, **aliases}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "unpacked", "unpacked with gradients"])
+@pytest.mark.parametrize("kind", [*KINDS, "separated", "separated with gradients"])
 @pytest.mark.parametrize("saver", STATE_SAVERS)
 def test_savers_of_states(group: None, tmp_path: Path, saver: str, kind: str) -> None:
     state = make_state(kind)
     expected = {name: tensor.detach().clone() for name, tensor in state.items()}
     read = STATE_SAVERS[saver](state, tmp_path)
     assert_equal(read, expected)
-    if "unpacked" in kind:
+    if "separated" in kind:
         packed = Packed()
-        packed.load_state_dict(read, strict=kind == "unpacked")
-        assert_equal({name: unpacked(packed)[name] for name in expected}, expected)
+        packed.load_state_dict(read, strict=kind == "separated")
+        assert_equal({name: separated(packed)[name] for name in expected}, expected)
 
 
 # Savers of models: each writes ``model``, and reads into ``other``, or returns another model
@@ -488,7 +488,7 @@ def test_no_memory_twice(group: None) -> None:
         assert abs(anonymous_memory() - before) < weight / 2
     packed = GatedMLP(2048, 8192)
     before = anonymous_memory()
-    parts = unpacked(packed)
+    parts = separated(packed)
     assert parts["up_proj.weight"].data_ptr() == packed.gate_up_proj.weight[8192:].data_ptr()
     assert abs(anonymous_memory() - before) < weight / 2
     before = anonymous_memory()
@@ -510,7 +510,7 @@ def test_files_have_the_size_of_a_plain_model_s() -> None:
     assert size(model.state_dict()) == size(plain.state_dict())
     assert size(model.model.layers[0].mlp.up_proj.weight) == size(plain.model.layers[0].mlp.up_proj.weight)
     module = Packed()
-    parts = unpacked(module)
+    parts = separated(module)
     assert parts["mlp.up_proj.weight"] is parts["again.up_proj.weight"]
     assert size(parts) < 1.2 * size(module.state_dict())
     assert size(parts["mlp.up_proj.weight"]) < 0.7 * size(module.mlp.gate_up_proj.weight)
@@ -580,13 +580,13 @@ def test_copies_have_storages_of_their_own() -> None:
         assert one.untyped_storage().nbytes() == one.nbytes and two.untyped_storage().nbytes() == two.nbytes
         assert one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr()
         assert is_packed(other)
-    tensor = copy.deepcopy(unpacked(GatedMLP(8, 12))["up_proj.weight"])
+    tensor = copy.deepcopy(separated(GatedMLP(8, 12))["up_proj.weight"])
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_a_packed_weight_that_changes_before_backward_is_an_error() -> None:
     module = GatedMLP(8, 12)
-    loss = sum(part.square().sum() for part in unpacked(module, dict(module.named_parameters())).values())
+    loss = sum(part.square().sum() for part in separated(module, dict(module.named_parameters())).values())
     with torch.no_grad():
         module.gate_up_proj.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -598,7 +598,7 @@ def test_gradients_through_parts() -> None:
     parameters = dict(module.named_parameters())
 
     def loss(parameters: State) -> Tensor:
-        return torch.stack([part.pow(3).sum() for part in unpacked(module, parameters).values()]).sum()
+        return torch.stack([part.pow(3).sum() for part in separated(module, parameters).values()]).sum()
 
     loss(parameters).backward()
     expected = {name: 3 * parameter.square() for name, parameter in parameters.items()}
@@ -645,20 +645,20 @@ def test_shared_with_other_processes(method: str) -> None:
 
 def test_parts_of_what_moves() -> None:
     module = Packed()
-    expected = {name: tensor.clone() for name, tensor in unpacked(module).items()}
-    parts = unpacked(module)
+    expected = {name: tensor.clone() for name, tensor in separated(module).items()}
+    parts = separated(module)
     module.share_memory()  # frees the memory that the parameters had
     others = [torch.full_like(tensor, 7) for tensor in parts.values()]
     assert_equal(parts, expected)
     assert all(parameter.is_shared() for parameter in module.parameters())
-    of_shared = unpacked(module)
+    of_shared = separated(module)
     assert all(parameter.is_shared() for parameter in module.parameters())
     of_shared["mlp.up_proj.weight"].zero_()
     assert not module.mlp.gate_up_proj.weight[24:].any()
     del module, others
     assert not of_shared["mlp.up_proj.weight"].any()
     module = Packed()
-    parts = unpacked(module)
+    parts = separated(module)
     expected = {name: tensor.clone() for name, tensor in parts.items()}
     for parameter in module.parameters():
         parameter.data.untyped_storage().resize_(0)
@@ -720,7 +720,7 @@ def test_compiled_writes_to_parts() -> None:
     @torch.compile(fullgraph=True, backend="inductor")
     def double() -> Tensor:
         with torch.no_grad():
-            unpacked(module, dict(module.named_parameters()))["up_proj.weight"].mul_(2)
+            separated(module, dict(module.named_parameters()))["up_proj.weight"].mul_(2)
             return module.gate_up_proj.weight.sum()
 
     expected = module.gate_up_proj.weight.detach().clone()

@@ -589,11 +589,11 @@ def test_bits_per_byte_scores_every_byte_once(length: int, context: int, batch: 
 
 
 def test_plain_twin_has_the_weights_under_llama_names() -> None:
-    from cuda_ext.nn import unpacked
+    from cuda_ext.nn import separated
 
     config = gpt.GPTConfig(layers=1, features=32, hidden_features=16, heads=4, kv_heads=2)
     ours, plain = gpt.GPT(config), gpt.PlainGPT(config)
-    plain.load_state_dict(unpacked(ours))
+    plain.load_state_dict(separated(ours))
     ours.load_state_dict(plain.state_dict())
     tokens = torch.randint(256, (2, 9))
     torch.testing.assert_close(ours(tokens), plain(tokens), rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ import cuda_ext
 x, w = torch.randn(4, 16), torch.randn(32, 16, requires_grad=True)
 hidden = cuda_ext.linear(x, w, activation="gelu").relu()
 q = torch.randn(2, 8, 4, 16)
-out = cuda_ext.flash_attention(q, q, q, causal=True, mask=torch.ones(8, 8, dtype=torch.bool)).flatten(2)
+out = cuda_ext.flash_attention(q, q, q, causal=True, attn_mask=torch.ones(8, 8, dtype=torch.bool)).flatten(2)
 out, lse = cuda_ext.flash_attention(q, q, q, window=(4, 0), return_lse=True)
 lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
 packed = cuda_ext.flash_attention_varlen(q[0], q[0], q[0], lengths, lengths, max_seqlen_q=5).flatten(1)

@@ -74,7 +74,7 @@ LAYERS = (
         "4 public ops",
         Part(
             "public ops",
-            "cuda_ext/{gemm,attention,kvcache}.py",
+            "cuda_ext/{_gemm,attention,kvcache}.py",
             "and bucket.py, ops.py",
             "rules, support",
             PYTHON,
@@ -221,7 +221,7 @@ def linear() -> Drawing:
     d.text(20, 26, "Forward", size=14, bold=True)
     x, width = 20, 620
     hops = (
-        (40, "cuda_ext/gemm.py", "linear(): calls the op torch.ops.cuda_ext.linear", PYTHON),
+        (40, "cuda_ext/_gemm.py", "linear(): calls the op torch.ops.cuda_ext.linear", PYTHON),
         (
             110,
             "csrc/ops/linear.cpp",

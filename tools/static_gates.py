@@ -645,9 +645,9 @@ def stale(cuda: str, new: dict[str, str], path: Path = DOCUMENT) -> list[str]:
 
 def cuda_objects(stamp: dict[str, Any]) -> list[Path]:
     """The objects of the library's CUDA sources."""
-    plan = _build.Plan(stamp["torch"], stamp["compiler"], None, tuple(stamp["archs"]), jobs=1)
-    folder = ROOT / "build" / plan.name / "csrc"
-    sources = sorted(source for source in _build.CSRC.rglob("*.cu") if plan.archs_of(source))
+    config = _build.BuildConfig(stamp["torch"], stamp["compiler"], None, tuple(stamp["archs"]), jobs=1)
+    folder = ROOT / "build" / config.name / "csrc"
+    sources = sorted(source for source in _build.CSRC.rglob("*.cu") if config.archs_of(source))
     return [(folder / source.relative_to(_build.CSRC)).with_suffix(".o") for source in sources]
 
 

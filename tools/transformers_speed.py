@@ -219,7 +219,7 @@ def attention_times(shape: Attention, dtype: torch.dtype, seconds: float) -> dic
     grouped = shape.heads != shape.kv_heads
     outputs: dict[str, Callable[..., Any]] = {
         "sdpa": lambda q, k, v, bias=None: sdpa(q, k, v, bias, is_causal=shape.causal, enable_gqa=grouped),
-        OURS: lambda q, k, v, bias=None: cuda_ext.flash_attention(q, k, v, causal=shape.causal, bias=bias),
+        OURS: lambda q, k, v, bias=None: cuda_ext.flash_attention(q, k, v, causal=shape.causal, attn_bias=bias),
     }
     forward: dict[str, Callable[[], object]] = {}
     backward: dict[str, Callable[[], object]] = {}

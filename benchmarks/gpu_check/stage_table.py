@@ -87,7 +87,7 @@ def test_stage(name: str, estimate: float, *arguments: str) -> Stage:
 
 def build_seconds(cores: int) -> float:
     """Estimate for the library and one architecture, at least a minute, which the slowest source takes."""
-    sources = _build.Plan("", "", _toolchain.Toolkit("", Path()), ("9.0a",), cores).sources
+    sources = _build.BuildConfig("", "", _toolchain.Toolkit("", Path()), ("9.0a",), cores).sources
     seconds = {".cpp": _build.SECONDS_PER_CXX_FILE, ".cu": _build.SECONDS_PER_CUDA_FILE + _build.SECONDS_PER_ARCH}
     return 40 + max(60, sum(seconds[path.suffix] for path in sources) / cores)
 

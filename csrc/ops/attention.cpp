@@ -17,19 +17,11 @@
 namespace cuda_ext {
 namespace {
 
-// vmap rules need positional tensors.
-#define ATTENTION_OPTION_SCHEMA(more)                                                                        \
-  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? bias=None, Tensor? mask=None, *, " more            \
-  "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, " \
-  "float dropout_p=0.0, bool? deterministic=None"
-#define ATTENTION_LENGTHS_SCHEMA "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
-#define ATTENTION_PACKING_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-
 using Options = AttentionOptions;
 
-Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool packed) {
+Tensor empty_lse(const Tensor& query, const AttentionShape& shape, bool varlen) {
   const auto type = accumulation_type(query.scalar_type());
-  return packed ? empty_on(query.device(), {shape.heads, query.size(0)}, type)
+  return varlen ? empty_on(query.device(), {shape.heads, query.size(0)}, type)
                 : empty_on(query.device(), {shape.batch, shape.heads, shape.seqlen_q}, type);
 }
 
@@ -86,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
   c10::SmallVector<int64_t, 4> out_sizes(query.sizes());
   out_sizes.back() = shape.dim_v;
   Tensor out = empty_on(query.device(), out_sizes, query.scalar_type());
-  Tensor lse = empty_lse(query, shape, o.packed());
+  Tensor lse = empty_lse(query, shape, o.is_varlen());
   Tensor rng_state = draw_rng_state(p, query.device(), cuda != nullptr);
   p.out = view_of(out);
   p.lse = lse.mutable_data_ptr();
@@ -95,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
     launch_for(op, [&] { cuda->attention_forward(p, scope.allocator(), scope.stream()); });
   } else {
     attention_forward(p);
-    if (o.packed()) {
+    if (o.is_varlen()) {
       fill_from(out, 0, p.cu_seqlens_q[p.batch], 0);
       fill_from(lse, 1, p.cu_seqlens_q[p.batch], -std::numeric_limits<double>::infinity());
     }
@@ -106,47 +98,29 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& query, 
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           const OptionalTensor& cu_seqlens_q,
-                                                           const OptionalTensor& cu_seqlens_k,
-                                                           const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
-  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
-                  max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+                                                           VARLEN_OPTIONS(OptionalTensor)) {
+  const Options o{VARLEN_NAMES};
   // The op that the user called; errors name it.
-  return forward(o.packed() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
+  return forward(o.is_varlen() ? "flash_attention_varlen" : "flash_attention", query, key, value, o);
 }
 
-std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                           const OptionalTensor& bias, const OptionalTensor& mask, ATTENTION_SCALARS) {
-  auto [out, lse, rng_state] = forward("flash_attention", query, key, value,
-                                       {{}, {}, alibi_slopes, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES});
+std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value, DENSE_OPTIONS) {
+  auto [out, lse, rng_state] = forward("flash_attention", query, key, value, dense_options(DENSE_NAMES));
   return {std::move(out), std::move(lse)};
 }
 
 std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                  const OptionalTensor& bias, const OptionalTensor& mask,
-                                                  OptionalSymInt max_seqlen_q, OptionalSymInt max_seqlen_k,
-                                                  ATTENTION_SCALARS) {
-  auto [out, lse, rng_state] = forward("flash_attention_varlen", query, key, value,
-                                       {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
-                                        max_seqlen_k, ATTENTION_SCALAR_NAMES});
+                                                  VARLEN_OPTIONS(Tensor)) {
+  auto [out, lse, rng_state] = forward("flash_attention_varlen", query, key, value, {VARLEN_NAMES});
   return {std::move(out), std::move(lse)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-    OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
+    VARLEN_OPTIONS(OptionalTensor)) {
   constexpr const char* op = "flash_attention_backward";
-  const Options o{cu_seqlens_q, cu_seqlens_k, alibi_slopes,          sinks, bias, mask,
-                  max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES};
+  const Options o{VARLEN_NAMES};
   const AttentionShape shape = check_attention(op, query, key, value, o);
   const auto check_like = [&](const char* name, const Tensor& tensor, const char* other_name, const Tensor& other) {
     CUDA_EXT_CHECK(tensor.sizes() == other.sizes(), op, "expected ", name, " of shape ", shape_string(other),
@@ -158,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
   check_like("grad_out", grad_out, "out", out);
   if (is_given(grad_lse)) check_like("grad_lse", *grad_lse, "lse", lse);
   CUDA_EXT_CHECK(!needs_grad_bias || is_given(bias), op,
-                 "expected a bias with needs_grad_bias=True, got None; leave it False");
+                 "expected attn_bias with needs_grad_bias=True, got None; leave it False");
 
   const CudaKernels* cuda = cuda_kernels(op, query.device(), query.scalar_type());
   if (cuda != nullptr) check_cuda_attention(op, shape, query);
@@ -201,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     launch_for(op, [&] { cuda->attention_backward(p, scope.allocator(), scope.stream()); });
   } else {
     attention_backward(p);
-    if (o.packed()) {
+    if (o.is_varlen()) {
       fill_from(grad_query, 0, p.cu_seqlens_q[p.batch], 0);
       for (const Tensor& gradient : {grad_key, grad_value}) fill_from(gradient, 0, p.cu_seqlens_k[p.batch], 0);
     }
@@ -216,25 +190,18 @@ namespace {
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> flash_attention_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    const OptionalTensor& bias, const OptionalTensor& mask,
-                                                    ATTENTION_SCALARS) {
+                                                    DENSE_OPTIONS) {
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const Autocast cast(device);
-  return op.call(cast(query), cast(key), cast(value), alibi_slopes, sinks, bias, mask, ATTENTION_SCALAR_NAMES);
+  return op.call(cast(query), cast(key), cast(value), DENSE_NAMES);
 }
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> flash_attention_varlen_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                           const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
+                                                           VARLEN_OPTIONS(Tensor)) {
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
   const Autocast cast(device);
-  return op.call(cast(query), cast(key), cast(value), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask,
-                 max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES);
+  return op.call(cast(query), cast(key), cast(value), VARLEN_NAMES);
 }
 
 }  // namespace
@@ -243,20 +210,18 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   // Dropout makes these ops draw random numbers; any strides are read in place.
   const std::vector<at::Tag> random = {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout,
                                        at::Tag::nondeterministic_seeded};
-  m.def("flash_attention(Tensor query, Tensor key, Tensor value, " ATTENTION_OPTION_SCHEMA(
-            "") ") -> (Tensor out, Tensor lse)",
+  m.def("flash_attention(Tensor query, Tensor key, Tensor value, " DENSE_SCHEMA ") -> (Tensor out, Tensor lse)",
         random);
   m.def(
       "flash_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor "
-      "cu_seqlens_k, " ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse)",
+      "cu_seqlens_k, " VARLEN_SCHEMA ") -> (Tensor out, Tensor lse)",
       random);
-  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " ATTENTION_PACKING_SCHEMA
-            ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA) ") -> (Tensor out, Tensor lse, Tensor rng_state)",
+  m.def("flash_attention_forward(Tensor query, Tensor key, Tensor value, " OPTIONAL_VARLEN_SCHEMA
+        ") -> (Tensor out, Tensor lse, Tensor rng_state)",
         random);
   m.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " ATTENTION_PACKING_SCHEMA
-          ATTENTION_OPTION_SCHEMA(ATTENTION_LENGTHS_SCHEMA)
+      "Tensor out, Tensor lse, Tensor? rng_state, bool needs_grad_bias=False, " OPTIONAL_VARLEN_SCHEMA
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks, Tensor grad_bias)",
       {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout});
 }

@@ -46,15 +46,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
   static void save_options(AutogradContext* ctx, const Options& o, bool heads_first, bool out_heads_first) {
     save_option(ctx, "heads_first", heads_first);
     save_option(ctx, "out_heads_first", out_heads_first);
-    save_option(ctx, "max_seqlen_q", o.max_seqlen_q);
-    save_option(ctx, "max_seqlen_k", o.max_seqlen_k);
-    save_option(ctx, "causal", o.causal);
-    save_option(ctx, "window_left", o.window_left);
-    save_option(ctx, "window_right", o.window_right);
-    save_option(ctx, "scale", o.scale);
-    save_option(ctx, "softcap", o.softcap);
-    save_option(ctx, "dropout_p", o.dropout_p);
-    save_option(ctx, "deterministic", o.deterministic);
+    Options::visit_scalars(o, [ctx](const char* name, const auto& value) { save_option(ctx, name, value); });
   }
 
   // query, key, value and their gradients are (B, H, S, D) if `heads_first`; out and its gradient if `out_heads_first`.
@@ -62,7 +54,7 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
   // on small inputs saving one costs as much as a small op.
   static variable_list saved(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out,
                              const Tensor& lse, const Tensor& rng_state, const Options& o) {
-    if (o.dropout_p == 0 && !o.packed() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
+    if (o.dropout_p == 0 && !o.is_varlen() && !is_given(o.alibi_slopes) && !is_given(o.sinks) && !is_given(o.bias) &&
         !is_given(o.mask))
       return {query, key, value, out, lse};
     return {query,
@@ -98,21 +90,9 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     const auto transposed = [&](const Tensor& t) { return transposed_if(heads_first, t); };
     const auto transposed_out = [&](const Tensor& t) { return transposed_if(out_heads_first, t); };
     const Tensor query = transposed(saved[0]), key = transposed(saved[1]), value = transposed(saved[2]);
-    const Options o{optional(saved[6]),
-                    optional(saved[7]),
-                    optional(saved[8]),
-                    optional(saved[9]),
-                    optional(saved[10]),
-                    optional(saved[11]),
-                    saved_option<OptionalSymInt>(ctx, "max_seqlen_q"),
-                    saved_option<OptionalSymInt>(ctx, "max_seqlen_k"),
-                    saved_option<bool>(ctx, "causal"),
-                    saved_option<OptionalInt>(ctx, "window_left"),
-                    saved_option<OptionalInt>(ctx, "window_right"),
-                    saved_option<OptionalDouble>(ctx, "scale"),
-                    saved_option<double>(ctx, "softcap"),
-                    saved_option<double>(ctx, "dropout_p"),
-                    saved_option<OptionalBool>(ctx, "deterministic")};
+    Options o{optional(saved[6]), optional(saved[7]),  optional(saved[8]),
+              optional(saved[9]), optional(saved[10]), optional(saved[11])};
+    Options::visit_scalars(o, [ctx](const char* name, auto& value) { value = saved_option(ctx, name, value); });
     const Tensor grad_out = grad_given.defined() ? transposed_out(grad_given) : zeros_like_out(query, value);
     const bool wants_sinks = is_given(o.sinks) && ctx->needs_input_grad(3);
     const bool wants_bias = is_given(o.bias) && ctx->needs_input_grad(4);
@@ -123,8 +103,8 @@ struct FlashAttentionBackward : torch::autograd::Function<FlashAttentionBackward
     }
     static const auto op = find_op<decltype(flash_attention_backward)>(CUDA_EXT_OP("flash_attention_backward"));
     auto [grad_query, grad_key, grad_value, grad_sinks, grad_bias] =
-        o.call(op, grad_out, optional(grad_lse), query, key, value, transposed_out(saved[3]), lse, optional(saved[5]),
-               wants_bias);
+        o.call_varlen(op, grad_out, optional(grad_lse), query, key, value, transposed_out(saved[3]), lse,
+                      optional(saved[5]), wants_bias);
     return {transposed(grad_query), transposed(grad_key), transposed(grad_value), wants_sinks ? grad_sinks : Tensor(),
             wants_bias ? grad_bias : Tensor()};
   }
@@ -158,7 +138,7 @@ std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query,
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (wanted.reverse && !wanted.composed) {
       static const auto forward_op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-      std::tie(out, lse, rng_state) = o.call(forward_op, query, key, value);
+      std::tie(out, lse, rng_state) = o.call_varlen(forward_op, query, key, value);
     } else {
       std::tie(out, lse) = call_public();
     }
@@ -182,29 +162,17 @@ std::tuple<Tensor, Tensor> with_derivatives(const char* op, const Tensor& query,
 }
 
 std::tuple<Tensor, Tensor> flash_attention_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                    const OptionalTensor& bias, const OptionalTensor& mask,
-                                                    ATTENTION_SCALARS) {
+                                                    DENSE_OPTIONS) {
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
-  return with_derivatives(
-      "flash_attention", query, key, value, {{}, {}, alibi_slopes, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES},
-      [&] { return op.call(query, key, value, alibi_slopes, sinks, bias, mask, ATTENTION_SCALAR_NAMES); });
+  return with_derivatives("flash_attention", query, key, value, dense_options(DENSE_NAMES),
+                          [&] { return op.call(query, key, value, DENSE_NAMES); });
 }
 
 std::tuple<Tensor, Tensor> flash_attention_varlen_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                           const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS) {
+                                                           VARLEN_OPTIONS(Tensor)) {
   static const auto op = find_op<decltype(flash_attention_varlen)>(CUDA_EXT_OP("flash_attention_varlen"));
-  return with_derivatives(
-      "flash_attention_varlen", query, key, value,
-      {cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES},
-      [&] {
-        return op.call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q,
-                       max_seqlen_k, ATTENTION_SCALAR_NAMES);
-      });
+  return with_derivatives("flash_attention_varlen", query, key, value, {VARLEN_NAMES},
+                          [&] { return op.call(query, key, value, VARLEN_NAMES); });
 }
 
 }  // namespace
@@ -218,7 +186,8 @@ OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, con
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     static const auto op = find_op<decltype(flash_attention_forward)>(CUDA_EXT_OP("flash_attention_forward"));
-    std::tie(out, lse, rng_state) = o.call(op, transposed_heads(query), transposed_heads(key), transposed_heads(value));
+    std::tie(out, lse, rng_state) =
+        o.call_varlen(op, transposed_heads(query), transposed_heads(key), transposed_heads(value));
     if (out_heads_first) out = transposed_heads(out);
     if (output == HeadsFirstOutput::kDenseTransposed) out = out.contiguous();
   }
@@ -233,16 +202,15 @@ OptionalTensor heads_first_attention(const Tensor& query, const Tensor& key, con
 namespace {
 
 // flash_attention of (B, H, S, D) tensors as one call; it is composed of other ops for everything but backward.
-Tensor flash_attention_heads_first(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
-                                   OptionalDouble scale, OptionalInt window_left, OptionalInt window_right,
-                                   double softcap, const OptionalTensor& sinks, const OptionalTensor& bias,
-                                   const OptionalTensor& mask, double dropout_p, OptionalBool deterministic) {
-  const Options o{{}, {}, {}, sinks, bias, mask, {}, {}, ATTENTION_SCALAR_NAMES};
+Tensor flash_attention_heads_first(const Tensor& query, const Tensor& key, const Tensor& value, ATTENTION_SCALARS,
+                                   const OptionalTensor& sinks, const OptionalTensor& bias,
+                                   const OptionalTensor& mask) {
+  const Options o = dense_options(/*alibi_slopes=*/{}, sinks, bias, mask, ATTENTION_SCALAR_NAMES);
   if (OptionalTensor out = heads_first_attention(query, key, value, o, HeadsFirstOutput::kRowsFirst))
     return *std::move(out);
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const auto call = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
-    return std::get<0>(op.call(q, k, v, /*alibi_slopes=*/{}, sinks, bias, mask, ATTENTION_SCALAR_NAMES));
+    return std::get<0>(o.call_dense(op, q, k, v));
   };
   if (any_requires_grad(query, key, value, sinks, bias) || any_has_tangent(query, key, value, sinks, bias))
     return call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2));
@@ -251,13 +219,11 @@ Tensor flash_attention_heads_first(const Tensor& query, const Tensor& key, const
 }
 
 template <c10::DeviceType device>
-Tensor flash_attention_heads_first_autocast(const Tensor& query, const Tensor& key, const Tensor& value, bool causal,
-                                            OptionalDouble scale, OptionalInt window_left, OptionalInt window_right,
-                                            double softcap, const OptionalTensor& sinks, const OptionalTensor& bias,
-                                            const OptionalTensor& mask, double dropout_p, OptionalBool deterministic) {
+Tensor flash_attention_heads_first_autocast(const Tensor& query, const Tensor& key, const Tensor& value,
+                                            ATTENTION_SCALARS, const OptionalTensor& sinks, const OptionalTensor& bias,
+                                            const OptionalTensor& mask) {
   const Autocast cast(device);
-  return flash_attention_heads_first(cast(query), cast(key), cast(value), causal, scale, window_left, window_right,
-                                     softcap, sinks, bias, mask, dropout_p, deterministic);
+  return flash_attention_heads_first(cast(query), cast(key), cast(value), ATTENTION_SCALAR_NAMES, sinks, bias, mask);
 }
 
 }  // namespace
@@ -265,11 +231,9 @@ Tensor flash_attention_heads_first_autocast(const Tensor& query, const Tensor& k
 TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   // For cuda_ext.integrations.transformers: (B, H, S, D) tensors, output (B, Sq, H, Dv). The arguments of small calls
   // come first, because positional ones cost less.
-  m.def(
-      "_flash_attention_heads_first(Tensor query, Tensor key, Tensor value, bool causal=False, float? scale=None, "
-      "int? window_left=None, int? window_right=None, float softcap=0.0, Tensor? sinks=None, Tensor? bias=None, "
-      "Tensor? mask=None, float dropout_p=0.0, bool? deterministic=None) -> Tensor",
-      {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout, at::Tag::nondeterministic_seeded});
+  m.def("_flash_attention_heads_first(Tensor query, Tensor key, Tensor value, " ATTENTION_SCALAR_SCHEMA
+        ", Tensor? sinks=None, Tensor? attn_bias=None, Tensor? attn_mask=None) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::flexible_layout, at::Tag::nondeterministic_seeded});
 }
 
 TORCH_LIBRARY_IMPL(CUDA_EXT_NAMESPACE, CompositeImplicitAutograd, m) {

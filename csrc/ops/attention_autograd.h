@@ -6,28 +6,15 @@
 namespace cuda_ext {
 
 // The kernels of the ops. Calls go through the dispatcher: `find_op<decltype(flash_attention)>(...)`.
-std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                           const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                           const OptionalTensor& bias, const OptionalTensor& mask, ATTENTION_SCALARS);
+std::tuple<Tensor, Tensor> flash_attention(const Tensor& query, const Tensor& key, const Tensor& value, DENSE_OPTIONS);
 std::tuple<Tensor, Tensor> flash_attention_varlen(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                  const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                                  const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                                  const OptionalTensor& bias, const OptionalTensor& mask,
-                                                  OptionalSymInt max_seqlen_q, OptionalSymInt max_seqlen_k,
-                                                  ATTENTION_SCALARS);
+                                                  VARLEN_OPTIONS(Tensor));
 std::tuple<Tensor, Tensor, Tensor> flash_attention_forward(const Tensor& query, const Tensor& key, const Tensor& value,
-                                                           const OptionalTensor& cu_seqlens_q,
-                                                           const OptionalTensor& cu_seqlens_k,
-                                                           const OptionalTensor& alibi_slopes,
-                                                           const OptionalTensor& sinks, const OptionalTensor& bias,
-                                                           const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-                                                           OptionalSymInt max_seqlen_k, ATTENTION_SCALARS);
+                                                           VARLEN_OPTIONS(OptionalTensor));
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& lse, const OptionalTensor& rng_state, bool needs_grad_bias,
-    const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k, const OptionalTensor& alibi_slopes,
-    const OptionalTensor& sinks, const OptionalTensor& bias, const OptionalTensor& mask, OptionalSymInt max_seqlen_q,
-    OptionalSymInt max_seqlen_k, ATTENTION_SCALARS);
+    VARLEN_OPTIONS(OptionalTensor));
 
 // How heads_first_attention returns its output.
 enum class HeadsFirstOutput {

@@ -18,9 +18,7 @@ namespace cuda_ext {
 namespace {
 
 #define CACHE_TENSORS_SCHEMA "Tensor? cache_batch_idx=None, Tensor? cache_leftpad=None, Tensor? block_table=None, "
-#define CACHE_OPTIONS_SCHEMA \
-  "bool causal=False, int? window_left=None, int? window_right=None, float? scale=None, float softcap=0.0, "
-#define CACHE_SPLITS_SCHEMA "int num_splits=0) -> (Tensor out, Tensor lse)"
+#define CACHE_OPTIONS_SCHEMA ATTENTION_LOGIT_SCHEMA ", int num_splits=0) -> (Tensor out, Tensor lse)"
 
 // The arguments that say where the keys of each sequence are.
 struct CacheArguments {
@@ -279,22 +277,17 @@ std::tuple<Tensor, Tensor> attend(const char* op, const Tensor& query, const Cac
   return {std::move(out), std::move(lse)};
 }
 
-#define CACHE_OPTIONS \
-  bool causal, OptionalInt window_left, OptionalInt window_right, OptionalDouble scale, double softcap
-
-AttentionOptions options_of(const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, CACHE_OPTIONS) {
-  return {{}, {}, alibi_slopes, sinks, {}, {}, {}, {}, causal, window_left, window_right, scale, softcap, 0.0, {}};
+AttentionOptions options_of(const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, ATTENTION_LOGIT_SCALARS) {
+  return {{}, {}, alibi_slopes, sinks, {}, {}, {}, {}, ATTENTION_LOGIT_NAMES};
 }
 
-std::tuple<Tensor, Tensor> flash_attention_cached(const Tensor& query, const Tensor& key_cache,
-                                                  const Tensor& value_cache, const OptionalTensor& cache_seqlens,
-                                                  const OptionalTensor& cache_batch_idx,
-                                                  const OptionalTensor& cache_leftpad,
-                                                  const OptionalTensor& block_table, const OptionalTensor& alibi_slopes,
-                                                  const OptionalTensor& sinks, CACHE_OPTIONS, int64_t num_splits) {
+std::tuple<Tensor, Tensor> flash_attention_cached(
+    const Tensor& query, const Tensor& key_cache, const Tensor& value_cache, const OptionalTensor& cache_seqlens,
+    const OptionalTensor& cache_batch_idx, const OptionalTensor& cache_leftpad, const OptionalTensor& block_table,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, ATTENTION_LOGIT_SCALARS, int64_t num_splits) {
   return attend("flash_attention_with_kvcache", query,
                 {key_cache, value_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table}, nullptr,
-                options_of(alibi_slopes, sinks, causal, window_left, window_right, scale, softcap), num_splits);
+                options_of(alibi_slopes, sinks, ATTENTION_LOGIT_NAMES), num_splits);
 }
 
 std::tuple<Tensor, Tensor> flash_attention_with_kvcache(
@@ -302,11 +295,11 @@ std::tuple<Tensor, Tensor> flash_attention_with_kvcache(
     const OptionalTensor& cache_seqlens, const OptionalTensor& cache_batch_idx, const OptionalTensor& cache_leftpad,
     const OptionalTensor& block_table, const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
     const OptionalTensor& rotary_positions, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-    bool rotary_interleaved, CACHE_OPTIONS, int64_t num_splits) {
+    bool rotary_interleaved, ATTENTION_LOGIT_SCALARS, int64_t num_splits) {
   const AppendArguments append{key, value, rotary_cos, rotary_sin, rotary_positions, rotary_interleaved};
   return attend("flash_attention_with_kvcache", query,
                 {key_cache, value_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table}, &append,
-                options_of(alibi_slopes, sinks, causal, window_left, window_right, scale, softcap), num_splits);
+                options_of(alibi_slopes, sinks, ATTENTION_LOGIT_NAMES), num_splits);
 }
 
 }  // namespace
@@ -316,13 +309,13 @@ TORCH_LIBRARY_FRAGMENT(CUDA_EXT_NAMESPACE, m) {
   m.def(
       "flash_attention_cached(Tensor query, Tensor key_cache, Tensor value_cache, Tensor? "
       "cache_seqlens=None, " CACHE_TENSORS_SCHEMA
-      "Tensor? alibi_slopes=None, Tensor? sinks=None, *, " CACHE_OPTIONS_SCHEMA CACHE_SPLITS_SCHEMA,
+      "Tensor? alibi_slopes=None, Tensor? sinks=None, *, " CACHE_OPTIONS_SCHEMA,
       tags);
   m.def(
       "flash_attention_with_kvcache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
       "Tensor value, Tensor? cache_seqlens=None, " CACHE_TENSORS_SCHEMA
       "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? rotary_positions=None, Tensor? alibi_slopes=None, "
-      "Tensor? sinks=None, *, bool rotary_interleaved=True, " CACHE_OPTIONS_SCHEMA CACHE_SPLITS_SCHEMA,
+      "Tensor? sinks=None, *, bool rotary_interleaved=True, " CACHE_OPTIONS_SCHEMA,
       tags);
 }
 

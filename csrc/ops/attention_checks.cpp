@@ -22,14 +22,14 @@ void check_cu_seqlens(const char* op, const char* name, const Tensor& cu_seqlens
   // On a GPU the values stay unread: reading them would stall the stream.
   if (!cu_seqlens.is_cpu()) return;
   const Tensor contiguous = cu_seqlens.contiguous();
-  const int32_t* at = contiguous.const_data_ptr<int32_t>();
+  const int32_t* offsets = contiguous.const_data_ptr<int32_t>();
   const int64_t batch = cu_seqlens.size(0) - 1;
-  CUDA_EXT_CHECK(at[0] == 0, op, "expected ", name, " to start at 0, got ", at[0]);
+  CUDA_EXT_CHECK(offsets[0] == 0, op, "expected ", name, " to start at 0, got ", offsets[0]);
   for (int64_t b = 0; b < batch; ++b)
-    CUDA_EXT_CHECK(at[b] <= at[b + 1], op, "expected ", name, " to be non-decreasing, got ", at[b], " before ",
-                   at[b + 1], " at index ", b + 1);
-  CUDA_EXT_CHECK(at[batch] <= rows, op, "expected ", name, " to end at ", rows, " at most, the rows of ", rows_name,
-                 ", got ", at[batch]);
+    CUDA_EXT_CHECK(offsets[b] <= offsets[b + 1], op, "expected ", name, " to be non-decreasing, got ", offsets[b],
+                   " before ", offsets[b + 1], " at index ", b + 1);
+  CUDA_EXT_CHECK(offsets[batch] <= rows, op, "expected ", name, " to end at ", rows, " at most, the rows of ",
+                 rows_name, ", got ", offsets[batch]);
 }
 
 void check_side(const char* op, const char* name, OptionalInt side) {
@@ -39,38 +39,38 @@ void check_side(const char* op, const char* name, OptionalInt side) {
 
 // Whether `tensor` broadcasts to (batch, heads, longest_q, longest_k).
 void check_broadcasts(const char* op, const char* name, const Tensor& tensor, const Tensor& query,
-                      const AttentionShape& shape, bool packed) {
+                      const AttentionShape& shape, bool varlen) {
   const std::array<int64_t, 4> full{shape.batch, shape.heads, shape.longest_q, shape.longest_k};
   bool broadcasts = tensor.dim() <= 4;
   for (int64_t d = 1; broadcasts && d <= tensor.dim(); ++d)
     broadcasts = tensor.size(-d) == 1 || tensor.size(-d) == full[size_t(4 - d)];
   CUDA_EXT_CHECK(broadcasts, op, "expected ", name, " of a shape that broadcasts to (batch, heads, ",
-                 packed ? "max_seqlen_q, max_seqlen_k" : "seqlen_q, seqlen_k", ") = ", shape_string(full), ", got ",
+                 varlen ? "max_seqlen_q, max_seqlen_k" : "seqlen_q, seqlen_k", ") = ", shape_string(full), ", got ",
                  shape_string(tensor), "; give it these sizes or 1, aligned to the right");
   check_same_device(op, name, tensor, "query", query);
 }
 
 void check_bias_and_mask(const char* op, const Tensor& query, const AttentionShape& shape, const AttentionOptions& o) {
   if (is_given(o.bias)) {
-    check_broadcasts(op, "bias", *o.bias, query, shape, o.packed());
+    check_broadcasts(op, "attn_bias", *o.bias, query, shape, o.is_varlen());
     const auto type = o.bias->scalar_type(), own = query.scalar_type(), accumulation = accumulation_type(own);
-    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected bias of dtype ",
+    CUDA_EXT_CHECK(type == own || type == accumulation, op, "expected attn_bias of dtype ",
                    own == accumulation ? "" : dtype_name(own) + " or ", dtype_name(accumulation),
                    " to match query, got ", dtype_name(type),
-                   type == at::kBool ? "; give a boolean mask as mask=" : "; convert it with .to()");
+                   type == at::kBool ? "; give a boolean mask as attn_mask=" : "; convert it with .to()");
   }
   if (is_given(o.mask)) {
-    check_broadcasts(op, "mask", *o.mask, query, shape, o.packed());
-    CUDA_EXT_CHECK(o.mask->scalar_type() == at::kBool, op, "expected mask of dtype bool, got ",
-                   dtype_name(o.mask->scalar_type()), "; give numbers that are added to the logits as bias=");
+    check_broadcasts(op, "attn_mask", *o.mask, query, shape, o.is_varlen());
+    CUDA_EXT_CHECK(o.mask->scalar_type() == at::kBool, op, "expected attn_mask of dtype bool, got ",
+                   dtype_name(o.mask->scalar_type()), "; give numbers that are added to the logits as attn_bias=");
   }
 }
 
 // Ranks, dtypes, devices and heads: everything that does not depend on the sequences.
 void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                   bool packed) {
-  const int64_t rank = packed ? 3 : 4;
-  const char* layout = packed ? "(total, heads, dim)" : "(batch, seq, heads, dim)";
+                   bool varlen) {
+  const int64_t rank = varlen ? 3 : 4;
+  const char* layout = varlen ? "(total, heads, dim)" : "(batch, seq, heads, dim)";
   const auto check_rank = [&](const char* name, const Tensor& tensor) {
     check_given(op, name, tensor);
     CUDA_EXT_CHECK(tensor.dim() == rank, op, "expected ", name, " of shape ", layout, ", got ", shape_string(tensor));
@@ -101,7 +101,7 @@ void check_tensors(AttentionShape& shape, const char* op, const Tensor& query, c
                  shape.heads_kv);
 }
 
-void check_packed(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key,
+void check_varlen(AttentionShape& shape, const char* op, const Tensor& query, const Tensor& key,
                   const AttentionOptions& o) {
   CUDA_EXT_CHECK(is_given(o.cu_seqlens_k), op, "expected cu_seqlens_k with cu_seqlens_q, got None");
   check_cu_seqlens(op, "cu_seqlens_q", *o.cu_seqlens_q, "query", query.size(0), query);
@@ -116,8 +116,8 @@ void check_packed(AttentionShape& shape, const char* op, const Tensor& query, co
     int64_t length = 0;
     if (cu_seqlens.is_cpu()) {
       const Tensor contiguous = cu_seqlens.contiguous();
-      const int32_t* at = contiguous.const_data_ptr<int32_t>();
-      for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, at[b + 1] - at[b]);
+      const int32_t* offsets = contiguous.const_data_ptr<int32_t>();
+      for (int64_t b = 0; b < shape.batch; ++b) length = std::max<int64_t>(length, offsets[b + 1] - offsets[b]);
     } else if (!given && shape.batch > 0) {
       length = cu_seqlens.diff().max().item<int>();  // waits for the stream
     }
@@ -164,9 +164,9 @@ void check_attention_options(const AttentionShape& shape, const char* op, const 
 AttentionShape check_attention(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionOptions& o) {
   AttentionShape shape{};
-  check_tensors(shape, op, query, key, value, o.packed());
-  if (o.packed()) {
-    check_packed(shape, op, query, key, o);
+  check_tensors(shape, op, query, key, value, o.is_varlen());
+  if (o.is_varlen()) {
+    check_varlen(shape, op, query, key, o);
   } else {
     shape.batch = query.size(0);
     shape.seqlen_q = shape.longest_q = query.size(1);

@@ -37,10 +37,10 @@ struct Dense {
 };
 
 // The steps of softmax(logits) that backward needs again.
-struct Weights {
+struct Probs {
   Tensor capped;  // scores after the soft cap, before biases   (B, H, Sq, Sk)
-  Tensor p;       // weights of the keys, before dropout        (B, H, Sq, Sk)
-  Tensor p_sink;  // weight of the sink, or 0                   (B, H, Sq, 1)
+  Tensor p;       // probabilities of the keys, before dropout  (B, H, Sq, Sk)
+  Tensor p_sink;  // probability of the sink, or 0              (B, H, Sq, 1)
   Tensor lse;     //                                            (B, H, Sq)
 };
 
@@ -84,10 +84,10 @@ Dense prepare(const Tensor& query, const Tensor& key, const Tensor& value, const
   return d;
 }
 
-Weights weights_of(const Dense& d, const AttentionOptions& o) {
+Probs probs_of(const Dense& d, const AttentionOptions& o) {
   const int64_t batch = d.query.size(0), heads = d.query.size(1), rows = d.query.size(2), keys = d.key.size(2);
   const auto options = d.query.options();
-  Weights w;
+  Probs w;
   w.capped = product(d.query, d.key.mT(), d.scale);
   if (o.softcap > 0) w.capped = (w.capped / o.softcap).tanh() * o.softcap;
 
@@ -123,7 +123,7 @@ Weights weights_of(const Dense& d, const AttentionOptions& o) {
 }
 
 std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions& o, at::ScalarType type) {
-  const Weights w = weights_of(d, o);
+  const Probs w = probs_of(d, o);
   const Tensor p = o.dropout_p > 0 ? at::dropout(w.p, o.dropout_p, /*train=*/true) : w.p;
   return {product(p, d.value).transpose(1, 2).to(type), w.lse};
 }
@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor> dense_forward(const Dense& d, const AttentionOptions&
 AttentionGradients dense_backward(const Tensor& grad_out, const Tensor& grad_lse, const Dense& d, int64_t heads_kv,
                                   const AttentionOptions& o) {
   const auto type = grad_out.scalar_type();
-  const Weights w = weights_of(d, o);
+  const Probs w = probs_of(d, o);
   const Tensor grad = grad_out.to(d.query.scalar_type()).transpose(1, 2);  // (B, H, Sq, Dv)
   const Tensor dropped = d.keep.defined() ? w.p * d.keep : w.p;
   AttentionGradients g;
@@ -171,9 +171,7 @@ std::vector<Segment> segments_of(const AttentionOptions& o) {
     segments.push_back({int64_t(n), q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]});
   return segments;
 }
-Tensor rows_of(const Tensor& packed, int64_t first, int64_t count) {
-  return packed.narrow(0, first, count).unsqueeze(0);
-}
+Tensor rows_of(const Tensor& rows, int64_t first, int64_t count) { return rows.narrow(0, first, count).unsqueeze(0); }
 OptionalTensor slopes_of(const AttentionOptions& o, int64_t sequence) {
   return is_given(o.alibi_slopes) && o.alibi_slopes->dim() == 2 ? o.alibi_slopes->select(0, sequence) : o.alibi_slopes;
 }
@@ -246,7 +244,7 @@ Tensor with_tail(std::vector<Tensor> parts, const Tensor& cu_seqlens, const Tens
 std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                               const AttentionOptions& o) {
   const auto type = query.scalar_type();
-  if (!o.packed()) return dense_forward(prepare(query, key, value, o.alibi_slopes, {}, o), o, type);
+  if (!o.is_varlen()) return dense_forward(prepare(query, key, value, o.alibi_slopes, {}, o), o, type);
   const int64_t heads = query.size(1);
   std::vector<Tensor> outs{at::zeros({0, heads, value.size(2)}, query.options())};
   std::vector<Tensor> lses{at::zeros({heads, 0}, query.options().dtype(accumulation_type(type)))};
@@ -264,7 +262,7 @@ std::tuple<Tensor, Tensor> composed_attention(const Tensor& query, const Tensor&
 AttentionGradients composed_attention_backward(const Tensor& grad_out, const Tensor& grad_lse, const Tensor& query,
                                                const Tensor& key, const Tensor& value, const Tensor& rng_state,
                                                const AttentionOptions& o) {
-  if (!o.packed()) {
+  if (!o.is_varlen()) {
     const int64_t batch = query.size(0), rows = query.size(1), heads = query.size(2), keys = key.size(1);
     const Tensor keep = keep_mask(rng_state, o, batch, heads, rows, keys, 0, rows, keys, query);
     return dense_backward(grad_out, grad_lse, prepare(query, key, value, o.alibi_slopes, keep, o), key.size(2), o);

@@ -1,4 +1,5 @@
-// The arguments of an attention op other than query, key and value.
+// The arguments of an attention op other than query, key and value: the one place of csrc/ops that lists them. The
+// macros are their schema, the parameters of a kernel and the names of those, in the same order.
 #pragma once
 
 #include "ops/op.h"
@@ -11,30 +12,81 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 using OptionalDouble = std::optional<double>;
 using OptionalBool = std::optional<bool>;
 
-// The scalar options that end every schema, in order.
-#define ATTENTION_SCALARS                                                                               \
-  bool causal, OptionalInt window_left, OptionalInt window_right, OptionalDouble scale, double softcap, \
-      double dropout_p, OptionalBool deterministic
-#define ATTENTION_SCALAR_NAMES causal, window_left, window_right, scale, softcap, dropout_p, deterministic
+// What decides the logits; attention over a cache has no other scalars.
+#define ATTENTION_LOGIT_SCHEMA \
+  "bool causal=False, float? scale=None, int? window_left=None, int? window_right=None, float softcap=0.0"
+#define ATTENTION_LOGIT_SCALARS \
+  bool causal, OptionalDouble scale, OptionalInt window_left, OptionalInt window_right, double softcap
+#define ATTENTION_LOGIT_NAMES causal, scale, window_left, window_right, softcap
+
+// The scalars that end the schema of every other op.
+#define ATTENTION_SCALAR_SCHEMA ATTENTION_LOGIT_SCHEMA ", float dropout_p=0.0, bool? deterministic=None"
+#define ATTENTION_SCALARS ATTENTION_LOGIT_SCALARS, double dropout_p, OptionalBool deterministic
+#define ATTENTION_SCALAR_NAMES ATTENTION_LOGIT_NAMES, dropout_p, deterministic
+
+// Positional, as rules of vmap need tensors.
+#define ATTENTION_TENSOR_SCHEMA \
+  "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? attn_bias=None, Tensor? attn_mask=None"
+#define ATTENTION_TENSORS                                                                      \
+  const OptionalTensor &alibi_slopes, const OptionalTensor &sinks, const OptionalTensor &bias, \
+      const OptionalTensor &mask
+#define ATTENTION_TENSOR_NAMES alibi_slopes, sinks, bias, mask
+
+// All options of sequences of equal length.
+#define DENSE_SCHEMA ATTENTION_TENSOR_SCHEMA ", *, " ATTENTION_SCALAR_SCHEMA
+#define DENSE_OPTIONS ATTENTION_TENSORS, ATTENTION_SCALARS
+#define DENSE_NAMES ATTENTION_TENSOR_NAMES, ATTENTION_SCALAR_NAMES
+
+// All options of the form that has sequences of different lengths. `Cumulative` is the type of cu_seqlens: Tensor, or
+// OptionalTensor where the op serves both forms.
+#define VARLEN_SCHEMA \
+  ATTENTION_TENSOR_SCHEMA ", *, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, " ATTENTION_SCALAR_SCHEMA
+#define OPTIONAL_VARLEN_SCHEMA "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, " VARLEN_SCHEMA
+#define VARLEN_OPTIONS(Cumulative)                                                                                \
+  const Cumulative &cu_seqlens_q, const Cumulative &cu_seqlens_k, ATTENTION_TENSORS, OptionalSymInt max_seqlen_q, \
+      OptionalSymInt max_seqlen_k, ATTENTION_SCALARS
+#define VARLEN_NAMES \
+  cu_seqlens_q, cu_seqlens_k, ATTENTION_TENSOR_NAMES, max_seqlen_q, max_seqlen_k, ATTENTION_SCALAR_NAMES
 
 struct AttentionOptions {
-  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // packed sequences; absent in the dense form
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // absent for sequences of equal length
   OptionalTensor alibi_slopes, sinks, bias, mask;
-  OptionalSymInt max_seqlen_q, max_seqlen_k;
-  bool causal;
-  OptionalInt window_left, window_right;
-  OptionalDouble scale;
-  double softcap, dropout_p;
-  OptionalBool deterministic;
+  OptionalSymInt max_seqlen_q{}, max_seqlen_k{};
+  bool causal = false;
+  OptionalDouble scale{};
+  OptionalInt window_left{}, window_right{};
+  double softcap = 0.0, dropout_p = 0.0;
+  OptionalBool deterministic{};
 
-  bool packed() const { return is_given(cu_seqlens_q); }
+  bool is_varlen() const { return is_given(cu_seqlens_q); }
 
-  // Calls an op whose schema ends in all of these, after the leading arguments.
+  // Calls visit(name, value) for everything but the tensors; `Self` is AttentionOptions, const or not.
+  template <class Self, class Visit>
+  static void visit_scalars(Self& self, const Visit& visit) {
+    visit("max_seqlen_q", self.max_seqlen_q);
+    visit("max_seqlen_k", self.max_seqlen_k);
+    visit("causal", self.causal);
+    visit("scale", self.scale);
+    visit("window_left", self.window_left);
+    visit("window_right", self.window_right);
+    visit("softcap", self.softcap);
+    visit("dropout_p", self.dropout_p);
+    visit("deterministic", self.deterministic);
+  }
+
+  // Call an op whose schema ends in the options of one form, after the leading arguments.
   template <class Op, class... Leading>
-  auto call(const Op& op, const Leading&... leading) const {
-    return op.call(leading..., cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, max_seqlen_q, max_seqlen_k,
-                   ATTENTION_SCALAR_NAMES);
+  auto call_dense(const Op& op, const Leading&... leading) const {
+    return op.call(leading..., DENSE_NAMES);
+  }
+  template <class Op, class... Leading>
+  auto call_varlen(const Op& op, const Leading&... leading) const {
+    return op.call(leading..., VARLEN_NAMES);
   }
 };
+
+inline AttentionOptions dense_options(DENSE_OPTIONS) {
+  return {{}, {}, ATTENTION_TENSOR_NAMES, {}, {}, ATTENTION_SCALAR_NAMES};
+}
 
 }  // namespace cuda_ext

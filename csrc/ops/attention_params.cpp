@@ -85,7 +85,7 @@ void fill_params(AttentionParams& p, AttentionOperands& operands, const Attentio
   p.dim_v = shape.dim_v;
   p.seqlen_q = shape.seqlen_q;
   p.seqlen_k = shape.seqlen_k;
-  if (o.packed()) {
+  if (o.is_varlen()) {
     operands.cu_seqlens_q = o.cu_seqlens_q->contiguous();
     operands.cu_seqlens_k = o.cu_seqlens_k->contiguous();
     p.cu_seqlens_q = operands.cu_seqlens_q.const_data_ptr<int32_t>();

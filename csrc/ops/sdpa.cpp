@@ -224,14 +224,24 @@ OptionalTensor mask_if(const OptionalTensor& attn_mask, bool boolean) {
   return is_given(attn_mask) && (attn_mask->scalar_type() == at::kBool) == boolean ? attn_mask : std::nullopt;
 }
 
+AttentionOptions options_of(const Aligned& aligned, const OptionalTensor& attn_mask, double dropout_p,
+                            OptionalDouble scale) {
+  AttentionOptions o;
+  o.bias = mask_if(attn_mask, false);
+  o.mask = mask_if(attn_mask, true);
+  o.causal = aligned.causal;
+  o.window_right = aligned.window_right;
+  o.scale = scale;
+  o.dropout_p = dropout_p;
+  return o;
+}
+
 // flash_attention on (B, S, H, D), without its lse.
 Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
                  double dropout_p, bool is_causal, OptionalDouble scale) {
   static const auto op = find_op<decltype(flash_attention)>(CUDA_EXT_OP("flash_attention"));
   const Aligned a = aligned(query, key, value, 1, is_causal);
-  return std::get<0>(op.call(query, a.key, a.value, /*alibi_slopes=*/{}, /*sinks=*/{}, mask_if(attn_mask, false),
-                             mask_if(attn_mask, true), a.causal, /*window_left=*/{}, a.window_right, scale,
-                             /*softcap=*/0.0, dropout_p, /*deterministic=*/{}));
+  return std::get<0>(options_of(a, attn_mask, dropout_p, scale).call_dense(op, query, a.key, a.value));
 }
 
 // The same on (B, H, S, D) if the only derivative that the call needs is backward; otherwise None.
@@ -239,22 +249,7 @@ OptionalTensor attention_for_backward(const Tensor& query, const Tensor& key, co
                                       const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
                                       OptionalDouble scale, bool heads_first) {
   const Aligned a = aligned(query, key, value, 2, is_causal);
-  const AttentionOptions options{{},
-                                 {},
-                                 {},
-                                 {},
-                                 mask_if(attn_mask, false),
-                                 mask_if(attn_mask, true),
-                                 {},
-                                 {},
-                                 a.causal,
-                                 {},
-                                 a.window_right,
-                                 scale,
-                                 0.0,
-                                 dropout_p,
-                                 {}};
-  return heads_first_attention(query, a.key, a.value, options,
+  return heads_first_attention(query, a.key, a.value, options_of(a, attn_mask, dropout_p, scale),
                                heads_first ? HeadsFirstOutput::kDenseTransposed : HeadsFirstOutput::kTransposed);
 }
 

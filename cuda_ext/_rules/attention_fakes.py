@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_ext._attention_options import check_numbers
 from cuda_ext._checks import (
     broadcasts_to,
     check,
@@ -16,8 +17,6 @@ from cuda_ext._checks import (
     check_shape,
     dtype_name,
     has_shape,
-    is_finite,
-    number_text,
     shape_of,
 )
 from cuda_ext._toolchain import NAMESPACE
@@ -36,20 +35,15 @@ def _check_attention(
     cu_seqlens_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
     *,
-    window_left: int | None = None,
-    window_right: int | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    **unchecked: Any,
+    **scalars: Any,
 ) -> None:
-    packed = cu_seqlens_q is not None
-    _check_tensors(op, query, key, value, packed)
+    varlen = cu_seqlens_q is not None
+    _check_tensors(op, query, key, value, varlen)
     if cu_seqlens_q is None:
         batch, seqlen_q, seqlen_k = query.shape[0], query.shape[1], key.shape[1]
         check(
@@ -60,9 +54,9 @@ def _check_attention(
     else:
         check(cu_seqlens_k is not None, op, "expected cu_seqlens_k with cu_seqlens_q, got None")
         assert cu_seqlens_k is not None
-        _check_packing(op, query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        _check_cu_seqlens(op, query, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         batch = cu_seqlens_q.shape[0] - 1
-    _check_numbers(op, window_left, window_right, scale, softcap, dropout_p)
+    check_numbers(op, **scalars)
 
     heads = query.shape[-2]
     if alibi_slopes is not None:
@@ -76,19 +70,21 @@ def _check_attention(
         check_shape(op, "sinks", sinks, [heads])
         check_floating(op, "sinks", sinks)
     check_same_device(op, "query", query, alibi_slopes=alibi_slopes, sinks=sinks)
-    full = [batch, heads, max_seqlen_q if packed else seqlen_q, max_seqlen_k if packed else seqlen_k]
-    if bias is not None:
-        _check_broadcasts(op, "bias", bias, query, full, packed)
-        _check_bias_dtype(op, bias, query)
-    if mask is not None:
-        _check_broadcasts(op, "mask", mask, query, full, packed)
-        got = dtype_name(mask.dtype)
-        expected = f"expected mask of dtype bool, got {got}; give numbers that are added to the logits as bias="
-        check(mask.dtype == torch.bool, op, expected)
+    full = [batch, heads, max_seqlen_q if varlen else seqlen_q, max_seqlen_k if varlen else seqlen_k]
+    if attn_bias is not None:
+        _check_broadcasts(op, "attn_bias", attn_bias, query, full, varlen)
+        _check_bias_dtype(op, attn_bias, query)
+    if attn_mask is not None:
+        _check_broadcasts(op, "attn_mask", attn_mask, query, full, varlen)
+        got = dtype_name(attn_mask.dtype)
+        expected = (
+            f"expected attn_mask of dtype bool, got {got}; give numbers that are added to the logits as attn_bias="
+        )
+        check(attn_mask.dtype == torch.bool, op, expected)
 
 
-def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, packed: bool) -> None:
-    rank, layout = (3, "(total, heads, dim)") if packed else (4, "(batch, seq, heads, dim)")
+def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, varlen: bool) -> None:
+    rank, layout = (3, "(total, heads, dim)") if varlen else (4, "(batch, seq, heads, dim)")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         expected = f"expected {name} of shape {layout}, got {shape_of(tensor)}"
         check(tensor.dim() == rank, op, expected)
@@ -115,7 +111,7 @@ def _check_tensors(op: str, query: Tensor, key: Tensor, value: Tensor, packed: b
     )
 
 
-def _check_packing(
+def _check_cu_seqlens(
     op: str,
     query: Tensor,
     cu_seqlens_q: Tensor,
@@ -139,33 +135,13 @@ def _check_packing(
         check(longest is None or longest <= most, op, expected)
 
 
-def _check_numbers(
-    op: str,
-    window_left: int | None,
-    window_right: int | None,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
-) -> None:
-    for name, side in (("left", window_left), ("right", window_right)):
-        expected = f"expected window {name} to be >= 0 or None (unbounded), got {side}"
-        check(side is None or side >= 0, op, expected)
-    check(scale is None or is_finite(scale), op, f"expected a finite scale, got {number_text(scale)}")
-    check(
-        is_finite(softcap) and softcap >= 0,
-        op,
-        f"expected a finite softcap >= 0 (0 for none), got {number_text(softcap)}",
-    )
-    check(0 <= dropout_p < 1, op, f"expected dropout_p in [0, 1), got {number_text(dropout_p)}")
-
-
-def _check_broadcasts(op: str, name: str, tensor: Tensor, query: Tensor, full: list[Any], packed: bool) -> None:
+def _check_broadcasts(op: str, name: str, tensor: Tensor, query: Tensor, full: list[Any], varlen: bool) -> None:
     """`full`: the sizes to broadcast to; None, a max_seqlen that was not given, fits every size."""
     sizes = list(full)
     for n in range(1, min(tensor.dim(), 4) + 1):
         if sizes[-n] is None:
             sizes[-n] = tensor.shape[-n]
-    layout = "max_seqlen_q, max_seqlen_k" if packed else "seqlen_q, seqlen_k"
+    layout = "max_seqlen_q, max_seqlen_k" if varlen else "seqlen_q, seqlen_k"
     check(
         broadcasts_to(tensor.shape, sizes),
         op,
@@ -179,11 +155,11 @@ def _check_bias_dtype(op: str, bias: Tensor, query: Tensor) -> None:
     accumulation = _lse_dtype(query)
     own = "" if query.dtype == accumulation else f"{dtype_name(query.dtype)} or "
     got = dtype_name(bias.dtype)
-    remedy = "give a boolean mask as mask=" if bias.dtype == torch.bool else "convert it with .to()"
+    remedy = "give a boolean mask as attn_mask=" if bias.dtype == torch.bool else "convert it with .to()"
     check(
         bias.dtype in (query.dtype, accumulation),
         op,
-        f"expected bias of dtype {own}{dtype_name(accumulation)} to match query, got {got}; {remedy}",
+        f"expected attn_bias of dtype {own}{dtype_name(accumulation)} to match query, got {got}; {remedy}",
     )
 
 
@@ -195,17 +171,8 @@ def out_and_lse(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake(f"{NAMESPACE}::flash_attention")
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    **scalars: Any,
-) -> tuple[Tensor, Tensor]:
-    _check_attention("flash_attention", query, key, value, None, None, alibi_slopes, sinks, bias, mask, **scalars)
+def _(query: Tensor, key: Tensor, value: Tensor, *more: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    _check_attention("flash_attention", query, key, value, None, None, *more, **options)
     return out_and_lse(query, value)
 
 
@@ -245,12 +212,13 @@ def _(
     cu_seqlens_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    *more: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     op = "flash_attention_backward"
-    _check_attention(op, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, bias, mask, **options)
+    tensors = cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, attn_bias, *more
+    _check_attention(op, query, key, value, *tensors, **options)
     check_same_device(op, "query", query, out=out, lse=lse)
     check_same_dtype(op, "out", out, "query", query)
     for name, grad, other_name, other in (("grad_out", grad_out, "out", out), ("grad_lse", grad_lse, "lse", lse)):
@@ -261,6 +229,8 @@ def _(
     if rng_state is not None and rng_state.numel() > 0 and query.device.type != "meta":  # else it lives on the CPU
         check(rng_state.device.type != "meta", op, "expected rng_state with values, got one on device meta")
     grad_sinks = lse.new_empty([0]) if sinks is None else sinks.new_empty(sinks.shape)
-    grad_bias = bias.new_empty(bias.shape) if bias is not None and needs_grad_bias else lse.new_empty([0])
+    grad_bias = (
+        attn_bias.new_empty(attn_bias.shape) if attn_bias is not None and needs_grad_bias else lse.new_empty([0])
+    )
     grad_query, grad_key, grad_value = (t.new_empty(t.shape) for t in (query, key, value))
     return grad_query, grad_key, grad_value, grad_sinks, grad_bias

@@ -51,13 +51,13 @@ def _(
     value: Tensor,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
+    *bias_and_mask: Tensor | None,
     **options: Any,
 ) -> Any:
     one_mask = _needs_one_mask("flash_attention", info, options)
-    if one_mask or bias is not None or mask is not None or any(dim is not None for dim in in_dims[3:]):
-        tensors = query, key, value, alibi_slopes, sinks, bias, mask
+    has_bias_or_mask = any(tensor is not None for tensor in bias_and_mask)
+    if one_mask or has_bias_or_mask or any(dim is not None for dim in in_dims[3:]):
+        tensors = query, key, value, alibi_slopes, sinks, *bias_and_mask
         return _one_call_per_element(_attention, info, in_dims, *tensors, one_mask=one_mask, **options)
     size = info.batch_size
     mapped = [

@@ -250,11 +250,11 @@ class _Split:
     """The placements of all tensors of attention, split along the batch or the heads."""
 
     def __init__(self, query: Any, key: Any, by_heads: bool) -> None:
-        packed = query.ndim == 3
+        varlen = query.ndim == 3
         self.by_heads = by_heads
         self.query = Shard(query.ndim - 2) if by_heads else Shard(0)
         self.key = REPLICATE if by_heads and key.shape[-2] == 1 else self.query
-        self.lse = Shard(0) if packed or not by_heads else Shard(1)
+        self.lse = Shard(0) if varlen or not by_heads else Shard(1)
         self.sinks = Shard(0) if by_heads else REPLICATE
 
     def alibi_slopes(self, slopes: Any) -> Placement:

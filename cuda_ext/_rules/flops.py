@@ -64,40 +64,40 @@ def _mlp_hidden_backward_flops(
     return 2 * products * _product(grad_out[:-1]) * _product(weight2)
 
 
-# Attention: two products forward and five backward, over the visible pairs of queries and keys.
+# Attention: two products forward and five backward, over the visible scores.
 
 
-def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None, right: int | None) -> int:
+def _visible_scores(seqlen_q: int, seqlen_k: int, causal: bool, left: int | None, right: int | None) -> int:
     def sum_to(n: int) -> int:
         return n * (n + 1) // 2 if n > 0 else 0
 
-    def pairs_before(distance: int) -> int:
-        """Pairs whose key is less than `distance` right of the diagonal: row i has i + first, clamped to [0, Sk]."""
+    def scores_before(distance: int) -> int:
+        """Scores whose key is less than `distance` right of the diagonal: row i has i + first, clamped to [0, Sk]."""
         first = seqlen_k - seqlen_q + distance
         last = first + seqlen_q - 1
         return sum_to(last) - sum_to(first - 1) - sum_to(last - seqlen_k) + sum_to(first - 1 - seqlen_k)
 
     if causal:
         right = 0
-    to_the_right = seqlen_q * seqlen_k if right is None else pairs_before(right + 1)
-    return to_the_right - (0 if left is None else pairs_before(-left))
+    to_the_right = seqlen_q * seqlen_k if right is None else scores_before(right + 1)
+    return to_the_right - (0 if left is None else scores_before(-left))
 
 
 def _attention_sizes(
     query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, options: dict[str, Any]
 ) -> tuple[int, int, int]:
-    """(query-key pairs over all heads, D, Dv). Packed sequences all count as the longest one: a formula must not read
+    """(visible scores of all heads, D, Dv). Packed sequences all count as the longest one: a formula must not read
     the lengths, which are data."""
     mask = options.get("causal", False), options.get("window_left"), options.get("window_right")
     if len(query_shape) == 3:
         total_q, heads, dim = query_shape
         seqlen_q = min(options.get("max_seqlen_q") or total_q, total_q)
         seqlen_k = min(options.get("max_seqlen_k") or key_shape[0], key_shape[0])
-        pairs = heads * _visible_pairs(seqlen_q, seqlen_k, *mask) * total_q // max(1, seqlen_q)
+        scores = heads * _visible_scores(seqlen_q, seqlen_k, *mask) * total_q // max(1, seqlen_q)
     else:
         batch, seqlen_q, heads, dim = query_shape
-        pairs = batch * heads * _visible_pairs(seqlen_q, key_shape[1], *mask)
-    return pairs, dim, value_shape[-1]
+        scores = batch * heads * _visible_scores(seqlen_q, key_shape[1], *mask)
+    return scores, dim, value_shape[-1]
 
 
 @register_flop_formula([ops.flash_attention, ops.flash_attention_varlen, ops.flash_attention_forward])
@@ -109,8 +109,8 @@ def _attention_flops(
     out_shape: Any = None,
     **options: Any,
 ) -> int:
-    pairs, dim, dim_v = _attention_sizes(query_shape, key_shape, value_shape, options)
-    return 2 * pairs * (dim + dim_v)
+    scores, dim, dim_v = _attention_sizes(query_shape, key_shape, value_shape, options)
+    return 2 * scores * (dim + dim_v)
 
 
 @register_flop_formula(ops.flash_attention_backward)
@@ -124,8 +124,8 @@ def _attention_backward_flops(
     out_shape: Any = None,
     **options: Any,
 ) -> int:
-    pairs, dim, dim_v = _attention_sizes(query_shape, key_shape, value_shape, options)
-    return 2 * pairs * (3 * dim + 2 * dim_v)
+    scores, dim, dim_v = _attention_sizes(query_shape, key_shape, value_shape, options)
+    return 2 * scores * (3 * dim + 2 * dim_v)
 
 
 def sdpa_flops(
@@ -138,10 +138,10 @@ def sdpa_flops(
     out_shape: Any = None,
     **options: Any,
 ) -> int:
-    """Of `torch.nn.functional.scaled_dot_product_attention`, query (..., Sq, D), without the pairs that is_causal
+    """Of `torch.nn.functional.scaled_dot_product_attention`, query (..., Sq, D), without the scores that is_causal
     hides: it is aligned to the top left."""
     *batch, seqlen_q, dim = query_shape
     seqlen_k = key_shape[-2]
-    right = seqlen_q - seqlen_k if is_causal else None  # _visible_pairs counts from the bottom right
-    pairs = _product(batch) * _visible_pairs(seqlen_q, seqlen_k, False, None, right)
-    return 2 * pairs * (dim + value_shape[-1])
+    right = seqlen_q - seqlen_k if is_causal else None  # _visible_scores counts from the bottom right
+    scores = _product(batch) * _visible_scores(seqlen_q, seqlen_k, False, None, right)
+    return 2 * scores * (dim + value_shape[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from operator import index
 from typing import Any, NoReturn
 
@@ -16,27 +15,20 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sequences: Mapping[str, Any] | None = None,
+    sequences: tuple[Tensor, Tensor, int, int] | None = None,
     *,
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int],
-    softcap: float,
     deterministic: bool,
-    dropout_p: float = 0.0,
-    alibi_slopes: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense batch or, given the cu_seqlens and max_seqlens as `sequences`, of a packed one."""
+    """(out, lse) of a dense batch or, given `sequences`, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), of a
+    varlen one. `more` are options of `flash_attention`."""
     # Only what differs from the defaults: every argument costs time in small calls.
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {name: each for name, each in more.items() if isinstance(each, Tensor) or each}
     if type(window_size) is not tuple or window_size != (-1, -1):
         options["window"] = window_of(function, window_size)
-    if softcap != 0.0:
-        options["softcap"] = softcap
-    if dropout_p != 0.0:
-        options["dropout_p"] = dropout_p
-    if alibi_slopes is not None:
-        options["alibi_slopes"] = alibi_slopes
     if deterministic:  # False is flash-attn's default, so torch.use_deterministic_algorithms decides.
         options["deterministic"] = True
     dim_v = v.shape[-1]
@@ -46,7 +38,8 @@ def attend(
     if softmax_scale is not None:
         options["scale"] = softmax_scale
     if sequences is not None:
-        out, lse = flash_attention_varlen(q, k, v, **sequences, causal=causal, return_lse=True, **options)
+        *cu_seqlens, options["max_seqlen_q"], options["max_seqlen_k"] = sequences
+        out, lse = flash_attention_varlen(q, k, v, *cu_seqlens, causal=causal, return_lse=True, **options)
     elif options:
         out, lse = flash_attention(q, k, v, causal=causal, return_lse=True, **options)
     else:

@@ -22,7 +22,7 @@ def attend_to_cache(
     return out, lse
 
 
-def attend_packed_to_cache(
+def attend_varlen_to_cache(
     function: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The same for packed queries, `(total_q, heads, dim)`: `(total_q, heads, dim_v)` and `(heads, total_q)`.
@@ -36,8 +36,8 @@ def attend_packed_to_cache(
     out, lse = attend_to_cache(function, padded, k_cache, v_cache, **options)
     row = torch.arange(len(q), device=q.device)
     sequence = torch.searchsorted(ends, row, right=True)
-    at = row - F.pad(ends, (0, 1))[sequence] + (sequence + 1) * max_seqlen_q
-    at = torch.where(sequence < len(ends), at, len(ends) * max_seqlen_q)  # else the row that pads both
+    place = row - F.pad(ends, (0, 1))[sequence] + (sequence + 1) * max_seqlen_q
+    place = torch.where(sequence < len(ends), place, len(ends) * max_seqlen_q)  # else the row that pads both
     out = F.pad(out.flatten(0, 1), (0, 0, 0, 0, 0, 1))
     lse = F.pad(lse.transpose(1, 2).flatten(0, 1), (0, 0, 0, 1), value=-math.inf)
-    return out[at], lse[at].T
+    return out[place], lse[place].T

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
-from cuda_ext.compat._kvcache_call import attend_packed_to_cache, attend_to_cache
+from cuda_ext.compat._kvcache_call import attend_to_cache, attend_varlen_to_cache
 
 __all__ = [
     "flash_attn_combine",
@@ -83,18 +83,16 @@ def flash_attn_func(
     """
     function = "flash_attn_interface.flash_attn_func"
     _refuse_unsupported(function, qv, q_descale, k_descale, v_descale, attention_chunk)
-    pair = attend(
+    result = attend(
         function,
-        q,
-        k,
-        v,
+        *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
     )
-    return pair if return_attn_probs else pair[0]
+    return result if return_attn_probs else result[0]
 
 
 def flash_attn_qkvpacked_func(
@@ -120,18 +118,16 @@ def flash_attn_qkvpacked_func(
         q, k, v = _split_heads(function, qkv, num_heads_q)
     else:
         q, k, v = unpack(function, "qkv", qkv, "(batch, seqlen, 3, heads, dim)")
-    pair = attend(
+    result = attend(
         function,
-        q,
-        k,
-        v,
+        *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
     )
-    return pair if return_attn_probs else pair[0]
+    return result if return_attn_probs else result[0]
 
 
 def flash_attn_varlen_func(
@@ -187,24 +183,16 @@ def flash_attn_varlen_func(
         # Each sequence becomes three: the used rows, the unused queries without keys, the unused keys without queries.
         cu_seqlens_q = _boundaries(cu_seqlens_q, used_q, cu_seqlens_q[1:])
         cu_seqlens_k = _boundaries(cu_seqlens_k, used_k, used_k)
-    pair = attend(
+    result = attend(
         function,
-        q,
-        k,
-        v,
-        {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        },
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
         softcap=softcap,
         deterministic=deterministic,
     )
-    return pair if return_attn_probs else pair[0]
+    return result if return_attn_probs else result[0]
 
 
 def flash_attn_with_kvcache(
@@ -275,12 +263,12 @@ def flash_attn_with_kvcache(
             refuse(function, "k", k, expected="None with cu_seqlens_q", instead=instead)
         if max_seqlen_q is None:
             raise RuntimeError(f"cuda_ext.compat.{function}: expected max_seqlen_q with cu_seqlens_q, got None")
-        pair = attend_packed_to_cache(function, q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, **options)
+        result = attend_varlen_to_cache(function, q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, **options)
     else:
         options |= {"key": k, "value": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
         options |= {"rotary_interleaved": rotary_interleaved, "rotary_positions": rotary_seqlens}
-        pair = attend_to_cache(function, q, k_cache, v_cache, **options)
-    return pair if return_softmax_lse else pair[0]
+        result = attend_to_cache(function, q, k_cache, v_cache, **options)
+    return result if return_softmax_lse else result[0]
 
 
 def flash_attn_combine(
@@ -302,9 +290,9 @@ def flash_attn_combine(
             f"{tuple(out_partial.shape[:-1])} to match out_partial, got {tuple(lse_partial.shape)}"
         )
     lse = lse_partial.logsumexp(0)
-    weights = torch.where(lse == -torch.inf, 0.0, (lse_partial - lse).exp()).unsqueeze(-1)
+    shares = torch.where(lse == -torch.inf, 0.0, (lse_partial - lse).exp()).unsqueeze(-1)
     # Parts without keys may have any values.
-    combined = torch.where(weights == 0, 0.0, weights * out_partial).sum(0)
+    combined = torch.where(shares == 0, 0.0, shares * out_partial).sum(0)
     if out is None:
         return combined.to(out_dtype or out_partial.dtype), lse
     return out.copy_(combined), lse

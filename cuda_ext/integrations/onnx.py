@@ -144,8 +144,8 @@ def _flash_attention(
     value: Any,  # (B, Sk, Hk, Dv)
     alibi_slopes: Any = None,
     sinks: Any = None,
-    bias: Any = None,
-    mask: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     causal: bool = False,
     window_left: int | None = None,
     window_right: int | None = None,
@@ -164,8 +164,8 @@ def _flash_attention(
             _op.Unsqueeze(keys, _int64s(0)), _op.Unsqueeze(_op.Add(queries, offset), _int64s(1))
         )  # (Sq, Sk)
         visible = _in_window(distance, window_left, right)
-    visible = _both(visible, mask)
-    addend = _bias_and_alibi(query, bias, alibi_slopes, distance)
+    visible = _both(visible, attn_mask)
+    addend = _bias_and_alibi(attn_bias, alibi_slopes, distance)
     return _attend(query, key, value, visible, addend, sinks, softcap, *_constants(query, key, scale))
 
 
@@ -177,8 +177,8 @@ def _flash_attention_varlen(
     cu_seqlens_k: Any,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    bias: Any = None,
-    mask: Any = None,
+    attn_bias: Any = None,
+    attn_mask: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     causal: bool = False,
@@ -191,7 +191,7 @@ def _flash_attention_varlen(
 ) -> tuple[Any, Any]:
     """One attention over all rows, with a mask that keeps the sequences apart."""
     _refuse_dropout("flash_attention_varlen", dropout_p)
-    for name, tensor in (("bias", bias), ("mask", mask), ("alibi_slopes", alibi_slopes)):
+    for name, tensor in (("attn_bias", attn_bias), ("attn_mask", attn_mask), ("alibi_slopes", alibi_slopes)):
         if tensor is not None:
             raise NotImplementedError(
                 f"{NAMESPACE}::flash_attention_varlen: {name} has no ONNX translation; export with flash_attention"
@@ -261,7 +261,7 @@ def _both(first: Any, second: Any) -> Any:
     return second if first is None else first if second is None else _op.And(first, second)
 
 
-def _bias_and_alibi(query: Any, bias: Any, slopes: Any, distance: Any) -> Any:
+def _bias_and_alibi(bias: Any, slopes: Any, distance: Any) -> Any:
     """What is added to the logits, in float32 at least, or None. Broadcasts to (B, H, Sq, Sk)."""
     if slopes is None:
         return bias
@@ -295,32 +295,32 @@ def _attend(
     if addend is not None:
         logits = _op.Add(logits, addend)
     # The exporter removes what leads to a result that is not used.
-    weights, lse = _softmax(logits, sinks)
+    probs, lse = _softmax(logits, sinks)
     if sinks is None and softcap == 0.0:
         out, *_ = _op.Attention(q, k, v, addend, scale=scale)
         if addend is not None:
             some = _op.Greater(_op.ReduceMax(addend, _int64s(-1), keepdims=1), _constant_like(-math.inf, q))
             out = _op.Where(some, out, _constant_like(0.0, q))
     else:
-        out = _op.MatMul(weights, _repeat_heads(v, heads, group))
+        out = _op.MatMul(probs, _repeat_heads(v, heads, group))
     return _op.Transpose(out, perm=[0, 2, 1, 3]), lse
 
 
 def _softmax(logits: Any, sinks: Any) -> tuple[Any, Any]:
-    """The weights, (B, H, Sq, Sk), and their log-sum-exp, (B, H, Sq). Rows of -inf have weights of 0."""
+    """The probabilities, (B, H, Sq, Sk), and their log-sum-exp, (B, H, Sq). Rows of -inf have probabilities of 0."""
     zero, lowest = _constant_like(0.0, logits), _constant_like(-math.inf, logits)
     largest = _op.ReduceMax(logits, _int64s(-1), keepdims=1)
     if sinks is not None:
         sinks = _op.CastLike(_op.Reshape(sinks, _int64s(1, -1, 1, 1)), logits)
         largest = _op.Max(largest, sinks)
     largest = _op.Where(_op.Equal(largest, lowest), zero, largest)
-    weights = _op.Exp(_op.Sub(logits, largest))
-    total = _op.ReduceSum(weights, _int64s(-1), keepdims=1)
+    probs = _op.Exp(_op.Sub(logits, largest))
+    total = _op.ReduceSum(probs, _int64s(-1), keepdims=1)
     if sinks is not None:
         total = _op.Add(total, _op.Exp(_op.Sub(sinks, largest)))
     lse = _op.Squeeze(_op.Add(_op.Log(total), largest), _int64s(-1))
     divisor = _op.Where(_op.Equal(total, zero), _constant_like(1.0, logits), total)
-    return _op.Div(weights, divisor), _op.Cast(lse, to=_DOUBLE if logits.dtype == ir.DataType.DOUBLE else _FLOAT)
+    return _op.Div(probs, divisor), _op.Cast(lse, to=_DOUBLE if logits.dtype == ir.DataType.DOUBLE else _FLOAT)
 
 
 def _repeat_heads(tensor: Any, heads: int, group: int) -> Any:

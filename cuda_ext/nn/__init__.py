@@ -2,7 +2,7 @@
 
 from cuda_ext.nn.attention import RotaryEmbedding, SelfAttention
 from cuda_ext.nn.cache import KeyValueCache
+from cuda_ext.nn.joint_weights import separated
 from cuda_ext.nn.linear import MLP, GatedMLP, Linear
-from cuda_ext.nn.packing import unpacked
 
-__all__ = ["MLP", "GatedMLP", "KeyValueCache", "Linear", "RotaryEmbedding", "SelfAttention", "unpacked"]
+__all__ = ["MLP", "GatedMLP", "KeyValueCache", "Linear", "RotaryEmbedding", "SelfAttention", "separated"]

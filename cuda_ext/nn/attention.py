@@ -1,19 +1,23 @@
-"""Self-attention of Llama-style models: one packed projection, rotary embedding, grouped heads, flash attention."""
+"""Self-attention of Llama-style models: one projection for q, k and v, rotary embedding, grouped heads."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from cuda_ext._attention_options import NumberOptions, Options
 from cuda_ext._tables import KeptTables
 from cuda_ext.attention import flash_attention
 from cuda_ext.kvcache import flash_attention_with_kvcache
 from cuda_ext.nn.cache import LayerCache
+from cuda_ext.nn.joint_weights import join_on_load
 from cuda_ext.nn.linear import Linear
-from cuda_ext.nn.packing import pack_on_load
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class RotaryEmbedding(nn.Module):
@@ -55,8 +59,8 @@ class RotaryEmbedding(nn.Module):
         if cache is None:
             cos, sin = cos[:seqlen], sin[:seqlen]
         else:
-            at = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
-            cos, sin = cos[at], sin[at]
+            positions = cache.seqlens.unsqueeze(1) + torch.arange(seqlen, device=input.device)  # (B, S)
+            cos, sin = cos[positions], sin[positions]
         x = input.to(torch.promote_types(input.dtype, torch.float32))
         swapped = x.roll(self.head_dim // 2, dims=-1)
         return torch.addcmul(x * cos, swapped, sin).to(input.dtype)
@@ -76,24 +80,22 @@ class SelfAttention(nn.Module):
         bias: whether the projections of q, k and v have a bias. Default False.
         out_bias: whether the output projection has one. Default ``bias``.
         causal: whether a position sees only itself and earlier positions. Default True.
-        window: (left, right), the number of keys that a position sees on each side, None = unbounded. Default None.
-        scale: of the scores. Default ``D ** -0.5``.
-        softcap: ``softcap * tanh(scores / softcap)`` if above 0. Default 0.
         sinks: whether every head has a learnable logit without a value, ``sinks`` (H,), starting at 0. Default False.
         dropout_p: the probability of dropping an attention weight in training, in [0, 1). Default 0.
         rotary_base: see `RotaryEmbedding`; None = no rotary embedding. Default 10000.
         device, dtype: of the parameters.
+        options: ``window``, ``scale`` and the other numbers that change the scores, as in `cuda_ext.flash_attention`.
 
     Options that `cuda_ext.flash_attention` refuses raise its RuntimeError in the constructor.
 
     Shape: input (B, S, E) -> (B, S, E). Optional: ``residual`` (B, S, E), added in the epilogue of the output
-    projection; ``bias`` (numbers) and ``mask`` (booleans, True = attend), which broadcast to (B, H, S, S), as
+    projection; ``attn_bias`` (numbers) and ``attn_mask`` (booleans, True = attend), which broadcast to (B, H, S, S), as
     `cuda_ext.flash_attention` takes them. ``cache``, a layer of a `cuda_ext.nn.KeyValueCache`: for generation, without
     gradients; the keys of the input are appended to it, in place, and the input attends to all keys that it has.
 
     State dict: ``qkv_proj.weight`` ((H + 2 Hk) D, E), the rows of q, k, v in this order, and ``o_proj.weight``
     (E, H D), with ``.bias`` where there is one, and ``sinks``. The separate ``q_proj``, ``k_proj`` and ``v_proj`` of
-    Llama-style checkpoints load as well (`cuda_ext.nn.unpacked` gives them back), and so do the ``in_proj_weight``,
+    Llama-style checkpoints load as well (`cuda_ext.nn.separated` gives them back), and so do the ``in_proj_weight``,
     ``in_proj_bias`` and ``out_proj`` of a `torch.nn.MultiheadAttention`.
     """
 
@@ -107,16 +109,16 @@ class SelfAttention(nn.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         causal: bool = True,
-        window: tuple[int | None, int | None] | None = None,
-        scale: float | None = None,
-        softcap: float = 0.0,
         sinks: bool = False,
         dropout_p: float = 0.0,
         rotary_base: float | None = 10000.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Unpack[NumberOptions],
     ) -> None:
         super().__init__()
+        if unknown := options.keys() - NumberOptions.__annotations__.keys():
+            raise TypeError(f"cuda_ext.nn.SelfAttention: unexpected keyword arguments: {', '.join(sorted(unknown))}")
         if num_heads < 1:
             raise ValueError(f"cuda_ext.nn.SelfAttention: expected num_heads above 0, got {num_heads}")
         if head_dim is None:
@@ -136,7 +138,7 @@ class SelfAttention(nn.Module):
             )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.causal, self.window, self.scale, self.softcap, self.dropout_p = causal, window, scale, softcap, dropout_p
+        self.causal, self.dropout_p, self.options = causal, dropout_p, options
         self._check_options()
         self.qkv_proj = Linear(features, (num_heads + 2 * num_kv_heads) * head_dim, bias, **factory)
         self.o_proj = Linear(num_heads * head_dim, features, bias if out_bias is None else out_bias, **factory)
@@ -145,15 +147,15 @@ class SelfAttention(nn.Module):
         rows, kv_rows = num_heads * head_dim, num_kv_heads * head_dim
         aliases = {f"in_proj_{kind}": f"qkv_proj.{kind}" for kind in ("weight", "bias")}
         aliases |= {f"out_proj.{kind}": f"o_proj.{kind}" for kind in ("weight", "bias")}
-        pack_on_load(self, "qkv_proj", {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}, aliases)
+        join_on_load(self, "qkv_proj", {"q_proj": rows, "k_proj": kv_rows, "v_proj": kv_rows}, aliases)
 
     def forward(
         self,
         input: Tensor,
         residual: Tensor | None = None,
         *,
-        bias: Tensor | None = None,
-        mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         qkv = self.qkv_proj(input).unflatten(-1, (-1, self.head_dim))  # (B, S, H + 2 Hk, D)
@@ -162,9 +164,9 @@ class SelfAttention(nn.Module):
             query_key = self.rotary(query_key, cache)
         query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=2)
         if cache is None:
-            out = self._attend(query, key, value, sinks=self.sinks, bias=bias, mask=mask)
+            out = self._attend(query, key, value, attn_bias=attn_bias, attn_mask=attn_mask, sinks=self.sinks)
         else:
-            out = self._attend_to_cache(query, key, value, cache, bias, mask)
+            out = self._attend_to_cache(query, key, value, cache, attn_bias, attn_mask)
         return self.o_proj(out.flatten(2), residual)
 
     def _check_options(self) -> None:
@@ -175,28 +177,25 @@ class SelfAttention(nn.Module):
         with torch.random.fork_rng(devices=()):
             self._attend(*query_key_value)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **tensors: Tensor | None) -> Tensor:
-        return flash_attention(
-            query,
-            key,
-            value,
-            causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            sinks=tensors.get("sinks"),
-            bias=tensors.get("bias"),
-            mask=tensors.get("mask"),
-        )
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **tensors: Unpack[Options]) -> Tensor:
+        dropout_p = self.dropout_p if self.training else 0.0
+        options: Options = {"causal": self.causal, "dropout_p": dropout_p, **self.options, **tensors}
+        return flash_attention(query, key, value, **options)
 
     def _attend_to_cache(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, bias: Tensor | None, mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        attn_bias: Tensor | None,
+        attn_mask: Tensor | None,
     ) -> Tensor:
-        if bias is not None or mask is not None or (self.training and self.dropout_p > 0):
+        if attn_bias is not None or attn_mask is not None or (self.training and self.dropout_p > 0):
             raise RuntimeError(
-                "cuda_ext.nn.SelfAttention: expected no bias, mask or dropout with cache, got "
-                f"bias={'None' if bias is None else 'a tensor'}, mask={'None' if mask is None else 'a tensor'}, "
+                "cuda_ext.nn.SelfAttention: expected no attn_bias, attn_mask or dropout with cache, got "
+                f"attn_bias={'None' if attn_bias is None else 'a tensor'}, "
+                f"attn_mask={'None' if attn_mask is None else 'a tensor'}, "
                 f"dropout_p={self.dropout_p if self.training else 0.0}; hide keys by window or by the lengths, and "
                 "call eval()"
             )
@@ -209,14 +208,12 @@ class SelfAttention(nn.Module):
             cache_seqlens=cache.seqlens,
             block_table=cache.block_table,
             causal=self.causal,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
             sinks=self.sinks,
+            **self.options,
         )
 
     def extra_repr(self) -> str:
         always = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim", "causal")}
-        options = {"window": self.window, "scale": self.scale, "softcap": self.softcap, "dropout_p": self.dropout_p}
+        options = {**self.options, "dropout_p": self.dropout_p}
         given = {name: value for name, value in options.items() if value not in (None, 0.0)}
         return ", ".join(f"{name}={value}" for name, value in {**always, **given}.items())

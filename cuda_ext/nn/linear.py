@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuda_ext.gemm import gated_linear, gated_mlp, linear, mlp
-from cuda_ext.nn.packing import pack_on_load
+from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
+from cuda_ext.nn.joint_weights import join_on_load
 
 
 def _empty() -> Tensor:
@@ -111,7 +111,7 @@ class GatedMLP(nn.Module):
 
     State dict: ``gate_up_proj.weight`` (2F, K), the rows of the gate first, and ``down_proj.weight`` (K, F), with
     ``.bias`` if there is one. Separate ``gate_proj.weight`` and ``up_proj.weight``, both (F, K), load too;
-    `cuda_ext.nn.unpacked` returns them.
+    `cuda_ext.nn.separated` returns them.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class GatedMLP(nn.Module):
         gated_linear(_empty(), _empty(), activation=activation)
         self.gate_up_proj = Linear(features, 2 * hidden_features, **factory)
         self.down_proj = Linear(hidden_features, features, **factory)
-        pack_on_load(self, "gate_up_proj", {"gate_proj": hidden_features, "up_proj": hidden_features})
+        join_on_load(self, "gate_up_proj", {"gate_proj": hidden_features, "up_proj": hidden_features})
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj

@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_ext.testing.philox import dropout_mask
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from cuda_ext._attention_options import Options
 
 __all__ = [
     "reference_attention",
@@ -116,40 +122,30 @@ def reference_attention(
     key: Tensor,
     value: Tensor,
     *,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool | None = None,
     return_lse: bool = False,
     seed: int = 0,
     offset: int = 0,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention as `cuda_ext.flash_attention` defines it, through the full matrix of scores.
 
     query (B, Sq, H, D), key (B, Sk, Hk, D), value (B, Sk, Hk, Dv) -> (B, Sq, H, Dv), and with ``return_lse`` also lse
-    (B, H, Sq).
+    (B, H, Sq). ``options`` are the keyword arguments of `cuda_ext.flash_attention`.
 
-    The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + bias``: the
-    soft cap comes before ALiBi and ``bias``. ``mask`` hides the keys where it is False; both broadcast to (B, H, Sq,
-    Sk). ``causal`` and ``window`` are aligned bottom-right: query i is at key position i + Sk - Sq.
+    The logit of query i and key j is ``softcap * tanh(scale * q.k / softcap) - slope * |i + Sk - Sq - j| + attn_bias``:
+    the soft cap comes before ALiBi and ``attn_bias``. ``attn_mask`` hides the keys where it is False; both broadcast to
+    (B, H, Sq, Sk). ``causal`` and ``window`` are aligned bottom-right: query i is at key position i + Sk - Sq.
     ``sinks`` (H,) adds one logit without a value to the denominator, and lse includes it. A row that sees no key gives
     zeros and lse = sink, or without sinks lse = -inf and zero gradients. Dropout removes probabilities by the Philox
     numbers of (``seed``, ``offset``), see `dropout_mask`. ``deterministic`` is ignored.
     """
     batch, seqlen_q, heads, _ = query.shape
     seqlen_k = key.shape[1]
-    keep = None
+    keep, dropout_p = None, options.get("dropout_p", 0.0)
     if dropout_p > 0.0:
         row = torch.arange(batch * heads * seqlen_q, device=query.device).view(batch, heads, seqlen_q)
         keep = dropout_mask(dropout_p, seed, offset, row, seqlen_k)
-    tensors = query, key, value, alibi_slopes, sinks, bias, mask
-    out, lse = _attention(*tensors, causal, window, scale, softcap, dropout_p, keep)
+    out, lse = _attention(query, key, value, keep, **options)
     return (out, lse) if return_lse else out
 
 
@@ -162,28 +158,20 @@ def reference_attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool | None = None,
     return_lse: bool = False,
     seed: int = 0,
     offset: int = 0,
+    **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference_attention` of every sequence of a packed batch, one after the other.
 
     query (total_q, H, D), key (total_k, Hk, D), value (total_k, Hk, Dv), cu_seqlens int32 (batch + 1,) -> (total_q,
-    H, Dv), and with ``return_lse`` also lse (H, total_q). ``bias`` and ``mask`` broadcast to (B, H, max_seqlen_q,
-    max_seqlen_k). ``max_seqlen_k`` (default: the longest sequence of keys) sets the pitch of the dropout numbers. Rows
-    after the last sequence give zeros and an lse of -inf.
+    H, Dv), and with ``return_lse`` also lse (H, total_q). ``attn_bias`` and ``attn_mask`` broadcast to (B, H,
+    max_seqlen_q, max_seqlen_k). ``max_seqlen_k`` (default: the longest sequence of keys) sets the pitch of the
+    dropout numbers. Rows after the last sequence give zeros and an lse of -inf.
     """
     total_q, heads, _ = query.shape
+    dropout_p, slopes = options.get("dropout_p", 0.0), options.get("alibi_slopes")
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if max_seqlen_k is None:
         max_seqlen_k = max((end - start for start, end in pairwise(starts_k)), default=0)
@@ -198,10 +186,13 @@ def reference_attention_varlen(
                 q0, q1, device=query.device
             )
             keep = dropout_mask(dropout_p, seed, offset, row, k1 - k0, max_seqlen_k)[None]
-        slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
-        tensors = query[None, q0:q1], key[None, k0:k1], value[None, k0:k1], slopes, sinks
-        own_bias, own_mask = (_part_of_sequence(whole, n, q1 - q0, k1 - k0) for whole in (bias, mask))
-        out, lse = _attention(*tensors, own_bias, own_mask, causal, window, scale, softcap, dropout_p, keep)
+        own: Options = {
+            **options,
+            "alibi_slopes": slopes[n] if slopes is not None and slopes.dim() == 2 else slopes,
+            "attn_bias": _part_of_sequence(options.get("attn_bias"), n, q1 - q0, k1 - k0),
+            "attn_mask": _part_of_sequence(options.get("attn_mask"), n, q1 - q0, k1 - k0),
+        }
+        out, lse = _attention(query[None, q0:q1], key[None, k0:k1], value[None, k0:k1], keep, **own)
         outs.append(out[0])
         lses.append(lse[0])
     tail = total_q - starts_q[-1]
@@ -224,16 +215,18 @@ def _attention(
     query: Tensor,  # (B, Sq, H, D)
     key: Tensor,  # (B, Sk, Hk, D)
     value: Tensor,  # (B, Sk, Hk, Dv)
-    alibi_slopes: Tensor | None,  # (H,) or (B, H)
-    sinks: Tensor | None,  # (H,)
-    bias: Tensor | None,  # broadcasts to (B, H, Sq, Sk)
-    mask: Tensor | None,  # the same, boolean
-    causal: bool,
-    window: tuple[int | None, int | None] | None,
-    scale: float | None,
-    softcap: float,
-    dropout_p: float,
     keep: Tensor | None,  # (B, H, Sq, Sk)
+    *,
+    alibi_slopes: Tensor | None = None,  # (H,) or (B, H)
+    sinks: Tensor | None = None,  # (H,)
+    attn_bias: Tensor | None = None,  # broadcasts to (B, H, Sq, Sk)
+    attn_mask: Tensor | None = None,  # the same, boolean
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     heads, seqlen_q, seqlen_k = query.shape[2], query.shape[1], key.shape[1]
     group = heads // key.shape[2] if key.shape[2] else 1
@@ -248,10 +241,10 @@ def _attention(
     if alibi_slopes is not None:
         slopes = alibi_slopes.to(scores.dtype).reshape(-1, heads, 1, 1)
         scores = scores - slopes * (i - j).abs().to(scores.dtype)
-    if bias is not None:
-        scores = scores + bias.to(scores.dtype)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
+    if attn_bias is not None:
+        scores = scores + attn_bias.to(scores.dtype)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
     left, right = window or (None, None)
     visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
     if causal:

@@ -87,8 +87,10 @@ def attention(dtype: torch.dtype, dim: int, dim_v: int, backward: bool = False, 
         options["alibi_slopes"] = torch.rand(4)
     if options.pop("sinks", False):
         options["sinks"] = torch.randn(4)
-    if "bias" in options:
-        options["bias"] = torch.rand(70, 90) < 0.8 if options["bias"] == "mask" else torch.randn(4, 70, 90)
+    if "attn_mask" in options:
+        options["attn_mask"] = torch.rand(70, 90) < 0.8
+    if "attn_bias" in options:
+        options["attn_bias"] = torch.randn(4, 70, 90)
     if backward:
         return with_gradients(cuda_ext.flash_attention, q, k, v, deterministic=True, **options)
     return list(cuda_ext.flash_attention(q, k, v, return_lse=True, **options))
@@ -110,8 +112,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window and softcap": {"window": (20, 9), "softcap": 3.0},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
-    "mask": {"bias": "mask"},
-    "bias": {"bias": "added"},
+    "mask": {"attn_mask": True},
+    "bias": {"attn_bias": True},
     "dropout": {"dropout_p": 0.2},
 }
 for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):

@@ -42,7 +42,7 @@ def random_problem(largest_dim: int) -> tuple[list[Tensor], dict[str, Any]]:
     if random.random() < 0.3:
         options["sinks"] = torch.randn(heads_kv * group)
     if random.random() < 0.3:
-        options["bias"] = torch.randn(random.choice([1, tensors[0].shape[0]]), 1, queries, keys).to(dtype)
+        options["attn_bias"] = torch.randn(random.choice([1, tensors[0].shape[0]]), 1, queries, keys).to(dtype)
     return tensors, options
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from cuda_ext.compat._flash_attn_call import attend, refuse, unpack
-from cuda_ext.compat._kvcache_call import attend_packed_to_cache, attend_to_cache
+from cuda_ext.compat._kvcache_call import attend_to_cache, attend_varlen_to_cache
 
 __all__ = [
     "flash_attn_func",
@@ -74,11 +74,9 @@ def flash_attn_func(
         `out`, `(B, Sq, H, Dv)`; `softmax_lse`, `(B, H, Sq)`, float32 (float64 for float64). A row with no visible key
         gives zeros.
     """
-    pair = attend(
+    result = attend(
         "flash_attn.flash_attn_func",
-        q,
-        k,
-        v,
+        *(q, k, v),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -87,7 +85,7 @@ def flash_attn_func(
         dropout_p=dropout_p,
         alibi_slopes=alibi_slopes,
     )
-    return (*pair, None) if return_attn_probs else pair[0]
+    return (*result, None) if return_attn_probs else result[0]
 
 
 def flash_attn_kvpacked_func(
@@ -168,7 +166,7 @@ def flash_attn_varlen_func(
         if dropout_p != 0.0:
             expected = "0 with block_table, which is for inference"
             refuse(function, "dropout_p", dropout_p, expected=expected, instead="leave it out")
-        out, lse = attend_packed_to_cache(
+        out, lse = attend_varlen_to_cache(
             function,
             *(q, k, v, cu_seqlens_q, max_seqlen_q),
             cache_seqlens=cu_seqlens_k.diff(),
@@ -180,17 +178,9 @@ def flash_attn_varlen_func(
             alibi_slopes=alibi_slopes,
         )
         return (out, lse, None) if return_attn_probs else out
-    pair = attend(
+    result = attend(
         function,
-        q,
-        k,
-        v,
-        {
-            "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
-            "max_seqlen_q": max_seqlen_q,
-            "max_seqlen_k": max_seqlen_k,
-        },
+        *(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)),
         softmax_scale=softmax_scale,
         causal=causal,
         window_size=window_size,
@@ -199,7 +189,7 @@ def flash_attn_varlen_func(
         dropout_p=dropout_p,
         alibi_slopes=alibi_slopes,
     )
-    return (*pair, None) if return_attn_probs else pair[0]
+    return (*result, None) if return_attn_probs else result[0]
 
 
 def flash_attn_varlen_kvpacked_func(

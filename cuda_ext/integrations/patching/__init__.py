@@ -17,12 +17,19 @@ import torch
 from torch import nn
 
 from cuda_ext.integrations.patching.attention import patch_attention, unpatch_attention
-from cuda_ext.integrations.patching.plans import is_linear
-from cuda_ext.integrations.patching.recognition import MOST_MODULES, methods, recognised, sequential_plans
+from cuda_ext.integrations.patching.fusions import is_linear
+from cuda_ext.integrations.patching.recognition import MOST_MODULES, methods, recognised, sequential_fusions
 from cuda_ext.integrations.patching.recording import NotRecognised
 from cuda_ext.integrations.patching.report import PatchReport
 from cuda_ext.integrations.patching.sources import activated_pairs
-from cuda_ext.integrations.patching.swapping import Swapped, is_packed, pack, swap, swapped_class, unswap
+from cuda_ext.integrations.patching.swapping import (
+    Swapped,
+    gate_up_is_joined,
+    join_gate_up,
+    swap,
+    swapped_class,
+    unswap,
+)
 from cuda_ext.integrations.patching.verification import verified
 
 __all__ = ["PatchReport", "patch", "unpatch"]
@@ -113,7 +120,7 @@ def _patch_module(name: str, module: nn.Module, report: PatchReport, checked: _C
     if isinstance(module, Swapped):
         previous = module._cuda_ext_recipe
         if previous[0] != "source" or type(module) is not swapped_class(module._cuda_ext_original, previous):
-            pack(module)
+            join_gate_up(module)
             return
         unswap(name, module)  # more of it may be recognised now, as after merging an adapter
     if is_linear(module) or not any(is_linear(child) for child in module.modules()):
@@ -126,14 +133,14 @@ def _patch_module(name: str, module: nn.Module, report: PatchReport, checked: _C
     reason, close = "", False
     for method in methods(module) if _is_candidate(module) else []:
         try:
-            plan = recognised(module, method)
+            fusion = recognised(module, method)
         except NotRecognised as error:
             reason, close = (reason, True) if close else (str(error), error.close)
             continue
-        reason = _swapped(module, ("block", plan, method), checked)
+        reason = _swapped(module, ("block", fusion, method), checked)
         if not reason:
-            report.add(plan.kind, name)
-            if isinstance(module, Swapped) and not is_packed(module):
+            report.add(fusion.kind, name)
+            if isinstance(module, Swapped) and not gate_up_is_joined(module):
                 report.left[name] = "swapped, but its own forward runs: gate and up share memory with other tensors"
             return
     if pairs := activated_pairs(module):
@@ -149,16 +156,16 @@ def _patch_module(name: str, module: nn.Module, report: PatchReport, checked: _C
 
 
 def _patch_sequential(name: str, module: nn.Module, report: PatchReport, checked: _Checked) -> None:
-    plans = sequential_plans(module)
-    if not plans:
+    fusions = sequential_fusions(module)
+    if not fusions:
         return
     names = tuple(module._modules)
-    reason = _swapped(module, ("sequential", names, tuple(plans.items())), checked)
+    reason = _swapped(module, ("sequential", names, tuple(fusions.items())), checked)
     if reason:
         report.left[name] = reason
         return
-    for index, plan in plans.items():
-        report.add(plan.kind, _joined(name, names[index]))
+    for index, fusion in fusions.items():
+        report.add(fusion.kind, _joined(name, names[index]))
 
 
 def _swapped(module: nn.Module, recipe: Any, checked: _Checked) -> str:

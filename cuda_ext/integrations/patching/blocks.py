@@ -1,7 +1,7 @@
-"""Runs a block by its plan, if everything that the plan relies on still holds; otherwise by its own forward.
+"""Runs a block by its fusion, if everything that the fusion relies on still holds; otherwise by its own forward.
 
-The plan leaves out calls of submodules. That changes nothing as long as they are of the types that the plan was made
-for, and nothing observes or replaces their calls: no hooks, adapters, quantised or sharded weights.
+The fusion leaves out calls of submodules. That changes nothing as long as they are of the types that it was made for,
+and nothing observes or replaces their calls: no hooks, adapters, quantised or sharded weights.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from cuda_ext.gemm import gated_linear, gated_mlp, linear, mlp
-from cuda_ext.integrations.patching.packing import packed_rows
-from cuda_ext.integrations.patching.plans import (
+from cuda_ext._gemm import gated_linear, gated_mlp, linear, mlp
+from cuda_ext.integrations.patching.fusions import (
     ABSENT,
-    Plan,
+    Fusion,
     activation_of,
     does_nothing,
     is_linear,
@@ -25,6 +24,7 @@ from cuda_ext.integrations.patching.plans import (
     is_transposed,
     module_at,
 )
+from cuda_ext.integrations.patching.gate_up import gate_up_rows
 
 # Neither DTensor nor quantised weights, which are subclasses: the original forward dispatches on them.
 _PLAIN = (Tensor, nn.Parameter)
@@ -33,31 +33,31 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _Weights = tuple[Tensor, Tensor | None]
 
 
-def run(block: nn.Module, plan: Plan, x: Any) -> Tensor | None:
-    """The output of the plan, or None if it does not apply to the block as it is now, or to this input."""
-    if not _applies(block, plan, x):
+def run(block: nn.Module, fusion: Fusion, x: Any) -> Tensor | None:
+    """The output of the fusion, or None if it does not apply to the block as it is now, or to this input."""
+    if not _applies(block, fusion, x):
         return None
-    first = _first(block, plan, x)
+    first = _first(block, fusion, x)
     if first is None:
         return None
     step, second = 0, None
-    while plan.second is not None and step < len(plan.chain):
-        part = plan.chain[step]
-        if part == plan.second:
-            second = _weights(module_at(block, plan.second), x)
+    while fusion.second is not None and step < len(fusion.chain):
+        part = fusion.chain[step]
+        if part == fusion.second:
+            second = _weights(module_at(block, fusion.second), x)
             break
         if not (part == 0.0 or not block.training if isinstance(part, float) else _does_nothing(block, part)):
             break
         step += 1
     if second is None:
         step = 0
-        op = gated_linear if plan.gated else linear
-        out = op(x, *first, activation=plan.activation)
+        op = gated_linear if fusion.gated else linear
+        out = op(x, *first, activation=fusion.activation)
     else:
         step += 1
-        fused = gated_mlp if plan.gated else mlp
-        out = fused(x, first[0], second[0], first[1], second[1], activation=plan.activation)
-    for part in plan.chain[step:]:
+        fused = gated_mlp if fusion.gated else mlp
+        out = fused(x, first[0], second[0], first[1], second[1], activation=fusion.activation)
+    for part in fusion.chain[step:]:
         out = F.dropout(out, part, block.training) if isinstance(part, float) else module_at(block, part)(out)  # type: ignore[misc]
     return out
 
@@ -67,27 +67,27 @@ def _does_nothing(block: nn.Module, path: tuple[str, ...]) -> bool:
     return module is not None and does_nothing(module)
 
 
-def _applies(block: nn.Module, plan: Plan, x: Any) -> bool:
+def _applies(block: nn.Module, fusion: Fusion, x: Any) -> bool:
     if type(x) not in _PLAIN or x.dtype not in _DTYPES or not can_run():
         return False
     if not ((x.is_cuda and x.dtype != torch.float64) or x.is_cpu or x.is_meta):
         return False
-    if plan.device is not None and not (x.device.type == plan.device and _all_have(block, "device", x.device)):
+    if fusion.device is not None and not (x.device.type == fusion.device and _all_have(block, "device", x.device)):
         return False
-    if plan.reads_dtype and (torch.is_autocast_enabled(x.device.type) or not _all_have(block, "dtype", x.dtype)):
+    if fusion.reads_dtype and (torch.is_autocast_enabled(x.device.type) or not _all_have(block, "dtype", x.dtype)):
         return False
-    for path, kind in plan.inlined:
+    for path, kind in fusion.inlined:
         module = module_at(block, path)
         if module is None or type(module) is not kind or not is_plain(module):
             return False
-    for path, name, value in plan.attributes:
+    for path, name, value in fusion.attributes:
         now = getattr(module_at(block, path), name, ABSENT)
         if type(now) is not type(value) or now != value:
             return False
-    for step in plan.chain:
+    for step in fusion.chain:
         if not isinstance(step, float) and module_at(block, step) is None:
             return False
-    return plan.activation_path is None or is_activation(module_at(block, plan.activation_path), plan.activation)
+    return fusion.activation_path is None or is_activation(module_at(block, fusion.activation_path), fusion.activation)
 
 
 def _all_have(block: nn.Module, name: str, value: Any) -> bool:
@@ -105,8 +105,8 @@ def is_activation(module: nn.Module | None, name: str) -> bool:
     return module is not None and activation_of(module) == name and is_plain(module)
 
 
-def _first(block: nn.Module, plan: Plan, x: Tensor) -> _Weights | None:
-    layers = [module_at(block, path) for path in plan.linears]
+def _first(block: nn.Module, fusion: Fusion, x: Tensor) -> _Weights | None:
+    layers = [module_at(block, path) for path in fusion.linears]
     weights = [_weights(layer, x) for layer in layers]
     if len(weights) == 1 or weights[0] is None or weights[1] is None:
         return weights[0] if len(weights) == 1 else None
@@ -114,13 +114,13 @@ def _first(block: nn.Module, plan: Plan, x: Tensor) -> _Weights | None:
     if torch.compiler.is_compiling() or any(is_transposed(layer) for layer in layers):
         return None
     (gate, gate_bias), (up, up_bias) = weights[0], weights[1]
-    packed = packed_rows(gate, up)
-    if packed is None or (gate_bias is None) != (up_bias is None):
+    weight = gate_up_rows(gate, up)
+    if weight is None or (gate_bias is None) != (up_bias is None):
         return None
     if gate_bias is None or up_bias is None:
-        return packed, None
-    bias = packed_rows(gate_bias, up_bias)
-    return None if bias is None else (packed, bias)
+        return weight, None
+    bias = gate_up_rows(gate_bias, up_bias)
+    return None if bias is None else (weight, bias)
 
 
 def _weights(layer: nn.Module | None, x: Tensor) -> _Weights | None:

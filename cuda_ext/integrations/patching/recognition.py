@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cuda_ext.integrations.patching.plans import (
+from cuda_ext.integrations.patching.fusions import (
+    Fusion,
     Path,
-    Plan,
     activation_of,
     is_linear,
     is_transposed,
@@ -51,15 +51,16 @@ def _gated_by_one(e: Expression) -> Core | None:
     """activation(gate) * up with gate, up = linear(input).chunk(2, -1)"""
     for one, two in _factors(e):
         if one[0] == ACTIVATED and one[3][0] == two[0] == "half" and one[3][2] is two[2]:
-            packed = two[2]
-            if packed[0] != LINEAR or packed[2] != ("input",) or one[3][1] == two[1]:
+            gate_up = two[2]
+            if gate_up[0] != LINEAR or gate_up[2] != ("input",) or one[3][1] == two[1]:
                 continue
             if one[3][1] == 1:
                 raise NotRecognised(
-                    f"the gate is in the last rows of {'.'.join(packed[1])}; cuda_ext.gated_linear has it in the first",
+                    f"the gate is in the last rows of {'.'.join(gate_up[1])}; cuda_ext.gated_linear has it in the "
+                    "first",
                     close=True,
                 )
-            return Core((packed[1],), True, one[1], one[2])
+            return Core((gate_up[1],), True, one[1], one[2])
     return None
 
 
@@ -103,28 +104,28 @@ def _second(block: nn.Module, chain: tuple[Path | float, ...]) -> Path | None:
     return None
 
 
-def recognised(block: nn.Module, method: str) -> Plan:
-    """The plan of a block; raises NotRecognised with a reason. Runs its forward, without gradients, on two tokens in
+def recognised(block: nn.Module, method: str) -> Fusion:
+    """The fusion of a block; raises NotRecognised with a reason. Runs its forward, without gradients, on two tokens in
     training and in evaluation mode."""
     modules = list(block.modules())
     if any(True for _ in block.buffers()):
         raise NotRecognised("it has buffers")
     modes = {module: module.training for module in modules}
     try:
-        plans = []
+        fusions = []
         for training in (False, True):
             for module in modules:
                 module.training = training
-            plans.append(_recorded(block, method))
+            fusions.append(_recorded(block, method))
     finally:
         for module, training in modes.items():
             module.training = training
-    if plans[0] != plans[1]:
+    if fusions[0] != fusions[1]:
         raise NotRecognised("its forward computes something else in training than in evaluation")
-    return plans[0]
+    return fusions[0]
 
 
-def _recorded(block: nn.Module, method: str) -> Plan:
+def _recorded(block: nn.Module, method: str) -> Fusion:
     first = next(module for module in block.modules() if is_linear(module))
     weight: Tensor = first.weight  # type: ignore[assignment]
     sizes = dict.fromkeys(_features(module) for module in block.modules() if is_linear(module))
@@ -150,7 +151,7 @@ def _recorded(block: nn.Module, method: str) -> Plan:
         second = _second(block, chain)
         _check_innermost(block, core, second)
         attributes = tuple((path, name, value) for (path, name), value in recording.attributes.items())
-        return Plan(
+        return Fusion(
             linears=core.linears,
             gated=core.gated,
             activation=core.activation,
@@ -209,11 +210,11 @@ def _takes_one(module: nn.Module, name: str) -> bool:
     return True
 
 
-def sequential_plans(module: nn.Module) -> dict[int, Plan]:
+def sequential_fusions(module: nn.Module) -> dict[int, Fusion]:
     """The runs of children of an nn.Sequential that one op computes, by the index of the first."""
     names = list(module._modules)
     children = list(module._modules.values())
-    found: dict[int, Plan] = {}
+    found: dict[int, Fusion] = {}
     index = 0
     while index < len(children) - 1:
         name = activation_of(children[index + 1])
@@ -228,7 +229,7 @@ def sequential_plans(module: nn.Module) -> dict[int, Plan]:
         if end > index + 2 and end < len(children) and activation_of(children[end]) is not None:
             end = index + 2
         chain = tuple((each,) for each in names[index + 2 : end])
-        found[index] = Plan(
+        found[index] = Fusion(
             ((names[index],),), False, name, (names[index + 1],), chain, second=chain[-1] if chain else None
         )
         index = end

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from cuda_ext.integrations.patching.blocks import run
-from cuda_ext.integrations.patching.packing import are_adjacent, lay_adjacent, lay_apart
-from cuda_ext.integrations.patching.plans import Plan, module_at
+from cuda_ext.integrations.patching.fusions import Fusion, module_at
+from cuda_ext.integrations.patching.gate_up import are_adjacent, lay_adjacent, lay_apart
 from cuda_ext.integrations.patching.sources import HELPER, activated_in, rewritten
 
 
@@ -32,12 +32,12 @@ class Swapped(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         super()._apply(*args, **kwargs)
-        pack(self)  # .to() and .cuda() give each parameter its own memory
+        join_gate_up(self)  # .to() and .cuda() give each parameter its own memory
         return self
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        pack(self)  # so does copy.deepcopy
+        join_gate_up(self)  # so does copy.deepcopy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -46,13 +46,13 @@ class Swapped(nn.Module):
 
 def _reduced_to_send(block: Swapped) -> Any:
     """For another process, which shares each storage. CUDA can share only memory from the start of an allocation."""
-    unpack(block)
+    separate_gate_up(block)
     make, arguments, state, *_ = block.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     return make, arguments, state, None, None, _set_state
 
 
 def _set_state(block: Swapped, state: Any) -> None:
-    super(Swapped, block).__setstate__(state)  # does not pack, which would move what is shared
+    super(Swapped, block).__setstate__(state)  # does not join gate and up, which would move what is shared
 
 
 def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
@@ -60,19 +60,19 @@ def _new(original: type[nn.Module], recipe: Any) -> nn.Module:
     return kind.__new__(kind)
 
 
-def pack(block: Swapped) -> bool:
+def join_gate_up(block: Swapped) -> bool:
     """Lays gate and up in one buffer, if the block has both; returns whether it reads them without a copy."""
-    pair = _gate_and_up(block)
-    if pair is None:
+    gate_up = _gate_and_up(block)
+    if gate_up is None:
         return True
-    if any(type(each) is not nn.Linear for each in pair):
+    if any(type(each) is not nn.Linear for each in gate_up):
         return False
-    return lay_adjacent(*pair)
+    return lay_adjacent(*gate_up)
 
 
-def is_packed(block: Swapped) -> bool:
-    pair = _gate_and_up(block)
-    return pair is None or are_adjacent(pair[0].weight, pair[1].weight)
+def gate_up_is_joined(block: Swapped) -> bool:
+    gate_up = _gate_and_up(block)
+    return gate_up is None or are_adjacent(gate_up[0].weight, gate_up[1].weight)
 
 
 def _gate_and_up(block: Swapped) -> Any:
@@ -83,16 +83,16 @@ def _gate_and_up(block: Swapped) -> Any:
     return [module_at(block, path) for path in recipe[1].linears]
 
 
-def unpack(block: Swapped) -> None:
-    """Undoes `pack`."""
-    pair = _gate_and_up(block)
-    if pair is not None and all(type(each) is nn.Linear for each in pair):
-        lay_apart(*pair)
+def separate_gate_up(block: Swapped) -> None:
+    """Undoes `join_gate_up`."""
+    gate_up = _gate_and_up(block)
+    if gate_up is not None and all(type(each) is nn.Linear for each in gate_up):
+        lay_apart(*gate_up)
 
 
 def swapped_class(original: type[nn.Module], recipe: Any) -> Any:
-    """The class of a swapped block. ``recipe``: ("block", plan, name of the method), ("sequential", names of the
-    children, ((index, plan), ...)) or ("source", pairs), see `sources`."""
+    """The class of a swapped block. ``recipe``: ("block", fusion, name of the method), ("sequential", names of the
+    children, ((index, fusion), ...)) or ("source", pairs), see `sources`."""
     key: Any = original  # mypy does not know that classes are hashable
     return _class(key, recipe)
 
@@ -121,15 +121,15 @@ def _class(original: Any, recipe: Any) -> Any:
     return made
 
 
-def _block_method(original: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    # A plan is for one tensor; further arguments that are None by default may be given as None.
+def _block_method(original: Callable[..., Any], fusion: Fusion) -> Callable[..., Any]:
+    # A fusion is for one tensor; further arguments that are None by default may be given as None.
     optional = [each.default is None for each in list(inspect.signature(original).parameters.values())[2:]]
     count = optional.index(False) if False in optional else len(optional)
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if 1 <= len(args) <= 1 + count and not kwargs and all(each is None for each in args[1:]):
-            out = run(self, plan, args[0])
+            out = run(self, fusion, args[0])
             if out is not None:
                 return out
         return original(self, *args, **kwargs)
@@ -138,7 +138,7 @@ def _block_method(original: Callable[..., Any], plan: Plan) -> Callable[..., Any
 
 
 def _sequential_forward(
-    original: Callable[..., Any], names: tuple[str, ...], plans: dict[int, Plan]
+    original: Callable[..., Any], names: tuple[str, ...], fusions: dict[int, Fusion]
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, input: Any) -> Any:
@@ -146,14 +146,14 @@ def _sequential_forward(
             return original(self, input)
         index = 0
         while index < len(names):
-            plan = plans.get(index)
-            out = run(self, plan, input) if plan is not None else None
-            if out is None or plan is None:
+            fusion = fusions.get(index)
+            out = run(self, fusion, input) if fusion is not None else None
+            if out is None or fusion is None:
                 input = self._modules[names[index]](input)  # type: ignore[misc]
                 index += 1
             else:
                 input = out
-                index += 2 + len(plan.chain)
+                index += 2 + len(fusion.chain)
         return input
 
     return forward
@@ -162,7 +162,7 @@ def _sequential_forward(
 def swap(block: nn.Module, recipe: Any) -> Swapped:
     swapped: Any = block
     object.__setattr__(block, "__class__", swapped_class(type(block), recipe))
-    pack(swapped)
+    join_gate_up(swapped)
     return swapped
 
 
@@ -173,5 +173,5 @@ def unswap(name: str, block: Swapped) -> None:
             f"cuda_ext.unpatch: expected {name or 'the model'} to be of the class that patch gave it, got "
             f"{kind.__module__}.{kind.__qualname__}, a subclass; undo what wrapped it, or unpatch before wrapping"
         )
-    unpack(block)
+    separate_gate_up(block)
     object.__setattr__(block, "__class__", original)

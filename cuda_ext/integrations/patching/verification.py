@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cuda_ext.integrations.patching.blocks import activated, run
-from cuda_ext.integrations.patching.plans import Path, is_transposed, module_at
+from cuda_ext.integrations.patching.fusions import Path, is_transposed, module_at
 from cuda_ext.integrations.patching.swapping import Swapped
 
 # Of the norm of a result, in roundings of the dtype: sums in another order, and for 16 bits the intermediate roundings
@@ -46,10 +46,10 @@ def _comparisons(block: Swapped) -> Iterator[_Comparison]:
         old, new = (functools.partial(getattr(kind, recipe[2]), block) for kind in (original, type(block)))
         yield _Comparison(_child(block, recipe[1].linears[0]), [block], old, new)
     elif recipe[0] == "sequential":
-        for index, plan in recipe[2]:
-            parts = [_child(block, (name,)) for name in recipe[1][index : index + 2 + len(plan.chain)]]
+        for index, fusion in recipe[2]:
+            parts = [_child(block, (name,)) for name in recipe[1][index : index + 2 + len(fusion.chain)]]
             yield _Comparison(
-                parts[0], parts, functools.partial(_one_by_one, parts), functools.partial(run, block, plan)
+                parts[0], parts, functools.partial(_one_by_one, parts), functools.partial(run, block, fusion)
             )
     else:
         for one, two in recipe[1]:
@@ -101,7 +101,7 @@ def _difference(comparison: _Comparison, x: Tensor) -> str | None:
         torch.manual_seed(seed)
         out = forward(x)
         if out is None:
-            return None  # the plan does not apply now, and may later
+            return None  # the fusion does not apply now, and may later
         gradient = torch.randn_like(out) if gradient is None else gradient
         gradients = torch.autograd.grad(out, list(leaves.values()), gradient, allow_unused=True)
         results.append({"output": out.detach(), **{f"gradient of {n}": g for n, g in zip(leaves, gradients)}})

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from cuda_ext._attention_options import NumberOptions
 from cuda_ext.attention import (
     flash_attention_varlen,
     heads_first_op,
@@ -30,7 +31,9 @@ _REFUSED = {
     "indices": "this model selects keys; choose 'sdpa', for which it makes a mask of them",
     "sinks": "sinks that differ between queries are not supported; choose 'eager'",
 }
-_CHECKED = frozenset((*_REFUSED, "output_attentions", "deterministic"))
+# Keywords with the name and the meaning that they have in `flash_attention`.
+_PASSED_ON = frozenset(NumberOptions.__annotations__) - {"window", "scale"}  # those are sliding_window and scaling
+_CHECKED = frozenset((*_REFUSED, *_PASSED_ON, "output_attentions", "deterministic"))
 
 
 def attention_forward(
@@ -43,7 +46,6 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -63,7 +65,6 @@ def attention_forward(
         dropout: the probability of dropping a weight.
         scaling: of the logits; None for `1 / sqrt(D)`.
         sliding_window: the number of visible keys up to the query's own, and, if not causal, from it on.
-        softcap: see `flash_attention`.
         s_aux: `(H,)`, the logits of sinks.
         position_bias: broadcasts to `(B, H, Sq, Sk)`, added to the logits. Differentiable.
         cu_seq_lens_q: `(sequences + 1,)`, the cumulative lengths of packed sequences, as DataCollatorWithFlattening
@@ -81,8 +82,6 @@ def attention_forward(
         if name in _CHECKED:
             _check_keyword(module, name, kwargs[name], options)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if softcap is not None:
-        options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
     if dropout:
@@ -97,7 +96,7 @@ def attention_forward(
     given = Pattern(causal, None if sliding_window is None else (sliding_window - 1, sliding_window - 1))
     hidden = _hidden(attention_mask, given, position_bias, query.dtype)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        hidden = _packed(hidden, cu_seq_lens_q, cu_seq_lens_k, module)
+        hidden = _varlen(hidden, cu_seq_lens_q, cu_seq_lens_k, module)
     if hidden.length is not None and hidden.length < key.shape[2]:
         key, value = key[:, :, : hidden.length], value[:, :, : hidden.length]
         if hidden.bias is not None and hidden.bias.shape[-1] > hidden.length:
@@ -116,7 +115,7 @@ def _run(
     if hidden.offsets is None:
         left, right = (None, None) if window is None else window
         out = heads_first_op(
-            query, key, value, causal, scale, left, right, bias=hidden.bias, mask=hidden.mask, **options
+            query, key, value, causal, scale, left, right, attn_bias=hidden.bias, attn_mask=hidden.mask, **options
         )
     else:
         batch, q_length, k_length = query.shape[0], query.shape[2], key.shape[2]
@@ -172,11 +171,11 @@ def _hidden(mask: Tensor | None, given: Pattern, bias: Tensor | None, dtype: tor
         return _Hidden(pattern, None, None, offsets, length, f"flash_attention_varlen: {what}")
     # The op counts the positions of a bias from the start of each sequence; the bias of a model, of each row.
     keys = mask[:, None, None, :]
-    pairs = keys if mask.dtype == torch.bool else mask[:, None, :, None] == keys
-    return _Hidden(pattern, pairs, bias, None, length, f"flash_attention: {what}")
+    dense_mask = keys if mask.dtype == torch.bool else mask[:, None, :, None] == keys
+    return _Hidden(pattern, dense_mask, bias, None, length, f"flash_attention: {what}")
 
 
-def _packed(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, module: torch.nn.Module) -> _Hidden:
+def _varlen(hidden: _Hidden, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, module: torch.nn.Module) -> _Hidden:
     """The sequences that the caller gave, in place of those that were found in the position ids."""
     if hidden.bias is not None or not hidden.form.endswith(("flash_attention", "packed sequences")):
         _refuse(
@@ -199,6 +198,8 @@ def _check_keyword(module: torch.nn.Module, name: str, given: Any, options: dict
                 f"The attention implementation {NAME!r} computes no attention weights and returns None for them. "
                 "Choose 'eager' to get them."
             )
+    elif given is not None and name in _PASSED_ON:
+        options[name] = given
     elif given is not None:
         _refuse(module, name, NotImplementedError, _REFUSED[name])
 

@@ -34,7 +34,7 @@ __all__ = ["Offsets", "Pattern", "Visible", "attention_mask", "visible_of"]
 MaskFunction = Callable[..., Any]
 
 # More exact than transformers' annotations: the offset may be a tensor.
-_pairs: Callable[..., Tensor] = cast(Any, sdpa_mask)
+_dense_mask: Callable[..., Tensor] = cast(Any, sdpa_mask)
 _pad: Callable[[Tensor, int, int], Tensor] = cast(Any, prepare_padding_mask)
 
 
@@ -104,7 +104,7 @@ def attention_mask(
     """
 
     def materialised() -> Tensor:
-        return _pairs(
+        return _dense_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,

@@ -60,19 +60,19 @@ def apply_rotary_emb(
             f"{name}: expected cos and sin of shape (positions, rotary_dim / 2) with rotary_dim up to {x.shape[-1]}, "
             f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
-    at = _positions(x, seqlen_offsets, cu_seqlens)
+    position = _positions(x, seqlen_offsets, cu_seqlens)
     width = 2 * cos.shape[1]
-    turned = x[..., :width].float()
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    part = x[..., :width].float()
+    first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
     if len(cos) == 0:
         c, s = first.new_ones(()), first.new_zeros(())
     else:
-        inside = (at < len(cos)).unsqueeze(-1)
-        rows = at.clamp(max=len(cos) - 1)
+        inside = (position < len(cos)).unsqueeze(-1)
+        rows = position.clamp(max=len(cos) - 1)
         c = torch.where(inside, cos.float()[rows], 1.0).unsqueeze(-2)
         s = torch.where(inside, sin.float()[rows], 0.0).unsqueeze(-2)
-    pair = (first * c - second * s, first * s + second * c)
-    result = (torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)).to(x.dtype)
+    rotated = (first * c - second * s, first * s + second * c)
+    result = (torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)).to(x.dtype)
     if inplace:
         x[..., :width].copy_(result)
         return x
@@ -85,12 +85,14 @@ apply_rotary_emb_func = apply_rotary_emb
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Of every token: `(S,)` or `(B, S)`; for packed sequences `(total,)`, beyond any table after the last one."""
     if cu_seqlens is None:
-        at = torch.arange(x.shape[1], device=x.device)
-        return at + offsets.unsqueeze(1) if isinstance(offsets, Tensor) else at + offsets
-    at = torch.arange(x.shape[0], device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), at, right=True)
-    at = at - cu_seqlens[sequence] + (F.pad(offsets, (0, 1))[sequence] if isinstance(offsets, Tensor) else offsets)
-    return torch.where(sequence < len(cu_seqlens) - 1, at, torch.iinfo(at.dtype).max)
+        position = torch.arange(x.shape[1], device=x.device)
+        return position + offsets.unsqueeze(1) if isinstance(offsets, Tensor) else position + offsets
+    position = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].long(), position, right=True)
+    position = (
+        position - cu_seqlens[sequence] + (F.pad(offsets, (0, 1))[sequence] if isinstance(offsets, Tensor) else offsets)
+    )
+    return torch.where(sequence < len(cu_seqlens) - 1, position, torch.iinfo(position.dtype).max)
 
 
 def apply_rotary_emb_qkv_(
@@ -169,12 +171,12 @@ class RotaryEmbedding(nn.Module):
 
         def compute(positions: int, device: torch.device) -> tuple[Tensor, ...]:
             # Computed in float32 whatever the dtype of the module: positions are large.
-            at = torch.arange(positions, device=device, dtype=torch.float32)
-            angles = torch.outer(at, self._frequencies(device))
+            position = torch.arange(positions, device=device, dtype=torch.float32)
+            angles = torch.outer(position, self._frequencies(device))
             found: tuple[Tensor, ...] = (angles.cos(), angles.sin())
             if self.scale_base is not None:
                 step = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
-                power = (at - positions // 2) / self.scale_base
+                power = (position - positions // 2) / self.scale_base
                 scale = ((step + 0.4 * self.dim) / (1.4 * self.dim)) ** power.unsqueeze(1)
                 found = (found[0] * scale, found[1] * scale, found[0] / scale, found[1] / scale)
             return tuple(table.to(like.dtype) for table in found)

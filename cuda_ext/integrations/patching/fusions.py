@@ -1,4 +1,4 @@
-"""What a swapped block computes, as data: the plans that `recognition` makes and `blocks` runs."""
+"""What a swapped block computes, as data: the fusions that `recognition` makes and `blocks` runs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MODULES = {
     "timm.layers.activations.GELU": "gelu",
     "timm.layers.activations.GELUTanh": "gelu_tanh",
 }
-ABSENT = ...  # the value in a plan of an attribute that did not exist
+ABSENT = ...  # the value in a fusion of an attribute that did not exist
 GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-class Plan(NamedTuple):
+class Fusion(NamedTuple):
     """``chain`` applied to an activated or gated linear layer of the input of a block."""
 
     linears: tuple[Path, ...]  # one, or gate and up
@@ -37,7 +37,7 @@ class Plan(NamedTuple):
     activation_path: Path | None  # None: a function
     chain: tuple[Path | float, ...] = ()  # modules, and the probabilities of calls of F.dropout
     inlined: tuple[tuple[Path, type], ...] = ()  # modules between the block and its leaves, whose forward was followed
-    attributes: tuple[tuple[Path, str, Any], ...] = ()  # what the forwards read: the plan holds while these are equal
+    attributes: tuple[tuple[Path, str, Any], ...] = ()  # what the forwards read: the fusion holds while these are equal
     reads_dtype: bool = False
     device: str | None = None  # the type of device, if the forward reads it
 

@@ -32,11 +32,11 @@ def lay_adjacent(first: nn.Module, second: nn.Module) -> bool:
     Parameters that share their memory with anything else stay where they are: the flat buffers of optimizers and of
     `torch.nn.utils.vector_to_parameters` rely on it.
     """
-    pairs: Any = [(first.weight, second.weight), (first.bias, second.bias)]
-    if any((one is None) != (two is None) for one, two in pairs):
+    parameters: Any = [(first.weight, second.weight), (first.bias, second.bias)]
+    if any((one is None) != (two is None) for one, two in parameters):
         return False
-    present = [pair for pair in pairs if pair[0] is not None]
-    if not all(are_adjacent(*pair) or _can_move(*pair) for pair in present):
+    present = [gate_up for gate_up in parameters if gate_up[0] is not None]
+    if not all(are_adjacent(*gate_up) or _can_move(*gate_up) for gate_up in present):
         return False
     with torch.no_grad():
         for one, two in present:
@@ -48,10 +48,10 @@ def lay_adjacent(first: nn.Module, second: nn.Module) -> bool:
 
 def lay_apart(first: nn.Module, second: nn.Module) -> None:
     """Undoes `lay_adjacent`: memory of their own for the weights, and the biases, that share a buffer with no other."""
-    pairs: Any = [(first.weight, second.weight), (first.bias, second.bias)]
-    for pair in pairs:
-        if pair[0] is not None and are_adjacent(*pair) and ops._memory_holders(pair[0]) == 2:
-            for each in pair:
+    parameters: Any = [(first.weight, second.weight), (first.bias, second.bias)]
+    for gate_up in parameters:
+        if gate_up[0] is not None and are_adjacent(*gate_up) and ops._memory_holders(gate_up[0]) == 2:
+            for each in gate_up:
                 each.data = each.data.clone()
 
 
@@ -73,15 +73,15 @@ def _owns_its_memory(tensor: Tensor) -> bool:
     return owns_storage and not in_shared_memory and ops._memory_holders(tensor) == 1
 
 
-def packed_rows(first: Tensor, second: Tensor) -> Tensor | None:
+def gate_up_rows(first: Tensor, second: Tensor) -> Tensor | None:
     """The rows of both parameters as one tensor without a copy, through which gradients flow; None if not adjacent."""
     rows = _joined(first, second)
     if rows is not None and torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
-        rows = _PackedRows.apply(first, second)
+        rows = _GateUpRows.apply(first, second)
     return rows
 
 
-class _PackedRows(torch.autograd.Function):
+class _GateUpRows(torch.autograd.Function):
     # vmap over the input of a block runs forward on the parameters themselves, which it does not batch.
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
 """One weight for several projections of the same input.
 
 q, k and v, and likewise gate and up, are stored as the rows of one weight, so that one GEMM computes them all.
-Checkpoints usually have separate weights. `pack_on_load` makes a module load either form; `unpacked` returns its
+Checkpoints usually have separate weights. `join_on_load` makes a module load either form; `separated` returns its
 tensors under the separate names.
 """
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from cuda_ext._load import ops
 
 
-def pack_on_load(
-    module: nn.Module, packed: str, parts: dict[str, int], aliases: Mapping[str, str] | None = None
+def join_on_load(
+    module: nn.Module, joint: str, parts: dict[str, int], aliases: Mapping[str, str] | None = None
 ) -> None:
-    """Lets ``module.load_state_dict`` load the rows of its child linear layer ``packed`` from separate layers.
+    """Lets ``module.load_state_dict`` load the rows of its child linear layer ``joint`` from separate layers.
 
     ``parts`` maps the names of the separate layers, in the order of their rows, to their numbers of rows: with
     ``{"gate_proj": F, "up_proj": F}`` the keys ``gate_proj.weight`` (F, K) and ``up_proj.weight`` (F, K) become
@@ -28,16 +28,16 @@ def pack_on_load(
     module, for formats that differ only in names.
 
     Loading raises RuntimeError, like ``load_state_dict``, if only some of the parts are present, if one has the wrong
-    shape, or if the packed key is present too; also with ``strict=False``, which allows missing layers but not missing
+    shape, or if the joint key is present too; also with ``strict=False``, which allows missing layers but not missing
     parts of one.
     """
-    module._packed_parts = {**getattr(module, "_packed_parts", {}), packed: parts}  # type: ignore[assignment]
+    module._joint_parts = {**getattr(module, "_joint_parts", {}), joint: parts}  # type: ignore[assignment]
     module.register_load_state_dict_pre_hook(
-        functools.partial(_rename_and_pack, packed=packed, parts=parts, aliases=aliases or {})
+        functools.partial(_rename_and_join, joint=joint, parts=parts, aliases=aliases or {})
     )
 
 
-def _rename_and_pack(
+def _rename_and_join(
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
@@ -47,23 +47,23 @@ def _rename_and_pack(
     unexpected_keys: list[str],
     error_msgs: list[str],
     *,
-    packed: str,
+    joint: str,
     parts: dict[str, int],
     aliases: Mapping[str, str],
 ) -> None:
-    """The hook that `pack_on_load` registers; a top-level function, so that the module can be pickled."""
+    """The hook that `join_on_load` registers; a top-level function, so that the module can be pickled."""
     for alias, name in aliases.items():
         if prefix + alias in state_dict and prefix + name not in state_dict:
             state_dict[prefix + name] = state_dict.pop(prefix + alias)
-    for kind, parameter in module.get_submodule(packed).named_parameters():
-        key = f"{prefix}{packed}.{kind}"
+    for kind, parameter in module.get_submodule(joint).named_parameters():
+        key = f"{prefix}{joint}.{kind}"
         keys_of_parts = {f"{prefix}{part}.{kind}": rows for part, rows in parts.items()}
-        if problem := _pack(state_dict, key, keys_of_parts, parameter.shape):
+        if problem := _join(state_dict, key, keys_of_parts, parameter.shape):
             error_msgs.append(f"{type(module).__name__}: {problem}")
             state_dict.setdefault(key, parameter.detach())  # one clear error instead of this and "missing key"
 
 
-def _pack(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: torch.Size) -> str | None:
+def _join(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: torch.Size) -> str | None:
     """Replaces the keys of ``parts`` by ``key``; returns an error message, or None."""
     found = {name: state_dict.pop(name) for name in parts if name in state_dict}
     if not found:
@@ -80,21 +80,21 @@ def _pack(state_dict: dict[str, Any], key: str, parts: dict[str, int], shape: to
     return None
 
 
-def unpacked(module: nn.Module, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def separated(module: nn.Module, named_tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The tensors of a model under the names of Llama-style checkpoints: the inverse of loading such a checkpoint.
 
     ``named_tensors`` (default: ``module.state_dict()``) may be any tensors with the names and shapes of the parameters,
-    such as their gradients. Packed tensors are returned as their parts, which use the same memory
+    such as their gradients. Joint tensors are returned as their parts, which use the same memory
     (``gate_up_proj.weight`` (2F, K) as ``gate_proj.weight`` and ``up_proj.weight``, both (F, K)), all others unchanged.
     Each part has a storage of its own, by which savers tell tensors apart.
     """
     tensors = dict(module.state_dict() if named_tensors is None else named_tensors)
     known: dict[Any, list[Tensor]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        for packed, parts in getattr(owner, "_packed_parts", {}).items():
+        for joint, parts in getattr(owner, "_joint_parts", {}).items():
             start = f"{prefix}." if prefix else ""
-            for kind, _ in owner.get_submodule(packed).named_parameters():
-                if (whole := tensors.pop(f"{start}{packed}.{kind}", None)) is not None:
+            for kind, _ in owner.get_submodule(joint).named_parameters():
+                if (whole := tensors.pop(f"{start}{joint}.{kind}", None)) is not None:
                     pieces = _rows(whole, list(parts.values()), known)
                     tensors.update((f"{start}{part}.{kind}", piece) for part, piece in zip(parts, pieces, strict=True))
     return tensors
