@@ -880,9 +880,9 @@ def test_attention_elsewhere_gets_a_hint() -> None:
 
 
 def test_a_difference_that_only_verification_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuda_ext.integrations.patching import plans
+    from cuda_ext.integrations.patching import fusions
 
-    monkeypatch.setitem(plans.MODULES, "torch.nn.modules.activation.SiLU", "relu")
+    monkeypatch.setitem(fusions.MODULES, "torch.nn.modules.activation.SiLU", "relu")
     model, wrong = Block(), Block()
     report = cuda_ext.patch(model)
     assert "verification: its output differs by" in report.left[""]
