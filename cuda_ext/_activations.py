@@ -51,6 +51,11 @@ ACTIVATIONS: dict[str | None, Activation] = {
         calls=(F.silu,),
         modules=("torch.nn.modules.activation.SiLU", "transformers.activations.SiLUActivation"),
     ),
+    "relu2": Activation(
+        lambda x: torch.relu(x).square(),
+        onnx=lambda op, x: op.Mul(relu := op.Relu(x), relu),
+        modules=("transformers.activations.ReLUSquaredActivation",),
+    ),
 }
 
 NAMES = [name for name in ACTIVATIONS if name is not None]

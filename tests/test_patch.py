@@ -142,6 +142,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int], dict[str, int]]] = {
     "Llama": (lambda: causal("Llama"), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Gemma2": (lambda: causal("Gemma2", head_dim=8), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Qwen2": (lambda: causal("Qwen2"), {"gated MLP": 2}, {"gated_mlp": 2}),
+    "Nemotron": (lambda: causal("Nemotron"), {"MLP": 2}, {"mlp": 2}),
     "Phi3": (lambda: causal("Phi3"), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Mixtral": (lambda: causal("Mixtral", experts_implementation="eager"), {}, {}),
     "GPT2": (gpt2, {"MLP": 2}, {"mlp": 2}),

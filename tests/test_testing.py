@@ -36,6 +36,7 @@ FORMULAS = {
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "relu2": lambda x: torch.where(x > 0, x * x, 0),
 }
 
 

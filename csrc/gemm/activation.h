@@ -15,7 +15,8 @@
   X(kRelu, "relu", Relu)              \
   X(kGelu, "gelu", Gelu)              \
   X(kGeluTanh, "gelu_tanh", GeluTanh) \
-  X(kSilu, "silu", Silu)
+  X(kSilu, "silu", Silu)              \
+  X(kRelu2, "relu2", Relu2)
 
 #if defined(__CUDACC__)
 #define FORMULA __device__ __forceinline__
@@ -96,6 +97,15 @@ struct Silu {
     const Value y = x * sigmoid;
     return {y, sigmoid + y * (T(1) - sigmoid)};
   }
+};
+
+// relu(x)^2: So et al., Primer, 2021. NaN propagates.
+template <class Math, class Value = typename Math::Value>
+struct Relu2 {
+  using T = typename Math::Scalar;
+  FORMULA static Value relu(Value x) { return x <= T(0) ? Value{} : x; }
+  FORMULA static Value value(Value x) { return relu(x) * relu(x); }
+  FORMULA static ValueAndDerivative<Value> both(Value x) { return {value(x), relu(x) + relu(x)}; }
 };
 
 // f(the formula of an activation)

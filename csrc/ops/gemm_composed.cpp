@@ -35,6 +35,9 @@ Composed composed(Activation activation) {
                 const Tensor s = z.sigmoid();  // silu_backward has no forward mode
                 return grad * (s * (1 + z * (1 - s)));
               }};
+    case Activation::kRelu2:
+      return {[](const Tensor& z) { return at::relu(z).square(); },
+              [](const Tensor& grad, const Tensor& z) { return grad * (2 * at::relu(z)); }};
     case Activation::kNone: break;
   }
   return {[](const Tensor& z) { return z; }, [](const Tensor& grad, const Tensor&) { return grad; }};
