@@ -12,7 +12,8 @@ With other settings each term is one product of operands rounded to the 11 bits 
 infinity.
 
 Activations: ``None``, ``"relu"``, ``"gelu"`` (with erf) and ``"gelu_tanh"`` (Hendrycks and Gimpel, Gaussian Error
-Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``).
+Linear Units, arXiv 1606.08415), ``"silu"`` (``x * sigmoid(x)``), ``"relu2"`` (``relu(x) ** 2``: So et al., Primer,
+arXiv 2109.08668).
 
 Every op is deterministic, and differentiable to any order in reverse and forward mode, including ``create_graph=True``
 and the transforms of `torch.func`. The first derivative by `backward` is fused; the others are composed of this

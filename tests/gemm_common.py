@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ext import testing
+from cuda_ext import _activations, testing
 from cuda_ext._gemm import gated_linear, gated_mlp, gemm, linear, mlp
 
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = tuple(_activations.ACTIVATIONS)
+EXPECTED_ACTIVATION = f"expected activation to be {', '.join(map(repr, ACTIVATIONS[:-1]))} or {ACTIVATIONS[-1]!r}"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPS = {op.__name__: op for op in (gemm, linear, gated_linear, mlp, gated_mlp)}
 REFERENCES: dict[str, Callable[..., Tensor]] = {

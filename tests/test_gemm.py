@@ -255,13 +255,14 @@ def test_gradient_of_a_bias_alone_is_exact(dtype: torch.dtype, n: int) -> None:
             assert torch.equal(bias.grad.double(), values.double().sum(0)), (rows, layout)
 
 
-def test_integer_mlp_gradients_are_exact() -> None:
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_integer_mlp_gradients_are_exact(activation: str) -> None:
     x, w1, w2, b1, b2 = integers(80, 20), integers(50, 20), integers(30, 50), integers(50), integers(30)
     leaves = [t.clone().requires_grad_() for t in (x, w1, w2, b1, b2)]
     exact = [t.double().requires_grad_() for t in (x, w1, w2, b1, b2)]
     grad = integers(80, 30)
-    mlp(*leaves, activation="relu").backward(grad)
-    testing.reference_mlp(*exact, activation="relu").backward(grad.double())
+    mlp(*leaves, activation=activation).backward(grad)
+    testing.reference_mlp(*exact, activation=activation).backward(grad.double())
     for leaf, expected in zip(leaves, exact, strict=True):
         assert torch.equal(leaf.grad.double(), expected.grad)
 
@@ -277,6 +278,38 @@ def test_special_values_pass_through(backend: str) -> None:
         assert same.all(), (activation, out, expected)
     overflow = gemm(torch.full((1, 1), 300.0).half(), torch.full((1, 1), 300.0).half())
     assert overflow.item() == math.inf
+
+
+def test_relu2_is_exact(backend: str) -> None:
+    x, weight, bias = integers(37, 20), integers(2 * 29, 20), integers(2 * 29)
+    for function, reference in (
+        (linear, testing.reference_linear),
+        (gated_linear, testing.reference_gated_linear),
+    ):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        exact = [t.double().requires_grad_() for t in (x, weight, bias)]
+        out, expected = function(*leaves, activation="relu2"), reference(*exact, activation="relu2")
+        assert torch.equal(out.double(), expected)
+        grad = torch.randint(-1, 2, out.shape).float()
+        gradients = torch.autograd.grad(out, leaves, grad)
+        for actual, want in zip(gradients, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+            assert torch.equal(actual.double(), want)
+
+
+def test_relu2_and_its_derivatives_of_special_values(backend: str) -> None:
+    x = torch.tensor([[math.nan], [math.inf], [-math.inf], [0.0], [-0.0], [3.0], [-3.0]], requires_grad=True)
+    y = linear(x, torch.ones(1, 1), activation="relu2")
+    (fused,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (composed,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(composed[1:].sum(), x)
+    for actual, expected in (
+        (y, [math.nan, math.inf, 0, 0, 0, 9, 0]),
+        (fused, [math.nan, math.inf, 0, 0, 0, 6, 0]),
+        (composed, [math.nan, math.inf, 0, 0, 0, 6, 0]),
+        (second[1:], [2, 0, 0, 0, 2, 0]),
+    ):
+        want = torch.tensor(expected, dtype=torch.float32)[:, None]
+        torch.testing.assert_close(actual, want, rtol=0, atol=0, equal_nan=True)
 
 
 # strides

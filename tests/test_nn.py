@@ -13,19 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemm_common import EXPECTED_ACTIVATION
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext.nn import MLP, GatedMLP, Linear, RotaryEmbedding, SelfAttention, separated
 from cuda_ext.testing import assert_close_to_reference, reference_attention
-
-ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    None: lambda x: x,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 
 def rotate(x: Tensor, base: float = 10000.0) -> Tensor:
@@ -98,7 +92,7 @@ def test_linear(activation: str | None, bias: bool, dtype: torch.dtype) -> None:
     module = Linear(13, 7, bias, dtype=dtype, activation=activation)
 
     def composition(weights: dict[str, Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-        out = ACTIVATIONS[activation](F.linear(x, weights["weight"], weights.get("bias")))
+        out = ACTIVATIONS[activation].function(F.linear(x, weights["weight"], weights.get("bias")))
         return out if residual is None else out + residual
 
     x, residual = torch.randn(3, 5, 13).to(dtype), torch.randn(3, 5, 7).to(dtype)
@@ -118,14 +112,13 @@ def test_linear_is_a_torch_linear() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("activation", "bias"), [("silu", False), ("gelu", True), ("gelu_tanh", False), ("relu", True), (None, False)]
-)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
 def test_gated_mlp(activation: str | None, bias: bool, dtype: torch.dtype) -> None:
     module = randomised(GatedMLP(12, 20, bias=bias, activation=activation, dtype=dtype))
 
     def composition(w: dict[str, Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-        gate = ACTIVATIONS[activation](F.linear(x, w["gate_proj.weight"], w.get("gate_proj.bias")))
+        gate = ACTIVATIONS[activation].function(F.linear(x, w["gate_proj.weight"], w.get("gate_proj.bias")))
         up = F.linear(x, w["up_proj.weight"], w.get("up_proj.bias"))
         out = F.linear(gate * up, w["down_proj.weight"], w.get("down_proj.bias"))
         return out if residual is None else out + residual
@@ -141,7 +134,7 @@ def test_mlp(activation: str | None, bias: bool, dtype: torch.dtype) -> None:
     module = randomised(MLP(12, 20, bias=bias, activation=activation, dtype=dtype))
 
     def composition(w: dict[str, Tensor], x: Tensor, residual: Tensor | None = None) -> Tensor:
-        hidden = ACTIVATIONS[activation](F.linear(x, w["fc1.weight"], w.get("fc1.bias")))
+        hidden = ACTIVATIONS[activation].function(F.linear(x, w["fc1.weight"], w.get("fc1.bias")))
         out = F.linear(hidden, w["fc2.weight"], w.get("fc2.bias"))
         return out if residual is None else out + residual
 
@@ -428,9 +421,9 @@ def test_construction_errors() -> None:
 @pytest.mark.parametrize(
     ("make", "option", "value", "expected"),
     [
-        (Linear, "activation", "gelo", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'gelo'"),
-        (MLP, "activation", "swish", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got 'swish'"),
-        (GatedMLP, "activation", "", "None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got ''"),
+        (Linear, "activation", "gelo", f"{EXPECTED_ACTIVATION}, got 'gelo'"),
+        (MLP, "activation", "swish", f"{EXPECTED_ACTIVATION}, got 'swish'"),
+        (GatedMLP, "activation", "", f"{EXPECTED_ACTIVATION}, got ''"),
         (SelfAttention, "window", 3, "None or (left, right), each a number of keys or None, got 3"),
         (SelfAttention, "window", (-3, 0), "window left to be >= 0 or None (unbounded), got -3"),
         (SelfAttention, "scale", math.nan, "a finite scale, got nan"),

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuda_ext
 from cuda_ext import integrations
+from cuda_ext._activations import ACTIVATIONS, NAMES
 from cuda_ext.integrations.patching.report import compressed
 from cuda_ext.integrations.patching.swapping import Swapped, gate_up_is_joined
 
@@ -141,6 +142,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, int], dict[str, int]]] = {
     "Llama": (lambda: causal("Llama"), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Gemma2": (lambda: causal("Gemma2", head_dim=8), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Qwen2": (lambda: causal("Qwen2"), {"gated MLP": 2}, {"gated_mlp": 2}),
+    "Nemotron": (lambda: causal("Nemotron"), {"MLP": 2}, {"mlp": 2}),
     "Phi3": (lambda: causal("Phi3"), {"gated MLP": 2}, {"gated_mlp": 2}),
     "Mixtral": (lambda: causal("Mixtral", experts_implementation="eager"), {}, {}),
     "GPT2": (gpt2, {"MLP": 2}, {"mlp": 2}),
@@ -409,14 +411,36 @@ def test_a_block_that_computes_something_else_is_left(make: Callable[[], nn.Modu
 
 
 def test_the_plain_block_is_swapped() -> None:
-    model, names = Block(), ["silu", "relu", "gelu", "gelu_tanh"]
-    report = cuda_ext.patch(model)
+    report = cuda_ext.patch(Block())
     assert report.swapped == {"gated MLP": [""]}
-    for activation in (nn.SiLU(), nn.ReLU(inplace=True), nn.GELU(), nn.GELU(approximate="tanh")):
+
+
+def modules_of(name: str) -> Iterator[nn.Module]:
+    """Of every class that the table has for an activation."""
+    activation = ACTIVATIONS[name]
+    if activation.approximate is not None:
+        yield nn.GELU(approximate=activation.approximate)
+    for path in activation.modules:
+        module, _, kind = path.rpartition(".")
+        made = getattr(pytest.importorskip(module), kind)()
+        assert f"{type(made).__module__}.{type(made).__qualname__}" == path
+        yield made
+        if isinstance(made, nn.ReLU | nn.SiLU):
+            yield type(made)(inplace=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_of_each_activation(name: str) -> None:
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
+    for activation in modules_of(name):
+        expected = ACTIVATIONS[name].function(x)
+        torch.testing.assert_close(activation(x.clone()), expected, rtol=1e-9, atol=1e-9)
         block = Block(activation)
         cuda_ext.patch(block)
-        assert block._cuda_ext_recipe[1].activation == names.pop(0)  # type: ignore[operator, union-attr, index]
+        assert block._cuda_ext_recipe[1].activation == name  # type: ignore[operator, union-attr, index]
         assert ops_of(lambda block=block: block(torch.randn(1, 8))) == {"gated_mlp": 1}  # type: ignore[misc]
+    for call in ACTIVATIONS[name].calls:
+        torch.testing.assert_close(call(x), ACTIVATIONS[name].function(x), rtol=0, atol=0)
 
 
 class Functional(nn.Module):
@@ -916,7 +940,7 @@ def test_report() -> None:
     )
     text = str(cuda_ext.patch(nn.ModuleList([Block(nn.Sigmoid()), GateInLastRows()])))
     assert text.splitlines()[0:2] == ["cuda_ext.patch: swapped", "  nothing"]
-    assert "its activation act (Sigmoid) is none of relu, gelu, gelu_tanh and silu" in text
+    assert f"its activation act (Sigmoid) is none of {', '.join(NAMES[:-1])} and {NAMES[-1]}" in text
     assert "LlamaMLP[cuda_ext](" in repr(model)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from cuda_ext import testing
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext.testing import (
     assert_close_to_reference,
     assert_op_matches_reference,
@@ -29,12 +30,13 @@ from cuda_ext.testing import (
     reference_mlp,
 )
 
-ACTIVATIONS = {
+FORMULAS = {
     None: lambda x: x,
     "relu": F.relu,
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "relu2": lambda x: torch.where(x > 0, x * x, 0),
 }
 
 
@@ -58,7 +60,7 @@ def assert_same_with_gradients(actual: Tensor, expected: Tensor, inputs: list[Te
 def test_gemm(activation: str | None) -> None:
     a, b, c, bias = rand(2, 1, 3, 5), rand(4, 5, 7), rand(4, 3, 7), rand(7)
     actual = reference_gemm(a, b, c, bias=bias, activation=activation, alpha=0.5, beta=-2.0)
-    expected = ACTIVATIONS[activation](0.5 * torch.einsum("xymk,ykn->xymn", a.expand(2, 4, 3, 5), b) - 2.0 * c + bias)
+    expected = FORMULAS[activation](0.5 * torch.einsum("xymk,ykn->xymn", a.expand(2, 4, 3, 5), b) - 2.0 * c + bias)
     assert_same_with_gradients(actual, expected, [a, b, c, bias])
 
 
@@ -72,7 +74,7 @@ def test_gemm_out_dtype() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_linear_family(activation: str | None) -> None:
-    act = ACTIVATIONS[activation]
+    act = FORMULAS[activation]
     x, residual = rand(2, 3, 5), rand(2, 3, 4)
     w, b = rand(4, 5), rand(4)
     assert_same_with_gradients(

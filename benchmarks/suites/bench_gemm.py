@@ -14,6 +14,7 @@ import cuda_ext
 from benchmarks.results import OURS
 from benchmarks.suites import baselines
 from benchmarks.suites.measure import Call, Case, relative_error
+from cuda_ext._activations import ACTIVATIONS
 
 Shape = tuple[int, int, int]  # M, N, K
 
@@ -238,10 +239,10 @@ def linear(*, device: str, dtype: str, shape: Shape, activation: str) -> Case:
     """activation(x @ w.T + bias)."""
     m, n, k = shape
     size = getattr(torch, dtype).itemsize
-    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    function = ACTIVATIONS[activation].function
 
     def unfused(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return F.gelu(F.linear(x, w, bias), approximate=approximate)
+        return function(F.linear(x, w, bias))
 
     def inputs() -> tuple[Tensor, Tensor, Tensor]:
         x, w = _operands(shape, "nt", dtype, device)

@@ -114,64 +114,21 @@ DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, con
   });
 }
 
-// The same activations as in gemm/cpu/activation.h, which gives the reasons and sources.
-struct ValueAndDerivative {
-  float value;
-  float derivative;
-};
-
-struct Identity {
-  DEVICE static float value(float x) { return x; }
-  DEVICE static ValueAndDerivative both(float x) { return {x, 1.0f}; }
-};
-
-struct Relu {
-  DEVICE static float value(float x) { return x < 0.0f ? 0.0f : x; }
-  DEVICE static ValueAndDerivative both(float x) { return {value(x), x <= 0.0f ? 0.0f : 1.0f}; }
-};
-
-struct Gelu {
-  DEVICE static float distribution(float x) { return 0.5f + 0.5f * arch::erf(x * 0.70710678118654752f); }
-  DEVICE static float value(float x) { return x * distribution(x); }
-  DEVICE static ValueAndDerivative both(float x) {
-    const float phi = distribution(x);
-    const float density = 0.39894228040143268f * arch::exp(-0.5f * x * x);
-    return {x * phi, phi + x * density};
-  }
-};
-
-struct GeluTanh {
-  static constexpr float kScale = 2 * 0.79788456080286536f;
-  static constexpr float kCubic = 0.044715f;
-  DEVICE static float exponential(float x) { return arch::exp(-kScale * x * (1.0f + kCubic * x * x)); }
-  DEVICE static float value(float x) { return x * arch::fast_reciprocal(1.0f + exponential(x)); }
-  DEVICE static ValueAndDerivative both(float x) {
-    const float e = exponential(x);
-    const float sigmoid = arch::fast_reciprocal(1.0f + e);
-    const float complement = (e > 1e30f ? 1e30f : e) * sigmoid;
-    const float slope = kScale * (1.0f + 3 * kCubic * x * x);
-    return {x * sigmoid, sigmoid + (x * sigmoid) * complement * slope};
-  }
-};
-
-struct Silu {
-  DEVICE static float value(float x) { return x * arch::fast_reciprocal(1.0f + arch::exp(-x)); }
-  DEVICE static ValueAndDerivative both(float x) {
-    const float sigmoid = arch::fast_reciprocal(1.0f + arch::exp(-x));
-    const float y = x * sigmoid;
-    return {y, sigmoid + y * (1.0f - sigmoid)};
-  }
+// The arithmetic of activations (gemm/activation.h).
+struct DeviceMath {
+  using Value = float;
+  using Scalar = float;
+  using Constant = float;
+  DEVICE static float broadcast(float x) { return x; }
+  DEVICE static float exp(float x) { return arch::exp(x); }
+  DEVICE static float erf(float x) { return arch::erf(x); }
+  DEVICE static float reciprocal(float x) { return arch::fast_reciprocal(x); }
+  DEVICE static float divide(float x, float y) { return x * arch::fast_reciprocal(y); }
 };
 
 template <class F>
 DEVICE void with_activation(Activation activation, F&& f) {
-  switch (activation) {
-    case Activation::kNone: return f(Identity{});
-    case Activation::kRelu: return f(Relu{});
-    case Activation::kGelu: return f(Gelu{});
-    case Activation::kGeluTanh: return f(GeluTanh{});
-    case Activation::kSilu: return f(Silu{});
-  }
+  activations::with_formula<DeviceMath>(activation, f);
 }
 
 // The gradient through h = activation(z); gated: h = activation(gate) * up, z = (gate, up).
@@ -197,7 +154,7 @@ struct ActivationBackward {
       read(preact, 0, at, n, up);
       with_activation(activation, [&](auto f) {
         for_elements<rows>([&](int r, int i) {
-          const ValueAndDerivative gate = f.both(z.at[r][i]);
+          const auto gate = f.both(z.at[r][i]);
           h.at[r][i] = gate.value * up.at[r][i];
           grad_up.at[r][i] = grad.at[r][i] * gate.value;
           grad.at[r][i] *= up.at[r][i] * gate.derivative;
@@ -207,7 +164,7 @@ struct ActivationBackward {
     } else {
       with_activation(activation, [&](auto f) {
         for_elements<rows>([&](int r, int i) {
-          const ValueAndDerivative y = f.both(z.at[r][i]);
+          const auto y = f.both(z.at[r][i]);
           h.at[r][i] = y.value;
           grad.at[r][i] *= y.derivative;
         });

@@ -4,10 +4,9 @@
 
 #include "base/dtype.h"
 #include "cpu/isa.h"
+#include "gemm/activation.h"
 
 namespace cuda_ext {
-
-enum class Activation : uint8_t { kNone, kRelu, kGelu, kGeluTanh, kSilu };  // in the order of kActivationNames
 
 // Batch dims are stored innermost first and merged where strides permit, so this limit is rarely reached.
 constexpr int kMaxBatchDims = 8;

@@ -12,28 +12,40 @@
 namespace cuda_ext {
 namespace {
 
-Tensor activate(const Tensor& z, Activation activation) {
+// An activation and its gradient in differentiable operations.
+struct Composed {
+  Tensor (*value)(const Tensor& z);
+  Tensor (*backward)(const Tensor& grad, const Tensor& z);  // grad * value'(z)
+};
+
+Composed composed(Activation activation) {
   switch (activation) {
-    case Activation::kRelu: return at::relu(z);
-    case Activation::kGelu: return at::gelu(z);
-    case Activation::kGeluTanh: return at::gelu(z, "tanh");
-    case Activation::kSilu: return at::silu(z);
-    default: return z;
+    case Activation::kRelu:
+      return {[](const Tensor& z) { return at::relu(z); },
+              [](const Tensor& grad, const Tensor& z) { return at::threshold_backward(grad, z, 0); }};
+    case Activation::kGelu:
+      return {[](const Tensor& z) { return at::gelu(z); },
+              [](const Tensor& grad, const Tensor& z) { return at::gelu_backward(grad, z); }};
+    case Activation::kGeluTanh:
+      return {[](const Tensor& z) { return at::gelu(z, "tanh"); },
+              [](const Tensor& grad, const Tensor& z) { return at::gelu_backward(grad, z, "tanh"); }};
+    case Activation::kSilu:
+      return {[](const Tensor& z) { return at::silu(z); },
+              [](const Tensor& grad, const Tensor& z) {
+                const Tensor s = z.sigmoid();  // silu_backward has no forward mode
+                return grad * (s * (1 + z * (1 - s)));
+              }};
+    case Activation::kRelu2:
+      return {[](const Tensor& z) { return at::relu(z).square(); },
+              [](const Tensor& grad, const Tensor& z) { return grad * (2 * at::relu(z)); }};
+    case Activation::kNone: break;
   }
+  return {[](const Tensor& z) { return z; }, [](const Tensor& grad, const Tensor&) { return grad; }};
 }
 
-// grad * activation'(z)
+Tensor activate(const Tensor& z, Activation activation) { return composed(activation).value(z); }
 Tensor activation_backward(const Tensor& grad, const Tensor& z, Activation activation) {
-  switch (activation) {
-    case Activation::kRelu: return at::threshold_backward(grad, z, 0);
-    case Activation::kGelu: return at::gelu_backward(grad, z);
-    case Activation::kGeluTanh: return at::gelu_backward(grad, z, "tanh");
-    case Activation::kSilu: {
-      const Tensor s = z.sigmoid();  // silu_backward has no forward mode
-      return grad * (s * (1 + z * (1 - s)));
-    }
-    default: return grad;
-  }
+  return composed(activation).backward(grad, z);
 }
 
 // z (..., N), gated (..., 2N) = [gate; up]: (..., N).

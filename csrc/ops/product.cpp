@@ -17,6 +17,17 @@ namespace {
 std::atomic<bool> batch_invariant = false;
 }
 
+Activation parse_activation(const char* op, const ActivationName& name) {
+  if (!name.has_value()) return Activation::kNone;
+  std::string known = "None";
+  for (size_t i = 1; i < std::size(kActivationNames); ++i) {
+    if (*name == kActivationNames[i]) return Activation(i);
+    known += i + 1 < std::size(kActivationNames) ? ", '" : " or '";
+    known.append(kActivationNames[i]) += "'";
+  }
+  CUDA_EXT_CHECK(false, op, "expected activation to be ", known, ", got '", *name, "'");
+}
+
 bool is_batch_invariant() { return batch_invariant.load(std::memory_order_relaxed); }
 
 Tensor left_operand(const Tensor& tensor) {

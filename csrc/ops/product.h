@@ -3,7 +3,6 @@
 
 #include <c10/util/SmallVector.h>
 
-#include <array>
 #include <string_view>
 
 #include "ops/backend.h"
@@ -14,14 +13,11 @@ namespace cuda_ext {
 using ActivationName = std::optional<std::string_view>;
 using OptionalType = std::optional<at::ScalarType>;
 
-inline constexpr std::array<std::string_view, 5> kActivationNames = {"", "relu", "gelu", "gelu_tanh", "silu"};
+#define NAME(enumerator, name, formula) name,
+inline constexpr std::string_view kActivationNames[] = {CUDA_EXT_ACTIVATIONS(NAME)};
+#undef NAME
 
-inline Activation parse_activation(const char* op, const ActivationName& name) {
-  if (!name.has_value()) return Activation::kNone;
-  for (size_t i = 1; i < kActivationNames.size(); ++i)
-    if (*name == kActivationNames[i]) return Activation(i);
-  CUDA_EXT_CHECK(false, op, "expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got '", *name, "'");
-}
+Activation parse_activation(const char* op, const ActivationName& name);
 inline ActivationName name_of(Activation activation) {
   return activation == Activation::kNone ? std::nullopt : ActivationName(kActivationNames[size_t(activation)]);
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuda_ext._activations import ACTIVATIONS, listed
 from cuda_ext._checks import (
     broadcasts_to,
     check,
@@ -21,7 +22,7 @@ from cuda_ext._checks import (
 )
 from cuda_ext._toolchain import NAMESPACE
 
-_ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
+_KNOWN_ACTIVATIONS = listed([*map(repr, ACTIVATIONS)], "or")
 
 
 def _empty(like: Tensor, *size: Any, wanted: bool = True) -> Tensor:
@@ -103,11 +104,7 @@ def _check_bias(op: str, name: str, bias: Tensor | None, input: Tensor, out_dtyp
 
 
 def _check_activation(op: str, activation: str | None) -> None:
-    check(
-        activation in _ACTIVATIONS,
-        op,
-        f"expected activation to be None, 'relu', 'gelu', 'gelu_tanh' or 'silu', got '{activation}'",
-    )
+    check(activation in ACTIVATIONS, op, f"expected activation to be {_KNOWN_ACTIVATIONS}, got '{activation}'")
 
 
 def _check_gradient(op: str, grad_out: Tensor, size: Sequence[Any], input: Tensor, **tensors: Tensor | None) -> None:

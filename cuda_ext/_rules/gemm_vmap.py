@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext._load import ops
 from cuda_ext._rules.gemm_fakes import check_addend
 from cuda_ext._toolchain import NAMESPACE
@@ -19,14 +19,6 @@ _linear = ops.linear.default
 _gated_linear = ops.gated_linear.default
 _mlp = ops.mlp.default
 _gated_mlp = ops.gated_mlp.default
-
-_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    None: lambda x: x,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
 
 InDims = tuple[int | None, ...]
 
@@ -125,7 +117,7 @@ def _vmap_gated_linear(
 
     both, _ = _vmap_linear(info, in_dims, input, weight, bias)
     gate, up = both.chunk(2, dim=-1)
-    return _ACTIVATIONS[activation](gate) * up, 0
+    return ACTIVATIONS[activation].function(gate) * up, 0
 
 
 def _mlp_vmap(fused: Callable[..., Tensor], first: Callable[..., Any], default: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cuda_ext import ops as _  # noqa: F401  # defines the ops
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext._load import ops
 from cuda_ext._toolchain import NAMESPACE
 
@@ -68,11 +69,7 @@ def translation_table(opset_version: int = OPSET) -> dict[Any, Callable[..., Any
 
 
 def _activate(x: Any, activation: str | None) -> Any:
-    if activation == "relu":
-        return _op.Relu(x)
-    if activation in ("gelu", "gelu_tanh"):
-        return _op.Gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return _op.Mul(x, _op.Sigmoid(x)) if activation == "silu" else x
+    return ACTIVATIONS[activation].onnx(_op, x)
 
 
 def _linear(input: Any, weight: Any, bias: Any = None, residual: Any = None, activation: str | None = None) -> Any:

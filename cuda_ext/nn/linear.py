@@ -26,7 +26,7 @@ class Linear(nn.Linear):
         out_features: N, the size of the last dimension of the output.
         bias: whether there is a ``bias`` (N,). Default True.
         device, dtype: of the parameters, as in `torch.nn.Linear`.
-        activation: None (default), "relu", "gelu" (erf), "gelu_tanh" or "silu"; another raises RuntimeError.
+        activation: a name that `cuda_ext.gemm` takes, or None (default); another raises RuntimeError.
 
     Shape: input (..., K), weight (N, K), residual (..., N) -> (..., N).
     """
@@ -59,7 +59,7 @@ class MLP(nn.Module):
         features: K, the size of the last dimension of input and output.
         hidden_features: F, the size of the hidden layer.
         bias: whether both layers have a bias. Default True.
-        activation: "gelu" (erf, default), "gelu_tanh", "relu", "silu" or None; another raises RuntimeError.
+        activation: a name that `cuda_ext.gemm` takes (default "gelu", with erf), or None; another raises RuntimeError.
         device, dtype: of the parameters.
 
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.
@@ -104,7 +104,8 @@ class GatedMLP(nn.Module):
         features: K, the size of the last dimension of input and output.
         hidden_features: F, the size of the gated hidden layer.
         bias: whether both layers have a bias. Default False.
-        activation: of the gate: "silu" (default), "relu", "gelu", "gelu_tanh" or None; another raises RuntimeError.
+        activation: of the gate, a name that `cuda_ext.gemm` takes (default "silu") or None; another raises
+            RuntimeError.
         device, dtype: of the parameters.
 
     Shape: input (..., K) -> (..., K); ``residual``, if given, broadcasts to the output.

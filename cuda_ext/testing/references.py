@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cuda_ext._activations import ACTIVATIONS
 from cuda_ext.testing.philox import dropout_mask
 
 if TYPE_CHECKING:
@@ -27,15 +27,6 @@ __all__ = [
     "reference_linear",
     "reference_mlp",
 ]
-
-_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
-    None: lambda x: x,
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-}
-
 
 # GEMM family
 
@@ -58,7 +49,7 @@ def reference_gemm(
         out = out + beta * c
     if bias is not None:
         out = out + bias
-    return _ACTIVATIONS[activation](out).to(out_dtype or a.dtype)
+    return ACTIVATIONS[activation].function(out).to(out_dtype or a.dtype)
 
 
 def reference_linear(
@@ -71,7 +62,7 @@ def reference_linear(
 ) -> Tensor:
     """``activation(input @ weight.T + bias) + residual`` for input (..., K), weight (N, K), bias (N,), residual (...,
     N)."""
-    out = _ACTIVATIONS[activation](F.linear(input, weight, bias))
+    out = ACTIVATIONS[activation].function(F.linear(input, weight, bias))
     return out if residual is None else out + residual
 
 
@@ -81,7 +72,7 @@ def reference_gated_linear(
     """``activation(gate) * up`` (..., N), where ``[gate, up] = input @ weight.T + bias``; weight (2N, K), bias
     (2N,)."""
     gate, up = F.linear(input, weight, bias).chunk(2, dim=-1)
-    return _ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation].function(gate) * up
 
 
 def reference_mlp(

@@ -12,13 +12,13 @@ from torch import Tensor
 
 import cuda_ext
 from cuda_ext import bucket, testing
+from cuda_ext._activations import ACTIVATIONS
 from ptx import build, kernels
 
 MODES: tuple[dict[str, Any], ...] = (
     {"mode": "eager", "check_races": True},
     {"mode": "lazy", "schedule": "pct", "seed": 1, "check_races": True},
 )
-ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh", "silu")
 TENSOR_TYPES = (torch.bfloat16, torch.float16)  # supported by attention
 DTYPES = (*TENSOR_TYPES, torch.float32)
 
@@ -142,7 +142,7 @@ def reason(name: str, dtype: torch.dtype) -> str:
     tanh instructions, which are the same functions in both emulations."""
     if "gelu" in name.split() or "softcap" in name or name.startswith("mlp"):
         return LIBRARY
-    if dtype == torch.float32 and ("gelu_tanh" in name or "silu" in name or "gated mlp" in name):
+    if dtype == torch.float32 and ("gelu" in name or "silu" in name or "gated mlp" in name):
         return LIBRARY
     return CONTRACTED if dtype == torch.float32 and "all terms" in name else ""
 

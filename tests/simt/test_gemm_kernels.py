@@ -317,7 +317,7 @@ def test_small_workspaces_and_unsupported_strides_are_refused(library: GemmLibra
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("activation", ["none", "relu"])
+@pytest.mark.parametrize("activation", ["none", "relu", "relu2"])
 def test_activation_grad_is_exact(library: GemmLibrary, activation: str, gated: bool) -> None:
     parts = 2 if gated else 1
     for rows, n, dtype, offset in (

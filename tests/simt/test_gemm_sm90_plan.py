@@ -25,6 +25,7 @@ from harness import Fault
 from torch import Tensor
 
 from cuda_ext import testing
+from cuda_ext._activations import ACTIVATIONS as FUNCTIONS
 
 COOPERATIVE, PING_PONG_192, PING_PONG, SWAPPED, NARROW = range(5)  # kConfigs in csrc/gemm/plan_sm90.h
 H200_SMS = 132
@@ -237,15 +238,6 @@ def to_torch(array: np.ndarray) -> Tensor:
     return values.view(torch.bfloat16) if array.dtype == np.uint16 else values
 
 
-ACTIVATION = {
-    "none": lambda x: x,
-    "relu": torch.relu,
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
-    "silu": torch.nn.functional.silu,
-}
-
-
 def in_pytorch(call: Gemm, dtype: torch.dtype) -> dict[str, Tensor]:
     """The outputs of `call` by plain operations in `dtype`."""
 
@@ -260,7 +252,7 @@ def in_pytorch(call: Gemm, dtype: torch.dtype) -> dict[str, Tensor]:
     product = call.alpha * (operand(call.a) @ operand(call.b))
     if call.reduced_dims:
         product = product.sum(tuple(range(call.reduced_dims)))
-    n, act = call.params().n, ACTIVATION[call.activation]
+    n, act = call.params().n, FUNCTIONS[None if call.activation == "none" else call.activation].function
     if call.preact is not None:
         z = read(call.preact).requires_grad_()
         hidden = act(z[:, :n]) * z[:, n:] if call.gated else act(z)

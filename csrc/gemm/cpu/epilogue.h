@@ -129,13 +129,12 @@ struct ForwardEpilogue {
     }
     if (gated) {
       const T* const up = tile + part_size;
-      with_activation(activation, [&](auto f) {
-        for_tile<T>(at, [&](int64_t i) { store(tile + i, f.template value<T>(load(tile + i)) * load(up + i)); });
+      with_activation<T>(activation, [&](auto f) {
+        for_tile<T>(at, [&](int64_t i) { store(tile + i, f.value(load(tile + i)) * load(up + i)); });
       });
     } else if (activation != Activation::kNone) {
-      with_activation(activation, [&](auto f) {
-        for_tile<T>(at, [&](int64_t i) { store(tile + i, f.template value<T>(load(tile + i))); });
-      });
+      with_activation<T>(
+          activation, [&](auto f) { for_tile<T>(at, [&](int64_t i) { store(tile + i, f.value(load(tile + i))); }); });
     }
     if (residual.data != nullptr) add_scaled(residual, T(1), at, tile);
     store_tile(out, n, at, tile);
@@ -164,9 +163,9 @@ struct BackwardEpilogue {
       alignas(64) T up[kTileSize<T>];
       alignas(64) T grad_up[kTileSize<T>];
       load_tile(preact, up_at, up);
-      with_activation(activation, [&](auto f) {
+      with_activation<T>(activation, [&](auto f) {
         for_tile<T>(at, [&](int64_t i) {
-          const auto gate = f.template value_and_derivative<T>(load(z + i));
+          const auto gate = f.both(load(z + i));
           const Vec<T> grad = alpha * load(tile + i);
           store(h + i, gate.value * load(up + i));
           store(grad_up + i, grad * gate.value);
@@ -175,9 +174,9 @@ struct BackwardEpilogue {
       });
       store_gradient(up_at, grad_up);
     } else if (activation != Activation::kNone || hidden.data != nullptr || alpha != T(1)) {
-      with_activation(activation, [&](auto f) {
+      with_activation<T>(activation, [&](auto f) {
         for_tile<T>(at, [&](int64_t i) {
-          const auto y = f.template value_and_derivative<T>(load(z + i));
+          const auto y = f.both(load(z + i));
           store(h + i, y.value);
           store(tile + i, alpha * load(tile + i) * y.derivative);
         });

@@ -42,8 +42,8 @@ def patch(model: nn.Module, *, attention: bool = True, mlp: bool = True, verify:
     """Makes a model compute its feed-forward layers and attention with this package's ops, in place.
 
     Swapped are: a linear layer followed by an activation, two of them with an activation between (MLP), and gated ones
-    (SwiGLU, GEGLU), each with the dropout and norm layers between and after them; activations are relu, gelu, gelu_tanh
-    and silu. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``.
+    (SwiGLU, GEGLU), each with the dropout and norm layers between and after them. Activations are those of
+    `cuda_ext.gemm`. For models of transformers, attention becomes ``attn_implementation="cuda_ext"``.
 
     Parameters remain the same objects under the same names, so optimizers, checkpoints and `save_pretrained` are not
     affected. The separate weights of gate and up are moved into one buffer; each keeps a storage of its own, so savers

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import nn
+
+from cuda_ext._activations import ACTIVATIONS
 
 Path = tuple[str, ...]  # of a module inside its block: ("net", "0", "proj")
 
-# Functions and modules that are exactly one of the activations of `cuda_ext.gemm`. Of the modules whose class has no
-# parameters that change what they compute; those of torch.nn that have one are in `activation_of`.
-FUNCTIONS: dict[Any, str] = {F.relu: "relu", torch.relu: "relu", torch.Tensor.relu: "relu", F.silu: "silu"}
-MODULES = {
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.SiLU": "silu",
-    "transformers.activations.FastGELUActivation": "gelu_tanh",
-    "transformers.activations.GELUActivation": "gelu",
-    "transformers.activations.GELUTanh": "gelu_tanh",
-    "transformers.activations.NewGELUActivation": "gelu_tanh",
-    "transformers.activations.SiLUActivation": "silu",
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-}
+FUNCTIONS = {call: name for name, each in ACTIVATIONS.items() if name for call in each.calls}
+MODULES = {module: name for name, each in ACTIVATIONS.items() if name for module in each.modules}
+GELU = {each.approximate: name for name, each in ACTIVATIONS.items() if name and each.approximate}
 ABSENT = ...  # the value in a fusion of an attribute that did not exist
-GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 class Fusion(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cuda_ext._activations import NAMES, listed
 from cuda_ext.integrations.patching.fusions import (
     Fusion,
     Path,
@@ -173,7 +174,7 @@ def _check_activation(block: nn.Module, e: Expression) -> None:
         module = module_at(block, e[1])
         if "activation" in type(module).__module__:
             name = f"{'.'.join(e[1])} ({type(module).__name__})"
-            raise NotRecognised(f"its activation {name} is none of relu, gelu, gelu_tanh and silu", close=True)
+            raise NotRecognised(f"its activation {name} is none of {listed(NAMES, 'and')}", close=True)
     for each in e[1:]:
         if isinstance(each, tuple) and each and each[0] in (LINEAR, ACTIVATED, "module", "dropout", "half", "product"):
             _check_activation(block, each)
