@@ -17,6 +17,7 @@ import cuda_ext
 sys.path.insert(0, str(ROOT / "tools"))
 import build_docs
 import draw_figures
+import static_gates
 import support_matrix
 
 DOCS, CSRC, PACKAGE = ROOT / "docs", ROOT / "csrc", ROOT / "cuda_ext"
@@ -122,6 +123,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_the_support_matrix_is_what_the_ops_do() -> None:
     assert support_matrix.page() == support_matrix.PAGE.read_text(), "run python tools/support_matrix.py --write"
+
+
+def test_the_table_of_kernels_is_of_the_golden_kernels() -> None:
+    page = static_gates.DOCUMENT.read_text()
+    assert static_gates.with_table(page) == page, "run python tools/static_gates.py --write"
 
 
 def test_the_hooks_of_a_commit_have_the_versions_of_the_linters() -> None:

@@ -21,6 +21,7 @@ from benchmarks import comparison, results
 from benchmarks.model import attention_work, command, document, gemm_sm90_work, gemm_work, gpus, l2, tables
 from benchmarks.model.bucket_work import Pack
 from benchmarks.model.cases import DECODE_SHAPES, FLASH_ATTENTION_2, LENGTHS, PACKS, PROBLEMS, SHAPES
+from benchmarks.model.compiled import Kernel, blocks_per_sm
 from benchmarks.model.evidence import (
     DTYPES,
     LAYOUTS,
@@ -467,6 +468,18 @@ def test_as_many_gemm_blocks_fit_as_the_launcher_assumes(evidence: Evidence, gpu
             # 99 KiB of shared memory fit two blocks of 48 KiB.
             least = min(config.min_blocks, 2) if gpu is GPUS["4090"] else config.min_blocks
             assert blocks_per_sm >= least, f"{dtype} {config}"
+
+
+def test_blocks_that_fit() -> None:
+    def blocks(registers: int, threads: int, shared: int, arch: str = "sm_90a") -> int:
+        return blocks_per_sm(Kernel(arch, "k", registers, threads), arch, shared)
+
+    assert blocks(64, 256, 0) == 4  # registers: 64 * 256 * 4 = 65536
+    assert blocks(65, 256, 0) == 3  # 72 of them are allocated
+    assert blocks(16, 1024, 0) == 2  # threads
+    assert blocks(16, 32, 0) == 32  # blocks
+    assert blocks(16, 128, 113 * 1024) == 2  # shared memory: 228 KiB, 1 of each block for the system
+    assert blocks(16, 128, 113 * 1024, "sm_80") == 1
 
 
 @ON_EVERY_GPU
