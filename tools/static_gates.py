@@ -29,10 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.model import compiled  # noqa: E402
 from benchmarks.model.compiled import GOLDEN, RESERVED_SHARED_BYTES, Loop, readable  # noqa: E402
+from benchmarks.presentation.formatting import with_section  # noqa: E402
 from cuda_ext import _build, _stamp, _toolchain  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "kernels.md"
-BEGIN, END = "<!-- written by tools/static_gates.py -->", "<!-- end -->"
+BEGIN = "<!-- written by tools/static_gates.py -->"
 
 
 @dataclass(frozen=True)
@@ -563,12 +564,9 @@ def table(path: Path = GOLDEN) -> str:
     return f"CUDA {cuda}.\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def with_table(page: str) -> str:
+def with_table() -> str:
     """docs/kernels.md with the current table."""
-    head, begin, rest = page.partition(BEGIN)
-    if not begin or END not in rest:
-        raise RuntimeError(f"{DOCUMENT.name}: expected the lines {BEGIN} and {END}, around the table; add them")
-    return f"{head}{BEGIN}\n{table()}{END}{rest.partition(END)[2]}"
+    return with_section(DOCUMENT, BEGIN, table())
 
 
 def cuda_objects(stamp: dict[str, Any]) -> list[Path]:
@@ -620,7 +618,7 @@ def main() -> int:
     found += faults(kernels) + compiler_complaints(build_log(stamp)) + shared_kernels(cuda_objects(stamp))
     if arguments.write:
         write_golden(stamp["cuda"], records(kernels))
-        DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
+        DOCUMENT.write_text(with_table())
     found += [
         f"{GOLDEN.name}: the records of {arch} are not current; run tools/static_gates.py --write"
         for arch in stale(stamp["cuda"], records(kernels))
