@@ -5,7 +5,7 @@
     python -m benchmarks report DIR             # writes an HTML page from any results
     python -m benchmarks compare OLD NEW        # lists what became slower, beyond noise
     python -m benchmarks model                  # predicts times on a GPU; needs none
-    python -m benchmarks readme                 # writes the README's performance section
+    python -m benchmarks readme                 # writes benchmarks/results/README.md, and the README's summary of it
 
 The last four have their own --help. A baseline that is not installed gets a line that says so; none is required.
 Results are written as one JSON object per line, each with its environment.

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -509,7 +510,7 @@ def test_cases_out_of_time_have_not_failed(tmp_path: Path) -> None:
     result = compare.compare(sample(seed=1), measurements)
     assert result.passed and not result.failing and len(result.vanished) == 6
     write(tmp_path / "cpu" / "2026-11-20.jsonl", measurements)
-    text = readme.section(tmp_path)
+    text = readme.page(tmp_path)
     assert "| bucket |" not in text and "Not measured yet on this device: bucket." in text
     assert not [text for text in texts(plots.figures(measurements)["ratios"]) if "bucket" in text]
     lines = ["".join(cell.text for cell in line) for line in table.lines(measurements, 100)]
@@ -529,9 +530,7 @@ def results_folder(tmp_path: Path, cpu: list[Measurement], monkeypatch: pytest.M
     root = tmp_path / "results"
     monkeypatch.setattr(readme, "README", tmp_path / "README.md")
     monkeypatch.setattr(readme, "ROOT", root)
-    monkeypatch.setattr(readme.section, "__defaults__", (root, "results"))
-    monkeypatch.setattr(readme.iter_devices, "__defaults__", (root,))
-    readme.README.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    readme.README.write_text(f"before\n{readme.BEGIN}\nold\n{formatting.END}\nafter\n")
     write(root / "cpu" / "2026-11-20.jsonl", cpu)
     write(root / "nvidia-h100" / "2026-11-20.jsonl", [m for m in sample("cuda") if m.suite == "gemm"])
     return root
@@ -546,9 +545,8 @@ def table_of(text: str, suite: str) -> dict[str, dict[str, str]]:
     return {row[0].strip("| "): dict(zip(head.split(" | ")[1:-1], row[1:-1])) for row in rows}
 
 
-def test_readme_says_what_was_measured(results_folder: Path, cpu: list[Measurement]) -> None:
-    text = readme.section()
-    assert "Not measured yet: NVIDIA A100, NVIDIA H200, NVIDIA RTX 4090." in text
+def test_results_page_says_what_was_measured(results_folder: Path, cpu: list[Measurement]) -> None:
+    text = readme.page(results_folder)
     assert "Not measured yet on this device: attention, bucket, train, overhead, build." in text
     for (suite, dtype, side), (mean, count) in geometric_means(cpu).items():
         if side in REFERENCES:
@@ -559,13 +557,13 @@ def test_readme_says_what_was_measured(results_folder: Path, cpu: list[Measureme
         assert row[side] == f"**{formatting.ratio(mean)}** ({span}{count})"
     assert "12.0 GB/s (copy), 140 GFLOP/s (float32 matmul), 300 GFLOP/s (bfloat16 matmul)" in text
     assert "2026-11-20, commit 0123456789ab, torch 2.11.0." in text
-    assert "](results/cpu/summary.svg)" in text
+    assert "](cpu/summary.svg)" in text
 
 
-def test_readme_uses_the_newest_results_of_each_suite(results_folder: Path) -> None:
+def test_results_page_uses_the_newest_results_of_each_suite(results_folder: Path) -> None:
     newer = [m for m in sample(seed=5, date="2026-11-22T08:00:00", commit="fedcba") if m.suite == "gemm"]
     write(results_folder / "cpu" / "2026-11-22.jsonl", newer)
-    text = readme.section()
+    text = readme.page(results_folder)
     assert (
         "gemm: 2026-11-22, commit fedcba, torch 2.11.0; attention, bucket, train, overhead, build: 2026-11-20" in text
     )
@@ -578,14 +576,14 @@ def test_references_are_no_baselines(results_folder: Path, cpu: list[Measurement
     side = next(iter(REFERENCES))
     (theirs,) = [m for m in cpu if m.suite == "gemm" and m.side == "torch"][:1]
     write(results_folder / "cpu" / "2026-11-20.jsonl", [*cpu, changed(theirs, side=side, ratio=0.25)])
-    text = readme.section()
+    text = readme.page(results_folder)
     assert side not in table_of(text, "gemm")["float32"]
     assert f"| gemm, {theirs.dtype} | {REFERENCES[side]} | 0.25× (1) |" in text
     assert side not in texts(plots.figures([*cpu, changed(theirs, side=side, ratio=0.25)])["summary"])
 
 
 @pytest.mark.slow
-def test_readme_has_notes_until_a_suite_is_measured_again(results_folder: Path, capsys) -> None:
+def test_results_page_has_notes_until_a_suite_is_measured_again(results_folder: Path, capsys) -> None:
     slow = [changed(m, ratio=0.5) if m.ratio else m for m in sample() if m.suite in ("gemm", "attention")]
     write(results_folder / "cpu" / "2026-11-21.jsonl", slow)
     assert readme.main([]) == 0
@@ -595,26 +593,44 @@ def test_readme_has_notes_until_a_suite_is_measured_again(results_folder: Path, 
     notes = {"gemm": "GEMM is slow because.", "attention": "Attention is slow because."}
     (results_folder / "cpu" / "2026-11-21.notes.json").write_text(json.dumps(notes))
     assert readme.main([]) == 0 and "faster than ours" not in capsys.readouterr().err
-    assert all(note in readme.section() for note in notes.values())
+    assert all(note in readme.page(results_folder) for note in notes.values())
     write(results_folder / "cpu" / "2026-11-22.jsonl", [m for m in sample() if m.suite == "gemm"])
-    assert notes["gemm"] not in readme.section() and notes["attention"] in readme.section()
+    assert notes["gemm"] not in readme.page(results_folder) and notes["attention"] in readme.page(results_folder)
+
+
+def test_readme_compares_with_the_fastest_baseline(results_folder: Path, cpu: list[Measurement]) -> None:
+    text = readme.section(results_folder)
+    assert "Not measured yet: NVIDIA A100, NVIDIA H200, NVIDIA RTX 4090." in text
+    rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", text, re.MULTILINE))
+    assert list(rows) == ["gemm", "attention", "bucket", "train"], "the others have no baselines"
+    assert rows["attention"].endswith(" | "), "the other device has only products"
+    fastest: dict[tuple[object, ...], float] = {}
+    for m in cpu:
+        if m.suite == "gemm" and m.side not in (OURS, *REFERENCES) and m.ratio:
+            fastest[m.problem] = min(m.ratio, fastest.get(m.problem, m.ratio))
+    low, high, mean = min(fastest.values()), max(fastest.values()), statistics.geometric_mean(fastest.values())
+    span = f"{formatting.ratio(low)[:-1]}–{formatting.ratio(high)[:-1]}"
+    assert rows["gemm"].startswith(f"**{formatting.ratio(mean)}** ({span}, {len(fastest)}) | ")
 
 
 def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert readme.main(["--check"]) == 1
-    assert "README.md does not match the results; run `python -m benchmarks readme`" in capsys.readouterr().err
+    assert f"not current: {readme.README}, {results_folder / 'README.md'}, " in capsys.readouterr().err
     assert readme.main([]) == 0
     text = readme.README.read_text()
-    assert (
-        text.startswith(f"before\n{readme.BEGIN}\n") and text.endswith(f"{readme.END}\nafter\n") and "old" not in text
-    )
-    pictures = re.findall(r"\]\((.*?)\)", text)
-    assert len(pictures) == 2 and all((readme.README.parent / picture).stat().st_size > 5000 for picture in pictures)
+    assert text.startswith(f"before\n{readme.BEGIN}\n") and text.endswith(f"{formatting.END}\nafter\n")
+    assert "old" not in text
+    page = results_folder / "README.md"
+    pictures = [results_folder / name for name in re.findall(r"\]\((.*?)\)", page.read_text())]
+    assert len(pictures) == 2 and all(picture.stat().st_size > 5000 for picture in pictures)
     assert readme.main(["--check"]) == 0
     assert readme.main([]) == 0 and readme.README.read_text() == text
-    (readme.README.parent / pictures[0]).unlink()
-    assert readme.main(["--check"]) == 1
-    assert "missing: " in capsys.readouterr().err
+    capsys.readouterr()
+    for path in (pictures[0], page):
+        path.unlink()
+        assert readme.main(["--check"]) == 1
+        assert capsys.readouterr().err.startswith(f"not current: {path}; run")
+        assert readme.main([]) == 0
     readme.README.write_text("no place for it")
     assert readme.main([]) == 2
     assert "once, in this order; add them" in capsys.readouterr().err
@@ -622,8 +638,7 @@ def test_readme_is_written_and_checked(results_folder: Path, capsys: pytest.Capt
 
 def test_readme_without_results(tmp_path: Path) -> None:
     text = readme.section(tmp_path)
-    assert text.startswith("Not measured yet: CPU, ")
-    assert all(name in text for name in (*readme.DEVICES, *grouping.SUITES))
+    assert text == f"Not measured yet: {', '.join(readme.DEVICES)}."
 
 
 # Terminal

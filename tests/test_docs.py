@@ -16,7 +16,7 @@ import cuda_ext
 
 sys.path.insert(0, str(ROOT / "tools"))
 import build_docs
-import draw_figures
+import static_gates
 import support_matrix
 
 DOCS, CSRC, PACKAGE = ROOT / "docs", ROOT / "csrc", ROOT / "cuda_ext"
@@ -75,22 +75,10 @@ def test_functions_of_the_overview_are_in_their_files() -> None:
     assert checked > 60
 
 
-def test_figures_are_those_that_are_drawn() -> None:
-    drawn = {name: draw().svg() for name, draw in draw_figures.DRAWINGS.items()}
-    committed = {path.name: path.read_text() for path in draw_figures.FIGURES.iterdir()}
-    assert committed == drawn, "run python tools/draw_figures.py"
-    assert {f"figures/{name}" for name in drawn} <= set(links(DOCS / "architecture.md"))
-
-
-def test_the_table_of_layers_is_the_one_that_is_written() -> None:
-    page = draw_figures.CONTRIBUTING.read_text()
-    assert draw_figures.with_table_of_layers(page) == page, "run python tools/draw_figures.py"
-
-
 def test_names_in_the_figures_exist() -> None:
-    texts = [
-        unescape(text) for draw in draw_figures.DRAWINGS.values() for text in re.findall(r">([^<]+)<", draw().svg())
-    ]
+    figures = list((DOCS / "figures").iterdir())
+    assert {f"figures/{figure.name}" for figure in figures} <= set(links(DOCS / "architecture.md"))
+    texts = [unescape(text) for figure in figures for text in re.findall(r">([^<]+)<", figure.read_text())]
     sources = {
         path.name: path.read_text()
         for folder in (CSRC, PACKAGE)
@@ -122,6 +110,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_the_support_matrix_is_what_the_ops_do() -> None:
     assert support_matrix.page() == support_matrix.PAGE.read_text(), "run python tools/support_matrix.py --write"
+
+
+def test_the_table_of_kernels_is_of_the_golden_kernels() -> None:
+    assert static_gates.with_table() == static_gates.DOCUMENT.read_text(), "run python tools/static_gates.py --write"
 
 
 def test_the_hooks_of_a_commit_have_the_versions_of_the_linters() -> None:

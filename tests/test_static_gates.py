@@ -19,6 +19,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import static_gates
 from static_gates import Kernel, Loop, Rule
 
+from benchmarks.model import compiled as compiled_kernels
+
 BUILT_FOR = _stamp.read()["cuda"]
 pytestmark = pytest.mark.skipif(BUILT_FOR is None, reason="the library was built without CUDA")
 
@@ -132,12 +134,12 @@ def test_nothing_spills_and_ptxas_has_no_complaint() -> None:
 
 
 @reads_machine_code
-def test_tables_are_current(kernels: list[Kernel]) -> None:
-    cuda, written = static_gates.read_document()
+def test_records_are_current(kernels: list[Kernel]) -> None:
+    cuda, written = static_gates.read_golden()
     if cuda != BUILT_FOR:
-        pytest.skip(f"docs/kernels.md is of CUDA {cuda}, the library of {BUILT_FOR}")
-    for arch, table in static_gates.tables(kernels).items():
-        assert written.get(arch) == table, "run: python tools/static_gates.py --write"
+        pytest.skip(f"golden_kernels.json is of CUDA {cuda}, the library of {BUILT_FOR}")
+    for arch, records in static_gates.records(kernels).items():
+        assert written.get(arch) == records, "run: python tools/static_gates.py --write"
 
 
 ANY = (Rule("kernel"),)
@@ -333,20 +335,6 @@ def test_missing_log_is_an_error() -> None:
         static_gates.build_log({**_stamp.read(), "compiler": "g++ 0"})
 
 
-def test_blocks_that_fit() -> None:
-    def fit(registers: int, threads: int, shared: int, arch: str = "sm_90a") -> int | None:
-        kernel = Kernel(arch, "k", registers=registers, threads=threads)
-        return static_gates.blocks_per_sm(kernel, shared)
-
-    assert fit(64, 256, 0) == 4  # registers: 64 * 256 * 4 = 65536
-    assert fit(65, 256, 0) == 3  # 72 of them are allocated
-    assert fit(16, 1024, 0) == 2  # threads
-    assert fit(16, 32, 0) == 32  # blocks
-    assert fit(16, 128, 113 * 1024) == 2  # shared memory: 228 KiB, 1 of each block for the system
-    assert fit(16, 128, 113 * 1024, "sm_80") == 1
-    assert fit(16, 128, 0, "sm_121") is None
-
-
 def code(*texts: str) -> list[tuple[int, str]]:
     return [(16 * i, text) for i, text in enumerate(texts)]
 
@@ -406,30 +394,31 @@ STATIC_SHARED_BYTES = {
 
 
 @reads_machine_code
-def test_tables_are_read_as_written(kernels: list[Kernel]) -> None:
-    documented = static_gates.documented_kernels()
+def test_records_are_read_as_written(tmp_path: Path, kernels: list[Kernel]) -> None:
+    written = tmp_path / "golden_kernels.json"
+    shutil.copy(static_gates.GOLDEN, written)
+    static_gates.write_golden("99.0", static_gates.records(kernels), written)
+    golden = compiled_kernels.golden_kernels(written)
     for kernel in kernels:
-        read = documented[kernel.arch][kernel.name]
+        read = golden[kernel.arch][kernel.name]
         assert (read.registers, read.threads, read.loop) == (kernel.registers, kernel.threads, kernel.loop)
         family = kernel.name.partition("<")[0]
         assert read.shared_bytes == STATIC_SHARED_BYTES.get(family, 0)
 
 
-@reads_machine_code
-def test_tables_go_into_the_document(tmp_path: Path, kernels: list[Kernel]) -> None:
-    document = tmp_path / "kernels.md"
-    shutil.copy(static_gates.DOCUMENT, document)
-    tables = static_gates.tables(kernels)
-    static_gates.write_document("99.0", tables, document)
-    assert static_gates.read_document(document) == ("99.0", tables)
-    assert static_gates.stale("99.0", tables, document) == []
-    arch = next(iter(tables))
-    changed = {arch: tables[arch].replace("| 64 |", "| 65 |")}
-    assert static_gates.stale("99.0", changed, document) == [arch]
-    static_gates.write_document("99.0", changed, document)  # leaves other architectures alone
-    assert static_gates.read_document(document) == ("99.0", {**tables, **changed})
-    assert document.read_text().startswith("# CUDA kernels")
-    assert document.read_text().endswith(f"{static_gates.END}\n")
-    document.write_text("nothing")
-    with pytest.raises(RuntimeError, match="expected the lines"):
-        static_gates.read_document(document)
+def test_records_go_into_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "golden_kernels.json"
+    shutil.copy(static_gates.GOLDEN, file)
+    cuda, records = static_gates.read_golden()
+    static_gates.write_golden(cuda, records, file)
+    assert file.read_text() == static_gates.GOLDEN.read_text()
+    static_gates.write_golden("99.0", records, file)
+    assert static_gates.read_golden(file) == ("99.0", records)
+    assert static_gates.stale("99.0", records, file) == []
+    arch = next(iter(records))
+    name, kernel = next(iter(records[arch].items()))
+    changed = {arch: records[arch] | {name: kernel | {"registers": kernel["registers"] + 1}}}
+    assert static_gates.stale("99.0", changed, file) == [arch]
+    assert static_gates.stale("98.0", changed, file) == []
+    static_gates.write_golden("99.0", changed, file)  # leaves other architectures alone
+    assert static_gates.read_golden(file) == ("99.0", {**records, **changed})

@@ -5,22 +5,52 @@ from __future__ import annotations
 import ast
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "tools"))
-import draw_figures
-
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 700, 80
 # Kernels and their main loops, whose steps share many arrays in registers: a function for each step would have all of
 # them as parameters.
 LONG_FUNCTIONS = {"attention_fwd_sm80", "attention_bwd_sm80", "multiply_tiles"}
 CXX = {".h", ".cuh", ".cu", ".cpp", ".inc"}
-PARTS = {part.key: set(part.uses.split(", ")) - {""} for layer in draw_figures.LAYERS for part in layer.parts}
+# Layer -> part -> the parts that it includes or imports. A part uses only parts that come after it.
+LAYERS = {
+    "6 integrations": {"integrations": "public ops, rules, support"},
+    "5 on the ops": {
+        "compat": "public ops, support",
+        "nn": "public ops, support",
+        "distributed": "prediction, bucketing, public ops, support",
+        "prediction": "bucketing",
+        "bucketing": "",
+        "testing": "support",
+    },
+    "4 public ops": {"public ops": "rules, support", "rules": "support", "support": ""},
+    "3 ops in C++": {
+        "emulated": "launchers, attention, gemm, bucket, simt",
+        "ops": "launchers, attention, gemm, bucket, cpu, base",
+        "launchers": "attention, gemm, bucket",
+    },
+    "2 kernels and launchers": {
+        "attention": "tile, rt, arch, cpu, base",
+        "gemm": "tile, rt, arch, cpu, base",
+        "bucket": "rt, arch, cpu, base",
+        "tile": "arch",
+    },
+    "1 hardware": {"rt": "arch, simt, base", "arch": "simt, base", "cpu": "base"},
+    "0 foundation": {"simt": "base", "base": ""},
+}
+PARTS = {part: set(uses.split(", ")) - {""} for parts in LAYERS.values() for part, uses in parts.items()}
+# The files of parts that are no folder of csrc or cuda_ext.
+FILES = {
+    "prediction": "cuda_ext/distributed/prediction",
+    "bucketing": "cuda_ext/distributed/bucketing",
+    "public ops": "cuda_ext/{_gemm,attention,kvcache,bucket,ops}.py",
+    "rules": "cuda_ext/_rules",
+    "support": "cuda_ext/{_*,dev,info}.py",
+}
 
 
 # Layers
@@ -114,6 +144,15 @@ def test_no_part_uses_an_earlier_one() -> None:
     assert not [
         (user, used) for user, several in PARTS.items() for used in several if order.index(used) <= order.index(user)
     ]
+
+
+def test_contributing_has_the_layers() -> None:
+    table = ""
+    for layer, parts in LAYERS.items():
+        folders = {part: "csrc" if (ROOT / "csrc" / part).is_dir() else "cuda_ext" for part in parts}
+        places = ", ".join(f"`{FILES.get(part, f'{folder}/{part}')}`" for part, folder in folders.items())
+        table += f"| {layer} | {places} |\n"
+    assert table in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 @pytest.mark.parametrize(

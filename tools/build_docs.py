@@ -29,6 +29,7 @@ MOVED = {
     "docs/README.md": "overview.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/results/README.md": "measurements.md",
 }
 
 # API pages: title, introduction, and the modules with their public names; no names: all of `__all__`.
@@ -92,6 +93,7 @@ CONTENTS = {
         "faults",
         "support",
         "benchmarks",
+        "measurements",
         "changelog",
     ),
     "Existing models": ("transformers", "sdpa", "patch", "generation", "export"),
@@ -152,7 +154,7 @@ def contents() -> str:
 
 def write_pages() -> None:
     shutil.rmtree(PAGES, ignore_errors=True)
-    for source in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in MOVED if "/" not in name)]:
+    for source in sorted({*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in MOVED)}):
         page = page_of(source)
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(with_links_of_the_site(source) + (contents() if page.name == "index.md" else ""))

@@ -2,7 +2,6 @@
 
     python tools/ddp_suite.py                      # all, in a few minutes
     python tools/ddp_suite.py -k uneven -k no_sync --algorithm float32
-    python tools/ddp_suite.py --list               # tests that fail by design or need a GPU, with reasons
     python tools/ddp_suite.py --control            # the same tests on torch's own wrapper
 
 The tests are those of torch/testing/_internal/distributed/distributed_test.py, which is installed with torch, that
@@ -11,11 +10,10 @@ class: it accepts the same arguments, ignores those that BucketedDataParallel do
 unused parameters and changing graphs need no flag) and refuses those without a counterpart.
 
 Most of the tests require one GPU per rank, though few depend on it. This script replaces their GPUs by the CPU;
---as-written does not, and torch skips them. --control shows which of them then fail even with torch's own wrapper: they
-are skipped as needing a GPU.
+--control shows which of them then fail even with torch's own wrapper: they are skipped as needing a GPU.
 
-On stdout there is one line per test and a summary. "by design" is a failure for the reason that --list gives; such a
-test has FAILED if it passes, since the table is then wrong. The exit status is 1 if a test has FAILED, else 0.
+On stdout there is one line per test and a summary. "by design" is a failure for the reason in BY_DESIGN; such a test
+has FAILED if it passes, since the table is then wrong. The exit status is 1 if a test has FAILED, else 0.
 """
 
 from __future__ import annotations
@@ -55,108 +53,84 @@ except ModuleNotFoundError as error:  # torch's tests need more packages than to
     sys.exit(f"ddp_suite.py: expected {error.name}, which torch's tests import; pip install {error.name}")
 
 RANKS = 2
+SECONDS = 60  # limit of a test, unless torch sets a longer one
 TESTS = "torch.testing._internal.distributed.distributed_test"
 TORCH_WRAPPER = nn.parallel.DistributedDataParallel
 
-# reason -> tests, without "test_"
-BY_DESIGN_GROUPS = {
-    "registers a communication hook: wire_dtype, algorithm and error_feedback replace hooks": (
-        "accumulate_gradients_no_sync_allreduce_hook",
-        "accumulate_gradients_no_sync_allreduce_with_then_hook",
-        "ddp_broadcast_buffer_via_hook",
-        "ddp_buffer_hook_allreduce",
-        "ddp_buffer_hook_allreduce_return_future",
-        "ddp_hook_parity_allreduce",
-        "ddp_hook_parity_allreduce_process_group",
-        "ddp_hook_parity_post_localSGD",
-        "ddp_hook_parity_powerSGD",
-        "ddp_python_error_logged",
-    ),
-    "reads the reducer, the logger or other internals of torch's wrapper": (
-        "compute_bucket_assignment_by_size_sparse_error_with_logger",
-        "ddp_build_debug_param_to_name_mapping",
-        "ddp_build_debug_param_to_name_mapping_requires_grad",
-        "ddp_comm_hook_logging",
-        "ddp_control_flow_different_across_ranks",
-        "ddp_control_flow_same_across_ranks",
-        "ddp_logging_data_cpu",
-        "ddp_remove_autograd_hooks",
-        "ddp_uneven_inputs",
-        "detect_ddp_is_actually_static",
-        "different_graph_across_ranks",
-        "skip_all_reduce_unused_parameters",
-    ),
-    "excludes parameters by a private function of torch's wrapper; ours ignores those that do not require grad": (
-        "ddp_apply_optim_in_backward_ignored_params",
-        "ddp_ignore_params_arg",
-        "ddp_multiple_nested_unused_params_err_ignore_params",
-        "ddp_native_mixed_precision_ignored_params",
-        "get_data_parallel_params",
-    ),
-    "sets mixed_precision, which is torch.autocast's task": (
-        "ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
-        "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
-        "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
-        "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
-    ),
-    "expects an error for unused parameters, which need no flag": (
-        "ddp_multiple_nested_unused_params_error",
-        "ddp_unused_params_rebuild_buckets_exception",
-    ),
-    "expects an error from static_graph, but graphs may change": ("invalid_static_graph", "static_graph_api_cpu"),
-    "runs optimizers of torch.distributed.optim inside backward, before a bucket is averaged: refused": (
-        "ddp_apply_optim_in_backward",
-        "ddp_apply_optim_in_backward_grad_as_bucket_view_false",
-    ),
-    "expects an error for a mesh of two dimensions, which is for two levels of network": (
-        "ddp_device_mesh_initialization",
-    ),
-    "sets a size for each bucket": ("ddp_bucket_cap_mb_list",),
-    "calls backward with create_graph=True, but averages are not part of the graph: refused": ("ddp_create_graph",),
-    "divides by the number of ranks that still have inputs: refused": ("ddp_grad_div_uneven_inputs",),
-    "expects search_unused_parameters in the profile, but no search is needed": ("ddp_profiling_torch_profiler",),
-    "expects a RuntimeError for a module without trainable parameters; ours raises ValueError": (
-        "DistributedDataParallel_requires_grad",
-    ),
-    "assigns a module to the wrapper, which would neither average nor save it: refused": ("ddp_sync_module_states",),
-    "replaces parameters by functional_call, whose gradients would not be averaged: refused": (
-        "stateless_api_with_ddp",
-    ),
-}
-NEEDS_GPU_GROUPS = {
-    "has a SyncBatchNorm, which torch's wrapper supports on GPUs only": (
-        *(
-            f"DistributedDataParallel_SyncBatchNorm{case}"
-            for case in (
-                "",
-                "_2D_Input",
-                "_Channels_Last",
-                "_Diff_Input_Sizes_Running_Value",
-                "_Diff_Input_Sizes_gradient",
-                "_No_Affine",
-                "_Single_Input_Per_Process",
-                "_half",
-            )
-        ),
-        "ddp_inference",
-        "ddp_uneven_inputs_stop_iteration_sync_bn",
-        "sync_bn_logged",
-    ),
-    "works on streams of a GPU": (
-        "DistributedDataParallel_non_default_stream",
-        "ddp_apply_optim_in_backward",
-        "ddp_apply_optim_in_backward_grad_as_bucket_view_false",
-        "ddp_apply_optim_in_backward_ignored_params",
-        "ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
-        "ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
-        "ddp_native_mixed_precision_ignored_params",
-        "ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
-        "ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
-    ),
-    "expects tensors or logs to name a GPU": ("ddp_device", "ddp_logging_data_gpu"),
-}
-BY_DESIGN = {name: reason for reason, names in BY_DESIGN_GROUPS.items() for name in names}
-NEEDS_GPU = {name: reason for reason, names in NEEDS_GPU_GROUPS.items() for name in names}
+
+def by_name(groups: dict[str, str]) -> dict[str, str]:
+    """Test -> reason, of reason -> tests, without "test_"."""
+    return {f"test_{name}": reason for reason, names in groups.items() for name in names.split()}
+
+
+BY_DESIGN = by_name(
+    {
+        "registers a communication hook: wire_dtype, algorithm and error_feedback replace hooks": """
+        accumulate_gradients_no_sync_allreduce_hook accumulate_gradients_no_sync_allreduce_with_then_hook
+        ddp_broadcast_buffer_via_hook ddp_buffer_hook_allreduce ddp_buffer_hook_allreduce_return_future
+        ddp_hook_parity_allreduce ddp_hook_parity_allreduce_process_group ddp_hook_parity_post_localSGD
+        ddp_hook_parity_powerSGD ddp_python_error_logged
+    """,
+        "reads the reducer, the logger or other internals of torch's wrapper": """
+        compute_bucket_assignment_by_size_sparse_error_with_logger ddp_build_debug_param_to_name_mapping
+        ddp_build_debug_param_to_name_mapping_requires_grad ddp_comm_hook_logging
+        ddp_control_flow_different_across_ranks ddp_control_flow_same_across_ranks ddp_logging_data_cpu
+        ddp_remove_autograd_hooks ddp_uneven_inputs detect_ddp_is_actually_static different_graph_across_ranks
+        skip_all_reduce_unused_parameters
+    """,
+        "excludes parameters by a private function of torch's wrapper; ours ignores those that do not require grad": """
+        ddp_apply_optim_in_backward_ignored_params ddp_ignore_params_arg
+        ddp_multiple_nested_unused_params_err_ignore_params ddp_native_mixed_precision_ignored_params
+        get_data_parallel_params
+    """,
+        "sets mixed_precision, which is torch.autocast's task": """
+        ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
+        ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none
+        ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
+        ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
+    """,
+        "expects an error for unused parameters, which need no flag": """
+        ddp_multiple_nested_unused_params_error ddp_unused_params_rebuild_buckets_exception
+    """,
+        "expects an error from static_graph, but graphs may change": "invalid_static_graph static_graph_api_cpu",
+        "runs optimizers of torch.distributed.optim inside backward, before a bucket is averaged: refused": """
+        ddp_apply_optim_in_backward ddp_apply_optim_in_backward_grad_as_bucket_view_false
+    """,
+        "expects an error for a mesh of two dimensions, which is for two levels of network": """
+        ddp_device_mesh_initialization
+    """,
+        "sets a size for each bucket": "ddp_bucket_cap_mb_list",
+        "calls backward with create_graph=True, but averages are not part of the graph: refused": "ddp_create_graph",
+        "divides by the number of ranks that still have inputs: refused": "ddp_grad_div_uneven_inputs",
+        "expects search_unused_parameters in the profile, but no search is needed": "ddp_profiling_torch_profiler",
+        "expects a RuntimeError for a module without trainable parameters; ours raises ValueError": """
+        DistributedDataParallel_requires_grad
+    """,
+        "assigns a module to the wrapper, which would neither average nor save it: refused": "ddp_sync_module_states",
+        "replaces parameters by functional_call, whose gradients are not averaged: refused": "stateless_api_with_ddp",
+    }
+)
+NEEDS_GPU = by_name(
+    {
+        "has a SyncBatchNorm, which torch's wrapper supports on GPUs only": """
+        DistributedDataParallel_SyncBatchNorm DistributedDataParallel_SyncBatchNorm_2D_Input
+        DistributedDataParallel_SyncBatchNorm_Channels_Last
+        DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_Running_Value
+        DistributedDataParallel_SyncBatchNorm_Diff_Input_Sizes_gradient DistributedDataParallel_SyncBatchNorm_No_Affine
+        DistributedDataParallel_SyncBatchNorm_Single_Input_Per_Process DistributedDataParallel_SyncBatchNorm_half
+        ddp_inference ddp_uneven_inputs_stop_iteration_sync_bn sync_bn_logged
+    """,
+        "works on streams of a GPU": """
+        DistributedDataParallel_non_default_stream ddp_apply_optim_in_backward
+        ddp_apply_optim_in_backward_grad_as_bucket_view_false ddp_apply_optim_in_backward_ignored_params
+        ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none
+        ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none ddp_native_mixed_precision_ignored_params
+        ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none
+        ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none
+    """,
+        "expects tensors or logs to name a GPU": "ddp_device ddp_logging_data_gpu",
+    }
+)
 
 
 class Adapter(BucketedDataParallel):
@@ -292,7 +266,7 @@ def names_of_tests(module: ModuleType) -> list[str]:
         makes_one |= callers
 
 
-def make_case(module: ModuleType, log: int, as_written: bool) -> type[unittest.TestCase]:
+def make_case(module: ModuleType, log: int) -> type[unittest.TestCase]:
     """Runs each test on forked ranks, whose output goes to `log`."""
 
     class Case(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[name-defined, misc]
@@ -304,7 +278,7 @@ def make_case(module: ModuleType, log: int, as_written: bool) -> type[unittest.T
         def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **kwargs: Any) -> None:
             os.dup2(log, 1)
             os.dup2(log, 2)
-            with contextlib.nullcontext() if as_written else GPUsAreTheCPU():
+            with GPUsAreTheCPU():
                 super()._run(rank, test_name, file_name, pipe, **kwargs)
 
     return Case
@@ -331,47 +305,29 @@ def run_test(case: type[unittest.TestCase], name: str) -> tuple[str, str]:
 def judge(name: str, outcome: str, why: str, control: bool) -> tuple[str, str]:
     """Compares the outcome with the tables."""
     table = NEEDS_GPU if control else BY_DESIGN
-    short = name.removeprefix("test_")
-    if short in table and outcome != "skipped":
+    if name in table and outcome != "skipped":
         if outcome == "passed":
-            return "FAILED", f"passed, but is listed: {table[short]}"
-        return ("needs GPU" if control else "by design"), f"{table[short]}: {why}"
+            return "FAILED", f"passed, but is listed: {table[name]}"
+        return ("needs GPU" if control else "by design"), f"{table[name]}: {why}"
     return outcome.upper() if outcome == "failed" else outcome, why
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-k", dest="parts", action="append", metavar="PART", help="only tests with PART in the name")
-    parser.add_argument("--list", action="store_true", help="print the tests that fail by design or need a GPU")
     parser.add_argument("--control", action="store_true", help="run torch's own wrapper instead of ours")
-    parser.add_argument("--as-written", action="store_true", help="let torch skip the tests that require a GPU")
     parser.add_argument("--algorithm", default="auto", help="algorithm of BucketedDataParallel; default: %(default)s")
-    parser.add_argument(
-        "--time-limit",
-        type=int,
-        default=60,
-        metavar="S",
-        help="time limit of a test, unless torch sets a longer one; default: %(default)s s",
-    )
     parser.add_argument("--log", type=Path, help="file for the output of the ranks; default: a temporary file")
     return parser.parse_args()
 
 
 def main() -> int:
     options = parse()
-    if options.list:
-        for title, table in (("fails by design", BY_DESIGN), ("needs a GPU", NEEDS_GPU)):
-            for name, reason in sorted(table.items()):
-                print(f"{title}: test_{name}: {reason}")
-        return 0
     Adapter.options = {"algorithm": options.algorithm}
-    if not options.as_written:
-        lend_cpu_as_gpus()
+    lend_cpu_as_gpus()
     module = import_tests()
     substitute(module, TorchOnCPU if options.control else Adapter)
-    common.get_timeout = lambda test_id: max(
-        options.time_limit, common.TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], 0)
-    )
+    common.get_timeout = lambda test_id: max(SECONDS, common.TIMEOUT_OVERRIDE.get(test_id.rpartition(".")[2], 0))
     logging.getLogger(common.__name__).disabled = True
     names = [
         name for name in names_of_tests(module) if not options.parts or any(part in name for part in options.parts)
@@ -379,12 +335,11 @@ def main() -> int:
     counts: Counter[str] = Counter()
     begin = time.monotonic()
     with open(options.log, "wb") if options.log else tempfile.TemporaryFile() as log:
-        case = make_case(module, log.fileno(), options.as_written)
+        case = make_case(module, log.fileno())
         for number, name in enumerate(names, 1):
             began = time.monotonic()
-            short = name.removeprefix("test_")
-            if short in NEEDS_GPU and short not in BY_DESIGN and not options.control:
-                verdict, why = "skipped", f"needs a GPU: {NEEDS_GPU[short]}"
+            if name in NEEDS_GPU and name not in BY_DESIGN and not options.control:
+                verdict, why = "skipped", f"needs a GPU: {NEEDS_GPU[name]}"
             else:
                 with contextlib.redirect_stdout(sys.stderr if options.log else open(os.devnull, "w")):
                     verdict, why = judge(name, *run_test(case, name), options.control)

@@ -58,7 +58,7 @@ class AttentionChoice:
     """A launcher's choice for a problem, and the steps of its blocks in launch order."""
 
     tile: AttentionTile
-    kernel: str  # template arguments of the main kernel, as in docs/kernels.md
+    kernel: str  # template arguments of the main kernel, as in golden_kernels.json
     steps: tuple[int, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""Representative cases, and published measurements of other kernels."""
+"""Representative cases."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from benchmarks.suites.bench_attention import Problem
 SHAPES = [(size,) * 3 for size in (1024, 2048, 4096, 8192, 16384)]
 SHAPES += [(8192, 6144, 4096), (8192, 4096, 4096), (8192, 14336, 4096), (8192, 4096, 14336), (4096, 14336, 8192)]
 SHAPES += [(2048, 128256, 4096), *((m, 4096, 4096) for m in (1, 16, 64, 256)), (512, 4096, 14336), (1000,) * 3]
-
-# Decoding: few rows, square weights of language models.
-DECODE_SHAPES = [(m, size, size) for size in (4096, 5120, 6144, 8192, 14336) for m in (1, 16, 64)]
 
 # Attention over a cache: sequences, keys of each, query heads, key heads, head dim.
 CACHES = [
@@ -38,12 +35,3 @@ PROBLEMS = [
     for causal in (False, True)
     for length in LENGTHS
 ]
-
-# (head dim, causal) -> TFLOP/s of FlashAttention-2 on an A100 80GB SXM4, forward and backward together, for LENGTHS:
-# read from the charts in assets/ of github.com/Dao-AILab/flash-attention, precise within 2.
-FLASH_ATTENTION_2 = {
-    (64, False): (132, 153, 162, 171, 175, 176),
-    (64, True): (88, 119, 140, 156, 165, 171),
-    (128, False): (150, 173, 187, 196, 201, 203),
-    (128, True): (99, 133, 155, 173, 182, 189),
-}

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from benchmarks import results
 from benchmarks.model import gpus
 from benchmarks.model.attention_work import ATTENTION_DTYPES
-from benchmarks.model.cases import PACKS, PROBLEMS, SHAPES
-from benchmarks.model.document import write_document
+from benchmarks.model.cache_work import CacheProblem, predict_cache
+from benchmarks.model.cases import CACHES, PACKS, PROBLEMS, SHAPES
+from benchmarks.model.document import write
 from benchmarks.model.evidence import DTYPES, LAYOUTS, ModelError, NotModelledError
 from benchmarks.model.gpus import GPUS, Gpu
 from benchmarks.model.measured import key_of_attention, key_of_gemm, key_of_pack, measurements
@@ -88,6 +89,18 @@ def row(p: Prediction) -> list[str]:
     ]
 
 
+CACHE_COLUMNS = ("sequences x keys", "µs", "attend", "lookups", "combine", "splits", "of bandwidth")
+
+
+def cache_row(gpu: Gpu, problem: CacheProblem) -> list[str]:
+    """The cells of CACHE_COLUMNS. The parts of the time are the launch with its loop, what it looks up before the first
+    keys, and the launch that adds up the splits."""
+    p = predict_cache(gpu, problem)
+    seconds = (p.seconds, p.attend.seconds, p.lookups, p.combine.seconds if p.combine else 0.0)
+    of_bandwidth = problem.key_bytes / gpu.memory_bytes / p.seconds
+    return [str(problem), *map(microseconds, seconds), str(p.splits), f"{of_bandwidth:.0%}"]
+
+
 def known_gpu(name: str) -> Gpu:
     if name.lower() not in GPUS:
         raise ModelError(f"expected a GPU among {', '.join(GPUS)}, got {name!r}; others can be added to gpus.py")
@@ -105,11 +118,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all-configs", action="store_true", help="also predict configurations that are not chosen")
     parser.add_argument("--json", action="store_true", help="print one object per line")
     parser.add_argument("--figures", action="store_true", help="list the figures of the GPUs with their sources")
-    parser.add_argument("--write", action="store_true", help="update the tables in docs/model.md")
+    parser.add_argument("--write", action="store_true", help="update docs/model.md and predicted_times.json")
     options = parser.parse_args(arguments)
     try:
         if options.write:
-            write_document()
+            write()
             return 0
         shapes = [parse_shape(text) for text in options.shapes] if options.shapes else None
         for gpu in [known_gpu(name) for name in options.gpu]:
@@ -133,6 +146,9 @@ def main(arguments: Sequence[str]) -> int:
                     show(title, COLUMNS, [row(p) for p in of_kind], FIRST_NUMBER)
                 if not all(p.aligned for p in of_kind):
                     print("* rows are no multiples of 16 bytes; copying them 4 or 2 bytes at a time is not modelled\n")
+            if shapes is None and options.dtype == "bfloat16":
+                title = f"{gpu.name}, one query per sequence over a cache: predicted, in µs"
+                show(title, CACHE_COLUMNS, [cache_row(gpu, CacheProblem(*sizes)) for sizes in CACHES], first_number=1)
     except (ModelError, results.ResultsError) as error:
         print(f"benchmarks model: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """What the model knows about the CUDA kernels.
 
-Sources: the emulator's counters (tests/simt/golden_counters), the table of compiled kernels (docs/kernels.md) and the
-launchers' own choices (csrc/emulated).
+Sources: the emulator's counters (tests/simt/golden_counters), the compiled kernels (tests/simt/golden_kernels.json) and
+the launchers' own choices (csrc/emulated).
 """
 
 from __future__ import annotations
@@ -9,21 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.model.compiled import Kernel, blocks_per_sm, golden_kernels, readable
 from benchmarks.model.gpus import Gpu
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
-
-from static_gates import Kernel, blocks_per_sm, documented_kernels, readable  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "simt" / "golden_counters"
+GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "simt" / "golden_counters"
 
 # Assumed, because the emulator does not count them: warp instructions per wavefront of shared memory that an epilogue
 # reads or writes (4 floats per lane are 4 wavefronts, and need addresses, scaling, conversion and a store), and per
@@ -45,7 +39,7 @@ class NotModelledError(ModelError):
 class Arithmetic:
     index: int  # its index in csrc/gemm/plan_sm80.h
     golden: str  # its name in golden_counters/gemm.json
-    element: str  # the element type in docs/kernels.md
+    element: str  # the element type in golden_kernels.json
     multiply_adds: int  # per mma, in the units of Amounts.tensor
     products: int  # cost of a product relative to one of 16-bit types
 
@@ -77,7 +71,7 @@ class GemmConfig:
         return f"{self.block_m}x{self.block_n}x{self.block_k}"
 
     def kernel_name(self, arithmetic: Arithmetic, layout: str) -> str:
-        """The name in docs/kernels.md."""
+        """The name in golden_kernels.json."""
         sizes = ", ".join(str(value) for value in dataclasses.astuple(self)[:7])
         a_k_major, b_k_major = (str(letter == k).lower() for letter, k in zip(layout, "nt"))
         kind = f"{arithmetic.element}, {arithmetic.index}, {a_k_major}, {b_k_major}"
@@ -113,14 +107,14 @@ class Evidence:
             json.loads((GOLDEN / f"{kernels}.json").read_text()) for kernels in ("gemm", "bucket", "attention")
         )
         configs = [[GemmConfig(**config) for config in of_arithmetic] for of_arithmetic in simt.gemm_configs()]
-        return cls(gemm, bucket, attention, documented_kernels(), configs, simt)
+        return cls(gemm, bucket, attention, golden_kernels(), configs, simt)
 
     def kernel(self, gpu: Gpu, name: str) -> Kernel:
         try:
             return self.kernels[gpu.arch][name]
         except KeyError:
             raise ModelError(
-                f"expected {name} among the kernels of {gpu.arch} in docs/kernels.md, got none; "
+                f"expected {name} among the kernels of {gpu.arch} in golden_kernels.json, got none; "
                 "build with CUDA_EXT_CUDA=1 make build, and run tools/static_gates.py --write"
             ) from None
 
@@ -142,9 +136,9 @@ def wavefronts(cost: dict[str, float]) -> float:
 
 
 def fit(kernel: Kernel, gpu: Gpu, shared_bytes: int = 0) -> int:
-    """The number of blocks that fit on an SM; `shared_bytes` are added to those in docs/kernels.md."""
+    """The number of blocks that fit on an SM; `shared_bytes` are added to those in golden_kernels.json."""
     arch = {80: "sm_80", 89: "sm_89", 90: "sm_90a"}[gpu.compute_capability]
-    blocks = blocks_per_sm(dataclasses.replace(kernel, arch=arch), kernel.shared_bytes + shared_bytes)
+    blocks = blocks_per_sm(kernel, arch, kernel.shared_bytes + shared_bytes)
     if not blocks:
         raise ModelError(f"{kernel.name}: expected a block to fit on an SM of {gpu.name}, but it does not")
     return blocks
@@ -152,6 +146,6 @@ def fit(kernel: Kernel, gpu: Gpu, shared_bytes: int = 0) -> int:
 
 @functools.cache
 def demangled(mangled: str) -> str:
-    """A C++ name as in docs/kernels.md."""
+    """A C++ name as in golden_kernels.json."""
     (name,) = readable([f"_Z{mangled}"])
     return name

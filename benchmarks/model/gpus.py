@@ -12,7 +12,7 @@ class Gpu:
 
     name: str
     folder: str  # in benchmarks/results
-    arch: str  # the architecture whose machine code it runs: a table of docs/kernels.md
+    arch: str  # the architecture whose machine code it runs: as in golden_kernels.json
     compute_capability: int
     sms: int
     clock: float  # hertz, sustained while mma.sync multiplies random numbers

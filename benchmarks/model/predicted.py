@@ -40,7 +40,7 @@ FIGURES_WGMMA = {"tensor": ("wgmma_multiply_adds", "wgmma_clock"), "l2": ("l2_by
 NEAR = 1.1  # measured and predicted speeds within this factor agree
 ALIKE = 1.3  # if the speeds of a group are within this factor of each other, one rate is wrong
 FARTHEST = 12
-COLUMNS = ("group", "bound by", "cases", "measured / predicted speed", "slowest to fastest", "meaning")
+GROUPS = ("group", "bound by", "cases", "measured / predicted speed", "slowest to fastest")
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,30 @@ def ceilings(measurements: Sequence[Measurement], gpu: Gpu) -> list[list[str]]:
     return rows
 
 
+def speeds_of_groups(found: Iterable[Compared]) -> dict[tuple[str, str], list[float]]:
+    """(kind, limiting resource) -> measured / predicted speed of each case."""
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for each in sorted(found, key=lambda each: (each.kind, each.binding)):
+        speeds.setdefault((each.kind, each.binding), []).append(each.speed)
+    return speeds
+
+
+def groups(found: Iterable[Compared]) -> list[list[str]]:
+    """Rows of GROUPS; the speed is the median."""
+    rows = []
+    for (kind, binding), speeds in speeds_of_groups(found).items():
+        spread = f"{min(speeds):.2f} to {max(speeds):.2f}" if len(speeds) > 1 else ""
+        rows.append([kind, binding, str(len(speeds)), f"{statistics.median(speeds):.2f}", spread])
+    return rows
+
+
 def compare_tables(measurements: Sequence[Measurement], gpu: Gpu) -> str:
     found = compare(measurements, gpu)
-    groups: dict[tuple[str, str], list[float]] = {}
-    for each in found:
-        groups.setdefault((each.kind, each.binding), []).append(each.speed)
+    meanings = [meaning(gpu, *group, speeds) for group, speeds in speeds_of_groups(found).items()]
     rows = ceilings([m for m in measurements if m.device == "cuda"], gpu)
-    for (kind, binding), speeds in sorted(groups.items()):
-        spread = f"{min(speeds):.2f} to {max(speeds):.2f}" if len(speeds) > 1 else ""
-        middle = f"{statistics.median(speeds):.2f}"
-        rows.append([kind, binding, str(len(speeds)), middle, spread, meaning(gpu, kind, binding, speeds)])
-    text = f"{gpu.name}: {len(found)} modelled cases (docs/model.md).\n\n{tables.markdown(COLUMNS, rows)}"
+    rows += [[*row, means] for row, means in zip(groups(found), meanings)]
+    text = f"{gpu.name}: {len(found)} modelled cases (docs/model.md).\n\n"
+    text += tables.markdown((*GROUPS, "meaning"), rows)
     far = sorted((each for each in found if not 1 / NEAR <= each.speed <= NEAR), key=lambda each: each.speed)
     if far := far if len(far) <= FARTHEST else [*far[: FARTHEST // 2], *far[-(FARTHEST // 2) :]]:
         cells = [

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
-from benchmarks.results import Measurement
+from benchmarks.results import Measurement, ResultsError
 
 RATIO_MEANS = "Ratios are baseline time / our time: above 1 ours is faster"
+END = "<!-- end -->"
+
+
+def with_section(page: Path, begin: str, section: str) -> str:
+    """The text of a Markdown page with `section` between its lines `begin` and END."""
+    parts = re.split(f"(?<={re.escape(begin)}\n).*?(?={re.escape(END)})", page.read_text(), flags=re.DOTALL)
+    if len(parts) != 2:
+        raise ResultsError(f"{page.name}: expected the lines {begin} and {END} once, in this order; add them")
+    return section.join(parts)
 
 
 def heading(m: Measurement, *more: str) -> str:

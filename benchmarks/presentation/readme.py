@@ -1,16 +1,16 @@
-"""Writes the README's performance section from the newest results of each device in benchmarks/results."""
+"""Writes benchmarks/results/README.md, with tables of the newest results of each device, and the README's summary."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.presentation import formatting, grouping
-from benchmarks.presentation.formatting import counted
+from benchmarks.presentation.formatting import counted, with_section
 from benchmarks.presentation.grouping import Run
 from benchmarks.presentation.sides import MEANINGS, REFERENCES
 from benchmarks.results import (
@@ -26,7 +26,6 @@ from benchmarks.results import (
 
 README = ROOT.parent.parent / "README.md"
 BEGIN = "<!-- written by python -m benchmarks readme -->"
-END = "<!-- end -->"
 DEVICES = ("CPU", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA RTX 4090")  # devices that readers ask about
 PLOT = "summary"
 NOISE = 0.03  # a mean this close to 1 is no difference
@@ -34,19 +33,47 @@ LEGEND = (
     "Each number is the geometric mean of baseline time / our time over the cases: 2.00× means that ours takes "
     "half the time. In parentheses: the slowest and the fastest case, and the number of cases."
 )
+SUMMARY = (
+    "Time of the fastest baseline of each case / our time: 2.00× means that ours takes half the time. Each number is "
+    "the geometric mean; in parentheses: the slowest and the fastest case, and the number of cases."
+)
+DETAILS = (
+    "[benchmarks/results](benchmarks/results/README.md) has the baselines, dtypes, speeds and versions, and why some "
+    "cases are slow."
+)
 
 
-def section(root: Path = ROOT, link: str = "benchmarks/results") -> str:
-    """The text between the marks. `link` is the path from the README to `root`."""
+def section(root: Path) -> str:
+    """The README's summary: a row per suite and a column per device."""
+    runs = [newest(folder) for folder in iter_devices(root)]
+    if not runs:
+        return not_measured(runs)
+    columns = [{suite: _fastest(run, suite) for suite in run.suites} for run in runs]
+    rows = [["", *(run.device for run in runs)], ["---"] * (1 + len(runs))]
+    rows += [[suite, *(column.get(suite, "") for column in columns)] for suite in grouping.SUITES]
+    table = [f"| {' | '.join(row)} |" for row in rows if any(row[1:])]
+    return "\n".join([SUMMARY, "", *table, "", f"{DETAILS} {not_measured(runs)}"])
+
+
+def _fastest(run: Run, suite: str) -> str:
+    """Our speed relative to the fastest baseline of each case of a suite; empty if there are no baselines."""
+    ratios = []
+    for sides in by_case(m for m in run.measurements if m.suite == suite).values():
+        of_case = [m.ratio for side, m in sides.items() if side not in (OURS, *REFERENCES) and m.ratio]
+        ratios += [min(of_case)] if of_case else []
+    return _mean(statistics.geometric_mean(ratios), ratios) if ratios else ""
+
+
+def page(root: Path) -> str:
+    """The tables of all devices."""
     folders = {folder: newest(folder) for folder in iter_devices(root)}
-    parts = [_device(run, f"{link}/{folder.name}/{PLOT}.svg", read_notes(folder)) for folder, run in folders.items()]
-    missing = [name for name in DEVICES if not any(_is(run, name) for run in folders.values())]
-    if parts:
-        parts.insert(0, LEGEND)
-    if missing:
-        suites = "" if parts else f" (suites {_list(grouping.SUITES)})"
-        parts.append(f"Not measured yet: {_list(missing)}{suites}.")
-    return "\n\n".join(parts)
+    parts = [_device(run, f"{folder.name}/{PLOT}.svg", read_notes(folder)) for folder, run in folders.items()]
+    return "\n\n".join(["# Measurements", BEGIN, LEGEND, *parts]) + "\n"
+
+
+def not_measured(runs: Collection[Run]) -> str:
+    missing = [name for name in DEVICES if not any(_is(run, name) for run in runs)]
+    return f"Not measured yet: {_list(missing)}." if missing else ""
 
 
 def read_notes(folder: Path) -> dict[str, str]:
@@ -108,7 +135,7 @@ def _device(run: Run, plot: str, notes: Mapping[str, str]) -> str:
         f"{formatting.flop_rate(flops)} ({' '.join([dtype, 'matmul']).strip()})" for dtype, flops in run.flops.items()
     ]
     means = geometric_means(run.measurements)
-    lines = [f"### {run.device}", "", f"![baseline time / our time of all cases on {run.device}]({plot})", ""]
+    lines = [f"## {run.device}", "", f"![baseline time / our time of all cases on {run.device}]({plot})", ""]
     for suite in run.suites:
         lines += [*_suite(suite, [m for m in run.measurements if m.suite == suite], means), ""]
         if suite in notes:
@@ -154,10 +181,12 @@ def _cell(mean: tuple[float, int] | None, cases: Iterable[dict[str, Measurement]
     """ "**1.08×** (0.97–1.15, 5)" """
     if mean is None:
         return ""
-    ratios = [sides[name].ratio or 0.0 for sides in cases if name in sides and sides[name].ratio]
-    value, count = mean
-    span = f"{formatting.ratio(min(ratios))[:-1]}–{formatting.ratio(max(ratios))[:-1]}, " if count > 1 else ""
-    return f"**{formatting.ratio(value)}** ({span}{count})"
+    return _mean(mean[0], [sides[name].ratio or 0.0 for sides in cases if name in sides and sides[name].ratio])
+
+
+def _mean(mean: float, ratios: Sequence[float]) -> str:
+    span = f"{formatting.ratio(min(ratios))[:-1]}–{formatting.ratio(max(ratios))[:-1]}, " if len(ratios) > 1 else ""
+    return f"**{formatting.ratio(mean)}** ({span}{len(ratios)})"
 
 
 def _references(means: Means) -> Iterable[str]:
@@ -190,29 +219,20 @@ def _largest(ours: Sequence[Measurement]) -> str:
     return f"{name}: {speed}".replace("|", "\\|")
 
 
-def updated(text: str, written: str) -> str:
-    pattern = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ResultsError(f"{README}: expected the lines {BEGIN!r} and {END!r} once, in this order; add them")
-    return pattern.sub(lambda _: f"\n{written}\n\n", text)
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if the section is written or current, 1 if it is not, 2 on an error."""
+    """Returns 0 if both pages are written or current, 1 if they are not, 2 on an error."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if it is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if they are not current")
     args = parser.parse_args(arguments)
     try:
-        text = README.read_text()
-        new = updated(text, section())
-        pictures = [folder / f"{PLOT}.svg" for folder in iter_devices()]
+        pages = {README: with_section(README, BEGIN, f"\n{section(ROOT)}\n\n"), ROOT / "README.md": page(ROOT)}
+        pictures = [folder / f"{PLOT}.svg" for folder in iter_devices(ROOT)]
         if args.check:
-            missing = [str(path) for path in pictures if not path.is_file()]
-            if new != text or missing:
-                what = f"{README.name} does not match the results" if new != text else f"missing: {_list(missing)}"
-                print(f"{what}; run `python -m benchmarks readme` and commit the changes", file=sys.stderr)
-                return 1
-            return 0
+            wrong = [str(path) for path, text in pages.items() if not path.is_file() or path.read_text() != text]
+            wrong += [str(path) for path in pictures if not path.is_file()]
+            if wrong:
+                print(f"not current: {_list(wrong)}; run `python -m benchmarks readme` and commit", file=sys.stderr)
+            return int(bool(wrong))
         for path in pictures:
             for problem in unexplained(path.parent):
                 print(f"{path.parent}: {problem}", file=sys.stderr)
@@ -222,10 +242,11 @@ def main(arguments: Sequence[str]) -> int:
             for path in pictures:
                 figure = plots.figures(newest(path.parent).measurements)[PLOT]
                 path.write_bytes(drawing.render(figure, "svg"))
-        README.write_text(new)
+        for path, text in pages.items():
+            path.write_text(text)
     except (ResultsError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    for path in [README, *pictures]:
+    for path in [*pages, *pictures]:
         print(path)
     return 0
