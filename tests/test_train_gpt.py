@@ -134,7 +134,7 @@ def flip_bytes(path: Path) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(2, text, tmp_path, *LONG),
@@ -171,7 +171,7 @@ def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: P
     assert resumed.stdout.split("\n")[-2] == finished[1].split("\n")[-2]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_without_torchrun_and_without_options(text: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         command(1, text, tmp_path, "--steps", "2"), capture_output=True, text=True, env=environment(), timeout=120
@@ -377,7 +377,7 @@ def test_data_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert refused(capsys, tmp_path, tmp_path).startswith(f"--data: cannot read {tmp_path} (Is a directory)")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_data_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = tmp_path / "short.txt"
     for length, context, least in ((0, 32, 72), (71, 32, 72), (19, 4, 20), (8, 2, 20)):

@@ -1,5 +1,5 @@
 """nvcc's code of the GEMM on wgmma, under the plans of tests/simt/test_gemm_sm90.py: exact, without races, and with the
-bits of the direct emulation; bfloat16 in every layout, float16 and tf32 along k. With --all-ptx."""
+bits of the direct emulation; bfloat16 in every layout, float16 and tf32 along k. With --full."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from gemm_cases import LAYOUTS, TOLERANCE, Case, operands
 from gemm_library import Gemm, GemmLibrary, Target, dtype_of, encode, expected, place
 from test_gemm_sm90 import CONFIGS, EPILOGUES, is_legal, sizes
 
+pytestmark = pytest.mark.sampled(full=True)  # needs kernels for sm_90a
+
 
 @pytest.fixture(scope="module")
 def direct() -> Iterator[GemmLibrary]:
@@ -27,9 +29,7 @@ def direct() -> Iterator[GemmLibrary]:
 
 
 @pytest.fixture(scope="module")
-def compiled(pytestconfig: pytest.Config) -> Iterator[GemmLibrary]:
-    if not pytestconfig.getoption("--all-ptx"):
-        pytest.skip("needs kernels for sm_90a, which --all-ptx compiles")
+def compiled() -> Iterator[GemmLibrary]:
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
     sources = [path for path in kernels.sources(False, "sm_90a") if path.parent.name == "gemm"]

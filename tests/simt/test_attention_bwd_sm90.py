@@ -147,8 +147,7 @@ def test_causal_wastes_no_tile_with_a_kernel_for_dq() -> None:
     assert counters["wgmma"] == of_keys * (2 * dim // 16 + 8) + 2 * of_queries * (2 * dim // 16 + 4)
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @pytest.mark.parametrize("dims", DIMS[:5], ids=str)
 def test_deterministic(dims: tuple[int, int]) -> None:
     tensors = qkv(1, *((300, 500, 4, 2) if dims[0] <= 128 else (150, 200, 2, 1)), *dims, torch.bfloat16)
@@ -188,7 +187,7 @@ def test_falls_back_with_an_expanded_gradient_of_the_output() -> None:
         torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.sampled(count=12)
+@pytest.mark.sampled(cases=12)
 @pytest.mark.parametrize("case", range(400))
 def test_random_problems(case: int) -> None:
     tensors, options = random_problem(largest_dim=random.choice((128, 256)))
@@ -211,7 +210,7 @@ RACES: list[tuple[Sizes, dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: Sizes, options: dict[str, Any], processors: int) -> None:
     tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
@@ -234,8 +233,7 @@ HARMLESS = {
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_noticed() -> None:
     runs = []
     for sizes, options, processors in RACES:

@@ -151,7 +151,7 @@ def test_reads_views_in_place(views: str) -> None:
     assert_right(out, [query, key, value])
 
 
-@pytest.mark.sampled(count=16)
+@pytest.mark.sampled(cases=16)
 @pytest.mark.parametrize("case", range(400))
 def test_random_problems(case: int) -> None:
     tensors, options = random_problem(largest_dim=256)
@@ -182,7 +182,7 @@ RACES: list[tuple[tuple[int, ...], dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: tuple[int, ...], options: dict[str, Any], processors: int) -> None:
     tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
@@ -201,8 +201,7 @@ HARMLESS = {
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_noticed() -> None:
     runs = []
     for sizes, options, processors in RACES:

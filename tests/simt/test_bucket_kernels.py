@@ -430,7 +430,7 @@ def concurrent_case(rng: np.random.Generator) -> Case:
     return Case(tensors, "bfloat16", shift=1, end_gap=BLOCK - 12000, scale=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", OPS)
 def test_no_race(hooked: Library, rng: np.random.Generator, op: str) -> None:
     for seed in range(3):

@@ -148,8 +148,7 @@ def test_bits_of_rows_that_must_not_depend_on_others(library: GemmLibrary) -> No
         assert library.copies_sm90(call) == ""
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @CASE
 def test_no_races(hooked: GemmLibrary, arithmetic: str, layout: str) -> None:
     a, b, tf32 = operands(70, 130, 77, arithmetic, layout, 1)

@@ -52,7 +52,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sampled(count=12)
+@pytest.mark.sampled(cases=12)
 @ON_BOTH
 @ARITHMETIC
 @LAYOUT
@@ -405,7 +405,7 @@ def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
             assert case.is_right(library), seed
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @ON_BOTH
 @CALL
 def test_no_races(hooked: GemmLibrary, name: str) -> None:
@@ -415,7 +415,7 @@ def test_no_races(hooked: GemmLibrary, name: str) -> None:
             assert case.is_right(hooked), seed
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 def test_activation_grad_has_no_races(hooked: GemmLibrary) -> None:
     grad_out, preact = place(integers((100, 140)), "bfloat16"), place(integers((100, 280)), "bfloat16")
     grad_preact, sums = Target((100, 280), "bfloat16"), Target((280,), "float32")
@@ -445,8 +445,7 @@ def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[i
 HARMLESS: dict[str, str] = {}
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     survivors, calls = undetected_removals(library, hooked, [Case(call) for call in CALLS.values()])
     assert calls >= 15

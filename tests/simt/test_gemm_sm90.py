@@ -239,7 +239,7 @@ def sizes(config: Config, parts: int, arithmetic: str, is_large: bool) -> tuple[
     return m, n, depth * parts * random.randint(1, 4) - random.choice((0, 1, 7, 8, depth - 1))
 
 
-@pytest.mark.sampled(count=160)
+@pytest.mark.sampled(cases=160)
 @pytest.mark.parametrize(("k_blocks", "splits"), [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (4, 1), (8, 1)])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("operand", OPERANDS, ids="-".join)
@@ -335,8 +335,7 @@ def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
             assert repeated.is_right(library), seed
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @CASE
 def test_no_races(hooked: GemmLibrary, name: str) -> None:
     repeated = CASES[name]()
@@ -368,8 +367,7 @@ HARMLESS: dict[str, str] = {
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     survivors, calls = undetected_removals(library, hooked, [make() for make in CASES.values()], HARMLESS)
     assert calls >= 30

@@ -82,7 +82,7 @@ def test_every_bug_is_registered(library: Library) -> None:
     assert set(library.index) == {*KERNELS, *bugs()}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("check_races", [False, True], ids=["plain", "checked"])
 def test_correct_kernels_raise_no_alarm(library: Library, hooked: Library, kernel: str, check_races: bool) -> None:

@@ -233,7 +233,7 @@ def test_fast_and_slow_ranks(library: Library, one_shot: bool) -> None:
                 group.run_rounds(library, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @BOTH
 def test_no_race(hooked: Library, one_shot: bool) -> None:
     for seed in range(4):
