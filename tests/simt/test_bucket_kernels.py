@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from cost import assert_same_cost
-from harness import CSRC, Fault, Library, SyncSite
+from harness import CSRC, Fault, Library, SyncSite, plain_and_hooked
 
-SOURCES = [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"]
+library, hooked = plain_and_hooked("bucket", [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"])
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_INDEX = {name: i for i, name in enumerate((*DTYPES, "float64"))}  # as in csrc/base/dtype.h
 OPS = ("pack", "unpack", "stats", "pack alone")  # "pack alone": without statistics
@@ -29,17 +29,6 @@ ENTRY = np.dtype({"names": ["data", "begin", "count", "dtype"], "formats": ["u8"
 
 # The order of float64 additions differs, so the float32 sum of random values may differ by one rounding.
 SQUARES_TOLERANCE = 2.0**-23
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("bucket", SOURCES)
-
-
-@pytest.fixture(scope="session")
-def hooked() -> Library:
-    """The same with hooks for plain loads and stores, which the race checker needs."""
-    return Library.build("bucket-hooks", SOURCES, hooks=True)
 
 
 @pytest.fixture
