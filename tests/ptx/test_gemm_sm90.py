@@ -14,8 +14,8 @@ import pytest
 from ptx import build, kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
-from gemm_cases import LAYOUTS, TOLERANCE, Case, operands
-from gemm_library import Gemm, GemmLibrary, Target, dtype_of, encode, expected, place
+from gemm_cases import LAYOUTS, TOLERANCE, Case, bits_of_outputs, draw_operands, operands
+from gemm_library import Gemm, GemmLibrary, Target, expected, place
 from test_gemm_sm90 import CONFIGS, EPILOGUES, is_legal, sizes
 
 pytestmark = pytest.mark.sampled(full=True)  # needs kernels for sm_90a
@@ -54,8 +54,7 @@ def random_plan(config: str, epilogue: str) -> tuple[Gemm, dict[str, int]]:
 
 def outputs(library: GemmLibrary, case: Case) -> bytes:
     case.run(library)
-    targets = (case.call.out, case.call.preact_out, case.call.hidden, case.call.bias_grad)
-    return b"".join(target.storage.tobytes() for target in targets if target is not None)
+    return bits_of_outputs(case.call)
 
 
 # The tile that leaves registers only for the epilogue through TMA has no others.
@@ -72,10 +71,7 @@ def test_exact_without_races_and_with_the_same_bits(
     for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
         with compiled.options(mode, schedule, seed, check_races=True):
             assert case.is_right(compiled), (mode, plan)
-    rng = np.random.default_rng(seed)
-    for operand in (call.a, call.b):
-        if operand.flags.writeable:  # b of batches is a broadcast array
-            operand[...] = encode(rng.normal(size=operand.shape), dtype_of(operand))
+    draw_operands(call, np.random.default_rng(seed))
     expected = outputs(direct, case)
     for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
         with compiled.options(mode, schedule, seed):
