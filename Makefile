@@ -17,10 +17,9 @@ THREADS := $(shell echo $$(( $(CORES) > $(PROCS) ? $(CORES) / $(PROCS) : 1 )))
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 HAS_GPU := $(wildcard /dev/nvidia0)
-# More processes than cores, because some tests wait: for other processes, or for a compiler. One of seven slow
-# tests is what fits into 20 minutes; coverage means something only when all of them run.
-WHOLE_RUN := --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20 \
-	$(if $(filter --full,$(ARGS)),--cov,--draw-slow 0.15)
+# More processes than cores, because some tests wait: for other processes, or for a compiler. Coverage means something
+# only when all tests run.
+WHOLE_RUN := --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 20 $(if $(filter --full,$(ARGS)),--cov)
 # Without a GPU the demo does not build the CUDA kernels, so that it starts quickly.
 DEMO_CUDA := $(if $(HAS_GPU),auto,0)
 

@@ -743,7 +743,7 @@ def test_more_threads_than_heads(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1)
 @pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512", "avx512bf16"] * torch.cpu._is_avx512_bf16_supported()])
 def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     """Each but the widest, which all other tests run; one that the processor lacks falls back to the widest it has."""
@@ -761,7 +761,7 @@ def test_instruction_sets(isa: str, run_python: Callable[..., Any]) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("bias_shape", [None, (8192,), (8192, 1)], ids=str)
 def test_memory_is_linear_in_the_sequence(bias_shape: tuple[int, ...] | None, run_python: Callable[..., Any]) -> None:
     """At S = 8192 one S x S float32 matrix is 256 MiB; forward and backward may grow the process by a tenth of that."""
@@ -783,7 +783,7 @@ print("grown", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 lengths = st.integers(1, 150)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @settings(max_examples=60)
 @given(
     batch=st.integers(0, 2),

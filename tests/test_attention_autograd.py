@@ -44,7 +44,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
@@ -64,8 +64,7 @@ def test_gradcheck(options: dict[str, Any], extras: bool, dropout_p: float) -> N
     assert torch.autograd.gradcheck(op, inputs)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=3)
+@pytest.mark.sampled(cases=3, slow=True)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -165,7 +164,7 @@ def backward_arguments(dropout_p: float = 0.0) -> tuple[Any, ...]:
     return torch.randn_like(out), torch.randn_like(lse), query, key, value, out, lse, rng_state
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
     "scalars", [{}, {"causal": True, "softcap": 2.0}, {"window_left": 2, "window_right": 1}], ids=str
@@ -180,7 +179,7 @@ def test_opcheck(requires_grad: bool, scalars: dict[str, Any]) -> None:
     torch.library.opcheck(ops.flash_attention_backward.default, backward_arguments(), scalars)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(2, 4, 5, 7), (4, 1, 7)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
 def test_opcheck_of_a_bias(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -203,7 +202,7 @@ def test_opcheck_of_a_packed_bias_and_mask(shape: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_opcheck_of_other_layouts() -> None:
     transposed = tuple(t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in qkv())
     empty = tuple(t.detach()[:, :0].requires_grad_() for t in qkv())
@@ -241,7 +240,7 @@ def test_compile_with_a_bias(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_compile_with_inductor_and_dynamic_shapes_compiles_once() -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
 

@@ -130,7 +130,7 @@ def test_pairs_of_features(pair: tuple[str, str], pytestconfig: pytest.Config) -
 
 
 # Around tiles of 128 queries, and of 128 or 64 keys.
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 193, 257])
 @pytest.mark.parametrize("extra", [-64, -1, 0, 1, 64])
 def test_lengths_around_the_tiles(length: int, extra: int) -> None:
@@ -154,7 +154,7 @@ def test_head_dims_are_padded(dims: tuple[int, int]) -> None:
         check(qkv(1, 70, 75, 2, 1, *dims, dtype), causal=True)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("group", [1, 2, 8, 40])
 @pytest.mark.parametrize("queries", [1, 3, 20, 150])
 def test_heads_that_share_keys(group: int, queries: int) -> None:
@@ -162,7 +162,7 @@ def test_heads_that_share_keys(group: int, queries: int) -> None:
     check_with(qkv(2, queries, 90, 2 * group, 2, 64, 64, torch.float16), {"causal": True, "sinks": True, "alibi": True})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("keys", [1, 64, 65, 1000])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("features", [(), ("causal",), ("window", "sinks"), ("alibi", "softcap")], ids=str)
@@ -203,7 +203,7 @@ HIDDEN_ROWS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(("hidden", "packed"), [(name, packed) for name in HIDDEN_ROWS for packed in (False, True)])
 def test_rows_that_see_nothing(hidden: str, with_sinks: bool, packed: bool) -> None:
@@ -302,8 +302,7 @@ def test_packed_sequences_said_to_be_as_long_as_can_be() -> None:
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.slow
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races", slow=True)
 @pytest.mark.cpu_only("emulated as a test wants it")
 def test_dropout_of_a_captured_graph_is_drawn_anew_by_each_replay() -> None:
     """Seed and offset then lie in memory that a replay changes; what a forward took of it, its backward gets."""
@@ -344,7 +343,7 @@ def test_a_bias_of_every_shape(shape: tuple[int, ...], deterministic: bool) -> N
         check({**tensors, "attn_bias": bias}, causal=True, deterministic=deterministic)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("options", [{"causal": True}, {"softcap": 2.0}], ids=str)
 def test_blocks_that_do_a_whole_walk(dims: tuple[int, int], options: dict[str, Any], backend: str) -> None:
@@ -617,12 +616,12 @@ class TestCost:
         assert keys <= emulation.counters["global_load_bytes"] < 1.5 * keys
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 class TestRaces:
     pytestmark = pytest.mark.cpu_only("emulated as a test wants it")
     OPTIONS: Any = ({}, {"causal": True}, {"window": (70, 10), "softcap": 2.0, "dropout_p": 0.2})
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     @pytest.mark.parametrize(
         "sizes",
@@ -654,7 +653,7 @@ class TestRaces:
         tensors = qkv(1, 30, 700, 1, 1, 64, 64, torch.float16)
         return {**tensors, "key": (tensors["key"].detach() + 32).requires_grad_()}
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_deterministic_gradients_are_equal_in_every_order(self) -> None:
         """Something orders all additions, so their order is the same in 20 schedules. Where blocks do not take turns
         nothing does, or this test would show nothing."""
@@ -667,7 +666,7 @@ class TestRaces:
             with testing.emulated("sm_80", "lazy", "pct", seed):
                 assert all(map(torch.equal, self.run(tensors), first))
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_every_wait_is_needed(self) -> None:
         """Few heads divide keys or walks among blocks, many do not, and both ways have waits of their own; as have a
         head dim at which warps share keys, and blocks that take turns."""

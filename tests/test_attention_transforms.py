@@ -37,7 +37,7 @@ def finite(results: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     return tuple(result.masked_fill(result == -torch.inf, 0) for result in results)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_second_derivatives_and_forward_mode(options: dict[str, Any]) -> None:
     call = lambda *t: finite(cuda_ext.flash_attention(*t, **options, return_lse=True))  # noqa: E731
@@ -58,7 +58,7 @@ def test_second_derivatives_of_bias_sinks_and_slopes(shape: tuple[int, ...]) -> 
     assert gradgradcheck(call, (*inputs(), bias, sinks), check_fwd_over_rev=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(3, 2, 3, 4), (1, 1, 4), (3, 1, 1, 4)], ids=str)
 def test_second_derivatives_of_a_packed_bias(shape: tuple[int, ...]) -> None:
     lengths_q, lengths_k = torch.tensor([0, 2, 2, 5]).int(), torch.tensor([0, 4, 5, 5]).int()
@@ -82,7 +82,7 @@ def test_second_derivatives_where_a_mask_hides() -> None:
     assert gradgradcheck(lambda *t: cuda_ext.flash_attention(*t, attn_bias=hidden), inputs(), check_fwd_over_rev=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_second_derivatives_of_packed_sequences() -> None:
     cu_q, cu_k = torch.tensor([0, 2, 2, 3], dtype=torch.int32), torch.tensor([0, 1, 3, 3], dtype=torch.int32)
     tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 2), (3, 1, 2), (3, 1, 3))]

@@ -263,7 +263,7 @@ class TestWorker:
         assert found[3] == ("4000", "slow", "too slow: a call takes 400.0 s; raise --minutes to time it")
         assert clock.now < 100
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_exits_when_its_input_closes(self) -> None:
         """As if the process that started it was killed, while a call hangs."""
         order = self.ORDER | {"suite": "gemm", "only": "hang", "deadline": 9e99, "seed": 0, "threads": 0}
@@ -416,7 +416,7 @@ class TestCases:
         for side, row in rows.items():
             assert row.seconds and not row.failure, f"{side}: {row.failure}"
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_a_data_parallel_step_of_two_ranks(self) -> None:
         case = bench_train.data_parallel("cpu", "tiny", chain=[8, 16, 4], batch=2)
         rows = measured(case, seconds=0.1)
@@ -424,7 +424,7 @@ class TestCases:
         assert all(row.seconds for row in rows.values())
         assert len({row.rounds for row in rows.values()}) == 1
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_import_is_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seconds, path = bench_build._seconds, {"PYTHONPATH": str(ROOT)}
         once = functools.cache(lambda program: seconds([sys.executable, "-c", program], ROOT, path))
@@ -594,7 +594,7 @@ class TestCommand:
         status, output = self.run(capsys, "gemm", "--device", "cpu", "--list", "--only", "skinny.*bfloat16")
         assert status == 0 and len(output.splitlines()) == 4 and "torch.matmul" in output
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_measures(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         # Even in a short time it measures at least one case. It appends to existing results.
         earlier = dataclasses.replace(BASE, seconds=1.0)
@@ -636,7 +636,7 @@ class TestCommand:
         status, output = self.run(capsys, *options)
         assert status == 2 and "benchmarks: --resume: " in output and "choose another folder by --out" in output
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_finished_cases_are_not_measured_again(self, planted: dict[str, dict[str, Measurement]]) -> None:
         done = {next(iter(sides.values())).problem for case, sides in planted.items() if case not in ("wrong", "last")}
         plan = runner.Plan(["gemm"], "cpu", minutes=60, silence=600.0, command=PLANTED, done=done)

@@ -116,7 +116,7 @@ def test_ratio_colours_are_centred_at_one() -> None:
     assert ratio_plots.ratio_colour(1e6) == ratio_plots.ratio_colour(ratio_plots.LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_ours_failing_is_grey(cpu: list[Measurement]) -> None:
     broken = [changed(m, seconds=None, failure="crashed") if m.side == OURS else changed(m, ratio=None) for m in cpu]
     assert "ours failed" in texts(plots.figures(broken)["ratios"])
@@ -133,7 +133,7 @@ def test_sides_of_a_suite_look_different_and_ours_always_the_same(cpu: list[Meas
             assert len(sides) > 8 or len({styles[side][0] for side in sides}) == len(sides)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_plots_are_written_and_repeatable(cpu: list[Measurement], tmp_path: Path) -> None:
     some = [m for m in cpu if m.suite == "bucket"]
     paths = plots.write_plots(some, tmp_path / "new" / "folder")
@@ -325,7 +325,7 @@ def shown_rows(document: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_browser_sorts_and_filters(browse: Callable[..., tuple[str, list[str]]], page_path: Path) -> None:
     measurements = read(page_path.parent)
     document, console = browse(page_path, q="Flash CAUSAL", suite="attention", sort="time", down="1")
@@ -397,7 +397,7 @@ def with_baselines(measurements: list[Measurement]) -> list[Measurement]:
     return [m for m in measurements if m.suite != "build"]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("rounds", "noise", "rate"), [(3, 0.05, 0.004), (5, 0.05, 0.0005), (11, 0.01, 0.0005)])
 def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
     """The same code on a machine whose speed differs by up to a half. `rate` is a fraction of the cases compared."""
@@ -414,7 +414,7 @@ def test_false_alarms_are_rare(rounds: int, noise: float, rate: float) -> None:
     assert compared > 3500 and alarms <= compared * rate + 6 * math.sqrt(compared * rate)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_drift_that_a_run_cannot_see_stays_below_one_percent() -> None:
     """The worst case: all rounds of a run are off by the same error, as large as that between two rounds."""
     noise, alarms, compared = 0.02, 0, 0
@@ -504,7 +504,7 @@ def late(measurements: list[Measurement], suite: str) -> list[Measurement]:
     return [changed(m, **gone) if m.suite == suite else m for m in ours]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_cases_out_of_time_have_not_failed(tmp_path: Path) -> None:
     measurements = late(sample(), "bucket")
     result = compare.compare(sample(seed=1), measurements)
@@ -571,7 +571,7 @@ def test_results_page_uses_the_newest_results_of_each_suite(results_folder: Path
     assert table_of(text, "gemm")["float32"]["torch"].startswith(f"**{formatting.ratio(mean)}** (")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_references_are_no_baselines(results_folder: Path, cpu: list[Measurement]) -> None:
     side = next(iter(REFERENCES))
     (theirs,) = [m for m in cpu if m.suite == "gemm" and m.side == "torch"][:1]
@@ -582,7 +582,7 @@ def test_references_are_no_baselines(results_folder: Path, cpu: list[Measurement
     assert side not in texts(plots.figures([*cpu, changed(theirs, side=side, ratio=0.25)])["summary"])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_results_page_has_notes_until_a_suite_is_measured_again(results_folder: Path, capsys) -> None:
     slow = [changed(m, ratio=0.5) if m.ratio else m for m in sample() if m.suite in ("gemm", "attention")]
     write(results_folder / "cpu" / "2026-11-21.jsonl", slow)

@@ -234,8 +234,7 @@ def test_every_bit_is_the_same_with_any_number_of_threads(dtype: torch.dtype) ->
             assert torch.equal(a, b)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.parametrize("isa", ["generic", "avx2"])
 def test_every_instruction_set(isa: str, run_python: Callable) -> None:
     """Each but the widest, which every other test runs; on a processor that lacks one, the widest it has runs again."""
@@ -340,7 +339,7 @@ def test_aligned_offsets() -> None:
     assert bucket_ops.aligned_offsets([], torch.float32) == ([], 0)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.every_backend
 @hypothesis_settings(max_examples=60)
 @given(
@@ -642,7 +641,7 @@ def test_opcheck(sample: int) -> None:
         assert len(results) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_whole(dynamic: bool) -> None:
     def exchange(tensors: list[Tensor], bucket: Tensor, offsets: list[int]) -> tuple[Tensor, ...]:

@@ -229,7 +229,7 @@ def test_one_bucket_where_nothing_hides() -> None:
     assert choice.exposed == pytest.approx(1e-3 + choice.last / 1e9)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_choice_depends_on_its_arguments_alone() -> None:
     gradients, link = random_gradients(200, 0.1, kinds=("a", "b")), random_link()
     choice = choose(gradients, link, 0.1)

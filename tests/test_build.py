@@ -435,7 +435,7 @@ class TestSm90a:
         assert config.archs_of(kernel) == ("9.0a", "9.0a+PTX") and older.archs_of(kernel) == ()
         assert older.archs_of(other) == older.archs
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_the_plan_then_says_so(self, tmp_path: Path) -> None:
         toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
         dataclasses.replace(make_config(toolkit), archs=("8.0",)).prepare(tmp_path / "build")
@@ -479,7 +479,7 @@ int main() {
             "80",
         ]
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     @pytest.mark.parametrize("archs", [("8.0",), ("8.0", "9.0a")])
     def test_attention_then_needs_none_of_them(self, tmp_path: Path, archs: tuple[str, ...]) -> None:
         toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
@@ -537,7 +537,7 @@ class TestHeadDims:
         assert few.summary.endswith("; head dims 64, 96, 128 only)") and "head dims" not in config.summary
         assert few.stamp()["head_dims"] == [64, 96, 128]
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_kernels_that_are_left_out_say_so(self, tmp_path: Path) -> None:
         toolkit = Toolkit("pip", make_toolkit(tmp_path / "cuda"), "13.0")
         config = dataclasses.replace(make_config(toolkit), head_dims=(64, 128))
@@ -745,7 +745,7 @@ class TestStamp:
         pip = f"{sys.executable} -m pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps ."
         assert _stamp.build_command().startswith(pip)
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_stamp_is_compared_before_the_library_is_opened(self, package_copy: Path, run_python: RunPython) -> None:
         _stamp.write(package_copy / "cuda_ext", {**_stamp.read(), "torch": "1.0"})
         # Were it opened, the error would be that of the dynamic loader.
@@ -756,7 +756,7 @@ class TestStamp:
         assert "ImportError: cuda_ext: the compiled library" in done.stdout
         assert f"built for torch 1.0, but this process runs torch {torch.__version__}. Rebuild it with" in done.stdout
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     @pytest.mark.parametrize("missing", ["_C.so", "_build_info.py"])
     def test_library_that_was_not_built(self, package_copy: Path, run_python: RunPython, missing: str) -> None:
         (package_copy / "cuda_ext" / missing).unlink()
@@ -768,7 +768,7 @@ class TestStamp:
             f"ImportError: cuda_ext: the compiled library has not been built; build it with\n  {command}" in done.stdout
         )
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_checkout_that_hides_an_installed_library(
         self, tmp_path: Path, package_copy: Path, run_python: RunPython
     ) -> None:
@@ -800,8 +800,7 @@ class TestPackage:
         with pytest.raises(AttributeError, match="module 'cuda_ext' has no attribute 'gem'"):
             _ = cuda_ext.gem  # type: ignore[attr-defined]
 
-    @pytest.mark.slow
-    @pytest.mark.sampled(count=2)
+    @pytest.mark.sampled(cases=2, slow=True)
     @pytest.mark.parametrize(
         "first",
         ["from cuda_ext import gemm", "from cuda_ext._gemm import linear", "import cuda_ext.nn"],
@@ -821,7 +820,7 @@ class TestSetup:
             "pip install 'torch>=2.11' 'setuptools>=77' ninja && pip install --no-build-isolation .\n"
         )
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_pips_isolated_build_finds_the_torch_it_installs_for(self, run_python: RunPython) -> None:
         """pip hides the installed packages by removing their folder from sys.path."""
         code = """
@@ -860,14 +859,14 @@ runpy.run_path({str(ROOT / "setup.py")!r}, run_name="__main__")
         assert done.stdout.startswith(f"cuda_ext: {says}")
         assert done.stdout.endswith("-m pip install 'setuptools>=77'\n")
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_failure_is_one_message(self, tmp_path: Path, run_python: RunPython) -> None:
         source = copy_sources(tmp_path)
         done = run_python(str(source / "setup.py"), "--quiet", "build_ext", "--inplace", CUDA_EXT_CUDA="2")
         assert done.returncode == 1
         assert done.stdout == "cuda_ext: CUDA_EXT_CUDA: expected auto, 0 or 1, got '2'\n"
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_builds_compile_what_changed_and_nothing_else(self, tmp_path: Path, run_python: RunPython) -> None:
         """On a small library: csrc/ops/library.cpp, csrc/launchers, and a source that knows nothing of CUDA, which is
         compiled first because of its name. The last build is a wheel, which must work where it is unpacked."""

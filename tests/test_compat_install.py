@@ -129,7 +129,7 @@ def test_the_real_package_is_not_replaced_by_accident(tmp_path: Path, monkeypatc
 # Libraries
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_what_transformers_asks() -> None:
     from transformers.utils import import_utils
 
@@ -153,7 +153,7 @@ def test_what_transformers_asks() -> None:
     import_utils.is_flash_attn_2_available.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_attention_of_transformers(version: int) -> None:
     """A padded Llama with attn_implementation="flash_attention_2" against "eager", outputs and gradients.

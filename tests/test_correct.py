@@ -30,7 +30,7 @@ def run_program(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_the_kernels_are_right() -> None:
     lines = run_program("from benchmarks.gpu_check import correct; assert correct.main(['all', 'simt']) == 0")
     cases, summaries = lines[: -len(correct.FAMILIES)], lines[-len(correct.FAMILIES) :]
@@ -47,7 +47,7 @@ def test_large_cases_are_more(family: str) -> None:
     assert len(set(large)) == len(large)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_every_plan_of_products_is_run() -> None:
     """A plan that does not fit, and a name that the table of plans does not know, raise. The largest are left out."""
     with testing.emulated(product_cases.EMULATED[0], processors=product_cases.EMULATED[1]):
@@ -239,7 +239,7 @@ def test_without_a_gpu_every_case_says_so(capsys: Output) -> None:
     assert last.startswith("correct: bucket: 0 right, 2 not right: stats short float32 (FAILED); ")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("capability", "processors"), [(90, 132), (80, 108)])
 def test_large_cases_cover_split_and_unsplit_kernels(capability: int, processors: int, backward: bool) -> None:

@@ -44,7 +44,7 @@ def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_EXT_CUDA", "0")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("cpu_build")
 def test_load_builds_and_survives_a_killed_build(tmp_path: Path, run_python: RunPython) -> None:
     """Also where another library is installed, and where a killed build has left behind the lock of torch's loader."""
@@ -60,7 +60,7 @@ def test_load_builds_and_survives_a_killed_build(tmp_path: Path, run_python: Run
     assert not stale.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("cpu_build")
 def test_compiler_errors_are_in_the_exception(tmp_path: Path, run_python: RunPython) -> None:
     (tmp_path / "one.cpp").write_text("int f() { return undeclared_name; }\n")

@@ -41,7 +41,7 @@ def qkv(batch: int, queries: int, keys: int, heads: int, heads_kv: int, dim: int
     return tensors_of({"query": (batch, queries, heads, dim), "key": of_keys, "value": of_keys})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
@@ -74,7 +74,7 @@ def test_layers(name: str) -> None:
         assert_op_matches_reference(cuda_ext.linear, reference_linear, tensors, {"activation": "gelu"})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize(
     ("sizes", "options"),
@@ -147,7 +147,7 @@ def test_vectors_of_sums_where_the_device_has_them(options: dict[str, Any]) -> N
         assert all(map(torch.equal, gradients["sm_80"], gradients["sm_90a"]))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_more_heads_than_a_grid_has_rows() -> None:
     """The second and third axis of a grid end at 65,535."""
     heads = 65_537

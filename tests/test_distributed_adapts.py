@@ -389,7 +389,7 @@ def test_parameters_on_two_devices_are_refused(group: None) -> None:
 # the timeline
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(2)
 def test_trace() -> None:
     model = BucketedDataParallel(make_model(), bucket_cap_mb=SMALL)

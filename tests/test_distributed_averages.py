@@ -37,7 +37,7 @@ from cuda_ext.distributed.bucketing.units import MIB
 # the average
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(4)
 def test_training_equals_one_process_with_the_whole_batch() -> None:
     whole = make_model()

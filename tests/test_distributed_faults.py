@@ -70,8 +70,7 @@ def what_others_do(message: str) -> dict[int, str]:
     return {int(rank): doing for ranks, doing in zip(parts[::2], parts[1::2]) for rank in re.findall(r"\d+", ranks)}
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=3)
+@pytest.mark.sampled(cases=3, slow=True)
 @pytest.mark.parametrize("fault", ENDINGS)
 def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
     for rank, message in errors_of_survivors(tmp_path, fault, (2,)).items():
@@ -81,8 +80,7 @@ def test_every_survivor_says_who_is_missing(fault: str, tmp_path: Path) -> None:
         assert NO_STORE not in message
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.parametrize("fault", ["dies", "stops"])
 def test_the_rank_of_the_store_fails(fault: str, tmp_path: Path) -> None:
     for rank, message in errors_of_survivors(tmp_path, fault, (0,)).items():
@@ -92,7 +90,7 @@ def test_the_rank_of_the_store_fails(fault: str, tmp_path: Path) -> None:
         assert f"; {NO_STORE}. The gradients" in message
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_both_ranks_with_a_board_die(tmp_path: Path) -> None:
     (message,) = errors_of_survivors(tmp_path, "dies", (0, 2)).values()
     assert f"{NO_STORE}, and neither does the last rank, which has a copy; probably rank 0 has ended" in message

@@ -130,7 +130,7 @@ def test_one_rank(group: None) -> None:
         assert torch.equal(model(batch), plain(batch))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_compiled(group: None, where: str) -> None:
     module = make_model()

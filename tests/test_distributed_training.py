@@ -123,33 +123,29 @@ def train_and_compare(dtype: torch.dtype, options: str, style: str) -> None:
 EVERY_PAIR = [(o, s) for o in OPTIONS for s in STYLES if o != "sharded" or s not in ("freeze", "uneven")]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases="every value", slow=True)
 @on_ranks(2)
-@pytest.mark.sampled
 @pytest.mark.parametrize(("options", "style"), EVERY_PAIR)
 def test_every_option_in_every_style_on_two_ranks(options: str, style: str) -> None:
     train_and_compare(torch.float64, options, style)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=3, slow=True)
 @on_ranks(4)
-@pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("style", STYLES)
 def test_styles_on_four_ranks(style: str) -> None:
     train_and_compare(torch.float64, "default", style)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=2, slow=True)
 @on_ranks(4)
-@pytest.mark.sampled(count=2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_float32_on_four_ranks(options: str) -> None:
     train_and_compare(torch.float32, options, "plain")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=1, slow=True)
 @on_ranks(8)
-@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_on_eight_ranks(options: str) -> None:
     train_and_compare(torch.float64, options, "accumulate")

@@ -93,7 +93,7 @@ def test_names_in_the_figures_exist() -> None:
     assert not {word for word in words - files if not set(word.strip(".").split(".")) <= known}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "tools/build_docs.py", "--out", str(tmp_path)],

@@ -22,6 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from cuda_ext.distributed import AllreduceState, BucketedDataParallel, allreduce_hook
 
 STEPS, BATCH = 4, 6  # of all ranks together
+# Options of Lightning's trainers here.
+QUIET = {"accelerator": "cpu", "devices": 2, "logger": False}
+QUIET |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -114,18 +117,8 @@ def test_lightning_ddp_strategy(wire_dtype: torch.dtype | None) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     own = DataLoader(TensorDataset(loader.dataset.tensors[0][rank::ranks]), batch_size=BATCH // ranks)
     with as_torchrun_starts_it():
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=Strategy(ddp_comm_hook=hook, ddp_comm_state=AllreduceState(wire_dtype=wire_dtype)),
-            max_epochs=1,
-            use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, own)
+        strategy = Strategy(ddp_comm_hook=hook, ddp_comm_state=AllreduceState(wire_dtype=wire_dtype))
+        lightning.Trainer(strategy=strategy, max_epochs=1, use_distributed_sampler=False, **QUIET).fit(module, own)
     assert len(buckets) >= STEPS
     assert_trained(module.model, start, batches, wire_dtype)
 
@@ -150,17 +143,8 @@ def test_lightning_ignores_the_hook_on_a_cpu() -> None:
     module = Module()
     module.layer = nn.Linear(7, 3)
     with as_torchrun_starts_it():
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=DDPStrategy(ddp_comm_hook=hook, ddp_comm_state=None),
-            max_steps=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, loader_and_batches()[0])
+        strategy = DDPStrategy(ddp_comm_hook=hook, ddp_comm_state=None)
+        lightning.Trainer(strategy=strategy, max_steps=1, **QUIET).fit(module, loader_and_batches()[0])
 
 
 @needs("lightning")

@@ -80,8 +80,7 @@ def every_split(shapes: dict[str, tuple[int, ...]], names: Sequence[str]) -> Ite
         yield {name: dim for name, dim in zip(names, dims, strict=True) if dim is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.parametrize("size", [2, 4])
 def test_products(size: int, workers: Any) -> None:
     workers.run(size, __name__, "products", {})
@@ -134,7 +133,7 @@ def products() -> None:
         check(gemm, batches, splits)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention(size: int, workers: Any) -> None:
     workers.run(size, __name__, "attention", {})
@@ -175,7 +174,7 @@ def attention() -> None:
         flash_attention(**parts, dropout_p=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_two_dimensions_of_a_mesh(workers: Any) -> None:
     workers.run(4, __name__, "two_dimensions", {})
 
@@ -275,7 +274,7 @@ def parallel_layers() -> None:
     compare(module, tp.parallelize_module(split, mesh, gated))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "order", ["cuda_ext.gemm, torch.distributed.tensor", "torch.distributed.tensor, cuda_ext.gemm"]
 )

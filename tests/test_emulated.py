@@ -58,8 +58,7 @@ def test_kernels_of_other_sources_are_refused() -> None:
         ops._emulate(table.data_ptr())
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @pytest.mark.parametrize("first", [False, True])
 def test_kernels_with_and_without_hooks_are_loaded_side_by_side(run_python: Callable, first: bool) -> None:
     """Whichever comes first: kernels without hooks hide the races of plain accesses."""
@@ -91,7 +90,7 @@ def test_a_compiler_error_is_shown(tmp_path: Path) -> None:
 # The race checker, with all plain accesses hooked, on what the tests of values run without it.
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", OPS)
@@ -100,7 +99,7 @@ def test_gemm_has_no_race(op: str, dtype: torch.dtype, seed: int) -> None:
         check(op, arguments(op, (), 70, 40, 200, f=72, dtype=dtype), activation="silu")
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 def test_bucket_has_no_race() -> None:
     tensors = [torch.randn(count) for count in (3, 20000, 1, 0, 40001)]
     offsets, size = bucket.aligned_offsets([tensor.numel() for tensor in tensors], torch.float32)
@@ -117,7 +116,7 @@ def products() -> Tensor:
     return cuda_ext.gemm(a, b, activation="relu", out_dtype=torch.float32)
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 def test_a_missing_wait_is_caught() -> None:
     """Emulation of the ops can fail: without one wait there is NaN in the result, and a race, or a read of nothing."""
     with testing.emulated() as emulation:
@@ -178,7 +177,7 @@ print(all(torch.isfinite(p.grad).all() for p in model.parameters()))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_module_of_a_new_process(run_python: Callable) -> None:
     done = run_python("-c", TRAIN)
     assert done.returncode == 0 and done.stdout.endswith("True\n"), done.stdout

@@ -40,7 +40,7 @@ def test_every_example_has_a_page() -> None:
         assert f"examples/{name}.py" in (ROOT / "docs" / "examples" / f"{name}.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_finetune_transformers(tmp_path: Path) -> None:
     losses = run("finetune_transformers", tmp_path, *TINY, "--hidden", "128", "--layers", "2")
     assert_same_losses(losses["sdpa"], losses["cuda_ext"])
@@ -52,21 +52,21 @@ def test_vit_timm(tmp_path: Path) -> None:
     assert_same_losses(losses["timm"], losses["cuda_ext"])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_amp_loop(tmp_path: Path) -> None:
     losses = run("amp_loop", tmp_path, *TINY).losses
     # Both round to bfloat16, though not in the same places: 2**-8 for each element, less for the mean of many.
     assert_same_losses(losses["PyTorch"], losses["cuda_ext"], rtol=2**-9)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_lightning_training(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses = run("lightning_training", tmp_path, *TINY)
     assert len(losses) == 3 and losses[-1] < losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(2)
 def test_fsdp2(tmp_path: Path) -> None:
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
@@ -80,7 +80,7 @@ def test_embed_bert(tmp_path: Path) -> None:
         torch.testing.assert_close(vectors[name], vectors["eager"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_write_gpt(tmp_path: Path) -> None:
     written = run("write_gpt", tmp_path, "--run", str(tmp_path), "--steps", "3", "--tokens", "12")
     assert {name: text.shape for name, text in written.items()} == dict.fromkeys(written, (4, 12))

@@ -77,7 +77,7 @@ def test_hosts_share_only_the_network(two_hosts: Hosts) -> None:
     assert output(two_hosts, 1, "ps", "-e").count("\n") < 5  # only its own processes
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @needs_hosts
 def test_a_cut_link_carries_nothing_until_it_is_repaired(two_hosts: Hosts) -> None:
     assert hears(two_hosts, 10.0)
@@ -150,7 +150,7 @@ def commands() -> str:
     return "\n".join(found)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @needs_hosts
 def test_training_survives_a_kill_and_a_cut(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Every survivor reports in time, and the losses are those of a run without faults. Without --full a run has only
@@ -291,7 +291,7 @@ def test_gradients_of_the_measured_model_arrive_over_time() -> None:
     assert min(gaps) >= host_network.LAYER_SECONDS
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @needs_hosts
 def test_the_network_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["measure", "--hosts", "2", "--repeats", "3", "--bucket-cap-mb", "2", "--out", str(tmp_path)]

@@ -384,7 +384,7 @@ def test_many_batch_dims() -> None:
         gemm(rand(*shape, 2, 3), rand(*reversed(shape), 3, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @given(
     op=st.sampled_from(list(OPS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
@@ -490,9 +490,8 @@ print(json.dumps("ok"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.cpu_only("instruction sets")
-@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("isa", ["generic", "avx2", *["avx512", "avx512bf16"] * torch.cpu._is_avx512_bf16_supported()])
 def test_every_instruction_set(isa: str, run_python: Callable[..., Any], request: pytest.FixtureRequest) -> None:
     """Each but the widest, which every other test runs; on a processor that lacks one, the widest it has runs again."""

@@ -105,7 +105,7 @@ def test_every_op_is_checked() -> None:
     assert checked == {f"{NAMESPACE}::{name}" for name in every}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("op", OPS)
 def test_compile_forward_and_backward(op: str, activation: str | None) -> None:
@@ -143,7 +143,7 @@ def test_compile_with_dynamic_shapes_traces_once(op: str) -> None:
             out.sum().backward()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_compile_with_inductor() -> None:
     """The default backend once, with code of its own around the ops."""
     torch._dynamo.reset()
@@ -172,7 +172,7 @@ def test_compile_under_autocast() -> None:
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(), call())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_export_with_a_dynamic_batch(tmp_path: Path, run_python: RunPython) -> None:
     """Also saved, and loaded in a process that imports the ops and nothing else."""
 

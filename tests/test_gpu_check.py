@@ -124,7 +124,7 @@ def test_a_failure_does_not_stop_the_next(tmp_path: Path) -> None:
     assert "a stand-in" in report and "so far" not in report
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_hang_ends_with_all_its_processes(tmp_path: Path) -> None:
     stages = [python("hangs", HANG, str(tmp_path / "pids"), most=4, least=1), python("last", "print('fine')")]
     status, terminal, found = check(tmp_path / "out", stages)
@@ -150,7 +150,7 @@ while not pids.exists() or pids.read_text().count("\\n") < 2:
     assert not [pid for pid in pids if is_alive(int(pid))]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_total_time_is_kept_even_if_all_stages_hang(tmp_path: Path) -> None:
     stages = [python(f"hangs{i}", HANG, str(tmp_path / "pids"), least=1) for i in range(9)]
     status, terminal, found = check(tmp_path / "out", stages, minutes=0.1)
@@ -191,7 +191,7 @@ sys.exit(correct.main(["all", "simt", "ga"]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_the_first_lines_name_the_family_that_is_broken(tmp_path: Path) -> None:
     (known,) = [stage for stage in stage_table.stages_of_dry_run() if stage.name == "correct"]
     stages = [python("environment", ""), replace(known, commands=(("{python}", "-c", BROKEN_GEMM),), needs=())]
@@ -204,7 +204,7 @@ def test_the_first_lines_name_the_family_that_is_broken(tmp_path: Path) -> None:
     assert lines[3] == "- Of 3 stages: 2 passed, 1 FAILED"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_stage_that_fills_the_disk_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flood = tmp_path / "flood"
 
@@ -246,7 +246,7 @@ def test_it_needs_neither_git_nor_make(tmp_path: Path, monkeypatch: pytest.Monke
     assert status == 0 and "Source: not a git checkout, csrc " in terminal
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_an_enormous_log_keeps_its_beginning_and_its_end(tmp_path: Path) -> None:
     code = "print('first'); [print(f'{i:099}') for i in range(400_000)]; print('x' * 10_000_000); print('last words')"
     status, terminal, _ = check(tmp_path / "out", [python("talks", code)])
@@ -361,7 +361,7 @@ if not part.exists():
 )
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_second_call_continues_where_the_first_stopped(tmp_path: Path) -> None:
     runs, state = tmp_path / "runs", ("--state", str(tmp_path / "state"))
     golden = "pathlib.Path(sys.argv[3], 'answer').touch(); print('golden')"
@@ -422,7 +422,7 @@ def test_parts_that_were_not_selected_run_later(tmp_path: Path) -> None:
         assert len(runs.read_text().split()) == ran
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_library_with_other_head_dims_is_tested_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, dims, state = tmp_path / "runs", tmp_path / "dims", ("--state", str(tmp_path / "state"))
     dims.write_text("64, 128")
@@ -502,7 +502,7 @@ def test_early_stages_get_what_they_need_and_later_ones_wait(tmp_path: Path) -> 
     assert found["tests"] == "not run"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_with_a_report(tmp_path: Path, number: signal.Signals) -> None:
     out, pids = tmp_path / "out", tmp_path / "pids"
@@ -548,7 +548,7 @@ FAULTS = {
 NOTES_TIME = "import sys, time; print(time.time(), file=open(sys.argv[1], 'a'))"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_next_stage_begins_soon_after_a_fault(tmp_path: Path, fault: str) -> None:
     times, faulty = tmp_path / "times", FAULTS[fault]
@@ -559,7 +559,7 @@ def test_the_next_stage_begins_soon_after_a_fault(tmp_path: Path, fault: str) ->
     assert ended - began < 10 + (faulty.most if faulty.most < 60 else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_fresh_machine_begins_soon_after_one_that_died(tmp_path: Path) -> None:
     times = tmp_path / "times"
     stages = [python("first", NOTES_TIME, str(times)), python("dies", HANG, str(tmp_path / "pids"), least=1)]
@@ -644,7 +644,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert (tmp_path / "file").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_an_earlier_check_is_moved_aside(tmp_path: Path) -> None:
     for _ in range(2):
         assert check(tmp_path / "out", [python("a", "")])[0] == 0
@@ -676,7 +676,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "out"), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
@@ -709,7 +709,7 @@ def as_shells_start_jobs(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("as_shells_start_jobs")
 def test_a_build_that_takes_too_long_has_fewer_head_dims(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = """
@@ -829,8 +829,7 @@ def test_stages_refer_to_existing_files(table) -> None:
             assert set(re.findall(r"\{\w+\}", word)) <= known
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_dry_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     # It ends as soon as all stages are done; the limit is for slow machines.

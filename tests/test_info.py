@@ -55,7 +55,7 @@ def test_text_and_json_hold_the_same(report: dict[str, Any], monkeypatch: pytest
         assert all(str(entry) in text for entry in entries)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_sources_that_changed_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = _stamp.read()["sources"]
     for here, verdict in ((digest, "unchanged"), ("0", "changed since the build"), (None, "not here")):
@@ -89,7 +89,7 @@ def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions["setuptools"][0].isdigit()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_reader_that_stops_reading_and_no_numpy(package_copy: Path) -> None:
     """`python -m cuda_ext.info | head -1`: the verdict and nothing else, and the status of a report that works."""
     (package_copy / "numpy.py").write_text("raise ModuleNotFoundError('no numpy here')\n")
@@ -129,7 +129,7 @@ def test_gpu_is_held_against_the_archs_of_the_library(
 class TestBrokenInstallations:
     """Each must give a whole report and exit with 1."""
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_no_library(self, package_copy: Path, run_python: RunPython) -> None:
         (package_copy / "cuda_ext/_C.so").unlink()
         report = read_report(run_python, package_copy)
@@ -138,14 +138,14 @@ class TestBrokenInstallations:
         assert report["verdict"].startswith(f"cuda_ext {cuda_ext.__version__} does not work: {problem}")
         assert report["build"].startswith("ImportError: cuda_ext: the compiled library has not been built")
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_other_torch(self, package_copy: Path, run_python: RunPython) -> None:
         _stamp.write(package_copy / "cuda_ext", {**_stamp.read(), "torch": "1.0"})
         report = read_report(run_python, package_copy)
         assert f"was built for torch 1.0, but this process runs torch {torch.__version__}" in report["import"]
         assert report["build"]["torch"] == "1.0"
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_library_that_does_not_load(self, package_copy: Path, run_python: RunPython) -> None:
         (package_copy / "cuda_ext/_C.so").unlink()
         (package_copy / "cuda_ext/_C.so").write_text("not a library")
@@ -159,7 +159,7 @@ class TestBrokenInstallations:
         assert report["machine"]["cores"] >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_checkout_without_a_library_reports_on_the_installed_package(tmp_path: Path, package_copy: Path) -> None:
     checkout = tmp_path / "checkout"
     shutil.copytree(_stamp.PACKAGE, checkout / "cuda_ext", ignore=shutil.ignore_patterns("*.so", "_build_info.py"))

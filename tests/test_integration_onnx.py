@@ -72,7 +72,7 @@ def qkv(b: int = 2, sq: int = 7, sk: int = 7, h: int = 4, hk: int = 2, d: int = 
     return [torch.randn(b, sq, h, d), torch.randn(b, sk, hk, d), torch.randn(b, sk, hk, dv)]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_products(activation: str | None) -> None:
     x, w, b = torch.randn(2, 5, 8), torch.randn(12, 8), torch.randn(12)
@@ -92,7 +92,7 @@ def test_products(activation: str | None) -> None:
     assert ("Gelu" in found) == ("gelu" in str(activation))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "shape", "fused"),
     [
@@ -126,7 +126,7 @@ def test_attention(options: dict[str, Any], shape: dict[str, int], fused: bool) 
     assert ("Attention" in operators(check(model, *tensors))) == fused
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_attention_of_any_length() -> None:
     def model(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return cuda_ext.flash_attention(q, k, v, causal=True, window=(4, 0))
@@ -137,7 +137,7 @@ def test_attention_of_any_length() -> None:
     assert "Exp" not in operators(model), "the exporter kept the log-sum-exp, which the model does not return"
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (1, 2), "softcap": 3.0}])
 def test_packed_sequences(options: dict[str, Any]) -> None:
     lengths = torch.tensor([0, 3, 3, 10, 16], dtype=torch.int32), torch.tensor([0, 5, 6, 12, 14], dtype=torch.int32)
@@ -151,7 +151,7 @@ def test_packed_sequences(options: dict[str, Any]) -> None:
     check(model, q, k, v, *lengths)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"causal": True, "sinks": torch.randn(4)}], ids=["", "sinks"])
 def test_rows_after_the_last_sequence(options: dict[str, Any]) -> None:
     lengths = torch.tensor([0, 3, 10], dtype=torch.int32), torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -166,7 +166,7 @@ def test_rows_after_the_last_sequence(options: dict[str, Any]) -> None:
     check(model, q, k, v, *lengths)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_modules() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -184,7 +184,7 @@ def test_modules() -> None:
         check(block, torch.randn(2, 9, 32), dynamic=({1: torch.export.Dim.DYNAMIC},), other=(torch.randn(2, 21, 32),))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_float64_keeps_its_digits() -> None:
     tensors = [tensor.double() for tensor in qkv()]
     out = exported(lambda q, k, v: cuda_ext.flash_attention(q, k, v, causal=True, softcap=2.5, scale=0.1), *tensors)
@@ -195,14 +195,14 @@ def test_float64_keeps_its_digits() -> None:
     torch.testing.assert_close(torch.from_numpy(found), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "out_dtype"), [(torch.float16, torch.float32), (torch.float32, torch.float16)])
 def test_gemm_of_another_output_dtype(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
     a, b = torch.randn(3, 64).to(dtype), torch.randn(64, 5).to(dtype)
     check(lambda a, b: cuda_ext.gemm(a, b, activation="gelu", out_dtype=out_dtype), a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"expected opset_version of at least 23.*got 18"):
         translation_table(18)

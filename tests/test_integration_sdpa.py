@@ -100,7 +100,7 @@ MASKS: dict[str, tuple[str, ...]] = {  # sizes, of B, H, Q and K
 }
 
 
-@pytest.mark.sampled(count=60)
+@pytest.mark.sampled(cases=60)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [(33, 33), (7, 70), (70, 7), (1, 19), (130, 64)])

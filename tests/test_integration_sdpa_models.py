@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
         return self.out(attended.transpose(1, 2).reshape(batch, length, 32))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_compiled_with_dynamic_lengths() -> None:
     torch._dynamo.reset()
     model = SelfAttention()
@@ -96,7 +96,7 @@ def test_compiled_causal_with_more_queries_than_keys() -> None:
     assert sdpa.calls()["served"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_exported(tmp_path: Path) -> None:
     """The program keeps SDPA as one op, which is served where this integration is enabled when the program runs."""
@@ -141,7 +141,7 @@ def jagged(offsets: Tensor, heads: int = 4, dim: int = 8) -> Any:
     return torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -271,7 +271,7 @@ def test_pyg_gps_conv() -> None:
     assert_served(model, {"x": torch.randn(14, 32), "edge_index": edges, "batch": graph_of_node}, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_diffusers_unet() -> None:
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.UNet2DConditionModel(

@@ -73,7 +73,7 @@ def packed_positions() -> Tensor:
 # Against attention in float64
 
 
-@pytest.mark.sampled(count=16)
+@pytest.mark.sampled(cases=16)
 @pytest.mark.parametrize("case", ["full", "left", "right", "holes", "packed"])
 @pytest.mark.parametrize("name", models.DECODERS)
 def test_decoders(name: str, case: str) -> None:
@@ -124,7 +124,7 @@ def test_encoders_and_cross_attention(name: str) -> None:
 PATTERNS = ("causal", "causal window", "bidirectional", "bidirectional window")
 
 
-@pytest.mark.sampled(count=40)
+@pytest.mark.sampled(cases=40)
 @pytest.mark.parametrize("pad", ["none", "left", "right", "holes", "row"])
 @pytest.mark.parametrize("cache", ["none", "dynamic", "static", "sliding"])
 @pytest.mark.parametrize("queries", [1, 5, 12])
@@ -231,7 +231,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(count=10)
+@pytest.mark.sampled(cases=10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", models.DECODERS)
 def test_generation(name: str, mode: str) -> None:
@@ -256,8 +256,7 @@ def test_generation(name: str, mode: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_compiled_generation(name: str) -> None:
     model = models.decoder(name, "eager", torch.float32, initializer_range=0.3)
@@ -276,8 +275,7 @@ def test_compiled_generation(name: str) -> None:
 # Compiled models
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 def test_compiled_forward_has_one_graph_for_all_lengths(name: str, padded: bool) -> None:
@@ -297,8 +295,7 @@ def test_compiled_forward_has_one_graph_for_all_lengths(name: str, padded: bool)
     assert counted.count <= 2  # the first length is a constant, the second one a symbol
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=1)
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_compiled_training_on_packed_sequences(explicit: bool) -> None:
     """`explicit`: with the arguments of DataCollatorWithFlattening instead of those that position ids imply."""
@@ -340,8 +337,7 @@ def test_tokens_after_the_packed_sequences() -> None:
 # Training
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(count=8)
+@pytest.mark.sampled(cases=8, slow=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*models.DECODERS, *models.OTHERS])
 def test_loss_curves(name: str, dtype: torch.dtype) -> None:

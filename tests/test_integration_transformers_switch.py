@@ -43,7 +43,7 @@ def test_switch() -> None:
     assert NAME not in AttentionInterface._global_mapping
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
     program = (
         "import sys, cuda_ext; cuda_ext.integrations.transformers.calls(); assert 'transformers' not in sys.modules\n"

@@ -89,14 +89,14 @@ def random_case(dtype: torch.dtype, dims: tuple[int, ...] = DIMS) -> None:
     check(torch.randn(len(lengths), queries, heads_kv * group, dim).to(dtype), cache, key, value, **options)
 
 
-@pytest.mark.sampled(count=24)
+@pytest.mark.sampled(cases=24)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", range(100))
 def test_random(dtype: torch.dtype, case: int) -> None:
     random_case(dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("queries", "keys"), [(64, 2048), (16, 20000), (1, 131072), (16, 131072)])
 def test_long_sequences(queries: int, keys: int) -> None:
     cache = make_cache([keys, 70], keys, 1, 64, 64, torch.bfloat16, page_size=256)
@@ -104,7 +104,7 @@ def test_long_sequences(queries: int, keys: int) -> None:
 
 
 @pytest.mark.cpu_only("of dtypes and head dims that CUDA lacks")
-@pytest.mark.sampled(count=12)
+@pytest.mark.sampled(cases=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", range(50))
 def test_random_on_cpu(dtype: torch.dtype, case: int) -> None:
@@ -129,7 +129,7 @@ def alone_and_in_a_batch(dtype: torch.dtype, batch: int, **options: Any) -> None
         assert torch.equal(bits(own_out[0]), bits(out[b])) and torch.equal(own_lse[0], lse[b])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("window", [None, (100, 0)], ids=str)
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch_of_64(window: tuple[int, int] | None) -> None:
     alone_and_in_a_batch(torch.bfloat16, 64, window=window)
@@ -292,7 +292,7 @@ class TestTransforms:
             ops.flash_attention_with_kvcache.default, (query, cache.keys, cache.values, key, value, *where)
         )
 
-    @pytest.mark.slow
+    @pytest.mark.sampled
     def test_compiled_without_a_graph_break(self) -> None:
         query, cache, key, value = self.arguments()
 

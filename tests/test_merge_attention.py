@@ -76,7 +76,7 @@ def test_packed_in_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(merged, whole, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_compiled_and_transformed() -> None:
     q, k, v = inputs()
     parts = [cuda_ext.flash_attention(q, k[:, at], v[:, at], return_lse=True) for at in (slice(0, 9), slice(9, 50))]

@@ -529,7 +529,7 @@ def test_large_products_on_an_h200(size: int, tflops: float) -> None:
 DECODE_SHAPES = [(m, size, size) for size in (4096, 5120, 6144, 8192, 14336) for m in (1, 16, 64)]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [*SHAPES, *DECODE_SHAPES], ids=lambda s: "x".join(map(str, s)))
 def test_the_plan_is_near_the_best(shape: tuple[int, int, int]) -> None:
     taken, *others = predict_gemm(GPUS["h200"], *shape, layout="nt", all_configs=True)
@@ -671,7 +671,7 @@ def test_other_configurations_have_their_best_splits(evidence: Evidence) -> None
     assert others[1].splits > 1 and others[1].seconds < 1.05 * best
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_more_bandwidth_is_not_slower() -> None:
     for shape in SHAPES:
         h100, h200 = (predict_gemm(GPUS[name], *shape)[0] for name in ("h100", "h200"))
@@ -856,7 +856,7 @@ def measured(case: measure.Case, seconds: float | None, **changes: object) -> re
     return dataclasses.replace(m, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_measurements_are_shown_next_to_predictions(measured_root: Path, capsys: Capture) -> None:
     gpu = GPUS["h200"]
     (p,), (odd,) = predict_gemm(gpu, *LARGE), predict_gemm(gpu, 777, 888, 999)

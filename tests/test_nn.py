@@ -469,7 +469,7 @@ def small_model() -> nn.Module:
     return Model()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_model_is_the_eager_model(backend: str) -> None:
     torch._dynamo.reset()
@@ -488,7 +488,7 @@ def test_compiled_model_is_the_eager_model(backend: str) -> None:
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_rotary_takes_any_length_in_a_compiled_model() -> None:
     torch._dynamo.reset()
     rotary = RotaryEmbedding(8)

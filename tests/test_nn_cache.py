@@ -78,7 +78,7 @@ def test_a_full_cache_and_wrong_arguments() -> None:
         KeyValueCache(1, [4, 0], 4, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @torch.no_grad()
 def test_compiled() -> None:
     module = SelfAttention(64, 4, num_kv_heads=2)

@@ -714,9 +714,8 @@ def test_transforms() -> None:
     torch.testing.assert_close(*derivatives, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=2, slow=True)
 @pytest.mark.parametrize("name", ["Llama", "Phi3", "T5 gated", "GPT2", "Whisper", "nn.Sequential"])
-@pytest.mark.sampled(count=2)
 def test_compiles_without_graph_breaks(name: str) -> None:
     model, inputs = MODELS[name][0]()
     model.double()
@@ -840,7 +839,7 @@ def test_lora(targets: list[str], patch_first: bool) -> None:
 # Ranks
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(2)
 def test_wrapped_for_several_ranks() -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -34,7 +34,7 @@ def slowed(measurements: list[Measurement], suite: str, *factors: float) -> list
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_predicted_times_are_as_predicted(as_predicted: list[Measurement]) -> None:
     text = predicted.compare_tables(as_predicted, H200)
     rows = rows_of(text)
@@ -43,7 +43,7 @@ def test_predicted_times_are_as_predicted(as_predicted: list[Measurement]) -> No
     assert "farthest" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_wrong_rate_is_named_with_its_corrected_value(as_predicted: list[Measurement]) -> None:
     text = predicted.compare_tables(slowed(as_predicted, "bucket", 1.25), H200)
     assert rows_of(text)["bucket pack", "memory"] == [
@@ -62,13 +62,13 @@ def test_a_wrong_rate_is_named_with_its_corrected_value(as_predicted: list[Measu
     assert rows_of(text)["gemm bfloat16 wgmma", "latency"][-1].endswith("in gpus.py should be 0.67 times as long")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_cases_that_differ_are_not_blamed_on_a_rate(as_predicted: list[Measurement]) -> None:
     rows = rows_of(predicted.compare_tables(slowed(as_predicted, "attention", 1.2, 2.0), H200))
     assert rows["attention backward bfloat16", "shared"][-1].startswith("no single rate is wrong")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_ceilings_are_compared_with_the_table_of_gpus(as_predicted: list[Measurement]) -> None:
     measured = [dataclasses.replace(m, peak_bandwidth=4.0e12, peak_flops=700e12) for m in as_predicted]
     rows = rows_of(predicted.compare_tables(measured, H200))

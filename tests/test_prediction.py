@@ -357,7 +357,7 @@ def test_table(capsys: Capture) -> None:
     assert len({len(line) for line in (head, *body)}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plot(tmp_path: Path, capsys: Capture, suffix: str) -> None:
     path = tmp_path / f"plan.{suffix}"
@@ -453,7 +453,7 @@ def test_zero_latency(capsys: Capture) -> None:
         assert row["latency_seconds"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_as_a_command(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "cuda_ext.distributed", *arguments]

@@ -67,7 +67,7 @@ def relay(tmp_path: Path) -> Relay:
     return start
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_gets_to_the_last_test(relay: Relay) -> None:
     process = relay("--patience", "6")
     output, _ = process.communicate(timeout=120)
@@ -92,7 +92,7 @@ def test_good_tests_pass(relay: Relay) -> None:
     assert output.endswith("\nrelay: 2 passed, 1 skipped\n")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_patience_begins_with_the_first_test(relay: Relay, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("import time\ntime.sleep(5)")
     process = relay("--patience", "4", "-k", "first or last")
@@ -107,7 +107,7 @@ def test_last(): time.sleep(1)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_several_processes_share_the_files(relay: Relay, tmp_path: Path) -> None:
     """A test that hangs holds up only the other tests of its process."""
     files = ("test_trouble.py", "test_a.py", "test_b.py")
@@ -155,7 +155,7 @@ def test_more_patience_with_what_is_slow(tmp_path: Path) -> None:
         assert lane._patience_now() == patience
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_no_tests_are_no_success(relay: Relay) -> None:
     process = relay("-k", "none_of_that_name")
     output, _ = process.communicate(timeout=300)
@@ -163,7 +163,7 @@ def test_no_tests_are_no_success(relay: Relay) -> None:
     assert output.endswith("relay: no tests\n")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_says_what_it_knows_when_it_is_stopped(relay: Relay) -> None:
     process = relay("-k", "first or hangs")
     assert process.stdout is not None
@@ -180,7 +180,7 @@ def test_says_what_it_knows_when_it_is_stopped(relay: Relay) -> None:
     assert output.endswith("relay: 1 passed, 1 begun\n")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_another_call_goes_on_where_one_was_stopped(relay: Relay, tmp_path: Path) -> None:
     record = tmp_path / "record"
     record.write_text(
@@ -202,7 +202,7 @@ def test_without_hypothesis_its_tests_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "hypothesis.py").write_text("raise ModuleNotFoundError")
     command = [sys.executable, "-m", "pytest", "-p", "no:hypothesispytest", "-p", "no:cacheprovider", "-v"]
     done = subprocess.run(
-        [*command, "-k", "any_tensors or aligned_offsets", "tests/test_bucket.py"],
+        [*command, "--full", "-k", "any_tensors or aligned_offsets", "tests/test_bucket.py"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,

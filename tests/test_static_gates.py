@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(32) kernel(unsigned at, float* to, int turns) 
 
 
 # Writing the machine code of the library takes a minute.
-reads_machine_code = pytest.mark.deep("machine code")
+reads_machine_code = pytest.mark.sampled(check="machine code")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_records_are_current(kernels: list[Kernel]) -> None:
 ANY = (Rule("kernel"),)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
@@ -159,7 +159,7 @@ def test_bad_kernel_is_a_fault(tmp_path: Path, source: str, complaint: str) -> N
     assert fault.startswith(f"sm_90a kernel: {complaint}")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     kernels, _ = compiled(tmp_path, READS_BEFORE_IT_MULTIPLIES)
     assert static_gates.faults(kernels, (Rule("kernel", lead=1000),)) == []
@@ -169,7 +169,7 @@ def test_loop_with_a_long_lead_is_a_fault(tmp_path: Path) -> None:
     assert fault.startswith("sm_90a kernel: expected at most 8 instructions between two products of its loop, got")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
     compiled(tmp_path, IS_FINE + IS_FINE.replace("kernel(", "gemm_sm90("))
     for name in ("gemm_sm90_bf16.o", "gemm_sm80_bf16.o"):
@@ -178,7 +178,7 @@ def test_kernel_that_others_launch_is_a_fault(tmp_path: Path) -> None:
     assert static_gates.shared_kernels(sorted(tmp_path.glob("*.o"))) == [told]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(("together", "burst"), [(False, 2), (True, 8)])
 def test_loop_that_loads_all_at_once_is_a_fault(tmp_path: Path, together: bool, burst: int) -> None:
     (kernel,), _ = compiled(tmp_path, LOADS_FRAGMENTS, f"-DTOGETHER={int(together)}")
@@ -188,7 +188,7 @@ def test_loop_that_loads_all_at_once_is_a_fault(tmp_path: Path, together: bool, 
     assert [fault.partition(";")[0] for fault in found] == ([told] if together else [])
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_kernel_without_its_instructions_is_a_fault(tmp_path: Path) -> None:
     (kernel,), _ = compiled(tmp_path, IS_FINE)
     assert (kernel.name, kernel.threads, kernel.count("STG")) == ("kernel", 128, 1)
@@ -296,7 +296,7 @@ def test_softmax_after_the_wait_is_a_fault(controls: tuple[dict[str, Kernel], li
         assert [told in fault for fault in found] == [True] * (exponentials < 2)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_too_many_threads_is_a_complaint(tmp_path: Path) -> None:
     log = "ptxas fatal   : (C7602) Insufficient registers (128) to compile instruction at line 26906 in function _Z4k\n"
     assert static_gates.compiler_complaints(f"ptxas info : 1 bytes gmem\n{log}") == [log.strip()]

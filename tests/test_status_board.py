@@ -119,7 +119,7 @@ def test_nobody_waits_for_the_last_rank_at_the_end(store: dist.Store) -> None:
     assert board_at_last_rank(store, "secret", 0, 2, INTERVAL, stopped) is None
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(3)
 def test_it_is_freed_with_the_wrapper() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()

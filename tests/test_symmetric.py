@@ -358,7 +358,7 @@ def open_segments() -> set[str]:
     return {path for path in paths if "memfd:cuda_ext" in path}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(3)
 def test_probe_of_one_host() -> None:
     before = open_segments()
@@ -370,7 +370,7 @@ def test_probe_of_one_host() -> None:
     assert "devices of type meta" in str(probe_shared_memory(dist.group.WORLD, torch.device("meta")))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @on_ranks(3)
 def test_probe_where_one_rank_does_not_reach_the_others() -> None:
     """As if rank 2 were in a separate container, whose processes do not see those of the others."""
@@ -433,7 +433,7 @@ def _print_probe() -> None:
     print(probe_shared_memory(dist.group.WORLD, CPU), flush=True)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     first, killed, third = start_ranks(tmp_path, "_be_killed", [[], [], []])
     survivors = outputs([first, third])
@@ -455,7 +455,7 @@ def namespace() -> Sequence[str]:
     return command if allowed else ()
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_probe_of_namespaces(tmp_path: Path, namespace: Sequence[str]) -> None:
     """Ranks that do not see each other's processes do not share memory, whatever host names say."""
     answers = [

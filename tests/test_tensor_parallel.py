@@ -144,9 +144,8 @@ def test_group_of_some_ranks() -> None:
     assert torch.equal(all_reduce(all_reduce_gradient(x, group=alone), group=alone), x)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=1, slow=True)
 @on_ranks(2)
-@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize(
     ("backend", "op"),
     [("aot_eager", "sum"), ("aot_eager", "avg"), ("aot_eager", dist.ReduceOp.AVG), ("inductor", "sum")],

@@ -82,7 +82,7 @@ def test_the_model_calls_every_op() -> None:
     assert called.counts == FORWARD
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_package_of_ahead_of_time_compiled_code(tmp_path: Path, run_python: RunPython) -> None:
     """torch.export, AOTInductor, and a new process that runs the package with other lengths."""
     model, x = model_and_inputs()
@@ -106,7 +106,7 @@ def test_a_package_of_ahead_of_time_compiled_code(tmp_path: Path, run_python: Ru
     assert done.returncode == 0 and "11 equal\n29 equal\n2 equal\n" in done.stdout, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_modes_of_compile(mode: str) -> None:
     torch.compiler.reset()

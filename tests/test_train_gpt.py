@@ -52,21 +52,20 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(processes: int, text: Path, out: Path, *options: str) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    return [
-        sys.executable,
-        *launcher,
-        str(EXAMPLES / "train_gpt.py"),
-        *TINY,
-        "--data",
-        str(text),
-        "--out",
-        str(out),
-        *options,
-    ]
+    script = [str(EXAMPLES / "train_gpt.py"), *TINY, "--data", str(text), "--out", str(out)]
+    return [sys.executable, *launcher, *script, *options]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+
+
+def printed_by(processes: int, text: Path, out: Path, *options: str) -> str:
+    """What a run prints that ends well."""
+    run = command(processes, text, out, *options)
+    done = subprocess.run(run, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def losses(out: Path) -> list[str]:
@@ -81,11 +80,7 @@ LONG = ("--steps", "120", "--save-every", "20", "--eval-every", "60")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of two processes from beginning to end: its folder and what it printed."""
     out = tmp_path_factory.mktemp("finished")
-    done = subprocess.run(
-        command(2, text, out, *LONG, "--check"), capture_output=True, text=True, env=environment(), timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return out, done.stdout
+    return out, printed_by(2, text, out, *LONG, "--check")
 
 
 def test_two_processes_learn(finished: tuple[Path, str]) -> None:
@@ -134,15 +129,10 @@ def flip_bytes(path: Path) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(2, text, tmp_path, *LONG),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment(),
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command(2, text, tmp_path, *LONG), text=True, env=environment(), **pipes)
     deadline = time.monotonic() + 120
     while not (tmp_path / "checkpoint-000020.pt").exists():
         assert process.poll() is None, "the run ended before its first checkpoint"
@@ -158,27 +148,17 @@ def test_interrupted_run_goes_on_bit_for_bit(finished: tuple[Path, str], text: P
 
     sound, newest = checkpoint.checkpoints(tmp_path)
     flip_bytes(newest)
-    resumed = subprocess.run(
-        command(2, text, tmp_path, *LONG, "--auto-resume"),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resumed after step {int(sound.stem[11:])} from {sound}" in resumed.stdout
+    resumed = printed_by(2, text, tmp_path, *LONG, "--auto-resume")
+    assert f"resumed after step {int(sound.stem[11:])} from {sound}" in resumed
     assert losses(tmp_path) == losses(finished[0])
-    assert resumed.stdout.split("\n")[-2] == finished[1].split("\n")[-2]
+    assert resumed.split("\n")[-2] == finished[1].split("\n")[-2]
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_without_torchrun_and_without_options(text: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(1, text, tmp_path, "--steps", "2"), capture_output=True, text=True, env=environment(), timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert LAST_LINE.fullmatch(done.stdout.rstrip("\n").split("\n")[-1])
-    assert "1 process(es)" in done.stdout
+    printed = printed_by(1, text, tmp_path, "--steps", "2")
+    assert LAST_LINE.fullmatch(printed.rstrip("\n").split("\n")[-1])
+    assert "1 process(es)" in printed
 
 
 # in this process, without torchrun
@@ -377,7 +357,7 @@ def test_data_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert refused(capsys, tmp_path, tmp_path).startswith(f"--data: cannot read {tmp_path} (Is a directory)")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_data_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = tmp_path / "short.txt"
     for length, context, least in ((0, 32, 72), (71, 32, 72), (19, 4, 20), (8, 2, 20)):

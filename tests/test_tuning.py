@@ -58,7 +58,7 @@ def plan_numbers(plan: Any) -> tuple[Any, ...]:
     return plan.tile, plan.cluster, plan.k_blocks, plan.splits
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_the_plan_says_what_was_measured(arch: str) -> None:
     """Every candidate in turn is declared the fastest: it then runs, is what gemm_plan says, and gives the product."""
@@ -126,7 +126,7 @@ def test_an_accumulated_product_is_added_once() -> None:
     torch.testing.assert_close(slot, before + grad.float().T @ x.float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_batch_invariant_products_stay_so() -> None:
     a, b = operands(200, 72, 4096)
     with testing.emulated("sm_90a"), cuda_ext.batch_invariant(), tuning.tune(keep=False):

@@ -46,7 +46,7 @@ cuda_ext.linear(x, w, activation=3)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_strict_check_finds_the_mistakes_only(run_python: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM + MISTAKES)
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"

@@ -105,7 +105,7 @@ def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> 
     if len(points) != 3:
         raise ModelError(
             f"expected three cases {name.pattern!r} in golden_counters/attention.json, got {len(points)}; record them "
-            "with CUDA_EXT_RECORD_COUNTERS=1 python -m pytest tests/simt/test_attention_kernels.py"
+            "with CUDA_EXT_RECORD_COUNTERS=1 python -m pytest --full tests/simt/test_attention_kernels.py"
         )
     # count = queries * of_query + keys * of_key + queries * keys * step
     (queries, keys), base = min(points.items(), key=lambda point: point[0])

@@ -48,8 +48,8 @@ class WorkspaceCursor {
   size_t used_ = 0;
 };
 
-// Allocates a workspace for the arrays that assign(data) takes from it; null data only counts them. `assign` returns its
-// WorkspaceCursor.
+// Allocates a workspace for the arrays that assign(data) takes from it; null data only counts them. `assign` returns
+// its WorkspaceCursor.
 template <class Assign>
 void provide_workspace(const char* op, const AllocateWorkspace& allocate, const Assign& assign) {
   const size_t bytes = assign(nullptr).used();

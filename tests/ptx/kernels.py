@@ -50,7 +50,7 @@ class Kernels:
         return [(site.file, site.line, site.instruction) for site in self._library.sync_sites()]
 
 
-# Sources for these alone are compiled with --all-ptx.
+# Sources for these alone are compiled with --full.
 MORE = {"f16", "f32", "tf32"}
 
 

@@ -72,7 +72,7 @@ def counted(pytestconfig: pytest.Config) -> dict[str, dict[str, int]]:
     """Counters of the cases whose head dim is in the library."""
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
-    everything = pytestconfig.getoption("--all-ptx") or is_recording()
+    everything = pytestconfig.getoption("--full") or is_recording()
     cases = {name: case for name, case in CASES.items() if head_dim_of(name) in (0, *kernels.head_dims(everything))}
     with kernels.emulated(kernels.load(everything=everything), mode="lazy", threads=1) as emulation:
         return {name: measure(case, emulation) for name, case in cases.items()}
@@ -86,7 +86,7 @@ def test_counters_equal_the_recorded_ones(counted: dict[str, dict[str, int]]) ->
     assert_same_cost("ptx", counted, left_out=CASES.keys() - counted)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_counters_equal_those_of_the_direct_emulation(counted: dict[str, dict[str, int]]) -> None:
     with testing.emulated(mode="lazy", threads=1) as emulation:
         direct = {name: measure(CASES[name], emulation) for name in counted}

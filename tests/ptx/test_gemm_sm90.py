@@ -1,5 +1,5 @@
 """nvcc's code of the GEMM on wgmma, under the plans of tests/simt/test_gemm_sm90.py: exact, without races, and with the
-bits of the direct emulation; bfloat16 in every layout, float16 and tf32 along k. With --all-ptx."""
+bits of the direct emulation; bfloat16 in every layout, float16 and tf32 along k. With --full."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import pytest
 from ptx import build, kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "simt"))
-from gemm_cases import LAYOUTS, TOLERANCE, Case, operands
-from gemm_library import Gemm, GemmLibrary, Target, dtype_of, encode, expected, place
+from gemm_cases import LAYOUTS, TOLERANCE, Case, bits_of_outputs, draw_operands, operands
+from gemm_library import Gemm, GemmLibrary, Target, expected, place
 from test_gemm_sm90 import CONFIGS, EPILOGUES, is_legal, sizes
+
+pytestmark = pytest.mark.sampled(full=True)  # needs kernels for sm_90a
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +29,7 @@ def direct() -> Iterator[GemmLibrary]:
 
 
 @pytest.fixture(scope="module")
-def compiled(pytestconfig: pytest.Config) -> Iterator[GemmLibrary]:
-    if not pytestconfig.getoption("--all-ptx"):
-        pytest.skip("needs kernels for sm_90a, which --all-ptx compiles")
+def compiled() -> Iterator[GemmLibrary]:
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
     sources = [path for path in kernels.sources(False, "sm_90a") if "gemm" in path.parts]
@@ -56,8 +56,7 @@ def random_plan(config: str, epilogue: str) -> tuple[Gemm, dict[str, int]]:
 
 def outputs(library: GemmLibrary, case: Case) -> bytes:
     case.run(library)
-    targets = (case.call.out, case.call.preact_out, case.call.hidden, case.call.bias_grad)
-    return b"".join(target.storage.tobytes() for target in targets if target is not None)
+    return bits_of_outputs(case.call)
 
 
 # The tile that leaves registers only for the epilogue through TMA has no others.
@@ -74,10 +73,7 @@ def test_exact_without_races_and_with_the_same_bits(
     for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
         with compiled.options(mode, schedule, seed, check_races=True):
             assert case.is_right(compiled), (mode, plan)
-    rng = np.random.default_rng(seed)
-    for operand in (call.a, call.b):
-        if operand.flags.writeable:  # b of batches is a broadcast array
-            operand[...] = encode(rng.normal(size=operand.shape), dtype_of(operand))
+    draw_operands(call, np.random.default_rng(seed))
     expected = outputs(direct, case)
     for mode, schedule in (("eager", "fifo"), ("lazy", "pct")):
         with compiled.options(mode, schedule, seed):

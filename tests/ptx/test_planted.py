@@ -27,7 +27,7 @@ import test_conformance as conformance
 from harness import HERE as SIMT
 from harness import Library
 
-# Planted in every run, one of each kind; --all-ptx plants all faults.
+# Planted without --full, one of each kind.
 QUICK = ("mma with rows of A swapped", "a read-only load of what the kernel writes", "a proxy fence compiled away",
          "a cluster not requested")  # fmt: skip
 TIMEOUT = 300  # seconds; a case takes a few seconds, more on a loaded machine
@@ -36,7 +36,8 @@ FORK = multiprocessing.get_context("fork")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", FAULTS if metafunc.config.getoption("--all-ptx") else QUICK)
+        marks = {name: [] if name in QUICK else pytest.mark.sampled(full=True) for name in FAULTS}
+        metafunc.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
 def check_product(m: int, n: int, k: int) -> None:
@@ -168,7 +169,7 @@ def detect(fault: Fault, csrc: Path, folder: Path) -> str:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_fault_is_detected(name: str, tmp_path: Path) -> None:
     """Without the fault the case passes, here or in test_conformance.py, test_runtime.py and test_hints.py."""
     if build.find_toolkit() is None:

@@ -151,7 +151,7 @@ def reason(name: str, dtype: torch.dtype) -> str:
 def library(pytestconfig: pytest.Config) -> kernels.Kernels:
     if build.find_toolkit() is None:
         pytest.skip(build.NO_NVCC)
-    return kernels.load(everything=pytestconfig.getoption("--all-ptx"))
+    return kernels.load(everything=pytestconfig.getoption("--full"))
 
 
 def run(case: Case, dtype: torch.dtype, emulated: AbstractContextManager[Any]) -> list[Tensor]:
@@ -162,9 +162,12 @@ def run(case: Case, dtype: torch.dtype, emulated: AbstractContextManager[Any]) -
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "dtype" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-ptx")
-        dtypes = DTYPES if every else DTYPES[:1]
-        rows = [(name, dtype) for name in CASES for dtype in dtypes if dtype in TENSOR_TYPES or "attention" not in name]
+        rows = [
+            pytest.param(name, dtype, marks=[] if dtype == DTYPES[0] else pytest.mark.sampled(full=True))
+            for name in CASES
+            for dtype in DTYPES
+            if dtype in TENSOR_TYPES or "attention" not in name
+        ]
         metafunc.parametrize(("name", "dtype"), rows, ids=lambda value: str(value).removeprefix("torch."))
 
 
@@ -174,7 +177,7 @@ def units_apart(a: Tensor, b: Tensor) -> float:
     return float(((a.double() - b.double()).abs() / one).max())
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_bits_equal_those_of_the_direct_emulation(library: kernels.Kernels, name: str, dtype: torch.dtype) -> None:
     expected = run(CASES[name], dtype, testing.emulated(threads=1))
     most = MAX_UNITS if reason(name, dtype) else 0.0

@@ -3,8 +3,10 @@ synchronisation calls whose removal no run notices."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 PACKING = torch.tensor([0, 70, 180], dtype=torch.int32)
+BEGINS = torch.tensor([0, 70, 71, 71, 200, 237], dtype=torch.int32)  # of sequences of which one has no row
 
 Sizes = tuple[int, ...]  # batch, queries, keys, query heads, key heads, dim, dim of values
 
@@ -44,6 +47,31 @@ def random_problem(largest_dim: int) -> tuple[list[Tensor], dict[str, Any]]:
     if random.random() < 0.3:
         options["attn_bias"] = torch.randn(random.choice([1, tensors[0].shape[0]]), 1, queries, keys).to(dtype)
     return tensors, options
+
+
+def rows_of_others(tensors: Sequence[Tensor], poison: float) -> Iterator[tuple[slice, list[Tensor]]]:
+    """For each sequence of BEGINS, its rows, and the tensors (1, rows, ...) with other values in all other rows."""
+    for begin, end in itertools.pairwise(BEGINS.tolist()):
+        others = [torch.full_like(each, poison) for each in tensors]
+        for to, source in zip(others, tensors, strict=True):
+            to[:, begin:end] = source[:, begin:end]
+        yield slice(begin, end), others
+
+
+def assert_removals_are_noticed(
+    races: Sequence[tuple[Sizes, dict[str, Any], int]],
+    run: Callable[..., tuple[list[Tensor], list[Any]]],
+    is_of_kernel: Callable[[str], bool],
+    harmless: Collection[str],
+) -> None:
+    """In none of the runs of `races`, but for the lines of code in `harmless`. `run` takes tensors, options, and those
+    of the emulator."""
+    problems = [(qkv(*sizes, torch.bfloat16), options, processors) for sizes, options, processors in races]
+    runs = [functools.partial(run, tensors, options, processors=count) for tensors, options, count in problems]
+    calls, unnoticed = unnoticed_removals(runs, is_of_kernel)
+    assert calls >= 25
+    assert len(unnoticed) == len(harmless), unnoticed
+    assert all(any(code in line for line in unnoticed) for code in harmless), unnoticed
 
 
 def unnoticed_removals(

@@ -114,6 +114,39 @@ def assert_exact(call: Gemm, want: Expected | None = None) -> None:
         np.testing.assert_array_equal(target.values(), decode(rounded))  # equal numbers, so -0 and 0 are the same
 
 
+def run_exactly(library: GemmLibrary, call: Gemm) -> None:
+    want = expected(call)  # before the launch overwrites what it accumulates into
+    library.gemm(call)
+    assert_exact(call, want)
+
+
+def assert_right_in_any_schedule(library: GemmLibrary, case: Case, runs: int, check_races: bool = False) -> None:
+    first = random.randrange(2**31)
+    for seed in range(first, first + runs):
+        with library.options("lazy", "pct", seed, check_races=check_races):
+            assert case.is_right(library), seed
+
+
+def bits_of_outputs(call: Gemm) -> bytes:
+    targets = (call.out, call.preact_out, call.hidden, call.bias_grad)
+    return b"".join(target.storage.tobytes() for target in targets if target is not None)
+
+
+def draw_operands(call: Gemm, rng: np.random.Generator) -> None:
+    for operand in (call.a, call.b):
+        if operand.flags.writeable:  # b of batches is a broadcast array
+            operand[...] = encode(rng.normal(size=operand.shape), dtype_of(operand))
+
+
+def assert_same_bits(library: GemmLibrary, call: Gemm, run: Callable[[GemmLibrary], None]) -> None:
+    seen = set()
+    for seed, mode, threads in ((0, "eager", 1), (0, "eager", 2), (1, "lazy", 1), (2, "lazy", 2), (3, "lazy", 1)):
+        with library.options(mode, "pct" if seed else "fifo", seed, threads=threads):
+            run(library)
+        seen.add(bits_of_outputs(call))
+    assert len(seen) == 1
+
+
 # The kernels round to float32 after every step; 1e-6 of the largest term is 8 units in its last place.
 TOLERANCE = 1e-6
 

@@ -184,6 +184,22 @@ class Library:
         return [SyncSite(file, int(line), instruction) for file, line, instruction in rows]
 
 
+def plain_and_hooked(name: str, sources: Sequence[str | Path]) -> tuple[Any, Any]:
+    """Fixtures `library` and `hooked`: `sources` without and with hooks for plain loads and stores, which the race
+    checker needs."""
+    import pytest
+
+    @pytest.fixture(scope="session", name="library")
+    def plain_library() -> Library:
+        return Library.build(name, sources)
+
+    @pytest.fixture(scope="session", name="hooked")
+    def hooked_library() -> Library:
+        return Library.build(f"{name}-hooks", sources, hooks=True)
+
+    return plain_library, hooked_library
+
+
 class Buffer:
     """Memory for a kernel between two guard pages, aligned to 256 bytes like allocations on a device. The bytes between
     its end and the guard page are a canary."""

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from attention_sm90_cases import PACKING, Sizes, qkv, random_problem, unnoticed_removals
+from attention_sm90_cases import (
+    BEGINS,
+    PACKING,
+    Sizes,
+    assert_removals_are_noticed,
+    qkv,
+    random_problem,
+    rows_of_others,
+)
 from torch import Tensor
 
 import cuda_ext
@@ -147,8 +155,7 @@ def test_causal_wastes_no_tile_with_a_kernel_for_dq() -> None:
     assert counters["wgmma"] == of_keys * (2 * dim // 16 + 8) + 2 * of_queries * (2 * dim // 16 + 4)
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @pytest.mark.parametrize("dims", DIMS[:5], ids=str)
 def test_deterministic(dims: tuple[int, int]) -> None:
     tensors = qkv(1, *((300, 500, 4, 2) if dims[0] <= 128 else (150, 200, 2, 1)), *dims, torch.bfloat16)
@@ -164,17 +171,11 @@ def test_deterministic(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_rows_of_other_sequences_do_not_matter(poison: float, dim: int) -> None:
     """TMA reads them together with the last rows of a sequence."""
-    lengths = [70, 1, 0, 129, 37]
-    begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    tensors = qkv(1, sum(lengths), sum(lengths), 2, 2, dim, dim, torch.bfloat16)
-    options = {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "deterministic": True}
+    tensors = qkv(1, 237, 237, 2, 2, dim, dim, torch.bfloat16)
+    options = {"cu_seqlens_q": BEGINS, "cu_seqlens_k": BEGINS, "deterministic": True}
     grad_out = torch.randn_like(tensors[0][0])
     clean, _, _ = gradients(tensors, options, grad_out)
-    for kept in range(len(lengths)):
-        own = slice(int(begins[kept]), int(begins[kept + 1]))
-        others = [torch.full_like(each, poison) for each in (*tensors, grad_out[None])]
-        for to, source in zip(others, (*tensors, grad_out[None]), strict=True):
-            to[:, own] = source[:, own]
+    for own, others in rows_of_others([*tensors, grad_out[None]], poison):
         dirty, counters, _ = gradients(others[:3], options, others[3][0], **lazily())
         assert counters["wgmma"] > 0
         assert all(torch.equal(x[:, own], y[:, own]) for x, y in zip(dirty, clean, strict=True))
@@ -188,7 +189,7 @@ def test_falls_back_with_an_expanded_gradient_of_the_output() -> None:
         torch.testing.assert_close(x, y, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.sampled(count=12)
+@pytest.mark.sampled(cases=12)
 @pytest.mark.parametrize("case", range(400))
 def test_random_problems(case: int) -> None:
     tensors, options = random_problem(largest_dim=random.choice((128, 256)))
@@ -211,7 +212,7 @@ RACES: list[tuple[Sizes, dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: Sizes, options: dict[str, Any], processors: int) -> None:
     tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
@@ -234,28 +235,13 @@ HARMLESS = {
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_noticed() -> None:
-    runs = []
-    for sizes, options, processors in RACES:
-        tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
+    def once(*arguments: Any, **emulation: Any) -> tuple[list[Tensor], list[Any]]:
+        results, _, sites = gradients(*arguments, ordered_sums=emulation.get("check_races", False), **emulation)
+        return results, sites
 
-        def once(
-            tensors: Any = tensors,
-            options: Any = options,
-            processors: int = processors,
-            check_races: bool = False,
-            **emulation: Any,
-        ) -> tuple[list[Tensor], list[Any]]:
-            emulation |= {"processors": processors, "check_races": check_races, "ordered_sums": check_races}
-            results, _, sites = gradients(tensors, options, **emulation)
-            return results, sites
+    def is_backward(file: str) -> bool:
+        return "sm90" in file and ("_bwd_" in file or "backward_" in file)
 
-        runs.append(once)
-    calls, unnoticed = unnoticed_removals(
-        runs, lambda file: "sm90" in file and ("_bwd_" in file or "backward_" in file)
-    )
-    assert calls >= 25
-    assert len(unnoticed) == len(HARMLESS), unnoticed
-    assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed
+    assert_removals_are_noticed(RACES, once, is_backward, HARMLESS)

@@ -91,8 +91,7 @@ RUNS: dict[str, tuple[tuple[list[int], int, int, int, int, int], dict[str, Any]]
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_same_bits_in_all_schedules_without_races(name: str) -> None:
     sizes, options = RUNS[name]

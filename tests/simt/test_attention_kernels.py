@@ -70,12 +70,12 @@ def counted() -> dict[str, Counters]:
     return {name: {key: value for key, value in cost.items() if value} for name, cost in found.items()}
 
 
-@pytest.mark.deep("machine code")
+@pytest.mark.sampled(check="machine code")
 def test_golden_counters(counted: dict[str, Counters]) -> None:
     assert_same_cost("attention", counted)
 
 
-@pytest.mark.deep("machine code")
+@pytest.mark.sampled(check="machine code")
 def test_no_bank_conflicts(counted: dict[str, Counters]) -> None:
     for name, cost in counted.items():
         assert cost["matrix_wavefronts"] == cost["matrix_ideal_wavefronts"], name

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_sm90_cases import PACKING, qkv, random_problem, unnoticed_removals
+from attention_sm90_cases import BEGINS, PACKING, assert_removals_are_noticed, qkv, random_problem, rows_of_others
 from torch import Tensor
 
 import cuda_ext
@@ -107,17 +107,11 @@ def test_causal_wastes_no_block_of_keys() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 9.0])
 def test_rows_of_other_sequences_do_not_matter(poison: float) -> None:
     """TMA reads them together with the last rows of a sequence."""
-    lengths = [70, 1, 0, 129, 37]
-    begins = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    query, key, value = (each[0] for each in qkv(1, sum(lengths), sum(lengths), 2, 2, 64, 64, torch.bfloat16))
+    tensors = qkv(1, 237, 237, 2, 2, 64, 64, torch.bfloat16)
     with testing.emulated("sm_90a", "lazy", "pct", random.randrange(2**31)):
-        clean = cuda_ext.flash_attention_varlen(query, key, value, begins, begins)
-        for kept in range(len(lengths)):
-            own = slice(int(begins[kept]), int(begins[kept + 1]))
-            others = [torch.full_like(each, poison) for each in (query, key, value)]
-            for to, source in zip(others, (query, key, value), strict=True):
-                to[own] = source[own]
-            out = cuda_ext.flash_attention_varlen(*others, begins, begins)
+        clean = cuda_ext.flash_attention_varlen(*(each[0] for each in tensors), BEGINS, BEGINS)
+        for own, others in rows_of_others(tensors, poison):
+            out = cuda_ext.flash_attention_varlen(*(each[0] for each in others), BEGINS, BEGINS)
             assert torch.equal(out[own], clean[own])
 
 
@@ -151,7 +145,7 @@ def test_reads_views_in_place(views: str) -> None:
     assert_right(out, [query, key, value])
 
 
-@pytest.mark.sampled(count=16)
+@pytest.mark.sampled(cases=16)
 @pytest.mark.parametrize("case", range(400))
 def test_random_problems(case: int) -> None:
     tensors, options = random_problem(largest_dim=256)
@@ -182,7 +176,7 @@ RACES: list[tuple[tuple[int, ...], dict[str, Any], int]] = [
 ]
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @pytest.mark.parametrize(("sizes", "options", "processors"), RACES, ids=str)
 def test_no_races(sizes: tuple[int, ...], options: dict[str, Any], processors: int) -> None:
     tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
@@ -201,23 +195,13 @@ HARMLESS = {
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_noticed() -> None:
-    runs = []
-    for sizes, options, processors in RACES:
-        tensors = qkv(*sizes, torch.bfloat16)  # type: ignore[arg-type]
+    def once(*arguments: Any, **emulation: Any) -> tuple[list[Tensor], list[Any]]:
+        out, sites = run(*arguments, **emulation)
+        return [out], sites
 
-        def once(
-            tensors: Any = tensors, options: Any = options, processors: int = processors, **emulation: Any
-        ) -> tuple[list[Tensor], list[Any]]:
-            out, sites = run(tensors, options, processors=processors, **emulation)
-            return [out], sites
+    def is_forward(file: str) -> bool:
+        return "_sm90" in file and "_bwd_" not in file and "backward" not in file
 
-        runs.append(once)
-    calls, unnoticed = unnoticed_removals(
-        runs, lambda file: "_sm90" in file and "_bwd_" not in file and "backward" not in file
-    )
-    assert calls >= 25
-    assert len(unnoticed) == len(HARMLESS), unnoticed
-    assert all(any(code in line for line in unnoticed) for code in HARMLESS), unnoticed
+    assert_removals_are_noticed(RACES, once, is_forward, HARMLESS)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from cost import assert_same_cost
-from harness import CSRC, Fault, Library, SyncSite
+from harness import CSRC, Fault, Library, SyncSite, plain_and_hooked
 
-SOURCES = [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"]
+library, hooked = plain_and_hooked("bucket", [CSRC / "bucket" / "bucket_kernels.cu", "bucket_kernels.cu"])
 DTYPES = ("float32", "float16", "bfloat16")
 DTYPE_INDEX = {name: i for i, name in enumerate((*DTYPES, "float64"))}  # as in csrc/base/dtype.h
 OPS = ("pack", "unpack", "stats", "pack alone")  # "pack alone": without statistics
@@ -29,17 +29,6 @@ ENTRY = np.dtype({"names": ["data", "begin", "count", "dtype"], "formats": ["u8"
 
 # The order of float64 additions differs, so the float32 sum of random values may differ by one rounding.
 SQUARES_TOLERANCE = 2.0**-23
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("bucket", SOURCES)
-
-
-@pytest.fixture(scope="session")
-def hooked() -> Library:
-    """The same with hooks for plain loads and stores, which the race checker needs."""
-    return Library.build("bucket-hooks", SOURCES, hooks=True)
 
 
 @pytest.fixture
@@ -434,7 +423,7 @@ def concurrent_case(rng: np.random.Generator) -> Case:
     return Case(tensors, "bfloat16", shift=1, end_gap=BLOCK - 12000, scale=0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", OPS)
 def test_no_race(hooked: Library, rng: np.random.Generator, op: str) -> None:
     for seed in range(3):

@@ -24,9 +24,8 @@ def ptxas_log(source: str, architecture: str, target: Path) -> str:
     return done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=3, slow=True)
 @pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
-@pytest.mark.sampled(count=3)
 @pytest.mark.parametrize("architecture", ["80", "90a"])
 @pytest.mark.parametrize("source", [*SM80, *SM90])
 def test_compiles_cleanly(source: str, architecture: str, tmp_path: Path) -> None:

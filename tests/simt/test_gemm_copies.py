@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from gemm_cases import (  # noqa: F401
     LAYOUTS,
-    assert_exact,
     build_hooked,
     build_plain,
     hooked_library,
@@ -16,6 +15,7 @@ from gemm_cases import (  # noqa: F401
     operands,
     place_operands,
     plain_library,
+    run_exactly,
 )
 from gemm_library import Gemm, GemmLibrary, Target, dtype_of, place
 
@@ -28,14 +28,13 @@ def emulated_device() -> int:
     return 90
 
 
-def run_exactly(library: GemmLibrary, call: Gemm, copied: str | None = None) -> None:
+def run_with_copies(library: GemmLibrary, call: Gemm, copied: str | None = None) -> None:
     with library.restricted(copies=1):
         if copied is not None:
             assert library.copies_sm90(call) == copied
         library.reset()
-        library.gemm(call)
+        run_exactly(library, call)
         assert library.counters()["wgmma"] > 0
-    assert_exact(call)
 
 
 @CASE
@@ -45,7 +44,7 @@ def test_any_shape_and_alignment(library: GemmLibrary, arithmetic: str, layout: 
         a, b, tf32 = operands(m, n, k, arithmetic, layout, alignment)
         call = Gemm(a, b, Target((m, n), "float32", 1), tf32=tf32)
         call.bias = place(integers((n,)), "float32")
-        run_exactly(library, call)
+        run_with_copies(library, call)
 
 
 @CASE
@@ -57,9 +56,9 @@ def test_only_what_tma_cannot_read(library: GemmLibrary, arithmetic: str, layout
     dtype = dtype_of(b)
     if not (tf32 and along_k):
         assert library.copies_sm90(Gemm(aligned, b, Target((70, 72), dtype), tf32=tf32)) == ""
-        run_exactly(library, Gemm(odd, b, Target((70, 72), dtype), tf32=tf32), "a")
+        run_with_copies(library, Gemm(odd, b, Target((70, 72), dtype), tf32=tf32), "a")
     else:
-        run_exactly(library, Gemm(other, b, Target((70, 72), dtype), tf32=tf32), along_k)
+        run_with_copies(library, Gemm(other, b, Target((70, 72), dtype), tf32=tf32), along_k)
 
 
 @pytest.mark.parametrize("batch", [(3,), (2, 3), (2, 1, 3)])
@@ -67,7 +66,7 @@ def test_only_what_tma_cannot_read(library: GemmLibrary, arithmetic: str, layout
 def test_batches(library: GemmLibrary, batch: tuple[int, ...], layout: str) -> None:
     m, n, k = 20, 30, 45
     a, b, _ = place_operands(batch, batch[1:], m, n, k, "bfloat16", layout, 1)
-    run_exactly(library, Gemm(a, b, Target((*batch, m, n), "float32")), "ab")
+    run_with_copies(library, Gemm(a, b, Target((*batch, m, n), "float32")), "ab")
 
 
 def test_more_batch_dims_than_a_tensor_map_has(library: GemmLibrary) -> None:
@@ -76,8 +75,7 @@ def test_more_batch_dims_than_a_tensor_map_has(library: GemmLibrary) -> None:
     call = Gemm(a, b, Target((2, 2, 2, 2, 9, 10), "float32"))
     with library.restricted(copies=1):
         assert isinstance(library.plan_sm90(call), str)
-        library.gemm(call)
-    assert_exact(call)
+        run_exactly(library, call)
     library.reset()  # the fixture expects wgmma
 
 
@@ -86,7 +84,7 @@ def test_strides_of_zero_and_of_many(library: GemmLibrary) -> None:
     far = place(integers((50, 100)), "bfloat16")[:, ::2]
     b = place(integers((50, 24)), "bfloat16")
     for a in (np.broadcast_to(column, (50, 50)), np.broadcast_to(rows, (50, 50)), far):
-        run_exactly(library, Gemm(a, b, Target((50, 24), "float32")), "a")
+        run_with_copies(library, Gemm(a, b, Target((50, 24), "float32")), "a")
 
 
 @pytest.mark.parametrize("n", [12, 33, 100])
@@ -98,7 +96,7 @@ def test_pairs(library: GemmLibrary, n: int, layout: str) -> None:
         call = Gemm(a, b, Target((40, n), "float32"), n=n, gated=True, activation="relu")
         call.preact_out = Target((40, 2 * n), "float32")
         is_read_in_place = alignment == 0 and layout == "nt"
-        run_exactly(library, call, "" if is_read_in_place else "b" if alignment == 0 else "ab")
+        run_with_copies(library, call, "" if is_read_in_place else "b" if alignment == 0 else "ab")
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -110,7 +108,7 @@ def test_backward_epilogue(library: GemmLibrary, gated: bool) -> None:
         call.preact = place(integers((m, parts * n)), "bfloat16", offset=1, gap=1)
         call.hidden = Target((m, n), "float16")
         call.bias_grad = Target((parts * n,), "float32", 1)
-        run_exactly(library, call)
+        run_with_copies(library, call)
 
 
 PAYS = {
@@ -148,13 +146,11 @@ def test_bits_of_rows_that_must_not_depend_on_others(library: GemmLibrary) -> No
         assert library.copies_sm90(call) == ""
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @CASE
 def test_no_races(hooked: GemmLibrary, arithmetic: str, layout: str) -> None:
     a, b, tf32 = operands(70, 130, 77, arithmetic, layout, 1)
     for seed in (random.randrange(2**31) for _ in range(2)):
         call = Gemm(a, b, Target((70, 130), "float32", 1), tf32=tf32)
         with hooked.options("lazy", "pct", seed, check_races=True), hooked.restricted(copies=1):
-            hooked.gemm(call)
-        assert_exact(call)
+            run_exactly(hooked, call)

@@ -20,6 +20,8 @@ from gemm_cases import (  # noqa: F401
     TOLERANCE,
     Case,
     assert_exact,
+    assert_right_in_any_schedule,
+    assert_same_bits,
     build_hooked,
     build_plain,
     emulated_device,
@@ -27,6 +29,7 @@ from gemm_cases import (  # noqa: F401
     integers,
     operands,
     plain_library,
+    run_exactly,
     undetected_removals,
 )
 from gemm_library import ACTIVATIONS, Expected, Gemm, GemmLibrary, Target, encode, expected, place
@@ -52,7 +55,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sampled(count=12)
+@pytest.mark.sampled(cases=12)
 @ON_BOTH
 @ARITHMETIC
 @LAYOUT
@@ -61,8 +64,7 @@ def test_any_shape_layout_and_alignment_is_exact(library: GemmLibrary, arithmeti
         alignment = i % 3
         a, b, tf32 = operands(m, n, k, arithmetic, layout, alignment)
         call = Gemm(a, b, Target((m, n), "float32", ALIGNMENTS[alignment][0]), tf32=tf32)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 @ON_BOTH
@@ -72,8 +74,7 @@ def test_alignments_of_one_shape(library: GemmLibrary, arithmetic: str, alignmen
     for layout in LAYOUTS:
         a, b, tf32 = operands(67, 131, 77, arithmetic, layout, alignment)
         call = Gemm(a, b, Target((67, 131), "bfloat16", 1), tf32=tf32)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 def test_the_shapes_use_every_tile_and_a_split(library: GemmLibrary) -> None:
@@ -103,13 +104,11 @@ def test_batches_broadcasts_and_single_lines(library: GemmLibrary, arithmetic: s
         call = Gemm(a, right, Target((3, 2, m, n), "float32"), tf32=tf32)
         call.c = np.broadcast_to(place(integers((m, 1)), "float16"), (3, 2, m, n))
         call.residual = place(integers((3, 2, m, n)), "bfloat16", (3, 0, 1, 2))
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
     # The stride of a dim of size 1 is irrelevant.
     column = place(integers((k, 3)), dtype)[:, :1]
     call = Gemm(a[0, 0], column, Target((m, 1), "float32"), tf32=tf32)
-    library.gemm(call)
-    assert_exact(call)
+    run_exactly(library, call)
 
 
 @ARITHMETIC
@@ -119,8 +118,7 @@ def test_sums_over_reduced_dims(library: GemmLibrary, arithmetic: str) -> None:
     a = place(integers((3, 2, 5, 2, m, k)), dtype, (2, 0, 1, 3, 5, 4))
     b = place(integers((3, 2, 1, 2, k, n)), dtype)
     call = Gemm(a, np.broadcast_to(b, (3, 2, 5, 2, k, n)), Target((2, m, n), "float32"), reduced_dims=3, tf32=tf32)
-    library.gemm(call)
-    assert_exact(call)
+    run_exactly(library, call)
 
 
 @ON_BOTH
@@ -128,8 +126,7 @@ def test_a_split_begins_in_the_middle_of_a_product(library: GemmLibrary) -> None
     a, b = place(integers((5, 4, 20, 136)), "bfloat16"), place(integers((5, 4, 136, 24)), "bfloat16", (1, 0, 2, 3))
     call = Gemm(a, b, Target((20, 24), "float32"), reduced_dims=2)
     library.reset()
-    library.gemm(call)
-    assert_exact(call)
+    run_exactly(library, call)
     assert library.counters()["blocks"] > 1  # of one tile
 
 
@@ -149,8 +146,7 @@ def test_terms_of_the_forward_epilogue(library: GemmLibrary, shape: tuple[int, i
             call.bias = place(integers((n,)), "float16", offset=3)
         if with_residual:
             call.residual = place(integers((m, n)), "float32", gap=1)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 @ON_BOTH
@@ -162,8 +158,7 @@ def test_gated_product(library: GemmLibrary, arithmetic: str, layout: str) -> No
         call = Gemm(a, b, Target((m, n), "float32"), n=n, gated=True, activation="relu", tf32=tf32)
         call.bias = place(integers((2 * n,)), "float32")
         call.preact_out = Target((m, 2 * n), "bfloat16" if k < 16 else "float32", 1)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 @ON_BOTH
@@ -176,8 +171,7 @@ def test_backward_epilogue(library: GemmLibrary, gated: bool) -> None:
         call.preact = place(integers((m, parts * n)), "bfloat16", offset=1, gap=1)
         call.hidden = Target((m, n), "float16")
         call.bias_grad = Target((parts * n,), "float32", 1)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 @ON_BOTH
@@ -191,7 +185,6 @@ def test_activations_forward_and_backward(library: GemmLibrary, activation: str,
     call = Gemm(a, b, Target((m, n), "float32"), n=n, activation=activation, gated=gated)
     library.gemm(call)
     want = expected(call).out
-    assert call.out is not None
     np.testing.assert_allclose(call.out.values(), want, rtol=0, atol=TOLERANCE * np.abs(want).max())
 
     call = Gemm(a, b[:, :n], Target((m, parts * n), "float32"), activation=activation, gated=gated)
@@ -215,9 +208,7 @@ def test_accumulates_into_the_output_itself(library: GemmLibrary, dtype: str, sh
         out = Target((m, n), dtype, offset)
         out.storage[...] = encode(integers((m, n)), dtype)
         call = Gemm(a, b, out, c=out.storage, alpha=0.5, beta=-2.0)
-        want = expected(call)  # before the launch overwrites it
-        library.gemm(call)
-        assert_exact(call, want)
+        run_exactly(library, call)
 
 
 def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> None:
@@ -231,7 +222,6 @@ def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> Non
     for tf32 in (False, True):
         call = Gemm(a, b, Target((m, n), "float32"), tf32=tf32)
         library.gemm(call)
-        assert call.out is not None
         errors.append(np.abs(call.out.values() - expected(call).out).max())
     # Three times as many additions, and products with an error of 2^-22 instead of 2^-24 (tf32: 2^-12).
     float32_error = np.abs(in_float32 - expected(call).out).max()
@@ -242,7 +232,6 @@ def test_three_tf32_products_are_as_good_as_float32(library: GemmLibrary) -> Non
 def float32_product(library: GemmLibrary, a: np.ndarray, b: np.ndarray, tf32: bool = False) -> np.ndarray:
     call = Gemm(place(a, "float32"), place(b, "float32"), Target((a.shape[0], b.shape[1]), "float32"), tf32=tf32)
     library.gemm(call)
-    assert call.out is not None
     return call.out.values()
 
 
@@ -297,14 +286,12 @@ def test_three_tf32_products_next_to_an_infinity(library: GemmLibrary, layout: s
                 a, b, _ = operands(m, 2 * n if gated else n, k, "three_tf32", layout, 1)
                 a[m // 2, k // 3], b[k // 2, n // 2] = np.inf, -np.inf
                 call = Gemm(a, b, Target((m, n), "float32"), n=n, gated=gated)
-                library.gemm(call)
-                assert_exact(call)
+                run_exactly(library, call)
         a = place(integers((3, 2, 5, 2, 24, 40)), "float32", (2, 0, 1, 3, 5, 4))
         b = place(integers((3, 2, 5, 2, 40, 36)), "float32")
         a[1, 1, 3, 0, 5, 7], b[0, 0, 2, 1, 3, 9] = np.inf, np.inf
         call = Gemm(a, b, Target((2, 24, 36), "float32"), reduced_dims=3)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 def test_small_workspaces_and_unsupported_strides_are_refused(library: GemmLibrary) -> None:
@@ -399,23 +386,17 @@ def test_the_calls_use_the_kernels_they_are_named_after(library: GemmLibrary) ->
 @ON_BOTH
 @CALL
 def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
-    case = Case(CALLS[name])
-    for seed in range(5):
-        with library.options("lazy", "pct", seed):
-            assert case.is_right(library), seed
+    assert_right_in_any_schedule(library, Case(CALLS[name]), 5)
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 @ON_BOTH
 @CALL
 def test_no_races(hooked: GemmLibrary, name: str) -> None:
-    case = Case(CALLS[name])
-    for seed in range(2):
-        with hooked.options("lazy", "pct", seed, check_races=True):
-            assert case.is_right(hooked), seed
+    assert_right_in_any_schedule(hooked, Case(CALLS[name]), 2, check_races=True)
 
 
-@pytest.mark.deep("races")
+@pytest.mark.sampled(check="races")
 def test_activation_grad_has_no_races(hooked: GemmLibrary) -> None:
     grad_out, preact = place(integers((100, 140)), "bfloat16"), place(integers((100, 280)), "bfloat16")
     grad_preact, sums = Target((100, 280), "bfloat16"), Target((280,), "float32")
@@ -432,21 +413,14 @@ def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, shape: tuple[i
     a, b = place(rng.normal(size=(m, k)), "bfloat16"), place(rng.normal(size=(k, n)), "bfloat16")
     call = Gemm(a, b, Target((m, n), "float32"), preact=place(rng.normal(size=(m, n)), "float32"), activation="silu")
     call.bias_grad = Target((n,), "float32")
-    seen = set()
-    for seed, mode, threads in ((0, "eager", 1), (0, "eager", 2), (1, "lazy", 1), (2, "lazy", 2), (3, "lazy", 1)):
-        with library.options(mode, "pct" if seed else "fifo", seed, threads=threads):
-            library.gemm(call)
-        assert call.out is not None
-        seen.add(call.out.storage.tobytes() + call.bias_grad.storage.tobytes())
-    assert len(seen) == 1
+    assert_same_bits(library, call, lambda library: library.gemm(call))
 
 
 # Synchronisation calls whose removal is not detected, with the reason. None: every call is needed.
 HARMLESS: dict[str, str] = {}
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     survivors, calls = undetected_removals(library, hooked, [Case(call) for call in CALLS.values()])
     assert calls >= 15

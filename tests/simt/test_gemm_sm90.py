@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +16,17 @@ from gemm_cases import (  # noqa: F401
     LAYOUTS,
     TOLERANCE,
     Case,
-    assert_exact,
+    assert_right_in_any_schedule,
+    assert_same_bits,
     build_hooked,
     build_plain,
+    draw_operands,
     hooked_library,
     integers,
     operands,
     place_operands,
     plain_library,
+    run_exactly,
     undetected_removals,
 )
 from gemm_library import ACTIVATIONS, Gemm, GemmLibrary, Target, dtype_of, encode, expected, place
@@ -239,7 +242,7 @@ def sizes(config: Config, parts: int, arithmetic: str, is_large: bool) -> tuple[
     return m, n, depth * parts * random.randint(1, 4) - random.choice((0, 1, 7, 8, depth - 1))
 
 
-@pytest.mark.sampled(count=160)
+@pytest.mark.sampled(cases=160)
 @pytest.mark.parametrize(("k_blocks", "splits"), [(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (4, 1), (8, 1)])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("operand", OPERANDS, ids="-".join)
@@ -261,9 +264,7 @@ def test_every_plan_is_exact(
             library.reset()
             return
         assert plan == (tile.index, cluster, k_blocks, splits, stores_by_tma(call) and not tile.swapped)
-        want = expected(call)  # before the launch overwrites what it accumulates into
-        library.gemm(call)
-    assert_exact(call, want)
+        run_exactly(library, call)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -293,8 +294,7 @@ def test_few_rows_use_a_swapped_tile(library: GemmLibrary, m: int) -> None:
         used = next(tile for tile in CONFIGS.values() if tile.index == plan.config)
         assert used.swapped == is_legal(CONFIGS["swapped"], 1, call), (epilogue, layout, plan)
         assert (used.block_n == 16) == (used.swapped and m <= 16)
-        library.gemm(call)
-        assert_exact(call)
+        run_exactly(library, call)
 
 
 # The cases that tests repeat. Few blocks, several work items for each, more k tiles than the ring has stages.
@@ -328,37 +328,20 @@ CASE = pytest.mark.parametrize("name", CASES)
 
 @CASE
 def test_no_schedule_changes_a_result(library: GemmLibrary, name: str) -> None:
-    repeated = CASES[name]()
-    first = random.randrange(2**31)
-    for seed in range(first, first + 5):
-        with library.options("lazy", "pct", seed):
-            assert repeated.is_right(library), seed
+    assert_right_in_any_schedule(library, CASES[name](), 5)
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 @CASE
 def test_no_races(hooked: GemmLibrary, name: str) -> None:
-    repeated = CASES[name]()
-    first = random.randrange(2**31)
-    for seed in range(first, first + 2):
-        with hooked.options("lazy", "pct", seed, check_races=True):
-            assert repeated.is_right(hooked), seed
+    assert_right_in_any_schedule(hooked, CASES[name](), 2, check_races=True)
 
 
 @CASE
 def test_bits_do_not_depend_on_the_schedule(library: GemmLibrary, name: str) -> None:
-    repeated, rng = CASES[name](), np.random.default_rng(random.getrandbits(64))
-    for operand in (repeated.call.a, repeated.call.b):
-        if operand.flags.writeable:  # b of batches is a broadcast array
-            operand[...] = encode(rng.normal(size=operand.shape), dtype_of(operand))
-    seen = set()
-    for seed, mode, threads in ((0, "eager", 1), (0, "eager", 2), (1, "lazy", 1), (2, "lazy", 2), (3, "lazy", 1)):
-        with library.options(mode, "pct" if seed else "fifo", seed, threads=threads):
-            repeated.run(library)
-        targets = (repeated.call.out, repeated.call.hidden, repeated.call.bias_grad)
-        seen.add(b"".join(target.storage.tobytes() for target in targets if target is not None))
-    assert len(seen) == 1
+    repeated = CASES[name]()
+    draw_operands(repeated.call, np.random.default_rng(random.getrandbits(64)))
+    assert_same_bits(library, repeated.call, repeated.run)
 
 
 # Instructions whose removal is not detected, with the reason.
@@ -368,22 +351,26 @@ HARMLESS: dict[str, str] = {
 }
 
 
-@pytest.mark.deep("races")
-@pytest.mark.slow
+@pytest.mark.sampled(check="races", slow=True)
 def test_removal_of_any_synchronisation_is_detected(library: GemmLibrary, hooked: GemmLibrary) -> None:
     survivors, calls = undetected_removals(library, hooked, [make() for make in CASES.values()], HARMLESS)
     assert calls >= 30
     assert survivors == sorted(HARMLESS)
 
 
-# The configs with the operands whose counters are recorded.
-COUNTED = [
-    (config, operand)
-    for config, operand in itertools.product(CONFIGS, OPERANDS)
-    if config != "narrow" or operand[1].startswith("n")  # a is contiguous along k
-]
-# Two depths, which separate the cost of a k tile from the rest of a block's cost.
-DEPTHS = (128, 256)
+def counted_products() -> Iterator[tuple[str, str, tuple[int, int, int], tuple[str, str]]]:
+    """Name, config, m, n and k, and operands of the products whose counters are recorded, of two depths, which separate
+    the cost of a k tile from the rest of a block's cost."""
+    for config, operand, k in itertools.product(CONFIGS, OPERANDS, (128, 256)):
+        tile, depth = CONFIGS[config], LINE_BYTES // (4 if operand[0] == "tf32" else 2)
+        if config != "narrow" or operand[1].startswith("n"):  # a is contiguous along k
+            m, n = (tile.block_n, 2 * tile.block_m) if tile.swapped else (2 * tile.block_m, 2 * tile.block_n)
+            yield (
+                f"{' '.join(operand)} {tile.block_m}x{tile.block_n}x{depth} of {m}x{n}x{k}",
+                config,
+                (m, n, k),
+                operand,
+            )
 
 
 @pytest.fixture(scope="module")
@@ -391,32 +378,17 @@ def counted(built: GemmLibrary) -> dict[str, dict[str, int]]:
     """Counters of the kernel, the same on every machine."""
     costs = {}
 
-    def count(name: str, make: Callable[[], Case]) -> None:
-        one = make()
+    def count(name: str, one: Case) -> None:
         with built.device(90):
             built.reset()
             one.run(built)
             costs[name] = {key: value for key, value in built.counters().items() if value}
 
-    for (config, (arithmetic, layout)), k in itertools.product(COUNTED, DEPTHS):
-        tile = CONFIGS[config]
-        m, n = (tile.block_n, 2 * tile.block_m) if tile.swapped else (2 * tile.block_m, 2 * tile.block_n)
-        depth = LINE_BYTES // (4 if arithmetic == "tf32" else 2)
-        count(
-            f"{arithmetic} {layout} {tile.block_m}x{tile.block_n}x{depth} of {m}x{n}x{k}",
-            lambda config=config, m=m, n=n, k=k, operand=(arithmetic, layout): case(
-                config, "product", m, n, k, *operand
-            ),
-        )
-    for name in (
-        "cooperative, cluster",
-        "cooperative, rows",
-        "split k",
-        "pairs",
-        "swapped backward",
-        "swapped, cluster",
-    ):
-        count(name, CASES[name])
+    for name, config, sizes, operand in counted_products():
+        count(name, case(config, "product", *sizes, *operand))
+    others = ("cooperative, cluster", "cooperative, rows", "split k", "pairs", "swapped backward", "swapped, cluster")
+    for name in others:
+        count(name, CASES[name]())
     return costs
 
 
@@ -428,11 +400,8 @@ def test_no_bank_conflicts_and_no_byte_too_many(counted: dict[str, dict[str, int
     for name, cost in counted.items():
         for kind in ("shared", "matrix"):
             assert cost.get(f"{kind}_wavefronts") == cost.get(f"{kind}_ideal_wavefronts"), name
-    for (config, (arithmetic, layout)), k in itertools.product(COUNTED, DEPTHS):
-        tile = CONFIGS[config]
-        size = 4 if arithmetic == "tf32" else 2
-        m, n = (tile.block_n, 2 * tile.block_m) if tile.swapped else (2 * tile.block_m, 2 * tile.block_n)
-        name = f"{arithmetic} {layout} {tile.block_m}x{tile.block_n}x{LINE_BYTES // size} of {m}x{n}x{k}"
+    for name, config, (m, n, k), operand in counted_products():
+        tile, size = CONFIGS[config], 4 if operand[0] == "tf32" else 2
         cost, tiles = counted[name], 2 if tile.swapped else 4
         assert cost["blocks"] == tiles and "atomic" not in cost, name
         assert cost["tma_load_bytes"] == tiles * (tile.block_m + tile.block_n) * k * size, name

@@ -312,7 +312,7 @@ def test_the_random_problems_use_wgmma_often(library: GemmLibrary) -> None:
     assert 20 < served < 60
 
 
-@pytest.mark.sampled(count=60)
+@pytest.mark.sampled(cases=60)
 @pytest.mark.parametrize("number", range(300))
 def test_random_problems_are_as_exact_as_pytorch(built: GemmLibrary, number: int) -> None:
     call = random_call()

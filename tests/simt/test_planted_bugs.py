@@ -6,23 +6,13 @@ import random
 
 import numpy as np
 import pytest
-from harness import HERE, Fault, Library, SyncSite
+from harness import HERE, Fault, Library, SyncSite, plain_and_hooked
 
 KERNELS = ("pipeline", "last_block")
 SEEDS = (1, 2, 3)
 # Only the race checker finds these: blocks run one after the other here, and the emulator has no read-only cache.
 NEEDS_CHECKER = {"kRelaxedArrival", "kNoBlockBarrierBeforeArrival", "kPlainCounter", "kReadOnlyLoadOfPartials"}
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("planted", ["planted.cu"])
-
-
-@pytest.fixture(scope="session")
-def hooked() -> Library:
-    """The same with hooks for plain loads and stores, which the race checker needs."""
-    return Library.build("planted-hooks", ["planted.cu"], hooks=True)
+library, hooked = plain_and_hooked("planted", ["planted.cu"])
 
 
 def kernel_of(library: Library, name: str) -> str:

@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 import pytest
-from harness import HERE, Fault, Library, SyncSite
+from harness import HERE, Fault, Library, SyncSite, plain_and_hooked
 
 SEEDS = (1, 2, 3)
 GEMM = (128, 128, 584)  # as in planted_sm90.cu
@@ -25,17 +25,7 @@ NEEDS_CHECKER = {
     "kNoProxyFenceAfterQ": "there is one view of shared memory here",
     "kNoProxyFenceBeforeStore": "there is one view of shared memory here",
 }
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("planted-sm90", ["planted_sm90.cu"])
-
-
-@pytest.fixture(scope="session")
-def hooked() -> Library:
-    """The same with hooks for plain loads and stores, which the race checker needs."""
-    return Library.build("planted-sm90-hooks", ["planted_sm90.cu"], hooks=True)
+library, hooked = plain_and_hooked("planted-sm90", ["planted_sm90.cu"])
 
 
 def to_bits(values: np.ndarray) -> np.ndarray:
@@ -82,7 +72,7 @@ def test_every_bug_is_registered(library: Library) -> None:
     assert set(library.index) == {*KERNELS, *bugs()}
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("check_races", [False, True], ids=["plain", "checked"])
 def test_correct_kernels_raise_no_alarm(library: Library, hooked: Library, kernel: str, check_races: bool) -> None:

@@ -61,7 +61,7 @@ def check_gemm(library: Library, name: str, size: tuple[int, int, int], rng: np.
     np.testing.assert_array_equal(out.view(np.float32).reshape(m, n), a @ b.T)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(cases="every value")
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
 @pytest.mark.parametrize("name", GEMMS)
 @every_build

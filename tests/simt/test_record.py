@@ -22,9 +22,8 @@ def library() -> Library:
     return Library.build("conformance", conformance.SOURCES)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(cases=1, slow=True)
 @pytest.mark.skipif(find_toolkit() is None, reason="no CUDA toolkit")
-@pytest.mark.sampled(count=1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_and_links(arch: str) -> None:
     """Works without the libraries of a driver. The library lists its cases, but cannot run them here."""
@@ -47,7 +46,7 @@ def test_sources_are_chosen_by_architecture(tmp_path: Path, monkeypatch: pytest.
         record.arch_of((7, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, str(HERE / "record.py")], capture_output=True, text=True)
@@ -55,7 +54,7 @@ def test_without_a_gpu_it_says_so() -> None:
     assert done.stderr.startswith("record: found no CUDA GPU to record from; run this where")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_works_without_pytest() -> None:
     """A machine with a GPU may have no pytest."""
     code = "import sys; sys.modules['pytest'] = None; sys.argv = ['record.py', '--help']; import record; record.main()"
@@ -94,7 +93,7 @@ def test_a_wrong_output_is_detected(
         conformance.test_same_output_as_a_gpu(library, tmp_path / f"{name}.npz")
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_case_that_breaks_its_process_does_not_affect_others(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +120,7 @@ def test_a_case_that_breaks_its_process_does_not_affect_others(
     assert "sync_warp: FAULT: CRASHED: ended by SIGABRT, in breaking (test_record.py:" in said
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 def test_a_rehearsal_needs_another_folder() -> None:
     done = subprocess.run([sys.executable, str(HERE / "record.py"), "--emulated"], capture_output=True, text=True)
     assert done.returncode == 2

@@ -9,23 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from harness import CSRC, Fault, Library, SyncSite
+from harness import CSRC, Fault, Library, SyncSite, plain_and_hooked
 from torch import Tensor
 
-SOURCES = [CSRC / "bucket" / "symmetric_kernels.cu", "symmetric_kernels.cu"]
+library, hooked = plain_and_hooked("symmetric", [CSRC / "bucket" / "symmetric_kernels.cu", "symmetric_kernels.cu"])
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as in csrc/base/dtype.h
 PAD_BYTES, ALIGNMENT, GUARD = 128 << 10, 64, 64
-
-
-@pytest.fixture(scope="session")
-def library() -> Library:
-    return Library.build("symmetric", SOURCES)
-
-
-@pytest.fixture(scope="session")
-def hooked() -> Library:
-    """The same with hooks for plain loads and stores, which the race checker needs."""
-    return Library.build("symmetric-hooks", SOURCES, hooks=True)
 
 
 def sum_in_order(values: Tensor) -> Tensor:
@@ -233,7 +222,7 @@ def test_fast_and_slow_ranks(library: Library, one_shot: bool) -> None:
                 group.run_rounds(library, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled
 @BOTH
 def test_no_race(hooked: Library, one_shot: bool) -> None:
     for seed in range(4):
