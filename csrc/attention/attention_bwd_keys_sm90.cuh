@@ -84,12 +84,12 @@ constexpr int kWarps = kWarpgroup / arch::kWarpSize;  // of a consumer
 // What both consumers do at the beginning of a step: waits for the tile that `full` belongs to. Rows of the next
 // sequence are cleared in both tiles, by both consumers together.
 template <class Kernel>
-DEVICE void await_rows(const AttentionBackwardParams& p, typename Kernel::Storage& shared, const QueryTile& at,
+DEVICE void await_rows(const AttentionBackwardParams& p, typename Kernel::Storage& shared, const QueryTile& tile,
                        Barrier& full, int step) {
   const int stage = step % Kernel::kStages;
   const uint32_t parity = step / Kernel::kStages % 2;
   arch::barrier_wait(full, parity);
-  const int left = lines_left<Kernel>(p, shared, at);
+  const int left = lines_left<Kernel>(p, shared, tile);
   if (left >= Kernel::kBlockM) return;
   arch::barrier_wait(shared.q_full[stage], parity);
   arch::barrier_wait(shared.do_full[stage], parity);
@@ -116,12 +116,12 @@ DEVICE void hand_over(typename Kernel::Storage& shared, int stage, int n, const 
 // dropout drops it.
 template <class Kernel>
 DEVICE void weigh_generally(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                            typename Kernel::Storage& shared, const QueryTile& at, int stage, bool is_masked,
+                            typename Kernel::Storage& shared, const QueryTile& tile, int stage, bool is_masked,
                             typename Kernel::Scores::Accumulators& s) {
   using Scores = typename Kernel::Scores;
-  const int first_query = at.tile * Kernel::kBlockM, thread = Kernel::thread();
+  const int first_query = tile.index * Kernel::kBlockM, thread = Kernel::thread();
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
-  const GeneralStep general(p, load_struct(shared.task.queries), at.head);
+  const GeneralStep general(p, load_struct(shared.task.queries), tile.head);
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
@@ -147,14 +147,14 @@ DEVICE void weigh_generally(const AttentionBackwardParams& p, const BackwardPlan
 // Scores become P, which is handed to the other consumer.
 template <class Kernel>
 DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       const QueryTile& at, int step, typename Kernel::Scores::Accumulators& s) {
-  const int first_query = at.tile * Kernel::kBlockM, stage = step % Kernel::kStages;
+                       const QueryTile& tile, int step, typename Kernel::Scores::Accumulators& s) {
+  const int first_query = tile.index * Kernel::kBlockM, stage = step % Kernel::kStages;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
   if constexpr (!Kernel::kWithOptions) weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
   if constexpr (Kernel::kWithOptions) {
-    weigh_generally<Kernel>(p, plan, shared, at, stage, is_masked, s);
+    weigh_generally<Kernel>(p, plan, shared, tile, stage, is_masked, s);
   } else {
 #pragma unroll
     for (int n = 0; n < Kernel::Scores::kColumnTiles; ++n) hand_over<Kernel>(shared, stage, n, s[0][n]);
@@ -189,7 +189,7 @@ DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& 
 // The steps of a block, at least one, for the consumer that has dV.
 template <class Kernel>
 DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                              typename Kernel::Storage& shared, QueryTile at,
+                              typename Kernel::Storage& shared, QueryTile tile,
                               typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
   typename Kernel::Scores::Accumulators s;
@@ -197,14 +197,14 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
   arch::barrier_wait(shared.keys_full, 0);
   int step = 0;  // one register gives all stages and parities
 #pragma unroll 1
-  for (bool more = true; more; ++step, at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
+  for (bool more = true; more; ++step, tile = load_struct(shared.task.steps).next(tile)) {
+    more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages;
-    await_rows<Kernel>(p, shared, at, shared.q_full[stage], step);
+    await_rows<Kernel>(p, shared, tile, shared.q_full[stage], step);
     start_rows<Kernel, typename Kernel::TileK, typename Kernel::TileQ>(
         s, arch::shared_address(shared.k), arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
     arch::wgmma_wait<0>(registers_of(s));
-    weigh_step<Kernel>(p, plan, shared, at, step, s);
+    weigh_step<Kernel>(p, plan, shared, tile, step, s);
     arrive_warps(shared.q_empty[stage]);
     round_operand<T>(s, weights);
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
@@ -219,7 +219,7 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
 // The same for the consumer that has dK.
 template <class Kernel>
 DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                            typename Kernel::Storage& shared, QueryTile at,
+                            typename Kernel::Storage& shared, QueryTile tile,
                             typename Kernel::GradK::Accumulators& grad_key) {
   using T = typename Kernel::Element;
   typename Kernel::Scores::Accumulators grad;
@@ -227,10 +227,10 @@ DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan
   arch::barrier_wait(shared.keys_full, 0);
   int step = 0;
 #pragma unroll 1
-  for (bool more = true; more; ++step, at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
+  for (bool more = true; more; ++step, tile = load_struct(shared.task.steps).next(tile)) {
+    more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages;
-    await_rows<Kernel>(p, shared, at, shared.do_full[stage], step);
+    await_rows<Kernel>(p, shared, tile, shared.do_full[stage], step);
     start_rows<Kernel, typename Kernel::TileV, typename Kernel::TileDO>(
         grad, arch::shared_address(shared.v), arch::shared_address(shared.grad_out[stage]), shared.minus_delta[stage]);
     arch::barrier_wait(shared.weights_full[stage], step / Kernel::kStages % 2);

@@ -77,12 +77,12 @@ DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPl
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = rows.first + Kernel::Scores::row(0, half, Kernel::thread());
-    const int64_t at = first_row + query;
+    const int64_t row = first_row + query;
     const bool exists = query < rows.count;
     loaded.minus_lse[half] =
-        exists ? arch::load_global<float>(plan.minus_lse + at) * (Kernel::kWithOptions ? 1.0f : plan.factor)
+        exists ? arch::load_global<float>(plan.minus_lse + row) * (Kernel::kWithOptions ? 1.0f : plan.factor)
                : -INFINITY;
-    loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + at) : 0.0f;
+    loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + row) : 0.0f;
   }
   return loaded;
 }
@@ -93,25 +93,26 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
   using TileK = typename Kernel::TileK;
   using TileV = typename Kernel::TileV;
   const TileRows rows = load_struct(shared.task.rows);
-  const TilePosition at = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   arch::barrier_arrive_expect(shared.queries_full, Kernel::TileQ::kBytes + Kernel::TileDO::kBytes);
   load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.queries_full,
-                                      at.q_begin + rows.first, rows.first_head, at.batch);
+                                      position.q_begin + rows.first, rows.first_head, position.batch);
   load_pieces<typename Kernel::TileDO>(arch::shared_address(shared.grad_out), maps.grad_out, shared.queries_full,
-                                       at.q_begin + rows.first, rows.first_head, at.batch);
+                                       position.q_begin + rows.first, rows.first_head, position.batch);
   Ring<Kernel::kStages> keys;
   Ring<1> values;
 #pragma unroll 1
   for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
-    const int first_key = at.k_begin + tile * Kernel::kBlockN;
+    const int first_key = position.k_begin + tile * Kernel::kBlockN;
     arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
     arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
     load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage], first_key,
-                       at.head_kv, at.batch);
+                       position.head_kv, position.batch);
     keys.advance();
     arch::barrier_wait(shared.v_empty, values.parity ^ 1);
     arch::barrier_arrive_expect(shared.v_full, TileV::kBytes);
-    load_pieces<TileV>(arch::shared_address(shared.v), maps.value, shared.v_full, first_key, at.head_kv, at.batch);
+    load_pieces<TileV>(arch::shared_address(shared.v), maps.value, shared.v_full, first_key, position.head_kv,
+                       position.batch);
     values.advance();
   }
 }
@@ -130,8 +131,8 @@ DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& pla
       !visible.all_visible(rows.first, rows.first + Kernel::kBlockM - 1, first_key, first_key + Kernel::kBlockN);
   const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
   if constexpr (Kernel::kWithOptions) {
-    const TilePosition at = load_struct(task.position);
-    const GeneralStep general(p, {at.batch, at.q_begin, rows.count, 0}, rows.first_head);
+    const TilePosition position = load_struct(task.position);
+    const GeneralStep general(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
     between();
     arch::wgmma_wait<0>(registers_of(grad));
     if (plan.dropout.drop_below > 0)
@@ -182,8 +183,8 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
   typename Kernel::Fragments grad_scores;
   Ring<Kernel::kStages> keys;
   Ring<1> values;
-  const auto await_keys = [&](const Ring<Kernel::kStages>& at) {
-    arch::barrier_wait(shared.k_full[at.stage], at.parity);
+  const auto await_keys = [&](const Ring<Kernel::kStages>& ring) {
+    arch::barrier_wait(shared.k_full[ring.stage], ring.parity);
   };
   arch::barrier_wait(shared.queries_full, 0);
   await_keys(keys);
@@ -230,7 +231,7 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
   using T = typename Kernel::Element;
   using TileQ = typename Kernel::TileQ;
   const TileRows rows = load_struct(shared.task.rows);
-  const TilePosition at = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   const SharedAddress staged = arch::shared_address(shared.q);
   const int own = ConsumerThreads::consumer() * kWarpgroupRows, first = rows.first + own;
   ConsumerThreads::sync();  // all warps have read their queries
@@ -238,10 +239,10 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
   arch::fence_async_shared();
   ConsumerThreads::sync();
   if (p.cu_seqlens_q == nullptr || first + kWarpgroupRows <= rows.count)
-    store_pieces<TileQ>(maps.grad_query, staged, own, at.q_begin + first, rows.first_head, at.batch);
+    store_pieces<TileQ>(maps.grad_query, staged, own, position.q_begin + first, rows.first_head, position.batch);
   else
     store_lines<T, TileQ>(staged, own, rows.count - first, int(p.dim), [&](int line) {
-      return row_of<T>(p.grad_query, at.batch, at.q_begin + rows.first + line, rows.first_head);
+      return row_of<T>(p.grad_query, position.batch, position.q_begin + rows.first + line, rows.first_head);
     });
 }
 
@@ -253,16 +254,16 @@ attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTAN
   SHARED_STORAGE(typename Kernel::Storage, shared);
   bool has_keys;
   {
-    const TileIndex at = schedule.find(arch::block_x());
-    const Sequence sequence(p, at.batch);
-    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len, 1, at.head};
+    const TileIndex index = schedule.find(arch::block_x());
+    const Sequence sequence(p, index.batch);
+    const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len, 1, index.head};
     if (rows.first >= rows.count) return;
     const Visibility visible(p, sequence);
     const Span seen = key_tiles<Kernel>(visible, rows);
     has_keys = seen.begin < seen.end;
     if (arch::thread_index() == 0)
       ForwardTask{rows,
-                  {at.batch, sequence.q_begin, sequence.k_begin, at.head / int(p.heads / p.heads_kv)},
+                  {index.batch, sequence.q_begin, sequence.k_begin, index.head / int(p.heads / p.heads_kv)},
                   {visible, seen.begin},
                   {seen.end, 0}}
           .store(shared.task);

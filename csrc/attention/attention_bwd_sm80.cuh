@@ -99,12 +99,12 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   using Storage = typename Kernel::Storage;
   SHARED_STORAGE(Storage, shared);
 
-  QueryTile at;
+  QueryTile tile;
   bool more;
   {
     const BackwardWork work = find_work<Kernel>(p, plan);
     if (work.steps < 0) return;
-    at = work.first;
+    tile = work.first;
     more = work.steps > 0;
     if (arch::thread_index() == 0) work.task.store(shared.task);
   }
@@ -116,25 +116,25 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
                             tile_ds = arch::shared_address(shared.grad_scores),
                             tile_p = arch::shared_address(shared.weights);
 
-  const auto copy = [&]<class Tile>(const HeadsView& view, const QueryTile& at, arch::SharedAddress to, int64_t width,
+  const auto copy = [&]<class Tile>(const HeadsView& view, const QueryTile& tile, arch::SharedAddress to, int64_t width,
                                     const int64_t& pass) {
     const BackwardTask::Queries queries = load_struct(shared.task.queries);
-    const int first = at.tile * kBlockM;
-    LinesCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, at.head),
+    const int first = tile.index * kBlockM;
+    LinesCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, tile.head),
                                      view.seq_stride, pass, queries.count - first, int(width));
   };
-  const auto copy_queries = [&](const QueryTile& at) {
-    copy.template operator()<typename Kernel::TileQ>(p.query, at, tile_q, p.dim, plan.query_pass);
+  const auto copy_queries = [&](const QueryTile& tile) {
+    copy.template operator()<typename Kernel::TileQ>(p.query, tile, tile_q, p.dim, plan.query_pass);
   };
-  const auto copy_grad_out = [&](const QueryTile& at) {
-    copy.template operator()<typename Kernel::TileDO>(p.grad_out, at, tile_do, p.dim_v, plan.grad_out_pass);
+  const auto copy_grad_out = [&](const QueryTile& tile) {
+    copy.template operator()<typename Kernel::TileDO>(p.grad_out, tile, tile_do, p.dim_v, plan.grad_out_pass);
     constexpr int kChunks = kBlockM / 4;  // of lse; delta has as many
     static_assert(2 * kChunks <= kThreads);
     const int thread = arch::opaque_thread_index();
     if (thread < 2 * kChunks) {
       const bool is_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
-      const int first = padded_row<Kernel>(plan, load_struct(shared.task.queries), at);
+      const int first = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
       arch::cp_async<16>(arch::shared_address((is_lse ? shared.minus_lse : shared.minus_delta) + row),
                          (is_lse ? plan.minus_lse : plan.minus_delta) + first + row);
     }
@@ -153,18 +153,18 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     copy_lines<typename Kernel::TileV, kThreads>(tile_v, keys_left, int(p.dim_v), [&](int i) {
       return row_of<const T>(p.value, batch, head.k_begin + keys.first + i, head.head_kv);
     });
-    copy_grad_out(at);
-    copy_queries(at);
+    copy_grad_out(tile);
+    copy_queries(tile);
     arch::cp_async_commit();
   }
 
 #pragma unroll 1
-  for (; more; at = load_struct(shared.task.steps).next(at)) {
+  for (; more; tile = load_struct(shared.task.steps).next(tile)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients have arrived, and dS has been read
 
-    more = at != load_struct(shared.task.steps).last;
-    const int first_query = at.tile * kBlockM;
+    more = tile != load_struct(shared.task.steps).last;
+    const int first_query = tile.index * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
@@ -178,7 +178,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
     if constexpr (Kernel::kWithOptions) {
-      const GeneralStep general(p, load_struct(shared.task.queries), at.head);
+      const GeneralStep general(p, load_struct(shared.task.queries), tile.head);
       general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
                                        keys.first, first_query, is_masked);
     } else {
@@ -192,7 +192,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if constexpr (kSplit == 1) {
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
       arch::sync_threads();  // dS is written, and the output gradients have been read
-      if (more) copy_grad_out(load_struct(shared.task.steps).next(at));
+      if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
       arch::sync_threads();  // the queries have been read
     } else {
@@ -203,16 +203,16 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       multiply<typename Kernel::TileQOfDK, kSplit>(
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
       arch::sync_threads();  // queries and output gradients have been read
-      if (more) copy_grad_out(load_struct(shared.task.steps).next(at));
+      if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
     }
-    if (more) copy_queries(load_struct(shared.task.steps).next(at));
+    if (more) copy_queries(load_struct(shared.task.steps).next(tile));
     arch::cp_async_commit();
 
     typename GradQ::Accumulators grad_query = {};
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
-    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), at);
+    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
     const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
     if (plan.turns == nullptr) {
       sums.reduce_add(grad_query);

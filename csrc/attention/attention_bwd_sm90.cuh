@@ -109,15 +109,15 @@ struct Backward {
 // The adder, one thread: adds the sums of each step to those in the workspace.
 template <class Kernel>
 DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typename Kernel::Storage& shared,
-                     QueryTile at) {
+                     QueryTile tile) {
   const BackwardTask::Queries queries = load_struct(shared.task.queries);
   uint32_t parity = 0;
 #pragma unroll 1
-  for (bool more = true; more; at = load_struct(shared.task.steps).next(at), parity ^= 1) {
-    more = at != load_struct(shared.task.steps).last;
-    const int padded = padded_row<Kernel>(plan, queries, at);
+  for (bool more = true; more; tile = load_struct(shared.task.steps).next(tile), parity ^= 1) {
+    more = tile != load_struct(shared.task.steps).last;
+    const int padded = padded_row<Kernel>(plan, queries, tile);
     const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
-    const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), at.tile * Kernel::kBlockM);
+    const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), tile.index * Kernel::kBlockM);
     arch::barrier_wait(shared.sums_full, parity);
     if (plan.turns != nullptr) arch::wait_equal(plan.turns + padded / Kernel::kBlockM, earlier);
     arch::tma_store<true>(maps.sums, arch::shared_address(shared.sums), to);
@@ -153,9 +153,9 @@ DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storag
 // The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
 template <class Kernel>
 DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       const QueryTile& at, int step, typename Kernel::Scores::Accumulators& s,
+                       const QueryTile& tile, int step, typename Kernel::Scores::Accumulators& s,
                        typename Kernel::Scores::Accumulators& grad) {
-  const int first_query = at.tile * Kernel::kBlockM;
+  const int first_query = tile.index * Kernel::kBlockM;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
@@ -165,7 +165,7 @@ DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& pla
   arch::wgmma_wait<0>(registers_of(grad));
   if constexpr (Kernel::kWithOptions) {
     const int stage = step % Kernel::kStages;
-    const GeneralStep general(p, load_struct(shared.task.queries), at.head);
+    const GeneralStep general(p, load_struct(shared.task.queries), tile.head);
     general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
                                      shared.minus_delta[stage], keys.first, first_query, is_masked);
   } else {
@@ -190,7 +190,7 @@ DEVICE void store_sums(typename Kernel::Storage& shared, int step, const typenam
 // The steps of a block, at least one, for a consumer.
 template <class Kernel>
 DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       QueryTile at, typename Kernel::GradK::Accumulators& grad_key,
+                       QueryTile tile, typename Kernel::GradK::Accumulators& grad_key,
                        typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
   using TileK = typename Kernel::TileK;
@@ -206,7 +206,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
   const auto await_queries = [&] {
     const int stage = step % Kernel::kStages;
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, at));
+    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, tile));
   };
   const auto start_scores = [&] {
     const int stage = step % Kernel::kStages;
@@ -221,13 +221,13 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
 
 #pragma unroll 1
   for (bool more = true; more;) {
-    more = at != load_struct(shared.task.steps).last;
+    more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages, this_step = step;
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, at));
+    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, tile));
     start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
-    weigh_step<Kernel>(p, plan, shared, at, step, s, grad);
+    weigh_step<Kernel>(p, plan, shared, tile, step, s, grad);
     round_operand<T>(s, weights);
     round_operand<T>(grad, grad_scores);
     arch::wgmma_fence(registers_of(grad_value), weights);
@@ -251,7 +251,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     // would make ptxas wait for each product.
     if (more) {
       ++step;
-      at = load_struct(shared.task.steps).next(at);
+      tile = load_struct(shared.task.steps).next(tile);
       await_queries();
     }
     start_scores();

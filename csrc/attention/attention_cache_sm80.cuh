@@ -131,8 +131,8 @@ DEVICE void copy_cached(arch::SharedAddress to, const HeadsView& view, int head,
 #pragma unroll 8
   for (int i = 0; i < kCopies; ++i) {
     const int line = first + i * kLinesPerPass;
-    const CacheRow at = load_struct(rows[line]);
-    arch::cp_async<16>(to + Tile::offset(line, chunk), row_of<const T>(view, at.page, at.row, head) + chunk * 8,
+    const CacheRow from = load_struct(rows[line]);
+    arch::cp_async<16>(to + Tile::offset(line, chunk), row_of<const T>(view, from.page, from.row, head) + chunk * 8,
                        line < left ? 16 : 0);
   }
 }
@@ -175,13 +175,13 @@ DEVICE void store_rows(const CachedAttentionParams& p, const CachePlan& plan, ty
   constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kFours = Kernel::kDimV / 4;
   constexpr float kLn2 = 0.6931471805599453f;
   const TileRows rows = load_struct(shared.task.rows);
-  const TilePosition at = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   const int64_t split_rows = load_struct(shared.task.end).split * p.batch * p.heads * p.seqlen_q;
   const int thread = arch::opaque_thread_index();
   for (int row = thread; row < kBlockM && rows.first + row < rows.count; row += kThreads) {
     const float max = shared.sums.max_of(row), sum = shared.sums.sum_of(row, max);
     const float lse = sum == 0.0f ? -INFINITY : (max + arch::fast_log2(sum)) * kLn2;
-    const int64_t index = first_lse_row(p, 0, at.batch, rows.head(row)) + rows.query(row);
+    const int64_t index = first_lse_row(p, 0, position.batch, rows.head(row)) + rows.query(row);
     arch::store_global((splits > 1 ? plan.partial_lse + split_rows : static_cast<float*>(p.lse)) + index, lse);
   }
 #pragma unroll 1
@@ -196,12 +196,12 @@ DEVICE void store_rows(const CachedAttentionParams& p, const CachePlan& plan, ty
       for (int q = 0; q < 4; ++q) x[q] += arch::bits_float(part.data[q]);
     }
     if (splits > 1) {
-      const int64_t index = first_lse_row(p, 0, at.batch, rows.head(row)) + rows.query(row);
+      const int64_t index = first_lse_row(p, 0, position.batch, rows.head(row)) + rows.query(row);
       arch::store_global(plan.partial_out + (split_rows + index) * p.dim_v + column,
                          arch::Words4{{arch::float_bits(x[0]), arch::float_bits(x[1]), arch::float_bits(x[2]),
                                        arch::float_bits(x[3])}});
     } else {
-      T* const to = row_of<T>(p.out, at.batch, rows.query(row), rows.head(row));
+      T* const to = row_of<T>(p.out, position.batch, rows.query(row), rows.head(row));
       arch::store_global(to + column, arch::Words2{{arch::pack<T>(x[0], x[1]), arch::pack<T>(x[2], x[3])}});
     }
   }
@@ -236,14 +236,14 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
   };
   {
     const TileRows rows = load_struct(shared.task.rows);
-    const TilePosition at = load_struct(shared.task.position);
+    const TilePosition position = load_struct(shared.task.position);
     begin_rows(p, rows, load_struct(shared.task.end).split == 0 && Kernel::key_warp() == 0, row_at, softmax, sums);
     if (begin < end) {
       find_rows<Kernel>(p, shared, begin);
       if (begin + 1 < end) find_rows<Kernel>(p, shared, begin + 1);
       copy_lines<TileQ, Kernel::kThreads>(
           arch::shared_address(shared.q), rows.count - rows.first, int(p.dim),
-          [&](int i) { return row_of<const T>(p.query, at.batch, rows.query(i), rows.head(i)); });
+          [&](int i) { return row_of<const T>(p.query, position.batch, rows.query(i), rows.head(i)); });
       arch::sync_threads();  // the rows of both tiles are known
       copy_tile(begin);
     }

@@ -122,18 +122,18 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
     if (item >= plan.items()) break;
     const auto task = ForwardTask::find<Kernel>(p, plan, item / plan.splits, item % plan.splits);
     if (task.has_no_rows()) continue;
-    const TilePosition& at = task.position;
+    const TilePosition& position = task.position;
     wait_for_consumers();
     task.store(shared.task);
     arch::barrier_arrive_expect(shared.q_full, Kernel::TileQ::kBytes);
     load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
-                                        at.q_begin + task.rows.first / plan.pack, task.rows.first_head / plan.pack,
-                                        at.batch);
+                                        position.q_begin + task.rows.first / plan.pack,
+                                        task.rows.first_head / plan.pack, position.batch);
     const auto load_keys = [&](int tile) {
       arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
       arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
       load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage],
-                         at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
+                         position.k_begin + tile * Kernel::kBlockN, position.head_kv, position.batch);
       keys.advance();
     };
     const int begin = task.keys.begin, end = task.end.tile;
@@ -144,7 +144,7 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
       arch::barrier_wait(shared.v_empty[values.stage], values.parity ^ 1);
       arch::barrier_arrive_expect(shared.v_full[values.stage], TileV::kBytes);
       load_pieces<TileV>(arch::shared_address(shared.v[values.stage]), maps.value, shared.v_full[values.stage],
-                         at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
+                         position.k_begin + tile * Kernel::kBlockN, position.head_kv, position.batch);
       values.advance();
     }
   }
@@ -199,12 +199,12 @@ DEVICE bool weigh_keys(const AttentionParams& p, const ForwardPlan& plan, const 
   if constexpr (Kernel::kWithOptions)
     if (plan.dropout.drop_below > 0) {
       const TileRows rows = load_struct(task.rows);
-      const TilePosition at = load_struct(task.position);
+      const TilePosition position = load_struct(task.position);
       plan.dropout.drop(
           s,
           [&](int m, int half) {
             const int row = Kernel::row_at(m, half);
-            return first_lse_row(p, at.q_begin, at.batch, rows.head(row)) + rows.query(row);
+            return first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
           },
           first_key);
     }
@@ -286,8 +286,8 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
 
 // Stores the consumer's rows, staged in the memory of its queries.
 template <class Kernel>
-DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const TileRows& rows, const TilePosition& at,
-                      typename Kernel::Storage& shared, const typename Kernel::Out& out) {
+DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const TileRows& rows,
+                      const TilePosition& position, typename Kernel::Storage& shared, const typename Kernel::Out& out) {
   using T = typename Kernel::Element;
   using Tile = typename Kernel::TileOut;
   const SharedAddress staged = arch::shared_address(shared.q);
@@ -299,10 +299,10 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
   const int first = rows.first + first_row;
   const bool packed_sequences = p.cu_seqlens_q != nullptr;
   if (rows.pack == 1 && (!packed_sequences || first + kWarpgroupRows <= rows.count))
-    store_pieces<Tile>(maps.out, staged, first_row, at.q_begin + first, rows.first_head, at.batch);
+    store_pieces<Tile>(maps.out, staged, first_row, position.q_begin + first, rows.first_head, position.batch);
   else
     store_lines<T, Tile>(staged, first_row, rows.count - first, int(p.dim_v), [&](int row) {
-      return row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
+      return row_of<T>(p.out, position.batch, position.q_begin + rows.query(row), rows.head(row));
     });
 }
 
@@ -325,11 +325,11 @@ DEVICE void consume(const AttentionParams& p, const ForwardPlan& plan, const For
     if (load_struct(shared.task.keys).begin < load_struct(shared.task.end).tile)
       attend<Kernel>(p, plan, shared, keys, values, turns, out, softmax, sums);
     const TileRows rows = load_struct(shared.task.rows);
-    const TilePosition at = load_struct(shared.task.position);
-    finish_rows<typename Kernel::OutTiles, Kernel::kWithOptions>(p, plan, rows, at, load_struct(shared.task.end).split,
-                                                                 Kernel::row_at, softmax, sums, out);
+    const TilePosition position = load_struct(shared.task.position);
+    finish_rows<typename Kernel::OutTiles, Kernel::kWithOptions>(
+        p, plan, rows, position, load_struct(shared.task.end).split, Kernel::row_at, softmax, sums, out);
     if (plan.splits == 1)
-      store_out<Kernel>(p, maps, rows, at, shared, out);
+      store_out<Kernel>(p, maps, rows, position, shared, out);
     else
       ConsumerThreads::sync();  // all warps have read their queries and their task
     ConsumerThreads::arrive(shared.q_empty);

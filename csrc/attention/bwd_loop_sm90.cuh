@@ -36,9 +36,9 @@ DEVICE void multiply_fragments(float (&x)[1][tiles][4], const uint32_t (&a)[step
                                       arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kMn)), 1);
 }
 
-// The producer, one thread. `at`: the block's first tile of queries.
+// The producer, one thread. `tile`: the block's first tile of queries.
 template <class Kernel>
-DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Kernel::Storage& shared, QueryTile at) {
+DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Kernel::Storage& shared, QueryTile tile) {
   const BackwardTask::Queries queries = load_struct(shared.task.queries);
   const BackwardTask::Head head = load_struct(shared.task.head);
   const int first_key = head.k_begin + load_struct(shared.task.keys).first;
@@ -49,15 +49,15 @@ DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Ker
                                       head.head_kv, queries.batch);
   Ring<Kernel::kStages> ring;
 #pragma unroll 1
-  for (bool more = true; more; at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
-    const int row = queries.begin + at.tile * Kernel::kBlockM;
-    const int padded = padded_row<Kernel>(plan, queries, at);
+  for (bool more = true; more; tile = load_struct(shared.task.steps).next(tile)) {
+    more = tile != load_struct(shared.task.steps).last;
+    const int row = queries.begin + tile.index * Kernel::kBlockM;
+    const int padded = padded_row<Kernel>(plan, queries, tile);
     const auto load = [&]<class Tile>(Barrier& empty, Barrier& full, unsigned char (&to)[Tile::kBytes],
                                       const HeadsMap& map, float (&columns)[Kernel::kBlockM], const float* from) {
       arch::barrier_wait(empty, ring.parity ^ 1);
       arch::barrier_arrive_expect(full, Tile::kBytes + sizeof columns);
-      load_pieces<Tile>(arch::shared_address(to), map, full, row, at.head, queries.batch);
+      load_pieces<Tile>(arch::shared_address(to), map, full, row, tile.head, queries.batch);
       arch::bulk_load(arch::shared_address(columns), from + padded, sizeof columns, full);
     };
     const int stage = ring.stage;
@@ -95,9 +95,9 @@ DEVICE bool clear_from(SharedAddress tile, int line) {
 
 // Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
 template <class Kernel>
-DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& at) {
+DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& tile) {
   if (p.cu_seqlens_q == nullptr) return Kernel::kBlockM;
-  return load_struct(shared.task.queries).count - at.tile * Kernel::kBlockM;
+  return load_struct(shared.task.queries).count - tile.index * Kernel::kBlockM;
 }
 
 // Issues x = A B^T + columns for 64 lines of A; the general kernel adds `columns` later.

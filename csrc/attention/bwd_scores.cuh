@@ -16,7 +16,7 @@ namespace cuda_ext::attention {
 
 // A tile of queries of one head.
 struct QueryTile {
-  int head, tile;
+  int head, index;
   bool operator==(const QueryTile&) const = default;
 };
 
@@ -37,8 +37,8 @@ struct BackwardTask {
   struct alignas(16) Steps {
     int tiles_begin, tiles_end;
     QueryTile last;
-    DEVICE QueryTile next(const QueryTile& at) const {
-      return at.tile + 1 < tiles_end ? QueryTile{at.head, at.tile + 1} : QueryTile{at.head + 1, tiles_begin};
+    DEVICE QueryTile next(const QueryTile& tile) const {
+      return tile.index + 1 < tiles_end ? QueryTile{tile.head, tile.index + 1} : QueryTile{tile.head + 1, tiles_begin};
     }
   };
   Queries queries;
@@ -104,8 +104,8 @@ DEVICE BackwardWork find_work(const AttentionParams& p, const BackwardPlan& plan
 
 // The first row of a tile of queries in the padded layout of the workspace.
 template <class Kernel>
-DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& queries, const QueryTile& at) {
-  return at.head * plan.head_rows + queries.first_padded + at.tile * Kernel::kBlockM;
+DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& queries, const QueryTile& tile) {
+  return tile.head * plan.head_rows + queries.first_padded + tile.index * Kernel::kBlockM;
 }
 
 // How many blocks have added to the sum of dQ of these queries when it is the turn of the block of these keys.

@@ -55,9 +55,9 @@ struct ForwardTask {
 
   template <class Kernel>
   DEVICE static ForwardTask find(const AttentionParams& p, const ForwardPlan& plan, int tile, int split) {
-    const TileIndex at = plan.schedule.find(tile);
-    const Sequence sequence(p, at.batch);
-    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
+    const TileIndex index = plan.schedule.find(tile);
+    const Sequence sequence(p, index.batch);
+    const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, index.head * plan.pack};
     const Visibility visible(p, sequence);
     const Span seen = key_tiles<Kernel>(visible, rows);
     const int split_tiles = (seen.end - seen.begin + plan.splits - 1) / plan.splits;
@@ -65,7 +65,7 @@ struct ForwardTask {
     const int end = begin + split_tiles < seen.end ? begin + split_tiles : seen.end;
     const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
     const Span unmasked = visible.keys_of_all(rows.query(0), rows.last_query(Kernel::kBlockM));
-    return {rows, {at.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
+    return {rows, {index.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
   }
 
   // Whether the tile lies beyond its sequence.

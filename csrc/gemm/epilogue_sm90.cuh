@@ -111,12 +111,12 @@ DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
     const int chunk = (column / 4 + lane % 4 / 2) ^ lane / 4;
 #pragma unroll
     for (int r = 0; r < 8; r += 2) {
-      const SharedAddress at = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
+      const SharedAddress to = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
       // Values, not references to an element that `odd` chooses: for those v would have to be on the stack.
       const float left = v[r], right = v[r + 1];
       const float first = odd ? +right : +left, second = odd ? +left : +right;
-      arch::store_shared(at + odd * 4, first);
-      arch::store_shared(at + (4 - odd * 4), second);
+      arch::store_shared(to + odd * 4, first);
+      arch::store_shared(to + (4 - odd * 4), second);
     }
   }
 }
@@ -142,8 +142,8 @@ DEVICE void stage_bias(const GemmParams& params, int column_tile, typename Gemm:
   epilogue::with_storage(params.bias.dtype, [&](auto tag) {
     using T = decltype(tag);
     for (int i = ConsumerThreads::index(); i < Gemm::kBlockN; i += kWarpgroup) {
-      const int64_t column = int64_t(column_tile) * width + i % width, at = column + i / width * params.n;
-      const T* const bias = static_cast<const T*>(params.bias.data) + at * params.bias.column_stride;
+      const int64_t column = int64_t(column_tile) * width + i % width, bias_column = column + i / width * params.n;
+      const T* const bias = static_cast<const T*>(params.bias.data) + bias_column * params.bias.column_stride;
       const float x = column < params.n ? arch::to_float(arch::load_global<T>(bias)) : 0.0f;
       arch::store_shared(arch::shared_address(&shared.bias[ConsumerThreads::consumer()][i]), x);
     }
@@ -170,14 +170,14 @@ DEVICE void scale_and_add_bias(const GemmParams& params, const float* bias, floa
 // Starts the stores of the slabs of out, preact's gate and preact's up, as one group.
 template <int slab_bytes, bool pairs>
 DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, SharedAddress slabs,
-                       const int (&at)[4]) {
+                       const int (&coords)[4]) {
   if (plan.tma_add)
-    arch::tma_store<true>(maps.out, slabs, at);
+    arch::tma_store<true>(maps.out, slabs, coords);
   else
-    arch::tma_store(maps.out, slabs, at);
+    arch::tma_store(maps.out, slabs, coords);
   if (params.preact_out.data != nullptr) {
-    arch::tma_store(maps.preact, slabs + slab_bytes, at);
-    if constexpr (pairs) arch::tma_store(maps.preact, slabs + 2 * slab_bytes, {at[0], 1, at[2], at[3]});
+    arch::tma_store(maps.preact, slabs + slab_bytes, coords);
+    if constexpr (pairs) arch::tma_store(maps.preact, slabs + 2 * slab_bytes, {coords[0], 1, coords[2], coords[3]});
   }
   arch::bulk_commit();
 }
@@ -287,10 +287,10 @@ DEVICE void store_rows(const GemmParams& params, const GemmPlan& plan, const epi
   float* const staged = reinterpret_cast<float*>(shared.staging[ConsumerThreads::consumer()]);
 #pragma unroll 1
   for (int part = 0; part < Gemm::kRowBlocks * kParts; ++part) {
-    epilogue::TilePosition at = tile;
-    at.row += part / kParts * kRowBlock;
-    at.column += part % kParts * at.columns;
-    if (at.row >= params.m || at.column >= params.n) continue;
+    epilogue::TilePosition position = tile;
+    position.row += part / kParts * kRowBlock;
+    position.column += part % kParts * position.columns;
+    if (position.row >= params.m || position.column >= params.n) continue;
     float v[kCount];
     if (!Gemm::kSwapped && has_pairs(params)) {
       float gate[kCount / 2], up[kCount / 2];
@@ -313,11 +313,11 @@ DEVICE void store_rows(const GemmParams& params, const GemmPlan& plan, const epi
       });
     }
     ConsumerThreads::sync();
-    typename Rows::Epilogue rows(params, at);
+    typename Rows::Epilogue rows(params, position);
     rows.run(staged, 0);
     if (plan.bias_sums == nullptr) continue;
     ConsumerThreads::sync();
-    rows.store_sums(staged, plan.bias_sums + at.row / kRowBlock * (params.gated ? 2 : 1) * params.n);
+    rows.store_sums(staged, plan.bias_sums + position.row / kRowBlock * (params.gated ? 2 : 1) * params.n);
   }
 }
 

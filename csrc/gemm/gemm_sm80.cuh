@@ -97,11 +97,11 @@ struct Gemm {
     // With three tf32 products: the low parts of a and of b's first column, whose high parts replace them in a and b.
     uint32_t low_a[kRows][4], low_b[2];
 
-    DEVICE void load(arch::SharedAddress at_a, arch::SharedAddress at_b, int step) {
+    DEVICE void load(arch::SharedAddress lane_a, arch::SharedAddress lane_b, int step) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], at_a, i, step);
+      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], lane_a, i, step);
 #pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
+      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], lane_b, j, step);
     }
 
     // Converts the loaded fragments, so that `multiply` can start at once.
@@ -243,22 +243,22 @@ DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int bloc
 // sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state
 // of the pipeline, and the compiler's allocation of registers depends on their order.
 template <class Gemm>
-DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
+DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& position,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
   const int first = arch::block_y() * plan.split_k_tiles;
   int left = plan.all_k_tiles - first;  // k tiles to multiply
   if (left > plan.split_k_tiles) left = plan.split_k_tiles;
   if (left <= 0) return;
 
-  typename Gemm::CopyA copy_a(params.a.data, plan.a, at.row, params.m, false);
-  typename Gemm::CopyB copy_b(params.b.data, plan.b, at.column, params.n, has_pairs(params));
+  typename Gemm::CopyA copy_a(params.a.data, plan.a, position.row, params.m, false);
+  typename Gemm::CopyB copy_b(params.b.data, plan.b, position.column, params.n, has_pairs(params));
   const auto advance_elements = [&](int64_t a, int64_t b) {
     copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
     copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));
   };
   using epilogue::offset_of;
-  advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
-                   offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
+  advance_elements(offset_of(position.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
+                   offset_of(position.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
   int product = first / plan.k_tiles;  // to copy from next
   const int k_tile = first % plan.k_tiles;
   int product_left = plan.k_tiles - k_tile;  // its k tiles that are still to be copied
@@ -389,21 +389,21 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   const auto tile_at = [&](int block) {
     return find_tile(plan, block, Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
   };
-  epilogue::TilePosition at = tile_at(arch::block_x());
+  epilogue::TilePosition position = tile_at(arch::block_x());
   typename Gemm::Accumulators sums = {};
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
-    if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
-    at = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
-    if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
+    if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, position, shared, sums);
+    position = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
+    if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, position, sums);
   } else {
-    multiply_tiles<Gemm>(params, plan, at, shared, sums);
+    multiply_tiles<Gemm>(params, plan, position, shared, sums);
   }
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
   arch::sync_threads();  // all warps have read the last stage
   Gemm::stage_result(shared.result, sums, 0);
   arch::sync_threads();
-  typename Gemm::Epilogue tile_epilogue(params, at);
+  typename Gemm::Epilogue tile_epilogue(params, position);
 #pragma unroll 1  // the code is long
   for (int pass = 0;; ++pass) {
     tile_epilogue.run(shared.result, pass);
@@ -415,7 +415,7 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   if (plan.bias_sums != nullptr) {
     arch::sync_threads();
     tile_epilogue.store_sums(shared.result,
-                             plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
+                             plan.bias_sums + position.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
   }
 }
 

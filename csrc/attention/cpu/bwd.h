@@ -162,27 +162,27 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
   const bool by_slopes = head.softcap > 0 && !in_two_steps;
   for (int64_t j = 0; j < keys; ++j) {
     for (int x = 0; x < Vectors; ++x) {
-      const int64_t at = j * width + x * lanes;
-      const Vec<T> weight = exp_below_88(load(weights + at) - row_lse[x]);
-      Vec<T> grad_weight = load(grad_logits + at);
+      const int64_t offset = j * width + x * lanes;
+      const Vec<T> weight = exp_below_88(load(weights + offset) - row_lse[x]);
+      Vec<T> grad_weight = load(grad_logits + offset);
       Vec<T> kept_weight = weight;
       if (p.dropout_p > 0) {
-        const Vec<T> mask = load(scratch.mask + at);
+        const Vec<T> mask = load(scratch.mask + offset);
         grad_weight *= mask;
         kept_weight *= mask;
       }
       Vec<T> grad_logit = weight * (grad_weight - row_delta[x]) * scale;
-      if (by_slopes) grad_logit *= load(scratch.slopes + at);
-      store(weights + at, kept_weight);
-      store(grad_logits + at, grad_logit);
+      if (by_slopes) grad_logit *= load(scratch.slopes + offset);
+      store(weights + offset, kept_weight);
+      store(grad_logits + offset, grad_logit);
     }
   }
   if (!in_two_steps) return;
   grad_bias.add(grad_logits, width, i_begin, i_end - i_begin, j_begin, keys);
-  for (int64_t at = 0; at < keys * width; at += lanes) {
-    Vec<T> grad_logit = load(grad_logits + at) * T(p.scale);
-    if (head.softcap > 0) grad_logit *= load(scratch.slopes + at);
-    store(grad_logits + at, grad_logit);
+  for (int64_t offset = 0; offset < keys * width; offset += lanes) {
+    Vec<T> grad_logit = load(grad_logits + offset) * T(p.scale);
+    if (head.softcap > 0) grad_logit *= load(scratch.slopes + offset);
+    store(grad_logits + offset, grad_logit);
   }
 }
 
@@ -319,33 +319,36 @@ class BackwardPass {
 
   // Where dQ of query head h is summed: in the result, if there is one split and type and row length permit; else in
   // scratch.
-  Rows<T> grad_q_of(const KeyHead& at, const Sequence& s, int64_t h) const {
-    if (in_place_) return rows_of<T>(p_.grad_query, at.b, s.q_begin, h);
-    if (splits_ == 1) return {at.head_grad_q + h % (p_.heads / p_.heads_kv) * s.q_len * pitch_, pitch_};
-    return {split_grad_q_ + (at.split * total_rows(p_) + first_row(p_, s, at.b, h)) * pitch_, pitch_};
+  Rows<T> grad_q_of(const KeyHead& key_head, const Sequence& s, int64_t h) const {
+    if (in_place_) return rows_of<T>(p_.grad_query, key_head.b, s.q_begin, h);
+    if (splits_ == 1) return {key_head.head_grad_q + h % (p_.heads / p_.heads_kv) * s.q_len * pitch_, pitch_};
+    return {split_grad_q_ + (key_head.split * total_rows(p_) + first_row(p_, s, key_head.b, h)) * pitch_, pitch_};
   }
 
-  void run_key_head(const KeyHead& at) const {
-    const Sequence s(p_, at.b);
-    const auto k = rows_of<const Storage>(p_.key, at.b, s.k_begin, at.kv_head),
-               v = rows_of<const Storage>(p_.value, at.b, s.k_begin, at.kv_head);
-    const Buffers& scratch = at.scratch;
-    const int64_t group = p_.heads / p_.heads_kv, h_begin = at.kv_head * group, h_end = h_begin + group;
+  void run_key_head(const KeyHead& key_head) const {
+    const Sequence s(p_, key_head.b);
+    const auto k = rows_of<const Storage>(p_.key, key_head.b, s.k_begin, key_head.kv_head),
+               v = rows_of<const Storage>(p_.value, key_head.b, s.k_begin, key_head.kv_head);
+    const Buffers& scratch = key_head.scratch;
+    const int64_t group = p_.heads / p_.heads_kv, h_begin = key_head.kv_head * group, h_end = h_begin + group;
     for (int64_t h = h_begin; h < h_end; ++h)
-      for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(at, s, h)[i], padded<T>(p_.dim), T(0));
+      for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(key_head, s, h)[i], padded<T>(p_.dim), T(0));
 
-    for (int64_t j = at.split * kBackwardKeys; j < s.k_len; j += splits_ * kBackwardKeys) {
+    for (int64_t j = key_head.split * kBackwardKeys; j < s.k_len; j += splits_ * kBackwardKeys) {
       const int64_t keys = std::min(kBackwardKeys, s.k_len - j);
       scratch.pack_keys(k.from(j), v.from(j), keys, p_.dim, p_.dim_v);
       std::fill_n(scratch.grad_k, keys * pitch_, T(0));
       std::fill_n(scratch.grad_v, keys * pitch_v_, T(0));
-      for (int64_t h = h_begin; h < h_end; ++h) visit_queries(at, s, h, j, keys);
-      unpack_rows(scratch.grad_k, keys, p_.dim, rows_of<Storage>(p_.grad_key, at.b, s.k_begin + j, at.kv_head));
-      unpack_rows(scratch.grad_v, keys, p_.dim_v, rows_of<Storage>(p_.grad_value, at.b, s.k_begin + j, at.kv_head));
+      for (int64_t h = h_begin; h < h_end; ++h) visit_queries(key_head, s, h, j, keys);
+      unpack_rows(scratch.grad_k, keys, p_.dim,
+                  rows_of<Storage>(p_.grad_key, key_head.b, s.k_begin + j, key_head.kv_head));
+      unpack_rows(scratch.grad_v, keys, p_.dim_v,
+                  rows_of<Storage>(p_.grad_value, key_head.b, s.k_begin + j, key_head.kv_head));
     }
     if (splits_ == 1 && !in_place_) {
       for (int64_t h = h_begin; h < h_end; ++h)
-        unpack_rows(grad_q_of(at, s, h).data, s.q_len, p_.dim, rows_of<Storage>(p_.grad_query, at.b, s.q_begin, h));
+        unpack_rows(grad_q_of(key_head, s, h).data, s.q_len, p_.dim,
+                    rows_of<Storage>(p_.grad_query, key_head.b, s.q_begin, h));
     }
   }
 
@@ -363,15 +366,17 @@ class BackwardPass {
   }
 
   // Adds what queries of head h and keys [j, j + keys), which are packed in scratch, contribute to all gradients.
-  void visit_queries(const KeyHead& at, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
+  void visit_queries(const KeyHead& key_head, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
-    const Buffers& scratch = at.scratch;
-    const HeadContext<T> head(p_, s, at.b, h);
-    const auto q = rows_of<const Storage>(p_.query, at.b, s.q_begin, h),
-               grad_out = rows_of<const Storage>(p_.grad_out, at.b, s.q_begin, h);
-    const auto grad_q = grad_q_of(at, s, h);
+    const Buffers& scratch = key_head.scratch;
+    const HeadContext<T> head(p_, s, key_head.b, h);
+    const auto q = rows_of<const Storage>(p_.query, key_head.b, s.q_begin, h),
+               grad_out = rows_of<const Storage>(p_.grad_out, key_head.b, s.q_begin, h);
+    const auto grad_q = grad_q_of(key_head, s, h);
     const BiasGradient<T> grad_bias{
-        at.grad_bias == nullptr ? nullptr : at.grad_bias + at.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
+        key_head.grad_bias == nullptr
+            ? nullptr
+            : key_head.grad_bias + key_head.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
         p_.grad_bias_strides[2], p_.grad_bias_strides[3]};
     const T* lse = static_cast<const T*>(p_.lse) + head.first_row;
     // Queries that see any key of the block, from the start of a panel.

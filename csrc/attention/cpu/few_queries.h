@@ -82,8 +82,8 @@ CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Eleme
   for (int r = 0; r < Count; ++r) {
 #pragma GCC unroll 16
     for (int x = 0; x < Vectors; ++x) {
-      T* const at = out + r * pitch + begin + x * lanes;
-      store(at, load(at) + sum[r][x]);
+      T* const to = out + r * pitch + begin + x * lanes;
+      store(to, load(to) + sum[r][x]);
     }
   }
 }
@@ -250,10 +250,10 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
     for_interleaved_keys<Storage>(
-        tile, p.key, p.dim, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto k) {
+        tile, p.key, p.dim, j, keys, scratch.packed, [&](int64_t key, int64_t count, int64_t first, auto k) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
-                                                scratch.logits + (first + r) * kLogitsPitch<T> + at);
+                                                scratch.logits + (first + r) * kLogitsPitch<T> + key);
           });
         });
     for (int64_t r = 0; r < tile.rows(); ++r) {
@@ -264,10 +264,10 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
     // A separate sum for each step: rounding errors then grow with the number of steps, not of calls to add_all_values.
     std::fill_n(scratch.step, tile.rows() * dim_v, T(0));
     for_interleaved_keys<Storage>(
-        tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto v) {
+        tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t key, int64_t count, int64_t first, auto v) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             constexpr int kCount = decltype(rows)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
-            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kLogitsPitch<T> + at, v,
+            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kLogitsPitch<T> + key, v,
                                              scratch.step + (first + r) * dim_v);
           });
         });
@@ -286,13 +286,13 @@ inline void attend_rows_amx(const RowTile<float>& tile, int64_t j_begin, int64_t
   for (int64_t j = j_begin; j < j_end; j += AmxScratch::kKeys) {
     const int64_t keys = std::min(AmxScratch::kKeys, j_end - j), key_tiles = (keys + kAmxDepth - 1) / kAmxDepth;
     const AmxTiles tiles;
-    for_tiles_of_keys(tile, p.key, p.dim, j, keys, amx.k, [&](int64_t at, int64_t h, const TwoTiles& k) {
+    for_tiles_of_keys(tile, p.key, p.dim, j, keys, amx.k, [&](int64_t key, int64_t h, const TwoTiles& k) {
       for (int64_t r = 0; r < rows; r += kAmxRows) {
         amx_scores(k.of[0], k.of[1], k.stride, amx.q + (h * whole_rows + r) * p.dim, depth, amx.scores);
         const int64_t first = h * rows + r, count = std::min(kAmxRows, rows - r);
         for (int64_t half = 0; half < 2; ++half)
           store_logits<kLogitsPitch<float>>(amx.scores + half * 256, count, logit_factor,
-                                            scratch.logits + first * kLogitsPitch<float> + at + half * 16);
+                                            scratch.logits + first * kLogitsPitch<float> + key + half * 16);
       }
     });
     interleave_values(tile, j, keys, amx.v);

@@ -95,8 +95,8 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
           store(logits + j / 2 * width + x * lanes, round_to_pairs(first, second));
         }
   }
-  for (int64_t at = j; at < keys; ++at)
-    for (int x = 0; x < Vectors; ++x) store(logits + (at - j / 2) * width + x * lanes, weigh(at, x));
+  for (int64_t key = j; key < keys; ++key)
+    for (int x = 0; x < Vectors; ++x) store(logits + (key - j / 2) * width + x * lanes, weigh(key, x));
   for (int x = 0; x < Vectors; ++x)
     store(panel.row_sum + x * lanes, load(panel.row_sum + x * lanes) * rescale[x] + sum[x]);
   if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_row + panel.i_begin, j_begin, keys, logits);
@@ -104,8 +104,8 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   if (rescaled) {
     for (int64_t d = 0; d < p.dim_v; ++d)
       for (int x = 0; x < Vectors; ++x) {
-        T* at = panel.out_t + d * width + x * lanes;
-        store(at, load(at) * rescale[x]);
+        T* const out = panel.out_t + d * width + x * lanes;
+        store(out, load(out) * rescale[x]);
       }
   }
   if constexpr (tiles) {
@@ -180,8 +180,8 @@ class ForwardWorker {
                   keys_end = visible.key_end(panels_[count_ - 1].i_end);
     for (int64_t j = keys_begin; j < keys_end; j += kBlockKeys) {
       const int64_t j_end = std::min(keys_end, j + kBlockKeys);
-      for_pieces<Storage>(p_, p_.key, s, b, kv_head, j, j_end, [&](int64_t at, auto k, int64_t count, auto after) {
-        pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (at - j) * pitch, after);
+      for_pieces<Storage>(p_, p_.key, s, b, kv_head, j, j_end, [&](int64_t key, auto k, int64_t count, auto after) {
+        pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (key - j) * pitch, after);
       });
       pack_values(s, b, kv_head, j, j_end);
       for (int64_t n = 0; n < count_; ++n) {
@@ -205,8 +205,8 @@ class ForwardWorker {
       find_rows(p_, p_.value, s, b, kv_head, j, j_end - j, rows);
       pack_transposed_pairs(rows, j_end - j, p_.dim_v, v_block_, kValuePitch);
     } else {
-      for_pieces<Storage>(p_, p_.value, s, b, kv_head, j, j_end, [&](int64_t at, auto v, int64_t count, auto after) {
-        pack_rows<1>(v, count, p_.dim_v, v_block_ + (at - j) * row_pitch<T>(p_.dim_v), after);
+      for_pieces<Storage>(p_, p_.value, s, b, kv_head, j, j_end, [&](int64_t key, auto v, int64_t count, auto after) {
+        pack_rows<1>(v, count, p_.dim_v, v_block_ + (key - j) * row_pitch<T>(p_.dim_v), after);
       });
     }
   }

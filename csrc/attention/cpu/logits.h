@@ -41,13 +41,13 @@ CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t co
   return load(values);
 }
 
-// Adds bias values to the logits at `at`; a mask (of bytes) hides the logits where it is 0.
+// Adds bias values to a vector of logits; a mask (of bytes) hides the logits where it is 0.
 template <class T, class Element>
-CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
+CUDA_EXT_INLINE void apply_bias_values(const Element*, T* logits, Vec<T> values) {
   if constexpr (std::is_same_v<Element, uint8_t>) {
-    store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
+    store(logits, values != 0 ? load(logits) : splat(-std::numeric_limits<T>::infinity()));
   } else {
-    store(at, load(at) + values);
+    store(logits, load(logits) + values);
   }
 }
 
@@ -72,8 +72,8 @@ inline void add_bias_pairs(const bfloat16_t* bias, int64_t i_stride, int64_t que
       }
       transpose<float>(square);
       const auto add = [&](int64_t j, Words bias) {
-        float* const at = logits + j * width + i;
-        store(at, load(at) + (Vec<float>)bias);
+        float* const to = logits + j * width + i;
+        store(to, load(to) + (Vec<float>)bias);
       };
       const auto add_pair = [&](int64_t c) {
         const int64_t j = 2 * (pair + c);

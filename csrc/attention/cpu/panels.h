@@ -229,16 +229,16 @@ CUDA_EXT_INLINE void store_as_pairs(float* pairs, Vec<float> low, Vec<float> hig
 // vectors, the last is read and written together with what follows.
 inline void round_to_pairs_of_queries(const float* values, int64_t count, float* pairs) {
   constexpr int64_t lanes = kLanes<float>;
-  for (int64_t at = 0; at < count; at += 2 * lanes)
-    store_as_pairs(pairs + at / 2, load(values + at), load(values + at + lanes));
+  for (int64_t i = 0; i < count; i += 2 * lanes)
+    store_as_pairs(pairs + i / 2, load(values + i), load(values + i + lanes));
 }
 
 // (keys, width) of float32 -> (keys / 2, width) of pairs of keys, in place.
 inline void round_to_pairs_of_keys(float* values, int64_t keys, int64_t width) {
   for (int64_t j = 0; j < keys; j += 2)
     for (int64_t i = 0; i < width; i += kLanes<float>) {
-      const float* const at = values + j * width + i;
-      store(values + j / 2 * width + i, round_to_pairs(load(at), j + 1 < keys ? load(at + width) : Vec<float>{}));
+      const float* const from = values + j * width + i;
+      store(values + j / 2 * width + i, round_to_pairs(load(from), j + 1 < keys ? load(from + width) : Vec<float>{}));
     }
 }
 

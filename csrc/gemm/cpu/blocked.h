@@ -199,10 +199,10 @@ struct Task {
 
   // Epilogues take up to kPanelRows rows, of the same row block.
   template <class Epilogue>
-  static void finish(const Epilogue& epilogue, const TilePosition& at, T* tile) {
-    for (int64_t i = at.row, end; i < at.row + at.rows; i = end) {
-      end = std::min(at.row + at.rows, (i / kPanelRows + 1) * kPanelRows);
-      epilogue({i, at.column, end - i, at.columns}, tile + (i - at.row) * kPanelColumns<T>,
+  static void finish(const Epilogue& epilogue, const TilePosition& position, T* tile) {
+    for (int64_t i = position.row, end; i < position.row + position.rows; i = end) {
+      end = std::min(position.row + position.rows, (i / kPanelRows + 1) * kPanelRows);
+      epilogue({i, position.column, end - i, position.columns}, tile + (i - position.row) * kPanelColumns<T>,
                Panels::rows * kPanelColumns<T>);
     }
   }

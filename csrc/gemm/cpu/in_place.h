@@ -105,13 +105,13 @@ struct DirectTask {
     alignas(64) T tile[2 * kTileSize<T>];
     for (int64_t i = 0; i < rows; i += kPanelRows) {
       for (int64_t j = 0; j < columns; j += kPanelColumns<T>) {
-        const TilePosition at{row + i, column + j, std::min<int64_t>(kPanelRows, rows - i),
-                              std::min<int64_t>(kPanelColumns<T>, columns - j)};
+        const TilePosition position{row + i, column + j, std::min<int64_t>(kPanelRows, rows - i),
+                                    std::min<int64_t>(kPanelColumns<T>, columns - j)};
         for (int64_t part = 0; part < parts; ++part)
-          for (int64_t tile_row = 0; tile_row < at.rows; ++tile_row)
+          for (int64_t tile_row = 0; tile_row < position.rows; ++tile_row)
             std::copy_n(all_sums + part * size + (i + tile_row) * width + j, kPanelColumns<T>,
                         tile + part * kTileSize<T> + tile_row * kPanelColumns<T>);
-        epilogue(at, tile);
+        epilogue(position, tile);
       }
     }
   }
@@ -212,22 +212,22 @@ struct DirectTask {
           piece[part] = in_place ? static_cast<const T*>(b.data) + offset : pieces[part];
         }
         for (int64_t i = 0; i < row_tiles; ++i) {
-          const TilePosition at{row + i * kPanelRows, column + j * kPanelColumns<T>,
-                                std::min<int64_t>(kPanelRows, rows - i * kPanelRows), tile_columns};
-          const auto multiply = find_multiply_rows<T>(at.rows, ceil_div(tile_columns, kLanes<T>), DirectSizes{});
+          const TilePosition position{row + i * kPanelRows, column + j * kPanelColumns<T>,
+                                      std::min<int64_t>(kPanelRows, rows - i * kPanelRows), tile_columns};
+          const auto multiply = find_multiply_rows<T>(position.rows, ceil_div(tile_columns, kLanes<T>), DirectSizes{});
           const int64_t index = one_group ? 0 : (i * column_tiles + j) * parts;
           T* const tile = sums + index * kTileSize<T>;
           T* const block_tile = block_sums + index * kTileSize<T>;
           const bool direct_result = plain_out != nullptr && whole && ends_block;
           for (int64_t part = 0; part < parts; ++part) {
-            T* const result = direct_result ? plain_out + at.row * params.n + at.column
+            T* const result = direct_result ? plain_out + position.row * params.n + position.column
                                             : (ends_block ? tile : block_tile) + part * kTileSize<T>;
             multiply(k, block_a + i * panel_a + group * group_k * a_col, a_row, a_col, piece[part],
                      in_place ? b.row_stride : kPanelColumns<T>,
                      group == 0 ? nullptr : block_tile + part * kTileSize<T>, result,
                      direct_result ? params.n : kPanelColumns<T>, ends_block && block > 0);
           }
-          if (ends && !direct_result) epilogue(at, tile);
+          if (ends && !direct_result) epilogue(position, tile);
         }
       }
     }
