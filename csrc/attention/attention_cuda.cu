@@ -21,7 +21,8 @@ std::string refusal_of(const AttentionBackwardParams& params, const rt::Device& 
   return sm90::backward_refusal(params, device);
 }
 
-// Calls f with the launcher that the device and the problem require: on wgmma unless `refusal`, an output, says why not.
+// Calls f with the launcher that the device and the problem require: on wgmma unless `refusal`, an output, says why
+// not.
 template <template <class, int> class LauncherSm90, template <class, int> class LauncherSm80, class Params, class F>
 auto with_launcher(const char* op, const Params& params, const rt::Device& device, std::string& refusal, const F& f) {
   if constexpr (kBuiltForSm90a) {

@@ -185,8 +185,8 @@ struct ActivationBackward {
   const Output& grad_preact;  // may be absent
   const Output& hidden;       // h; may be absent
 
-  // `grad` is the gradient of h at `position`. Stores the gradient of z and adds it to the column sums (gated: of gate and
-  // up).
+  // `grad` is the gradient of h at `position`. Stores the gradient of z and adds it to the column sums (gated: of gate
+  // and up).
   template <int rows>
   DEVICE void run(const PiecePosition<rows>& position, Piece<rows>& grad, float (&sums)[2][kVector]) const {
     Piece<rows> z, h;

@@ -6,8 +6,8 @@
 
 namespace cuda_ext::sm80 {
 
-// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would turn
-// a finite number into an infinity. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
+// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would make
+// an infinity of a finite number. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
 // of integer arithmetic. The comparison is one of floats because those have a free absolute value.)
 DEVICE uint32_t round_to_tf32(uint32_t bits) {
   const float first_that_overflows = arch::bits_float(0x7f7ff000u);
@@ -16,7 +16,7 @@ DEVICE uint32_t round_to_tf32(uint32_t bits) {
 
 // x = high + low / kLowScale, up to 2^-23 x. high is the nearest tf32, not a truncated one: low is then half as large
 // and of either sign, so that the dropped products of two lows have no bias. The scale preserves the bits of a low that
-// would be subnormal. Some x cannot be split and turn the sums they enter into infinities or NaN: infinities and NaN
+// would be subnormal. Some x cannot be split and make the sums they enter infinities or NaN: infinities and NaN
 // (low is NaN), the largest numbers (high overflows), and others beyond 2^126 (low overflows).
 constexpr float kLowScale = 0x1p13f;
 DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {

@@ -5,10 +5,10 @@
 // Tile           A block computes (block_m, block_n) of the output and loops over k, and over the reduced products,
 //                block_k at a time. If the product is gated, the left half of the tile are gate columns and the right
 //                half the corresponding up columns, so that it covers block_n / 2 columns of the output. Sizes: kTiles
-//                in plan_sm80.h.
+//                in tiles_sm80.h.
 // Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
 //                copies.
-// Pipeline       A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies
+// Pipeline       A ring of `stages` tiles of each operand, filled by cp.async. Each thread waits for its own copies
 //                with cp.async.wait_group before the barrier of a k tile.
 // Barriers       sync_threads, all threads. One before the loop and one per k tile: the next tile has arrived, and the
 //                previous one has been read. Two around the split-k arrival. Before and after staging each pass of the
@@ -64,7 +64,7 @@ struct Gemm {
   static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
 
   // The result is staged in shared memory in passes of 64 rows, kPassRows of each row of warps. Rows are padded by 8
-  // floats to avoid bank conflicts: a warp stores float pairs of 8 rows at once.
+  // floats to avoid bank conflicts: a warp stores two floats of each of 8 rows at once.
   static constexpr int kStagedRows = 64;
   static constexpr int kPassRows = kStagedRows / kWarpsM;
   static constexpr int kPasses = kBlockM / kStagedRows;
@@ -251,7 +251,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
   if (left <= 0) return;
 
   typename Gemm::CopyA copy_a(params.a.data, plan.a, position.row, params.m, false);
-  typename Gemm::CopyB copy_b(params.b.data, plan.b, position.column, params.n, has_pairs(params));
+  typename Gemm::CopyB copy_b(params.b.data, plan.b, position.column, params.n, has_gate_up(params));
   const auto advance_elements = [&](int64_t a, int64_t b) {
     copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
     copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));
@@ -387,7 +387,7 @@ GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
   const auto tile_at = [&](int block) {
-    return find_tile(plan, block, Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+    return find_tile(plan, block, Gemm::kBlockM, has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
   };
   epilogue::TilePosition position = tile_at(arch::block_x());
   typename Gemm::Accumulators sums = {};

@@ -1,15 +1,15 @@
 // GEMM with fused epilogues for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16, bfloat16 and tf32.
 //
 // Problem        GemmParams in gemm.h.
-// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
+// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in tiles_sm90.h. If the
 //                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
-//                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
-//                gate columns and half are the corresponding up columns.
+//                transposed when it is staged. If the product is gated, half of the tile's lines of the problem's b
+//                are gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
 //                block of a row of the cluster, adjacent along m, or if k is split through memory a part of its k.
 // Warpgroups     0: its first warp is the producer, which loads. 1, 2: consumers, which multiply and store
-//                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
-//                items in turn, and one multiplies while the other stores.
+//                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take
+//                items alternately, and one multiplies while the other stores.
 // Cluster        (k_blocks, cluster) blocks. Those of a row have tiles with the same columns, and each loads its part
 //                of b's tile for all of them. Those of a column have the same tile, and a part of its k tiles each; the
 //                first adds the sums of the others, in the order of k, to its own and stores the tile. If k_blocks is
@@ -30,7 +30,7 @@
 // Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
 //                releases it, and waits for the next to arrive. The first product of an item overwrites the
 //                accumulators.
-// Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
+// Epilogue       Scale, bias, activation, pre-activation and gate, or a sum in place in float32: from registers to
 //                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
 //                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
 // Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to
@@ -187,7 +187,7 @@ DEVICE int line_of_piece(const OperandLoads& loads, int piece) {
 }
 
 // The producer, a warp: fills the ring with the operands of all work items. A tile has a few pieces: several of an
-// operand that is not contiguous along k, or has pairs; those of b are divided among the blocks of a row, which load
+// operand that is not contiguous along k, or has gate and up; those of b are divided among the blocks of a row, which load
 // them for all. Each piece has a lane, because the producer must not take longer for a k tile than the tensor cores; so
 // its loop has no division either.
 template <class Gemm>
@@ -378,7 +378,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
       }
     if constexpr (!Gemm::kSwapped) {
       using T = typename Gemm::Element;
-      if (has_pairs(params)) {
+      if (has_gate_up(params)) {
         if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
       } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
         store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);

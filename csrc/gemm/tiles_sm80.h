@@ -1,5 +1,5 @@
-// The tile shapes of the GEMM on mma.sync (sm_80 and later), and what the host decides for a launch: all that the kernel
-// knows of its plan (plan_sm80.h).
+// The tile shapes of the GEMM on mma.sync (sm_80 and later), and what the host decides for a launch: all that the
+// kernel knows of its plan (plan_sm80.h).
 #pragma once
 
 #include "base/workspace.h"
