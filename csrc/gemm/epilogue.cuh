@@ -22,8 +22,8 @@ DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDi
   return elements;
 }
 
-// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if there are
-// gate and up columns, which are then next to each other in the tile.
+// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if there
+// are gate and up columns, which are then next to each other in the tile.
 struct TilePosition {
   int batch;
   int64_t row;

@@ -41,8 +41,8 @@ struct WorkItem {
   }
 };
 
-// How rows of the output are staged as floats: 64 rows and 32 columns at a time, of gate and up 16 each; of a swapped tile
-// all of its rows and the 64 columns of the consumer. The padding avoids bank conflicts when fragments are stored.
+// How rows of the output are staged as floats: 64 rows and 32 columns at a time, of gate and up 16 each; of a swapped
+// tile all of its rows and the 64 columns of the consumer. The padding avoids bank conflicts when fragments are stored.
 template <bool swapped, int block_n>
 struct StagedRows {
   static constexpr int kRows = swapped ? block_n : kRowBlock;

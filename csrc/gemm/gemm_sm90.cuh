@@ -1,10 +1,10 @@
 // GEMM with fused epilogues for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16, bfloat16 and tf32.
 //
 // Problem        GemmParams in gemm.h.
-// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in tiles_sm90.h. If the
-//                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
-//                transposed when it is staged. If the product is gated, half of the tile's lines of the problem's b
-//                are gate columns and half are the corresponding up columns.
+// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in tiles_sm90.h. If
+//                the config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
+//                transposed when it is staged. If the product is gated, half of the tile's lines of the problem's b are
+//                gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
 //                block of a row of the cluster, adjacent along m, or if k is split through memory a part of its k.
 // Warpgroups     0: its first warp is the producer, which loads. 1, 2: consumers, which multiply and store
@@ -187,9 +187,9 @@ DEVICE int line_of_piece(const OperandLoads& loads, int piece) {
 }
 
 // The producer, a warp: fills the ring with the operands of all work items. A tile has a few pieces: several of an
-// operand that is not contiguous along k, or has gate and up; those of b are divided among the blocks of a row, which load
-// them for all. Each piece has a lane, because the producer must not take longer for a k tile than the tensor cores; so
-// its loop has no division either.
+// operand that is not contiguous along k, or has gate and up; those of b are divided among the blocks of a row, which
+// load them for all. Each piece has a lane, because the producer must not take longer for a k tile than the tensor
+// cores; so its loop has no division either.
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {

@@ -251,7 +251,8 @@ inline void assign_pieces(const GemmParams& params, const GemmConfig& config, Ge
   OperandLoads* const loads[] = {&plan.a, &plan.b};
   for (int i = 0; i < 2; ++i) {
     const bool gate_up = has_gate_up(params) && sides[i].operand == &params.b;
-    // A run of columns of one kind: half of a tile, or of a row block, so that a warpgroup has gate and up of its columns.
+    // A run of columns of one kind: half of a tile, or of a row block, so that a warpgroup has gate and up of its
+    // columns.
     const int run = !gate_up ? extents[i] : config.swapped ? kRowBlock / 2 : extents[i] / 2;
     const int piece = sides[i].k_major ? (i == 1 && plan.cluster > 1 ? std::min(run, extents[i] / plan.cluster) : run)
                                        : kLineBytes / size_of(sides[i].operand->dtype);

@@ -40,8 +40,8 @@ constexpr GemmConfig kConfigs[] = {
 };
 constexpr int kNumConfigs = int(sizeof kConfigs / sizeof kConfigs[0]);
 
-// How the boxes of an operand's tile are loaded: pieces of `lines` lines each. Of gate and up columns a tile has runs of
-// 2^run_shift pieces alternately.
+// How the boxes of an operand's tile are loaded: pieces of `lines` lines each. Of gate and up columns a tile has runs
+// of 2^run_shift pieces alternately.
 struct OperandLoads {
   bool batched = false;  // the tensor map has 5 dimensions, else 2
   int tile_lines = 0;    // from one tile to the next
