@@ -83,8 +83,8 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
             "and deterministic sums are not modelled"
         )
     steps: list[int] = []
-    for first in range(0, choice.pairs, choice.section):
-        of_section = min(choice.section, choice.pairs - first)
+    for first in range(0, choice.head_batches, choice.section):
+        of_section = min(choice.section, choice.head_batches - first)
         steps += (iterations for iterations in choice.steps for _ in range(of_section))
     return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps))
 

@@ -14,7 +14,7 @@
 //                (64, dim_v), in pieces of 64 columns in the 128-byte swizzle; the block's ForwardTask; barriers. At
 //                the end dQ is staged in the memory of the queries.
 // Registers      24 for the producer's warpgroup, 240 for consumers: dim / 2 of dQ, 32 of scores, 32 of dP, 16 of dS.
-// Lengths        TMA reads zeros beyond the tensor. In packed sequences the keys and values beyond a sequence are those
+// Lengths        TMA reads zeros beyond the tensor. With varlen the keys and values beyond a sequence are those
 //                of the next one; they are cleared in shared memory, because 0 times infinity is NaN.
 #pragma once
 

@@ -214,16 +214,16 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
     const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
     const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
-    if (plan.turns == nullptr) {
+    if (plan.dq_semaphore == nullptr) {
       sums.reduce_add(grad_query);
     } else {
-      uint32_t* const turn = plan.turns + row / kBlockM;
+      uint32_t* const semaphore = plan.dq_semaphore + row / kBlockM;
       const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), first_query);
-      if (arch::opaque_thread_index() == 0) arch::wait_equal(turn, earlier);
-      arch::sync_threads();  // it is this block's turn
+      if (arch::opaque_thread_index() == 0) arch::wait_equal(semaphore, earlier);
+      arch::sync_threads();  // all earlier blocks have added
       sums.reduce_add(grad_query);
       arch::sync_threads();  // all have added
-      if (arch::opaque_thread_index() == 0) arch::store_release(turn, earlier + 1);
+      if (arch::opaque_thread_index() == 0) arch::store_release(semaphore, earlier + 1);
     }
   }
 
@@ -233,8 +233,8 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     const int64_t part = arch::block_x() % plan.splits;
-    const int64_t tile =
-        (part * plan.schedule.pairs + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles + keys.first / kBlockN;
+    const int64_t tile = (part * plan.schedule.head_batches + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles +
+                         keys.first / kBlockN;
     WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.scale);
     WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns).store(grad_value, value_factor);
     return;

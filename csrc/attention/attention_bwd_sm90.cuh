@@ -29,7 +29,7 @@
 // dQ             is summed in the workspace by bulk reductions of a whole tile. Their order varies, so the last bits
 //                differ between runs. With `deterministic` adders wait for those of earlier keys, whose blocks start
 //                earlier.
-// Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
+// Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one; they are cleared in shared memory, because 0 times infinity is NaN.
 // General, splits: as in attention_bwd_sm80.cuh.
 #pragma once
@@ -119,14 +119,14 @@ DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typenam
     const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
     const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), tile.index * Kernel::kBlockM);
     arch::barrier_wait(shared.sums_full, parity);
-    if (plan.turns != nullptr) arch::wait_equal(plan.turns + padded / Kernel::kBlockM, earlier);
+    if (plan.dq_semaphore != nullptr) arch::wait_equal(plan.dq_semaphore + padded / Kernel::kBlockM, earlier);
     arch::tma_store<true>(maps.sums, arch::shared_address(shared.sums), to);
     arch::bulk_commit();
     arch::bulk_wait_read<0>();
     arch::barrier_arrive(shared.sums_empty);
-    if (plan.turns != nullptr) {
+    if (plan.dq_semaphore != nullptr) {
       arch::bulk_wait<0>();
-      arch::store_release(plan.turns + padded / Kernel::kBlockM, earlier + 1);
+      arch::store_release(plan.dq_semaphore + padded / Kernel::kBlockM, earlier + 1);
     }
   }
 }

@@ -2,7 +2,7 @@
 //
 // Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
 // Tile           A block has block_m rows: queries of one head or, if there are few queries, of all heads that share a
-//                key head, which is then read once for all of them ("packed"). It loops over the keys that any of its
+//                key head, which is then read once for all of them (pack_gqa). It loops over the keys that any of its
 //                rows sees, block_n at a time, from the last to the first, so that only the first steps meet a causal
 //                mask. Sizes: kForwardTiles in tiles_sm80.h.
 // Warps          All have the same role: each owns 16 kRowTiles rows of the tile, and all threads take part in copies.

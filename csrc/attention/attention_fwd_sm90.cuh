@@ -3,7 +3,7 @@
 //
 // Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
 // Tile           block_m rows: queries of one head or, if there are few queries, of all heads that share a key head,
-//                which is then read once for all of them ("packed"). It loops over the keys that any of its rows sees,
+//                which is then read once for all of them (pack_gqa). It loops over the keys that any of its rows sees,
 //                block_n at a time, from the last to the first, so that only the first steps meet a causal mask.
 //                Sizes: kForwardTiles in tiles_sm90.h.
 // Blocks         are persistent: each computes one tile of each round, longest tiles first, in alternating order.
@@ -11,8 +11,8 @@
 //                tile.
 // Step           The consumer issues S' = Q K'^T for the next keys K' and O += P V for the current values; when S' has
 //                arrived, its softmax runs while P V is in flight. Then O is rescaled, and S' becomes P.
-// Turns          Consumers issue the products of a step in turn, so that tensor cores compute for one while another
-//                computes its softmax.
+// Turns          Consumers issue the products of a step one after the other, so that tensor cores compute for one while
+//                another computes its softmax.
 // Barriers       q_full: 1 arrival, of the producer, when it has written the task, and the bytes of the queries.
 //                q_empty: 1 arrival per consumer, when it has stored its output. {k,v}_full[stage]: 1 arrival and
 //                bytes. {k,v}_empty[stage]: 1 arrival per consumer.
@@ -23,7 +23,7 @@
 //                each consumer stages its output in the memory of its queries.
 // Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: per thread
 //                block_n / 2 logits, block_n / 4 weights, dim_v / 2 outputs.
-// Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
+// Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one: keys are masked, values are cleared in shared memory, because 0 times infinity is NaN.
 // General, splits: as in attention_fwd_sm80.cuh.
 #pragma once
@@ -127,8 +127,8 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
     task.store(shared.task);
     arch::barrier_arrive_expect(shared.q_full, Kernel::TileQ::kBytes);
     load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
-                                        position.q_begin + task.rows.first / plan.pack,
-                                        task.rows.first_head / plan.pack, position.batch);
+                                        position.q_begin + task.rows.first / plan.pack_gqa,
+                                        task.rows.first_head / plan.pack_gqa, position.batch);
     const auto load_keys = [&](int tile) {
       arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
       arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
@@ -149,7 +149,7 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
     }
   }
   wait_for_consumers();
-  store_struct(shared.task.rows, TileRows{.first = 0, .count = 0, .pack = 1, .first_head = 0});
+  store_struct(shared.task.rows, TileRows{.first = 0, .count = 0, .pack_gqa = 1, .first_head = 0});
   arch::barrier_arrive(shared.q_full);
 }
 
@@ -297,8 +297,8 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
   arch::fence_async_shared();
   ConsumerThreads::sync();
   const int first = rows.first + first_row;
-  const bool packed_sequences = p.cu_seqlens_q != nullptr;
-  if (rows.pack == 1 && (!packed_sequences || first + kWarpgroupRows <= rows.count))
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  if (rows.pack_gqa == 1 && (!varlen || first + kWarpgroupRows <= rows.count))
     store_pieces<Tile>(maps.out, staged, first_row, position.q_begin + first, rows.first_head, position.batch);
   else
     store_lines<T, Tile>(staged, first_row, rows.count - first, int(p.dim_v), [&](int row) {

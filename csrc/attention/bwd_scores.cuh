@@ -23,7 +23,7 @@ struct QueryTile {
 // The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
 struct BackwardTask {
   struct alignas(16) Queries {
-    int batch, begin, count;  // the sequence, and its rows in the packing
+    int batch, begin, count;  // the sequence, and its rows of the tensor
     int first_padded;         // its first row in the padded layout of the workspace
   };
   struct alignas(16) Keys {
@@ -108,7 +108,7 @@ DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& que
   return tile.head * plan.head_rows + queries.first_padded + tile.index * Kernel::kBlockM;
 }
 
-// How many blocks have added to the sum of dQ of these queries when it is the turn of the block of these keys.
+// How many blocks add to the sum of dQ of these queries before the block of these keys.
 template <class Kernel>
 DEVICE uint32_t earlier_blocks(const BackwardTask::Keys& keys, int first_query) {
   return keys.first / Kernel::kBlockN - keys.visible.key_begin(first_query) / Kernel::kBlockN;
@@ -149,7 +149,7 @@ DEVICE void start_columns(typename Kernel::Scores::Accumulators& x, const float*
   }
 }
 
-// Turns scores - lse into P. first_key, first_query: of the tile.
+// Scores - lse become P. first_key, first_query: of the tile.
 template <class Kernel>
 DEVICE void weigh(typename Kernel::Scores::Accumulators& s, const BackwardPlan& plan, const Visibility& visible,
                   int first_key, int first_query, bool is_masked) {
@@ -167,7 +167,7 @@ DEVICE void weigh(typename Kernel::Scores::Accumulators& s, const BackwardPlan& 
       for (int q = 0; q < 4; ++q) s[m][n][q] = arch::fast_exp2(s[m][n][q] * plan.factor);
 }
 
-// Turns dP - delta into dS.
+// dP - delta becomes dS.
 template <int row_tiles, int column_tiles>
 DEVICE void multiply_weights(float (&grad)[row_tiles][column_tiles][4],
                              const float (&weights)[row_tiles][column_tiles][4]) {

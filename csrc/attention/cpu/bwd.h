@@ -19,12 +19,12 @@ constexpr int64_t kKeyPairPitch = kBackwardKeys / 2 + kTileWords;
 // columns are padded to whole ones.
 template <class Storage, bool tiles, class T = Compute<Storage>>
 struct BackwardScratch {
-  T *k, *grad_k, *grad_v;        // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
-  T* k_t;                        // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
-  T *k_of_logits, *v_of_logits;  // (kBackwardKeys, pitch of packed_dim); k_of_logits is k if the layout is the same
-  T *q, *grad_out;               // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
-  T *q_t, *grad_out_t;           // (packed_dim of dim or dim_v, width)
-  T* grad_q_t;                   // with tiles: (dim, width), what one block of keys adds
+  T *k, *grad_k, *grad_v;             // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
+  T* k_t;                             // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
+  T *k_of_logits, *v_of_logits;       // (kBackwardKeys, pitch of panel_dim); k_of_logits is k if the layout is the same
+  T *q, *grad_out;                    // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
+  T *q_t, *grad_out_t;                // (panel_dim of dim or dim_v, width)
+  T* grad_q_t;                        // with tiles: (dim, width), what one block of keys adds
   T *weights, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
   T* mask;                            // (kBackwardKeys, width), dropout
   Scratch scratch;
@@ -32,14 +32,14 @@ struct BackwardScratch {
   explicit BackwardScratch(const AttentionParams& p)
       : scratch(allocate<T>({{&k, tiles ? 0 : kBackwardKeys * row_pitch<T>(p.dim)},
                              {&k_t, tiles ? whole_tiles(p.dim) * kKeyPairPitch : 0},
-                             {&k_of_logits, kSharesK ? 0 : kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
-                             {&v_of_logits, kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim_v))},
+                             {&k_of_logits, kSharesK ? 0 : kBackwardKeys * row_pitch<T>(panel_dim<Storage>(p.dim))},
+                             {&v_of_logits, kBackwardKeys * row_pitch<T>(panel_dim<Storage>(p.dim_v))},
                              {&grad_k, kBackwardKeys * row_pitch<T>(p.dim)},
                              {&grad_v, kBackwardKeys * row_pitch<T>(p.dim_v)},
                              {&q, kPanelQueries<T> * row_pitch<T>(p.dim)},
                              {&grad_out, kPanelQueries<T> * row_pitch<T>(p.dim_v)},
-                             {&q_t, kPanelQueries<T> * packed(p.dim)},
-                             {&grad_out_t, kPanelQueries<T> * packed(p.dim_v)},
+                             {&q_t, kPanelQueries<T> * operand_dim(p.dim)},
+                             {&grad_out_t, kPanelQueries<T> * operand_dim(p.dim_v)},
                              {&grad_q_t, tiles ? kPanelQueries<T> * whole_tiles(p.dim) : 0},
                              {&weights, kBackwardKeys * kPanelQueries<T>},
                              {&grad_logits, kBackwardKeys * kPanelQueries<T>},
@@ -59,12 +59,12 @@ struct BackwardScratch {
     pack_rows<kDepth<Storage>>(values, count, dim_v, v_of_logits);
   }
 
-  // x: the queries or their dO, as `by_dim` (packed_dim, width), and as `by_query` in elements of kDepth queries.
+  // x: the queries or their dO, as `by_dim` (panel_dim, width), and as `by_query` in elements of kDepth queries.
   static void pack_queries(Rows<const Storage> x, int64_t queries, int64_t dim, int64_t width, T* by_dim, T* by_query) {
     pack_transposed(x, queries, dim, by_dim, width);
     pack_along_rows(x, queries, dim, by_query);
     if constexpr (tiles) {
-      std::fill(by_dim + packed_dim<Storage>(dim) * width, by_dim + packed(dim) * width, T(0));
+      std::fill(by_dim + panel_dim<Storage>(dim) * width, by_dim + operand_dim(dim) * width, T(0));
       const int64_t pitch = row_pitch<T>(dim);
       std::fill(by_query + (queries + 1) / 2 * pitch, by_query + width / 2 * pitch, T(0));
     }
@@ -72,8 +72,8 @@ struct BackwardScratch {
 
  private:
   static constexpr bool kSharesK = kDepth<Storage> == 1;
-  static int64_t packed(int64_t dim) {
-    return tiles ? whole_tiles(packed_dim<Storage>(dim)) : packed_dim<Storage>(dim);
+  static int64_t operand_dim(int64_t dim) {
+    return tiles ? whole_tiles(panel_dim<Storage>(dim)) : panel_dim<Storage>(dim);
   }
 };
 
@@ -119,7 +119,7 @@ struct BiasGradient {
   }
 };
 
-// Turns the logits (in scratch.weights) and dP (in scratch.grad_logits) of a block into P and dS, and adds to the
+// The logits (in scratch.weights) and dP (in scratch.grad_logits) of a block become P and dS, which is added to the
 // gradient of the bias.
 template <int Vectors, class Buffers, class T>
 void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const T* lse, const T* delta, int64_t i_begin,
@@ -221,8 +221,8 @@ void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
   });
 }
 
-// The (sequence, key head) pairs of a call, in groups of equal size, such that pairs of different groups add to
-// different elements of the bias's gradient. Without a broadcast bias each pair is its own group.
+// The key heads of all sequences of a call, in groups of equal size, such that those of different groups add to
+// different elements of the bias's gradient. Without a broadcast bias each is its own group.
 struct HeadGroups {
   int64_t groups, members;
 
@@ -354,7 +354,7 @@ class BackwardPass {
 
   // K Q^T or V dO^T, times factor: out (keys, width).
   static void product_of_logits(int64_t keys, int64_t dim, const T* a, const T* b, int64_t width, T* out, T factor) {
-    const int64_t steps = packed_dim<Storage>(dim);
+    const int64_t steps = panel_dim<Storage>(dim);
     if constexpr (tiles) {
       amx_product<false>(keys, width, steps, a, row_pitch<T>(steps), b, width, out, width);
       if (factor != 1) scale_all(out, keys * width, factor);

@@ -192,14 +192,14 @@ void update_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t
 template <class T>
 struct RowScratch {
   T *q, *logits;  // (rows, padded dim), (rows, kLogitsPitch)
-  T* packed;      // (kInterleavedKeys, pitch or pitch_v), keys or values that cannot be read in place
+  T* panel;       // (kInterleavedKeys, pitch or pitch_v), keys or values that cannot be read in place
   T *step, *out;  // (rows, padded dim_v): the sums of kRowKeys keys, and of all
   Scratch scratch;
 
   RowScratch(const AttentionParams& p, int64_t rows)
       : scratch(allocate<T>({{&q, rows * padded<T>(p.dim)},
                              {&logits, rows * kLogitsPitch<T>},
-                             {&packed, kInterleavedKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
+                             {&panel, kInterleavedKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
                              {&step, rows * padded<T>(p.dim_v)},
                              {&out, rows * padded<T>(p.dim_v)}})) {}
 };
@@ -208,14 +208,14 @@ struct RowScratch {
 // and the elements need no conversion (or only for a few rows of the tile); else packed.
 template <class T, class Storage, class F>
 CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, Rows<const Storage> after, int64_t dim,
-                                        int64_t tile_rows, T* packed, F&& f) {
+                                        int64_t tile_rows, T* panel, F&& f) {
   constexpr int64_t kConvertedRows = 4;
   if (dim % kLanes<T> == 0 && (std::is_same_v<T, Storage> || tile_rows <= kConvertedRows)) {
     for (int64_t i = 0; i < count; ++i) prefetch_ahead(rows, i, count, after, dim);
     return f(rows);
   }
-  pack_rows<1>(rows, count, dim, packed, after);
-  f(Rows<const T>{packed, row_pitch<T>(dim)});
+  pack_rows<1>(rows, count, dim, panel, after);
+  f(Rows<const T>{panel, row_pitch<T>(dim)});
 }
 
 // Calls f(j, count, r, rows) for all keys [j_begin, j_begin + keys), alternating between the key heads of the tile.
@@ -223,7 +223,7 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
 // attend.
 template <class Storage, class T, class F>
 CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
-                                          int64_t keys, T* packed, F&& f) {
+                                          int64_t keys, T* panel, F&& f) {
   const auto interleave = [&](int64_t piece, Rows<const Storage> piece_rows, int64_t piece_keys,
                               Rows<const Storage> after) {
     for (int64_t j = 0; j < piece_keys; j += kInterleavedKeys<T>) {
@@ -233,7 +233,7 @@ CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsVie
           return Rows<const Storage>{rows.data + h * view.head_stride, rows.stride};
         };
         const auto next = j + count < piece_keys ? piece_rows.from(j + count) : after;
-        with_whole_vectors(of_head(piece_rows.from(j)), count, of_head(next), dim, tile.head_rows(), packed,
+        with_whole_vectors(of_head(piece_rows.from(j)), count, of_head(next), dim, tile.head_rows(), panel,
                            [&](auto whole) { f(piece - j_begin + j, count, h * tile.head_rows(), whole); });
       }
     }
@@ -250,7 +250,7 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
     for_interleaved_keys<Storage>(
-        tile, p.key, p.dim, j, keys, scratch.packed, [&](int64_t key, int64_t count, int64_t first, auto k) {
+        tile, p.key, p.dim, j, keys, scratch.panel, [&](int64_t key, int64_t count, int64_t first, auto k) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
                                                 scratch.logits + (first + r) * kLogitsPitch<T> + key);
@@ -264,7 +264,7 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
     // A separate sum for each step: rounding errors then grow with the number of steps, not of calls to add_all_values.
     std::fill_n(scratch.step, tile.rows() * dim_v, T(0));
     for_interleaved_keys<Storage>(
-        tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t key, int64_t count, int64_t first, auto v) {
+        tile, p.value, p.dim_v, j, keys, scratch.panel, [&](int64_t key, int64_t count, int64_t first, auto v) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             constexpr int kCount = decltype(rows)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
             add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kLogitsPitch<T> + key, v,

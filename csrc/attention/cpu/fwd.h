@@ -11,14 +11,14 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-constexpr int64_t kBlockKeys = 128;  // a panel's logits fit in L1; the packed K and V, next to the panels, in L2
+constexpr int64_t kBlockKeys = 128;  // a panel's logits fit in L1; those of K and V, next to the panels, in L2
 constexpr int64_t kValuePitch = kBlockKeys / 2 + kTileWords;  // of columns of pairs of values, in words
 constexpr int64_t kBlockPanels = 8;  // at most; the panels of a block share each packing of K and V
 
 // A panel of queries, and its softmax over the keys visited so far.
 template <class T>
 struct Panel {
-  T* q_t;    // (packed_dim, width)
+  T* q_t;    // (panel_dim, width)
   T* out_t;  // (dim_v, width); divided by row_sum at the end
   T row_max[kPanelQueries<T>];
   T row_sum[kPanelQueries<T>];
@@ -45,7 +45,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   const AttentionParams& p = head.p;
 
   using Element = Packed<kDepth<Storage>, T>;
-  const int64_t dim = packed_dim<Storage>(p.dim);
+  const int64_t dim = panel_dim<Storage>(p.dim);
   T factor = 1;  // of logits, still to be multiplied
   if constexpr (tiles) {
     amx_product<false>(keys, width, dim, k, row_pitch<T>(dim), panel.q_t, width, logits, width);
@@ -128,7 +128,7 @@ class ForwardWorker {
       : p_(p),
         scratch_(allocate<T>({{&q_t_, max_panels * q_size_},
                               {&out_t_, max_panels * out_size_},
-                              {&k_block_, kBlockKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
+                              {&k_block_, kBlockKeys * row_pitch<T>(panel_dim<Storage>(p.dim))},
                               {&v_block_, v_size_},
                               {&logits_, kBlockKeys * kPanelQueries<T>}})) {
     if (tiles) std::fill_n(v_block_, v_size_, T(0));  // the columns past the last stay zeros
@@ -160,7 +160,7 @@ class ForwardWorker {
       panel.out_t = out_t_ + count_ * out_size_;
       pack_transposed(rows_of<const Storage>(p_.query, b, s.q_begin + panel.i_begin, panel.head),
                       panel.i_end - panel.i_begin, p_.dim, panel.q_t, panel.width());
-      if (tiles) std::fill(panel.q_t + packed_dim<Storage>(p_.dim) * panel.width(), panel.q_t + q_size_, T(0));
+      if (tiles) std::fill(panel.q_t + panel_dim<Storage>(p_.dim) * panel.width(), panel.q_t + q_size_, T(0));
       std::fill_n(panel.out_t, p_.dim_v * panel.width(), T(0));
       // A sink is a key before all others that has no value.
       std::fill_n(panel.row_max, kPanelQueries<T>,
@@ -171,7 +171,7 @@ class ForwardWorker {
   }
 
   void visit_keys(const Sequence& s, int64_t b, int64_t kv_head) {
-    const int64_t pitch = row_pitch<T>(packed_dim<Storage>(p_.dim));
+    const int64_t pitch = row_pitch<T>(panel_dim<Storage>(p_.dim));
     // Blocks of keys start at a multiple of 4, as apply_dropout requires, or of a tile of pairs; the mask hides the
     // keys this adds.
     constexpr int64_t multiple = tiles ? 2 * kTileWords : 4;
@@ -227,7 +227,7 @@ class ForwardWorker {
   const AttentionParams& p_;
   // Of a panel's queries and output, and of a block's values.
   const int64_t q_size_ =
-                    (tiles ? whole_tiles(packed_dim<Storage>(p_.dim)) : packed_dim<Storage>(p_.dim)) * kPanelQueries<T>,
+                    (tiles ? whole_tiles(panel_dim<Storage>(p_.dim)) : panel_dim<Storage>(p_.dim)) * kPanelQueries<T>,
                 out_size_ = (tiles ? whole_tiles(p_.dim_v) : p_.dim_v) * kPanelQueries<T>,
                 v_size_ = tiles ? whole_tiles(p_.dim_v) * kValuePitch : kBlockKeys * row_pitch<T>(p_.dim_v);
   T *q_t_, *out_t_, *k_block_, *v_block_, *logits_;

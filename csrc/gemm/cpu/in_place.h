@@ -1,5 +1,5 @@
 // Products with few rows or a small b, whose elements are not read often enough to make packing worthwhile. The method
-// depends on the layout of b; all of them end with the tiles of the packed method, for its epilogue.
+// depends on the layout of b; all of them end with the tiles of panels (blocked.h), for its epilogue.
 //
 // b is column-major: dot products, with vectors along k. A lane sums every kLanes-th product of a block of kDotBlock;
 // the lanes are summed at the end of the block, so that the order does not depend on the number of rows.
@@ -8,7 +8,7 @@
 // Otherwise: groups of k steps. For each panel of kPanelColumns columns, the group's piece of b is multiplied by all
 // rows; it is read in place or copied to L1 first. Partial sums are kept in memory between groups.
 //
-// The last two sum in the order of the packed method, one block of kBlockK after the other, so that all three give the
+// The last two sum in the order of panels, one block of kBlockK after the other, so that all three give the
 // same bits.
 #pragma once
 
@@ -170,12 +170,12 @@ struct DirectTask {
 
     // Sums of all previous blocks, and of the previous groups of this block, tile by tile.
     const int64_t sums_size = one_group ? 0 : row_tiles * column_tiles * parts * kTileSize<T>;
-    const int64_t packed_a_size = a_in_place ? 0 : row_tiles * kPanelSize<T>;
-    const Scratch scratch((packed_a_size + sums_size * (blocks > 1 ? 2 : 1)) * int64_t(sizeof(T)));
+    const int64_t panels_a_size = a_in_place ? 0 : row_tiles * kPanelSize<T>;
+    const Scratch scratch((panels_a_size + sums_size * (blocks > 1 ? 2 : 1)) * int64_t(sizeof(T)));
     alignas(64) T single_tile[2 * kTileSize<T>];
     alignas(64) T pieces[2][kMaxGroup * kPanelColumns<T>];
-    T* const packed_a = scratch.as<T>();
-    T* const sums = one_group ? single_tile : packed_a + packed_a_size;
+    T* const panels_a = scratch.as<T>();
+    T* const sums = one_group ? single_tile : panels_a + panels_a_size;
     T* const block_sums = blocks > 1 ? sums + sums_size : sums;
     const PanelOrder order = panel_order(a.row_stride, a.column_stride);
     const int64_t a_row = a_in_place ? a.row_stride : order == PanelOrder::kRowMajor ? kBlockK : 1;
@@ -191,8 +191,8 @@ struct DirectTask {
       const int64_t offset_a =
           reduced_offset(params.reduced_strides_a) + first_k * a.column_stride + row * a.row_stride;
       const int64_t offset_b = reduced_offset(params.reduced_strides_b) + first_k * b.row_stride;
-      if (!a_in_place) pack_rows(offset_a, block_k, packed_a);
-      const T* const block_a = a_in_place ? static_cast<const T*>(a.data) + offset_a : packed_a;
+      if (!a_in_place) pack_rows(offset_a, block_k, panels_a);
+      const T* const block_a = a_in_place ? static_cast<const T*>(a.data) + offset_a : panels_a;
       const int64_t panel_a = a_in_place ? kPanelRows * a.row_stride : kPanelSize<T>;
 
       const int64_t groups = std::max<int64_t>(1, ceil_div(block_k, group_k));
