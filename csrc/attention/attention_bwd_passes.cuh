@@ -175,10 +175,13 @@ void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
   using GradK = typename Results::GradK;
   using GradV = typename Results::GradV;
   if constexpr (requires { typename Results::GradQ; })
-    launch_finish<T, typename Results::GradQ>(
-        p, plan,
-        {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
-        stream);
+    launch_finish<T, typename Results::GradQ>(p, plan,
+                                              {.to = p.grad_query,
+                                               .tiles = plan.grad_query,
+                                               .factor = plan.logits.scale,
+                                               .width = int(p.dim),
+                                               .of_queries = true},
+                                              stream);
   if (plan.splits > 1) {
     const int64_t tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles;
     FinishParams finish{.to = p.grad_key,

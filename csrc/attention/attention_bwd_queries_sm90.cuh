@@ -6,7 +6,7 @@
 //                time.
 // Warpgroups     0: its first thread, the producer, loads. The others are consumers: each owns 64 queries.
 // Step           The consumer issues scores and dP, (queries, keys). P is computed under dP. dS is an operand of dQ
-//                from registers. One consumer multiplies while the other weighs.
+//                from registers. One consumer multiplies while the other computes exponentials.
 // Barriers       queries_full: 1 arrival, of the producer, and the bytes of queries and output gradients.
 //                k_full[stage], v_full: 1 arrival and bytes. k_empty[stage], v_empty: 1 arrival per consumer.
 //                Named barriers 1 and 2: the 128 threads of a consumer. 7: both consumers.
@@ -120,9 +120,9 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
 // The scores s become P, while dP is in flight, and then dP becomes dS. between(): called before
 // the wait for dP.
 template <class Kernel, class Between>
-DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task, int tile,
-                       const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
-                       typename Kernel::Scores::Accumulators& grad, const Between& between) {
+DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task,
+                             int tile, const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
+                             typename Kernel::Scores::Accumulators& grad, const Between& between) {
   using Scores = typename Kernel::Scores;
   const TileRows rows = load_struct(task.rows);
   const Visibility visible = load_struct(task.keys).visible;
@@ -132,21 +132,21 @@ DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& pla
   const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
   if constexpr (Kernel::kWithOptions) {
     const TilePosition position = load_struct(task.position);
-    const GeneralStep general(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
+    const OptionsStep options(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
     between();
     arch::wgmma_wait<0>(registers_of(grad));
     if (plan.dropout.drop_below > 0)
-      plan.dropout.drop(grad, [&](int, int half) { return general.first_row + query_at(half); }, first_key);
+      plan.dropout.drop(grad, [&](int, int half) { return options.first_row + query_at(half); }, first_key);
 #pragma unroll
     for (int n = 0; n < Scores::kColumnTiles; ++n)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
-        const GeneralWeight of = general_weight<typename Kernel::Element>(
-            p, plan, visible, general, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
+        const OptionsProb of = prob_with_options<typename Kernel::Element>(
+            p, plan, visible, options, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
         float& x = grad[0][n][q];
-        x = of.weight * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
-        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, general, key, query, x);
+        x = of.prob * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
+        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, options, key, query, x);
         x *= of.slope_of_cap;
       }
   } else {
@@ -209,7 +209,7 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
     Ring<Kernel::kStages> next = keys;
     next.advance();
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
-    weigh_rows<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
+    softmax_gradient<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
       if (tile + 1 < load_struct(shared.task.end).tile) await_keys(next);
     });
     ConsumerThreads::arrive(shared.v_empty);
@@ -235,7 +235,7 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
   const SharedAddress staged = arch::shared_address(shared.q);
   const int own = ConsumerThreads::consumer() * kWarpgroupRows, first = rows.first + own;
   ConsumerThreads::sync();  // all warps have read their queries
-  stage_gradient<T, TileQ>(staged, own, sums, plan.scale);
+  stage_gradient<T, TileQ>(staged, own, sums, plan.logits.scale);
   arch::fence_async_shared();
   ConsumerThreads::sync();
   if (p.cu_seqlens_q == nullptr || first + kWarpgroupRows <= rows.count)

@@ -31,8 +31,8 @@
 //                otherwise of one element per lane, adjacent across the warp. Their order varies, so the last bits
 //                differ between runs. With `deterministic` the blocks add to a tile in the order of their keys, which
 //                is also the order in which blocks start, so that they cannot deadlock.
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias or mask, and scales that are not
-//                positive, by run-time flags. The gradient of a bias is added to global memory by float32 reductions.
+// Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags. The
+//                gradient of a bias is added to global memory by float32 reductions.
 #pragma once
 
 #include <cstddef>
@@ -78,7 +78,7 @@ struct Backward {
     alignas(128) unsigned char q[TileQ::kBytes];
     alignas(128) unsigned char grad_out[TileDO::kBytes];
     alignas(128) unsigned char grad_scores[TileScores::kBytes];
-    alignas(128) unsigned char weights[kSplit > 1 ? TileScores::kBytes : 16];
+    alignas(128) unsigned char probs[kSplit > 1 ? TileScores::kBytes : 16];
     float minus_lse[kBlockM], minus_delta[kBlockM];
     BackwardTask task;
   };
@@ -114,7 +114,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const arch::SharedAddress tile_k = arch::shared_address(shared.k), tile_v = arch::shared_address(shared.v),
                             tile_q = arch::shared_address(shared.q), tile_do = arch::shared_address(shared.grad_out),
                             tile_ds = arch::shared_address(shared.grad_scores),
-                            tile_p = arch::shared_address(shared.weights);
+                            tile_p = arch::shared_address(shared.probs);
 
   const auto copy = [&]<class Tile>(const HeadsView& view, const QueryTile& tile, arch::SharedAddress to, int64_t width,
                                     const int64_t& pass) {
@@ -178,12 +178,12 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
     if constexpr (Kernel::kWithOptions) {
-      const GeneralStep general(p, load_struct(shared.task.queries), tile.head);
-      general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
-                                       keys.first, first_query, is_masked);
+      const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
+      softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
+                                            shared.minus_delta, keys.first, first_query, is_masked);
     } else {
-      weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-      multiply_weights(grad, s);
+      make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+      multiply_probs(grad, s);
     }
 
     stage<Scores, typename Kernel::TileScores>(tile_ds, grad, 1.0f);
@@ -199,7 +199,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       stage<Scores, typename Kernel::TileScores>(tile_p, s, 1.0f);
       arch::sync_threads();  // P and dS are written
       multiply<typename Kernel::TileDOOfDV, kSplit>(
-          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, weights)), lane_do, grad_value);
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, probs)), lane_do, grad_value);
       multiply<typename Kernel::TileQOfDK, kSplit>(
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
       arch::sync_threads();  // queries and output gradients have been read
@@ -235,12 +235,12 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const int64_t part = arch::block_x() % plan.splits;
     const int64_t tile = (part * plan.schedule.head_batches + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles +
                          keys.first / kBlockN;
-    WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.scale);
+    WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.logits.scale);
     WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns).store(grad_value, value_factor);
     return;
   }
   arch::sync_threads();  // keys and values have been read
-  stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.scale);
+  stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.logits.scale);
   stage<GradV, typename Kernel::TileV>(tile_v, grad_value, value_factor);
   arch::sync_threads();  // dK and dV are written
   const int first_row = head.k_begin + keys.first, count = keys.visible.k_len - keys.first;

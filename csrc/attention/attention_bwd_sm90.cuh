@@ -31,7 +31,7 @@
 //                earlier.
 // Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one; they are cleared in shared memory, because 0 times infinity is NaN.
-// General, splits: as in attention_bwd_sm80.cuh.
+// Options, splits: as in attention_bwd_sm80.cuh.
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
@@ -40,7 +40,7 @@
 
 namespace cuda_ext::attention::sm90 {
 
-constexpr int kSumsLine = 256;  // floats: the tensor map of the sums of dQ has lines of so many
+constexpr int kSumsLine = 256;  // floats of a line of the tensor map of the sums of dQ
 
 struct BackwardMaps {
   KeysMaps loop;
@@ -152,24 +152,24 @@ DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storag
 
 // The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
 template <class Kernel>
-DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       const QueryTile& tile, int step, typename Kernel::Scores::Accumulators& s,
-                       typename Kernel::Scores::Accumulators& grad) {
+DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                             typename Kernel::Storage& shared, const QueryTile& tile, int step,
+                             typename Kernel::Scores::Accumulators& s, typename Kernel::Scores::Accumulators& grad) {
   const int first_query = tile.index * Kernel::kBlockM;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
-  if constexpr (!Kernel::kWithOptions) weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
   // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
   arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
   arch::wgmma_wait<0>(registers_of(grad));
   if constexpr (Kernel::kWithOptions) {
     const int stage = step % Kernel::kStages;
-    const GeneralStep general(p, load_struct(shared.task.queries), tile.head);
-    general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
-                                     shared.minus_delta[stage], keys.first, first_query, is_masked);
+    const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
+    softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse[stage],
+                                          shared.minus_delta[stage], keys.first, first_query, is_masked);
   } else {
-    multiply_weights(grad, s);
+    multiply_probs(grad, s);
   }
 }
 
@@ -201,7 +201,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
                       scores = arch::shared_address(shared.grad_scores);
   typename Kernel::Scores::Accumulators s, grad;
   typename Kernel::GradQ::Accumulators sums;
-  typename Kernel::Fragments weights, grad_scores;
+  typename Kernel::Fragments probs, grad_scores;
   int step = 0;  // one register gives all stages and parities
   const auto await_queries = [&] {
     const int stage = step % Kernel::kStages;
@@ -227,11 +227,11 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
     clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, tile));
     start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
-    weigh_step<Kernel>(p, plan, shared, tile, step, s, grad);
-    round_operand<T>(s, weights);
+    softmax_gradient<Kernel>(p, plan, shared, tile, step, s, grad);
+    round_operand<T>(s, probs);
     round_operand<T>(grad, grad_scores);
-    arch::wgmma_fence(registers_of(grad_value), weights);
-    multiply_fragments<T, TileDO>(grad_value, weights, grad_out);
+    arch::wgmma_fence(registers_of(grad_value), probs);
+    multiply_fragments<T, TileDO>(grad_value, probs, grad_out);
     arch::wgmma_commit();
 
 #pragma unroll
@@ -281,7 +281,7 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     WorkspaceTile<GradK>(part_of<GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
-        .store(grad_key, plan.scale);
+        .store(grad_key, plan.logits.scale);
     WorkspaceTile<GradV>(part_of<GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
         .store(grad_value, value_factor);
     return;
@@ -289,7 +289,7 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   const SharedAddress k = arch::shared_address(shared.k), v = arch::shared_address(shared.v);
   const int own = first_line();
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read
-  stage_gradient<T, TileK>(k, own, grad_key, plan.scale);
+  stage_gradient<T, TileK>(k, own, grad_key, plan.logits.scale);
   stage_gradient<T, TileV>(v, own, grad_value, value_factor);
   arch::fence_async_shared();
   ConsumerThreads::sync();

@@ -54,7 +54,7 @@ struct CacheForward {
     alignas(128) unsigned char k[TileK::kBytes];
     alignas(128) unsigned char v[TileV::kBytes];
   };
-  // Maxima, in powers of two, and sums of weights that each warp has of its rows, for all keys or its part of them.
+  // Maxima, in powers of two, and sums of probs that each warp has of its rows, for all keys or its part of them.
   struct Sums {
     float max[kKeyWarps][kBlockM], sum[kKeyWarps][kBlockM];
 

@@ -15,13 +15,12 @@
 //                ForwardTask. At the end the output is staged in the queries' memory, which is not read any more after
 //                the second barrier of the last step.
 // Registers      Per warp, logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) in float32, in the layout of
-//                mma results. This is also the layout of mma's first operand, so weights go from softmax to P V in
+//                mma results. This is also the layout of mma's first operand, so probs go from softmax to P V in
 //                registers. Both take up to 192 of 255 registers, so everything else is recomputed at each use, from
-//                the thread index or from the task in shared memory. In that case the sums of weights are in shared
+//                the thread index or from the task in shared memory. In that case the sums of probs are in shared
 //                memory, too.
 // Softmax        Online; outputs are rescaled only when the maximum of a row has grown by more than 2^8 (softmax.cuh).
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias or mask, and scales that are not
-//                positive, by run-time flags.
+// Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags.
 // Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores
 //                its output and log-sum-exp in the workspace, and a second kernel combines them
 //                (attention_combine.cuh).
@@ -50,7 +49,7 @@ struct Forward {
   static constexpr int kWarpRows = kBlockM / config.warps;
   static constexpr int kRowTiles = OutTiles::kRowTiles;
   static constexpr int kOutTiles = OutTiles::kColumnTiles;
-  // Logits and output leave no registers for the sums of weights, which are in shared memory between steps.
+  // Logits and output leave no registers for the sums of probs, which are in shared memory between steps.
   static constexpr bool kSumsInShared = 4 * kRowTiles * (LogitTiles::kColumnTiles + kOutTiles) >= 192;
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;

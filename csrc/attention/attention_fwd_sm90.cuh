@@ -22,10 +22,10 @@
 //                columns in the 128-byte swizzle; the tile's ForwardTask, written by the producer; barriers. At the end
 //                each consumer stages its output in the memory of its queries.
 // Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: per thread
-//                block_n / 2 logits, block_n / 4 weights, dim_v / 2 outputs.
+//                block_n / 2 logits, block_n / 4 probs, dim_v / 2 outputs.
 // Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one: keys are masked, values are cleared in shared memory, because 0 times infinity is NaN.
-// General, splits: as in attention_fwd_sm80.cuh.
+// Options, splits: as in attention_fwd_sm80.cuh.
 #pragma once
 
 #include "attention/attention_fwd_sm90.h"
@@ -63,7 +63,7 @@ struct Forward {
   using OutTiles = WarpTiles<kBlockM, config.dim_v, 4 * kConsumers, 1>;
   using Logits = typename LogitTiles::Accumulators;
   using Out = typename OutTiles::Accumulators;
-  using Weights = uint32_t[kSteps][4];  // fragments of P
+  using Probs = uint32_t[kSteps][4];  // fragments of P
   DEVICE static int row_at(int m, int half) {
     return LogitTiles::row(m, half, arch::opaque_thread_index() - kWarpgroup);
   }
@@ -88,11 +88,11 @@ struct Forward {
           arch::advance_descriptor(b, TileK::step_bytes(step, Major::kK)), step > 0);
   }
   // out (64, dim_v) += P V
-  DEVICE static void multiply_values(Out& out, const Weights& weights, SharedAddress v) {
+  DEVICE static void multiply_values(Out& out, const Probs& probs, SharedAddress v) {
     const uint64_t b = TileV::descriptor(v, Major::kMn);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      arch::wgmma_m64k16<T, Major::kMn>(registers_of(out), weights[step],
+      arch::wgmma_m64k16<T, Major::kMn>(registers_of(out), probs[step],
                                         arch::advance_descriptor(b, TileV::step_bytes(step, Major::kMn)), 1);
   }
 };
@@ -176,11 +176,12 @@ struct Turns {
   }
 };
 
-// logits -> weights, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
+// logits -> probs, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
 // output must be scaled by `by`.
 template <class Kernel>
-DEVICE bool weigh_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int tile,
-                       typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums, float (&by)[1][2]) {
+DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int tile,
+                            typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums,
+                            float (&by)[1][2]) {
   using LogitTiles = typename Kernel::LogitTiles;
   const int first_key = tile * Kernel::kBlockN;
   if constexpr (Kernel::kWithOptions)
@@ -195,7 +196,7 @@ DEVICE bool weigh_keys(const AttentionParams& p, const ForwardPlan& plan, const 
         s, [&](int m, int half) { return visible.keys(rows.query(Kernel::row_at(m, half))).from(origin); });
   }
   const bool grew = softmax.raise_max(s, sums, plan.factor, by);
-  softmax.weigh(s, sums, plan.factor);
+  softmax.make_probs(s, sums, plan.factor);
   if constexpr (Kernel::kWithOptions)
     if (plan.dropout.drop_below > 0) {
       const TileRows rows = load_struct(task.rows);
@@ -219,7 +220,7 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
                    OnlineSoftmax<1>& softmax, RowSums<1>& sums) {
   const SharedAddress q = arch::shared_address(shared.q) + ConsumerThreads::consumer() * kWarpgroupRows * kPieceBytes;
   typename Kernel::Logits s;
-  typename Kernel::Weights weights;
+  typename Kernel::Probs probs;
   float by[1][2];
   const auto await_keys = [&] { arch::barrier_wait(shared.k_full[keys.stage], keys.parity); };
   const auto start_keys = [&] {
@@ -229,8 +230,8 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
   };
   const auto start_values = [&] {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
-    arch::wgmma_fence(registers_of(out), weights);
-    Kernel::multiply_values(out, weights, arch::shared_address(shared.v[values.stage]));
+    arch::wgmma_fence(registers_of(out), probs);
+    Kernel::multiply_values(out, probs, arch::shared_address(shared.v[values.stage]));
     arch::wgmma_commit();
   };
   const auto release = [](Barrier* empty, Ring<Kernel::kConfig.stages>& ring) {
@@ -252,8 +253,8 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
   start_keys();
   arch::wgmma_wait<0>(registers_of(s));
   release(shared.k_empty, keys);
-  weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
-  round_operand<typename Kernel::Element>(s, weights);
+  softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+  round_operand<typename Kernel::Element>(s, probs);
   const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
   if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
@@ -271,13 +272,13 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
     turns.pass();
     arch::wgmma_wait<1>(registers_of(s));
     release(shared.k_empty, keys);
-    const bool grew = weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+    const bool grew = softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for P V.
     if (tile > load_struct(shared.task.keys).begin) await_keys();
     arch::wgmma_wait<0>(registers_of(out));
     release(shared.v_empty, values);
     if (grew) softmax.scale(out, by);
-    round_operand<typename Kernel::Element>(s, weights);
+    round_operand<typename Kernel::Element>(s, probs);
   }
   start_values();
   arch::wgmma_wait<0>(registers_of(out));

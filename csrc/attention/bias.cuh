@@ -1,4 +1,4 @@
-// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides.
+// The additive bias or boolean mask of kernels with options. It can be broadcast and have any strides.
 #pragma once
 
 #include <cmath>

@@ -100,7 +100,7 @@ DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::S
   return load_struct(shared.task.queries).count - tile.index * Kernel::kBlockM;
 }
 
-// Issues x = A B^T + columns for 64 lines of A; the general kernel adds `columns` later.
+// Issues x = A B^T + columns for 64 lines of A; the kernel with options adds `columns` later.
 template <class Kernel, class TileA, class TileB>
 DEVICE void start_rows(typename Kernel::Scores::Accumulators& x, SharedAddress a, SharedAddress b,
                        const float* columns) {

@@ -1,4 +1,4 @@
-// Dropout: the same weights are dropped as on the CPU (attention/cpu/logits.h), and in forward and backward.
+// Dropout: the same probs are dropped as on the CPU (attention/cpu/logits.h), and in forward and backward.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -49,7 +49,7 @@ struct Dropout {
   int64_t row_groups;   // counters per row: one for 4 keys
   uint32_t drop_below;  // drops random words below this; 0: no dropout
 
-  // Sets dropped weights to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
+  // Sets dropped probs to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
   // `first_key`, is a multiple of 4; number(m, half): the number of this thread's row.
   //
   // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane computes the

@@ -81,7 +81,7 @@ struct ForwardTask {
   }
 };
 
-// Applies scale, softcap, ALiBi and bias to the logits of keys from `first_key` on.
+// Products of queries and keys become logits with options, for keys from `first_key` on.
 template <class T, class Tiles, class RowAt>
 DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardPlan& plan,
                           const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
@@ -104,9 +104,7 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
         for (int e = 0; e < 2; ++e) {
           const int key = column + Tiles::column_step(n) + e;
           float& x = s[m][n][2 * half + e];
-          x *= plan.scale;
-          if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
-          x -= slope * fabsf(float(last_key - key));
+          x = plan.logits.logit(x) - slope * fabsf(float(last_key - key));
         }
         if (!has_bias) continue;
         const int key = column + Tiles::column_step(n);
@@ -139,7 +137,7 @@ DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_f
     }
 }
 
-// Divides the output by the sums of weights and stores the log-sum-exp of each row; if the keys are split, also the
+// Divides the output by the sums of probs and stores the log-sum-exp of each row; if the keys are split, also the
 // output, for attention_combine.
 template <class Tiles, bool with_options, class RowAt>
 DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const TileRows& rows,
@@ -155,11 +153,11 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       const int row = row_at(m, half), query = rows.query(row);
       const float sum = sums.row(m, half);
       const float lse = softmax.log_sum_exp(m, half, sum);
-      const float weight = lse == -INFINITY ? 0.0f : (with_options ? plan.kept_scale : 1.0f) / sum;
+      const float inverse = lse == -INFINITY ? 0.0f : (with_options ? plan.kept_scale : 1.0f) / sum;
 #pragma unroll
       for (int n = 0; n < Tiles::kColumnTiles; ++n) {
-        out[m][n][2 * half] *= weight;
-        out[m][n][2 * half + 1] *= weight;
+        out[m][n][2 * half] *= inverse;
+        out[m][n][2 * half + 1] *= inverse;
       }
       if (rows.first + row >= rows.count) continue;
       const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;

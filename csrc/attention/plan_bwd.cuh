@@ -8,6 +8,7 @@
 #include "attention/attention_plan.h"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/options.cuh"
 #include "attention/scheduler.cuh"
 #include "base/device.h"
 #include "base/workspace.h"
@@ -22,9 +23,7 @@ struct BackwardPlan {
   int head_rows = 0;    // rows of a head in the workspace, all sequences padded to tiles
   float factor;         // converts the argument of softmax to powers of two
   float lse_factor;     // converts natural logarithms to the argument of softmax
-  float scale;
-  float softcap;  // 0: none
-  float inverse_softcap;
+  LogitOptions logits;
   float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
   Dropout dropout;
   int64_t query_pass = 0, grad_out_pass = 0;  // bytes between the lines that a thread copies
@@ -83,11 +82,9 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   check("padded queries of all heads", p.heads * query_tiles * config.block_m);
   plan.schedule.head_batches = int(head_batches);
   plan.head_rows = int(query_tiles * config.block_m);
-  plan.scale = float(p.scale);
   plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
   plan.lse_factor = float(with_options ? 1.0 : 1.0 / p.scale);
-  plan.softcap = float(p.softcap);
-  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.logits = logit_options_of(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);
   return plan;

@@ -8,6 +8,7 @@
 #include "attention/attention_plan.h"
 #include "attention/bias.cuh"
 #include "attention/dropout.cuh"
+#include "attention/options.cuh"
 #include "attention/scheduler.cuh"
 #include "base/workspace.h"
 
@@ -20,10 +21,8 @@ struct ForwardPlan {
   int pack_gqa = 1;  // heads of a tile
   int splits = 1;    // of the keys
   float factor;      // converts the argument of softmax to powers of two
-  // General:
-  float scale;    // of the logits
-  float softcap;  // 0: none
-  float inverse_softcap;
+  // With options:
+  LogitOptions logits;
   bool bias_two_keys = false;  // two keys by one load
   float kept_scale = 1.0f;     // 1 / (1 - dropout_p)
   Dropout dropout;
@@ -67,10 +66,8 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   const bool with_options = has_options(p);
   plan.block_n = shape.block_n;
   plan.splits = choose_splits(head_batches * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
-  plan.scale = float(p.scale);
   plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
-  plan.softcap = float(p.softcap);
-  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.logits = logit_options_of(p);
   plan.bias_two_keys = can_read_two_keys(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);

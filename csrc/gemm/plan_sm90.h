@@ -206,7 +206,7 @@ inline double operand_bytes(const GemmPlan& plan, const GemmConfig& config, int 
   const int64_t most_bands = ends_together ? bands : (clusters - 2) / band + 2;
   const double columns = double(std::min<int64_t>(ceil_div(clusters, raster), plan.column_tiles));
   const double written = double(clusters) * plan.cluster * config.block_m * config.block_n * 2;
-  // The room for columns beside the rows of so many bands.
+  // The room for columns beside the rows of `live_bands` bands.
   const auto kept = [&](int64_t live_bands) {
     const double rows = double(std::min<int64_t>(live_bands * raster, plan.row_groups));
     return Rates::kL2Capacity - rows * row_bytes - written;

@@ -31,7 +31,7 @@ struct OperandTile {
   static constexpr int kLineBytes = kChunks * 16;
   static constexpr int kBytes = kLines * kLineBytes;
   static constexpr int kStep = 32 / sizeof(T);  // depth of an mma
-  // Chunks are permuted within groups of so many.
+  // Chunks of a group, within which they are permuted.
   static constexpr int kGroup = kChunks % 8 == 0 ? 8 : 4;
   static constexpr int kGroupBytes = kGroup * 16;
   static_assert(kChunks % kGroup == 0);

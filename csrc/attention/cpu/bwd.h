@@ -19,14 +19,14 @@ constexpr int64_t kKeyPairPitch = kBackwardKeys / 2 + kTileWords;
 // columns are padded to whole ones.
 template <class Storage, bool tiles, class T = Compute<Storage>>
 struct BackwardScratch {
-  T *k, *grad_k, *grad_v;             // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
-  T* k_t;                             // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
-  T *k_of_logits, *v_of_logits;       // (kBackwardKeys, pitch of panel_dim); k_of_logits is k if the layout is the same
-  T *q, *grad_out;                    // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
-  T *q_t, *grad_out_t;                // (panel_dim of dim or dim_v, width)
-  T* grad_q_t;                        // with tiles: (dim, width), what one block of keys adds
-  T *weights, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
-  T* mask;                            // (kBackwardKeys, width), dropout
+  T *k, *grad_k, *grad_v;           // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
+  T* k_t;                           // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
+  T *k_of_logits, *v_of_logits;     // (kBackwardKeys, pitch of panel_dim); k_of_logits is k if the layout is the same
+  T *q, *grad_out;                  // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
+  T *q_t, *grad_out_t;              // (panel_dim of dim or dim_v, width)
+  T* grad_q_t;                      // with tiles: (dim, width), what one block of keys adds
+  T *probs, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
+  T* mask;                          // (kBackwardKeys, width), dropout
   Scratch scratch;
 
   explicit BackwardScratch(const AttentionParams& p)
@@ -41,7 +41,7 @@ struct BackwardScratch {
                              {&q_t, kPanelQueries<T> * operand_dim(p.dim)},
                              {&grad_out_t, kPanelQueries<T> * operand_dim(p.dim_v)},
                              {&grad_q_t, tiles ? kPanelQueries<T> * whole_tiles(p.dim) : 0},
-                             {&weights, kBackwardKeys * kPanelQueries<T>},
+                             {&probs, kBackwardKeys * kPanelQueries<T>},
                              {&grad_logits, kBackwardKeys * kPanelQueries<T>},
                              {&slopes, p.softcap > 0 ? kBackwardKeys * kPanelQueries<T> : 0},
                              {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0}})) {
@@ -119,7 +119,7 @@ struct BiasGradient {
   }
 };
 
-// The logits (in scratch.weights) and dP (in scratch.grad_logits) of a block become P and dS, which is added to the
+// The logits (in scratch.probs) and dP (in scratch.grad_logits) of a block become P and dS, which is added to the
 // gradient of the bias.
 template <int Vectors, class Buffers, class T>
 void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const T* lse, const T* delta, int64_t i_begin,
@@ -127,17 +127,17 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
-  T* const weights = scratch.weights;
+  T* const probs = scratch.probs;
   T* const grad_logits = scratch.grad_logits;
 
   if (head.softcap > 0) {
-    apply_softcap<Vectors>(weights, keys, head.softcap);
+    apply_softcap<Vectors>(probs, keys, head.softcap);
     for (int64_t i = 0; i < keys * width; i += lanes) {
-      const Vec<T> t = load(weights + i) / head.softcap;
+      const Vec<T> t = load(probs + i) / head.softcap;
       store(scratch.slopes + i, T(1) - t * t);
     }
   }
-  head.template apply_bias_and_mask<Vectors>(weights, i_begin, i_end, j_begin, keys);
+  head.template apply_bias_and_mask<Vectors>(probs, i_begin, i_end, j_begin, keys);
   if (p.dropout_p > 0) {
     std::fill_n(scratch.mask, keys * width, T(1));
     apply_dropout<Vectors>(p, head.first_row + i_begin, j_begin, keys, scratch.mask);
@@ -145,7 +145,7 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
 
   Vec<T> row_lse[Vectors], row_delta[Vectors];
   for (int x = 0; x < Vectors; ++x) {
-    // Lanes past the last query, and rows that see no key, get weights of 0.
+    // Lanes past the last query, and rows that see no key, get probs of 0.
     T lse_or_inf[lanes], delta_or_zero[lanes];
     for (int l = 0; l < lanes; ++l) {
       const int64_t i = i_begin + x * lanes + l;
@@ -163,17 +163,17 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
   for (int64_t j = 0; j < keys; ++j) {
     for (int x = 0; x < Vectors; ++x) {
       const int64_t offset = j * width + x * lanes;
-      const Vec<T> weight = exp_below_88(load(weights + offset) - row_lse[x]);
-      Vec<T> grad_weight = load(grad_logits + offset);
-      Vec<T> kept_weight = weight;
+      const Vec<T> prob = exp_below_88(load(probs + offset) - row_lse[x]);
+      Vec<T> grad_prob = load(grad_logits + offset);
+      Vec<T> kept_prob = prob;
       if (p.dropout_p > 0) {
         const Vec<T> mask = load(scratch.mask + offset);
-        grad_weight *= mask;
-        kept_weight *= mask;
+        grad_prob *= mask;
+        kept_prob *= mask;
       }
-      Vec<T> grad_logit = weight * (grad_weight - row_delta[x]) * scale;
+      Vec<T> grad_logit = prob * (grad_prob - row_delta[x]) * scale;
       if (by_slopes) grad_logit *= load(scratch.slopes + offset);
-      store(weights + offset, kept_weight);
+      store(probs + offset, kept_prob);
       store(grad_logits + offset, grad_logit);
     }
   }
@@ -389,28 +389,28 @@ class BackwardPass {
       scratch.pack_queries(q.from(i), queries, p_.dim, width, scratch.q_t, scratch.q);
       scratch.pack_queries(grad_out.from(i), queries, p_.dim_v, width, scratch.grad_out_t, scratch.grad_out);
 
-      product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.weights, head.logit_factor);
+      product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.probs, head.logit_factor);
       product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
       with_vectors(width / lanes, [&](auto count) {
         softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
                                                  grad_bias);
       });
-      add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
+      add_products_of_probs(keys, queries, width, scratch, grad_q[i], grad_q.stride);
     }
   }
 
-  // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.weights and scratch.grad_logits, which it overwrites.
-  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
-                               int64_t grad_q_stride) const {
+  // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.probs and scratch.grad_logits, which it overwrites.
+  void add_products_of_probs(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
+                             int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
-    T* const weights = scratch.weights;
+    T* const probs = scratch.probs;
     T* const grad_logits = scratch.grad_logits;
-    if constexpr (depth == 2) round_to_pairs_of_queries(weights, keys * width, weights);
-    add_product_over_queries(keys, p_.dim_v, queries, weights, width, scratch.grad_out, scratch.grad_v);
+    if constexpr (depth == 2) round_to_pairs_of_queries(probs, keys * width, probs);
+    add_product_over_queries(keys, p_.dim_v, queries, probs, width, scratch.grad_out, scratch.grad_v);
     const T* by_query = grad_logits;
     if constexpr (depth == 2) {
-      round_to_pairs_of_queries(grad_logits, keys * width, weights);
-      by_query = weights;
+      round_to_pairs_of_queries(grad_logits, keys * width, probs);
+      by_query = probs;
       round_to_pairs_of_keys(grad_logits, keys, width);
     }
     add_product_over_queries(keys, p_.dim, queries, by_query, width, scratch.q, scratch.grad_k);

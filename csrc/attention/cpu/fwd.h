@@ -65,7 +65,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
     for (int x = 0; x < Vectors; ++x) new_max[x] = max<T>(load(logits + j * width + x * lanes), new_max[x]);
   for (int x = 0; x < Vectors; ++x) new_max[x] = max<T>(new_max[x] * factor, load(panel.row_max + x * lanes));
 
-  // row_max changes only when the maximum of some row has grown by more than kMaxLag. Until then weights stay below
+  // row_max changes only when the maximum of some row has grown by more than kMaxLag. Until then probs stay below
   // e^kMaxLag, which costs no precision, and the output need not be rescaled.
   bool rescaled = false;
   for (int x = 0; x < Vectors; ++x) {
@@ -75,28 +75,28 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   for (int x = 0; x < Vectors; ++x) {
     const Vec<T> old_max = load(panel.row_max + x * lanes);
     if (!rescaled) new_max[x] = old_max;
-    // A row with no visible key so far has a maximum of -inf; a shift of 0 makes its weights 0 instead of NaN.
+    // A row with no visible key so far has a maximum of -inf; a shift of 0 makes its probs 0 instead of NaN.
     shift[x] = new_max[x] == -std::numeric_limits<T>::infinity() ? Vec<T>{} : new_max[x];
     rescale[x] = exp_below_88(old_max - shift[x]);
     sum[x] = Vec<T>{};
     store(panel.row_max + x * lanes, new_max[x]);
   }
-  const auto weigh = [&](int64_t j, int x) {
-    const Vec<T> weight = exp_below_88(load(logits + j * width + x * lanes) * factor - shift[x]);
-    sum[x] += weight;
-    return weight;
+  const auto make_probs = [&](int64_t j, int x) {
+    const Vec<T> prob = exp_below_88(load(logits + j * width + x * lanes) * factor - shift[x]);
+    sum[x] += prob;
+    return prob;
   };
   int64_t j = 0;
   if constexpr (tiles) {
     if (p.dropout_p == 0)
       for (; j + 2 <= keys; j += 2)
         for (int x = 0; x < Vectors; ++x) {
-          const Vec<T> first = weigh(j, x), second = weigh(j + 1, x);
+          const Vec<T> first = make_probs(j, x), second = make_probs(j + 1, x);
           store(logits + j / 2 * width + x * lanes, round_to_pairs(first, second));
         }
   }
   for (int64_t key = j; key < keys; ++key)
-    for (int x = 0; x < Vectors; ++x) store(logits + (key - j / 2) * width + x * lanes, weigh(key, x));
+    for (int x = 0; x < Vectors; ++x) store(logits + (key - j / 2) * width + x * lanes, make_probs(key, x));
   for (int x = 0; x < Vectors; ++x)
     store(panel.row_sum + x * lanes, load(panel.row_sum + x * lanes) * rescale[x] + sum[x]);
   if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_row + panel.i_begin, j_begin, keys, logits);

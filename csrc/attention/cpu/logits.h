@@ -177,12 +177,15 @@ void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin,
   }
 }
 
+// Of query @ key^T: the scale, divided by the softcap if there is one.
+inline double factor_of_logits(const AttentionParams& p) { return p.softcap > 0 ? p.scale / p.softcap : p.scale; }
+
 // The parameters of one head of one sequence.
 template <class T>
 struct HeadContext {
   const AttentionParams& p;
   Visibility visible;
-  T logit_factor;  // of query @ key^T: the scale, divided by the softcap if there is one
+  T logit_factor;  // factor_of_logits
   T softcap;
   T slope;
   int64_t diagonal;   // Sk - Sq
@@ -192,7 +195,7 @@ struct HeadContext {
   HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
       : p(params),
         visible(params, s),
-        logit_factor(T(params.softcap > 0 ? params.scale / params.softcap : params.scale)),
+        logit_factor(T(factor_of_logits(params))),
         softcap(T(params.softcap)),
         slope(params.alibi_slopes == nullptr
                   ? T(0)

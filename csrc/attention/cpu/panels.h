@@ -6,9 +6,9 @@
 // so that no horizontal operation is needed, and neither head dimension needs padding.
 //
 // Where the CPU multiplies pairs of bfloat16, K Q^T and V dO^T do so, in half the steps: their operands are bfloat16,
-// and products and sums are as exact as float32 ones. So do the other products of backward, for which the weights and
+// and products and sums are as exact as float32 ones. So do the other products of backward, for which the probs and
 // their gradient are rounded to bfloat16, as the CUDA kernels do; the gradients are then exact to 2.4e-3 instead of
-// 1.7e-3, and half of what rounding every intermediate costs. The output keeps weights in float32, except with
+// 1.7e-3, and half of what rounding every intermediate costs. The output keeps probs in float32, except with
 // AMX, which multiplies tiles of bfloat16 only: its distance to float64 is then 2.5e-3 instead of 1.8e-3.
 #pragma once
 
@@ -32,7 +32,7 @@ constexpr int64_t panel_dim(int64_t dim) {
   return (dim + kDepth<Storage> - 1) / kDepth<Storage>;
 }
 
-// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
+// Probs are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
 // rescaling.
 constexpr int kMaxLag = 8;
 
