@@ -202,17 +202,20 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
     more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages;
     await_rows<Kernel>(p, shared, tile, shared.q_full[stage], step);
+    // Issue S^T = K Q^T.
     start_rows<Kernel, typename Kernel::TileK, typename Kernel::TileQ>(
         s, arch::shared_address(shared.k), arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
     arch::wgmma_wait<0>(registers_of(s));
+    // S becomes P, also for the other consumer.
     make_probs_of_step<Kernel>(p, plan, shared, tile, step, s);
+    // Release the queries; the other consumer does so when it has added to dK.
     arrive_warps(shared.q_empty[stage]);
     round_operand<T>(s, probs);
+    // Issue dV += P^T dO.
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
-    arch::wgmma_fence(registers_of(grad_value), probs);
     multiply_fragments<T, typename Kernel::TileDO>(grad_value, probs, arch::shared_address(shared.grad_out[stage]));
-    arch::wgmma_commit();
     arch::wgmma_wait<0>(registers_of(grad_value));
+    // Release the output gradients.
     arrive_warps(shared.do_empty[stage]);
   }
 }
@@ -232,18 +235,22 @@ DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan
     more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages;
     await_rows<Kernel>(p, shared, tile, shared.do_full[stage], step);
+    // Issue dP^T = V dO^T.
     start_rows<Kernel, typename Kernel::TileV, typename Kernel::TileDO>(
         grad, arch::shared_address(shared.v), arch::shared_address(shared.grad_out[stage]), shared.minus_delta[stage]);
+    // Wait for P of the other consumer, and for dP.
     arch::barrier_wait(shared.probs_full[stage], step / Kernel::kStages % 2);
     arch::wgmma_wait<0>(registers_of(grad));
+    // dP becomes dS.
     multiply_handed<Kernel>(plan, shared, step, grad);
+    // Release the output gradients.
     arrive_warps(shared.do_empty[stage]);
     round_operand<T>(grad, grad_scores);
+    // Issue dK += dS^T Q.
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
-    arch::wgmma_fence(registers_of(grad_key), grad_scores);
     multiply_fragments<T, typename Kernel::TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
-    arch::wgmma_commit();
     arch::wgmma_wait<0>(registers_of(grad_key));
+    // Release the queries, and with them P of the stage.
     arrive_warps(shared.q_empty[stage]);
   }
 }

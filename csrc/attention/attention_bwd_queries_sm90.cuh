@@ -104,11 +104,13 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
 #pragma unroll 1
   for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
     const int first_key = position.k_begin + tile * Kernel::kBlockN;
+    // Wait until both consumers have released the stage.
     arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
     arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
     load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage], first_key,
                        position.head_kv, position.batch);
     keys.advance();
+    // One stage of values is enough: they are released in the middle of a step.
     arch::barrier_wait(shared.v_empty, values.parity ^ 1);
     arch::barrier_arrive_expect(shared.v_full, TileV::kBytes);
     load_pieces<TileV>(arch::shared_address(shared.v), maps.value, shared.v_full, first_key, position.head_kv,
@@ -186,25 +188,30 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
   const auto await_keys = [&](const Ring<Kernel::kStages>& ring) {
     arch::barrier_wait(shared.k_full[ring.stage], ring.parity);
   };
+  // Queries and output gradients stay for the whole loop.
   arch::barrier_wait(shared.queries_full, 0);
   await_keys(keys);
 #pragma unroll 1
   for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
     const SharedAddress k = arch::shared_address(shared.k[keys.stage]);
     const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
+    // Clear the keys and values of the next sequence.
     if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
       arch::barrier_wait(shared.v_full, values.parity);
       clear_from<Kernel, TileK>(k, left);
       clear_from<Kernel, TileV>(v, left);
       sync_consumers<Kernel::kConsumers>();
     }
+    // Issue S = Q K^T.
     arch::wgmma_fence(registers_of(s));
     multiply_lines<T, typename Kernel::TileQ, TileK>(s, q, k, false);
     arch::wgmma_commit();
+    // Issue dP = dO V^T.
     arch::barrier_wait(shared.v_full, values.parity);
     arch::wgmma_fence(registers_of(grad));
     multiply_lines<T, typename Kernel::TileDO, TileV>(grad, grad_out, v, false);
     arch::wgmma_commit();
+    // Wait for S alone.
     arch::wgmma_wait<1>(registers_of(s));
     Ring<Kernel::kStages> next = keys;
     next.advance();
@@ -212,12 +219,13 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
     softmax_gradient<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
       if (tile + 1 < load_struct(shared.task.end).tile) await_keys(next);
     });
+    // Release the values to the producer: dP is complete.
     ConsumerThreads::arrive(shared.v_empty);
     values.advance();
     round_operand<T>(grad, grad_scores);
-    arch::wgmma_fence(registers_of(sums), grad_scores);
+    // Issue dQ += dS K.
     multiply_fragments<T, TileK>(sums, grad_scores, k);
-    arch::wgmma_commit();
+    // Release the keys to the producer.
     arch::wgmma_wait<0>(registers_of(sums));
     ConsumerThreads::arrive(shared.k_empty[keys.stage]);
     keys = next;

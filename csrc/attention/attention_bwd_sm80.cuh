@@ -147,6 +147,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const BackwardTask::Head head = load_struct(shared.task.head);
     const int keys_left = keys.visible.k_len - keys.first;
+    // Keys and values stay in shared memory for the whole loop.
     copy_lines<typename Kernel::TileK, kThreads>(tile_k, keys_left, int(p.dim), [&](int i) {
       return row_of<const T>(p.key, batch, head.k_begin + keys.first + i, head.head_kv);
     });
@@ -166,9 +167,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     more = tile != load_struct(shared.task.steps).last;
     const int first_query = tile.index * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
+    // S^T = K Q^T - lse; with options lse is subtracted later.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
                                              columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s);
+    // dP^T = V dO^T - delta, likewise.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
@@ -177,6 +180,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
+    // S becomes P, and dP becomes dS.
     if constexpr (Kernel::kWithOptions) {
       const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
       softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
@@ -186,16 +190,21 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       multiply_probs(grad, s);
     }
 
+    // dS for dQ, a sum over the keys of all warps.
     stage<Scores, typename Kernel::TileScores>(tile_ds, grad, 1.0f);
     const LaneAddress lane_do = columns_of<GradV, typename Kernel::TileDOOfDV>(base, offsetof(Storage, grad_out));
     const LaneAddress lane_q = columns_of<GradK, typename Kernel::TileQOfDK>(base, offsetof(Storage, q));
     if constexpr (kSplit == 1) {
+      // dV += P^T dO, with P from registers.
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
       arch::sync_threads();  // dS is written, and the output gradients have been read
+      // The next output gradients arrive during dK.
       if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
+      // dK += dS^T Q, with dS from registers.
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
       arch::sync_threads();  // the queries have been read
     } else {
+      // A warp has half of the queries of its keys, and dV needs all: P goes through shared memory, too.
       stage<Scores, typename Kernel::TileScores>(tile_p, s, 1.0f);
       arch::sync_threads();  // P and dS are written
       multiply<typename Kernel::TileDOOfDV, kSplit>(
@@ -205,9 +214,11 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
       arch::sync_threads();  // queries and output gradients have been read
       if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
     }
+    // The next queries arrive during dQ.
     if (more) copy_queries(load_struct(shared.task.steps).next(tile));
     arch::cp_async_commit();
 
+    // dQ = dS K, added to the sums in the workspace.
     typename GradQ::Accumulators grad_query = {};
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
@@ -217,6 +228,7 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     if (plan.dq_semaphore == nullptr) {
       sums.reduce_add(grad_query);
     } else {
+      // Blocks add in the order of their keys.
       uint32_t* const semaphore = plan.dq_semaphore + row / kBlockM;
       const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), first_query);
       if (arch::opaque_thread_index() == 0) arch::wait_equal(semaphore, earlier);

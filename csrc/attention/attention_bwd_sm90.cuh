@@ -118,10 +118,13 @@ DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typenam
     const int padded = padded_row<Kernel>(plan, queries, tile);
     const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
     const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), tile.index * Kernel::kBlockM);
+    // Wait for the sums of both consumers.
     arch::barrier_wait(shared.sums_full, parity);
+    // Wait for the blocks of earlier keys.
     if (plan.dq_semaphore != nullptr) arch::wait_equal(plan.dq_semaphore + padded / Kernel::kBlockM, earlier);
     arch::tma_store<true>(maps.sums, arch::shared_address(shared.sums), to);
     arch::bulk_commit();
+    // Release the buffer to the consumers.
     arch::bulk_wait_read<0>();
     arch::barrier_arrive(shared.sums_empty);
     if (plan.dq_semaphore != nullptr) {
@@ -173,6 +176,17 @@ DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPla
   }
 }
 
+// Puts dS^T where all consumers read it, for dQ, which is a sum over the keys of all.
+template <class Kernel>
+DEVICE void share_grad_scores(typename Kernel::Storage& shared, const typename Kernel::Fragments& grad_scores) {
+#pragma unroll
+  for (int step = 0; step < Kernel::kSteps; ++step)
+    stage_fragment<typename Kernel::TileScores>(arch::shared_address(shared.grad_scores), first_line(), step,
+                                                grad_scores[step]);
+  arch::fence_async_shared();
+  sync_consumers<Kernel::kConsumers>();  // dS is written
+}
+
 // Hands the consumer's part of dQ to the adder, in the order of WorkspaceTile.
 template <class Kernel>
 DEVICE void store_sums(typename Kernel::Storage& shared, int step, const typename Kernel::GradQ::Accumulators& sums) {
@@ -214,6 +228,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
                                      shared.minus_lse[stage]);
   };
 
+  // S of the first step.
   await_keys<Kernel>(p, shared);
   await_queries();
   start_scores();
@@ -224,27 +239,25 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages, this_step = step;
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
+    // Issue dP = V dO^T.
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
     clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, tile));
     start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
+    // S becomes P while dP is in flight, and dP becomes dS.
     softmax_gradient<Kernel>(p, plan, shared, tile, step, s, grad);
     round_operand<T>(s, probs);
     round_operand<T>(grad, grad_scores);
-    arch::wgmma_fence(registers_of(grad_value), probs);
+    // Issue dV += P^T dO.
     multiply_fragments<T, TileDO>(grad_value, probs, grad_out);
-    arch::wgmma_commit();
 
-#pragma unroll
-    for (int part = 0; part < Kernel::kSteps; ++part)
-      stage_fragment<typename Kernel::TileScores>(scores, first_line(), part, grad_scores[part]);
-    arch::fence_async_shared();
-    sync_consumers<Kernel::kConsumers>();  // dS is written
+    share_grad_scores<Kernel>(shared, grad_scores);
+    // Issue dQ = dS K.
     arch::wgmma_fence(registers_of(sums));
     Kernel::multiply_keys(sums, scores, k);
     arch::wgmma_commit();
-    arch::wgmma_fence(registers_of(grad_key), grad_scores);
+    // Issue dK += dS^T Q.
     multiply_fragments<T, TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
-    arch::wgmma_commit();
+    // Release the output gradients to the producer.
     arch::wgmma_wait<2>(registers_of(grad_value));  // which frees the registers of P
     ConsumerThreads::arrive(shared.do_empty[stage]);
     // The scores of the next step or, after the last one, of the same queries, because a product under a condition
@@ -256,9 +269,11 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
     }
     start_scores();
 
+    // Hand dQ to the adder while dK and the next S are in flight.
     arch::wgmma_wait<2>(registers_of(sums));
     ConsumerThreads::arrive(shared.scores_read);
     store_sums<Kernel>(shared, this_step, sums);
+    // Release the queries to the producer.
     arch::wgmma_wait<1>(registers_of(grad_key));
     ConsumerThreads::arrive(shared.q_empty[stage]);
     arch::wgmma_wait<0>(registers_of(s));

@@ -254,10 +254,12 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
   for (int tile = begin; tile < end; ++tile) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the tile has arrived, the one before has been read, the rows of the next are known
+    // The next tile arrives while this one is multiplied.
     if (tile + 1 < end) copy_tile(tile + 1);
     arch::cp_async_commit();
     const int stage = offsetof(Storage, stages) + tile % 2 * int(sizeof(typename Kernel::Stage));
 
+    // S = Q K^T, each warp for its part of the keys.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
                     columns_of<LogitTiles, TileK>(base + stage, offsetof(typename Kernel::Stage, k)), logits);
@@ -267,18 +269,22 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     if (plan.with_options)
       modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len,
                                    row_at, first_key);
+    // Hide the keys that a row does not see.
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
       apply_mask<LogitTiles>(logits,
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
+    // S becomes P; each warp has a maximum of its own.
     softmax.update(logits, out, sums, plan.factor);
     const int own_lines = Kernel::key_warp() * Kernel::kWarpKeys * WarpV::kLineBytes;
+    // O += P V, with P from registers.
     multiply<WarpV>(operand_of<T>(logits),
                     columns_of<OutTiles, WarpV>(base + stage + own_lines, offsetof(typename Kernel::Stage, v)), out);
     // Tile tile + 1 is being copied from the rows in the other stage; these were for this tile.
     if (tile + 2 < end) find_rows<Kernel>(p, shared, tile + 2);
   }
+  // Add up the outputs of the warps that share rows.
   stage_parts<Kernel>(shared, softmax, sums, out);
   store_rows<Kernel>(p, plan, shared, splits);
 }

@@ -93,6 +93,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if (task.has_no_rows()) return;
     begin = task.keys.begin;
     end = task.end.tile;
+    // One thread stores the task, from which all recompute what they need.
     if (arch::thread_index() == 0) task.store(shared.task);
   }
   arch::sync_threads();  // the task is written
@@ -108,6 +109,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const TilePosition position = load_struct(shared.task.position);
     begin_rows(p, rows, arch::block_y() == 0, row_at, softmax, sums);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::thread_index()], sums);
+    // The queries arrive together with the first keys.
     if (begin < end)
       copy_lines<TileQ, Kernel::kThreads>(
           arch::shared_address(shared.q), rows.count - rows.first, int(p.dim), [&](int i) {
@@ -135,19 +137,23 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   for (int tile = end - 1; tile >= load_struct(shared.task.keys).begin; --tile) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the keys have arrived, and the previous values have been read
+    // The values arrive during Q K^T.
     copy_values(tile);
+    // S = Q K^T.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
                     columns_of<LogitTiles, TileK>(base, offsetof(Storage, k)), logits);
 
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the values have arrived, and the keys have been read
+    // The next keys arrive during softmax and P V.
     if (tile > load_struct(shared.task.keys).begin) copy_keys(tile - 1);
     const int first_key = tile * kBlockN;
     if constexpr (Kernel::kWithOptions)
       modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
                                    load_struct(shared.task.position).batch, load_struct(shared.task.keys).visible.k_len,
                                    row_at, first_key);
+    // Hide the keys that a row does not see; most tiles have none.
     if (!load_struct(shared.task.unmasked).has_all(first_key, first_key + kBlockN)) {
       const TileRows rows = load_struct(shared.task.rows);
       const Visibility visible = load_struct(shared.task.keys).visible;
@@ -157,9 +163,11 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
     if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
+    // S becomes P; the output is rescaled if a maximum has grown.
     softmax.update(logits, out, sums, plan.factor);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::opaque_thread_index()], sums);
     if constexpr (Kernel::kWithOptions)
+      // After the sums, which count dropped probs, too.
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_struct(shared.task.rows);
         const TilePosition position = load_struct(shared.task.position);
@@ -171,12 +179,14 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
             },
             first_key);
       }
+    // O += P V, with P from registers.
     multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out);
   }
 
   const TileRows rows = load_struct(shared.task.rows);
   const TilePosition position = load_struct(shared.task.position);
   if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
+  // Divide by the sums, and store lse.
   finish_rows<OutTiles, Kernel::kWithOptions>(p, plan, rows, position, arch::block_y(), row_at, softmax, sums, out);
   if (plan.splits > 1) return;
 

@@ -123,13 +123,16 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
     const auto task = ForwardTask::find<Kernel>(p, plan, item / plan.splits, item % plan.splits);
     if (task.has_no_rows()) continue;
     const TilePosition& position = task.position;
+    // Wait until the consumers have stored the item before.
     wait_for_consumers();
     task.store(shared.task);
+    // Publish the task, and load its queries.
     arch::barrier_arrive_expect(shared.q_full, Kernel::TileQ::kBytes);
     load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
                                         position.q_begin + task.rows.first / plan.pack_gqa,
                                         task.rows.first_head / plan.pack_gqa, position.batch);
     const auto load_keys = [&](int tile) {
+      // Wait until all consumers have released the stage.
       arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
       arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
       load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage],
@@ -249,6 +252,7 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
       ConsumerThreads::sync();
     }
   }
+  // S and P of the first keys. There are no values to multiply yet.
   await_keys();
   start_keys();
   arch::wgmma_wait<0>(registers_of(s));
@@ -266,20 +270,28 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
 
 #pragma unroll 1
   for (--tile; tile >= load_struct(shared.task.keys).begin; --tile) {
+    // Wait for this consumer's turn.
     turns.wait();
+    // Issue Q K^T of these keys, and P V of those before.
     start_keys();
     start_values();
+    // The next consumer multiplies while this one computes its softmax.
     turns.pass();
+    // Wait for S alone, and release the keys to the producer.
     arch::wgmma_wait<1>(registers_of(s));
     release(shared.k_empty, keys);
+    // S becomes P while P V is in flight.
     const bool grew = softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for P V.
     if (tile > load_struct(shared.task.keys).begin) await_keys();
+    // Wait for P V, and release the values to the producer.
     arch::wgmma_wait<0>(registers_of(out));
     release(shared.v_empty, values);
+    // The output is complete up to here: only now can it be rescaled.
     if (grew) softmax.scale(out, by);
     round_operand<typename Kernel::Element>(s, probs);
   }
+  // P V of the last keys.
   start_values();
   arch::wgmma_wait<0>(registers_of(out));
   release(shared.v_empty, values);

@@ -26,14 +26,16 @@ DEVICE void multiply_lines(float (&x)[1][tiles][4], SharedAddress a, SharedAddre
         arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kK)), adds || step > 0);
 }
 
-// Issues x (64, columns) += A B, with A (64, 16 steps) from registers and its columns the lines of B.
+// Issues x (64, columns) += A B as a group, with A (64, 16 steps) from registers and its columns the lines of B.
 template <class T, class TileB, int steps, int tiles>
-DEVICE void multiply_fragments(float (&x)[1][tiles][4], const uint32_t (&a)[steps][4], SharedAddress b) {
+DEVICE void multiply_fragments(float (&x)[1][tiles][4], uint32_t (&a)[steps][4], SharedAddress b) {
   const uint64_t columns = TileB::descriptor(b, Major::kMn);
+  arch::wgmma_fence(registers_of(x), a);
 #pragma unroll
   for (int step = 0; step < steps; ++step)
     arch::wgmma_m64k16<T, Major::kMn>(registers_of(x), a[step],
                                       arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kMn)), 1);
+  arch::wgmma_commit();
 }
 
 // The producer, one thread. `tile`: the block's first tile of queries.

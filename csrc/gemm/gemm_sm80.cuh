@@ -307,11 +307,13 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
 
   constexpr int kAhead = Gemm::kStages - 1;
   constexpr int kCopyStep = Gemm::kSteps > 2 ? 1 : 0;  // if possible not step 0, so that its products start at once
+  // Fill the ring, but for one stage.
 #pragma unroll 1
   for (int tile = 0; tile < kAhead; ++tile) {
     if (tile < left) copy_next(tile * kStageBytes);
     arch::cp_async_commit();
   }
+  // Wait for the first stage.
   arch::cp_async_wait<kAhead - 1>();
   arch::sync_threads();
   load(0, 0, 0);
@@ -322,8 +324,10 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       if (step + 1 < Gemm::kSteps) {
+        // Load the next fragments while these are multiplied.
         load((step + 1) % 2, stage, step + 1);
       } else {
+        // Wait for the next stage. The barrier also says that all warps have read this one.
         arch::cp_async_wait<kAhead - 1>();
         arch::sync_threads();
         free_stage = stage;
@@ -331,9 +335,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         load(0, stage, 0);  // unused after the last tile; a branch would cost registers
       }
       if (step == kCopyStep) {
+        // Start to fill the free stage.
         copy(free_stage);
         arch::cp_async_commit();  // possibly empty, so that wait_group counts groups correctly
       }
+      // Convert the next fragments under these products.
       fragments[step % 2].multiply(sums);
       fragments[(step + 1) % 2].prepare();
     }
@@ -354,6 +360,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         copy_b.copy_whole(stages + to + offsetof(Stage, b));
       });
     }
+    // The last k tile of a product, or any that is not whole.
     multiply_tile(left == 1, [&](SharedAddress to) {
       if (left > kAhead) copy_next(to);
     });
@@ -394,16 +401,19 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
     if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, position, shared, sums);
     position = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
+    // An infinity or NaN may be the method's, not the product's.
     if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, position, sums);
   } else {
     multiply_tiles<Gemm>(params, plan, position, shared, sums);
   }
+  // The last block of a tile to arrive has the sums of all; the others are done.
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
   arch::sync_threads();  // all warps have read the last stage
   Gemm::stage_result(shared.result, sums, 0);
   arch::sync_threads();
   typename Gemm::Epilogue tile_epilogue(params, position);
+  // Stage a part of the rows, and run the epilogue on it.
 #pragma unroll 1  // the code is long
   for (int pass = 0;; ++pass) {
     tile_epilogue.run(shared.result, pass);

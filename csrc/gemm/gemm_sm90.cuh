@@ -215,6 +215,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
 #pragma unroll 1
     for (int index = work.first_k_tile; index < work.first_k_tile + work.k_tiles; ++index, ring.advance()) {
       int k = index;
+      // The coordinates of the product, among those that are summed.
       if (params.reduced_dims > 0) {
         const int product = index / plan.k_tiles;
         k -= product * plan.k_tiles;
@@ -222,11 +223,13 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
                          plan.b.reduced_slots);
       }
       k *= Gemm::kBlockK;
+      // Wait until all consumers have released the stage.
       arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
       Barrier& full = shared.full[ring.stage];
       if (lane == 0) arch::barrier_arrive_expect(full, sizeof(typename Gemm::Stage));
       const SharedAddress to = arch::shared_address(&shared.stages[ring.stage]) + offset;
       constexpr bool kAlongKA = Gemm::kAMajor == Major::kK, kAlongKB = Gemm::kBMajor == Major::kK;
+      // Load this lane's piece.
       if (of_a) load_box(to, maps.a, full, plan.a.batched, kAlongKA ? k : line, kAlongKA ? line : k, shared.outer.a, 0);
       if (of_b)
         load_box(to, maps.b, full, plan.b.batched, kAlongKB ? k : line, kAlongKB ? line : k, shared.outer.b,
@@ -251,17 +254,21 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   int before = -1;  // the stage that products in flight may still read
   int left = k_tiles;
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
+    // Wait for the stage.
     arch::barrier_wait(shared.full[ring.stage], ring.parity);
     const int offset = ring.stage * int(sizeof(typename Gemm::Stage));
+    // Issue the products of the k tile.
     arch::wgmma_fence(sums);
     Gemm::multiply(sums, arch::advance_descriptor(a, offset), arch::advance_descriptor(b, offset), before < 0);
     arch::wgmma_commit();
+    // Wait for the products before, and release their stage to the producer.
     arch::wgmma_wait<1>();
     if (before >= 0) release(before);
     before = ring.stage;
     ring.advance();
   } while (--left > 0);
   issued();
+  // Wait for all products, and release the last stage.
   arch::wgmma_wait<0>(sums);
   release(before);
 }
@@ -348,6 +355,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
     const WorkItem next = Gemm::work_item(plan, item);
     if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
+      // The other consumer's item.
       ring.skip(next.k_tiles);
       continue;
     }
@@ -358,6 +366,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
       arch::named_barrier_sync(kTurnBarriers + ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     typename Gemm::Accumulators sums;
     multiply_item<Gemm>(plan, shared, next.k_tiles, ring, sums, [&] {
+      // The other consumer multiplies while this one stores.
       if (Gemm::kPingPong && !is_last)
         arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
