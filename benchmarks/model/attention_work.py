@@ -339,7 +339,7 @@ def separate_backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, 
                 hides_epilogues=False,
                 # Between two blocks: what they keep and the first tile arrive, then scores are multiplied.
                 restart=BLOCK_START_CYCLES + gpu.memory_latency + iteration.tensor / 4 / gpu.wgmma_multiply_adds,
-                # As in forward, one consumer multiplies while the other computes P, and no barrier joins them in a step.
+                # As in forward, one consumer multiplies while the other computes P, without a barrier that joins them.
                 overlap=OVERLAP_OF_SOFTMAX,
             ),
         )
