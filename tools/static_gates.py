@@ -89,8 +89,8 @@ ATTENTION_WGMMA_BACKWARD = replace(
     overlap=32,
 )
 
-# One consumer weighs while the other multiplies, so no exponential need be under its own consumer's products. Before
-# the first product, accumulators are loaded with -lse or -delta.
+# One consumer computes P while the other multiplies, so no exponential need be under its own consumer's products.
+# Before the first product, accumulators are loaded with -lse or -delta.
 ATTENTION_WGMMA_BACKWARD_KEYS = replace(ATTENTION_WGMMA, lead=112, gap=None, overlap=None)
 # P is computed under dP.
 ATTENTION_WGMMA_BACKWARD_QUERIES = replace(ATTENTION_WGMMA, gap=None, overlap=32)

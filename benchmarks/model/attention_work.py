@@ -83,8 +83,8 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
             "and deterministic sums are not modelled"
         )
     steps: list[int] = []
-    for first in range(0, choice.pairs, choice.section):
-        of_section = min(choice.section, choice.pairs - first)
+    for first in range(0, choice.head_batches, choice.section):
+        of_section = min(choice.section, choice.head_batches - first)
         steps += (iterations for iterations in choice.steps for _ in range(of_section))
     return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps))
 
@@ -211,7 +211,7 @@ def forward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: At
         issue=EPILOGUE_INSTRUCTIONS * staged / 128,
         l2=2 * queries * problem.dim * size / len(choice.steps),
     )
-    # Between two tiles: the queries arrive, their first logits become weights, and the last values are added.
+    # Between two tiles: the queries arrive, their first logits become probs, and the last values are added.
     products = iteration.tensor / gpu.wgmma_multiply_adds
     softmax = max(iteration.issue / gpu.issued, iteration.special / gpu.special) / consumers
     uniform = len(set(choice.steps)) == 1
@@ -263,7 +263,7 @@ def backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, choice: A
         issue=EPILOGUE_INSTRUCTIONS * block / 128,
         l2=2 * keys * 2 * problem.dim * size / len(choice.steps),
     )
-    # Between two blocks: keys and the first queries arrive, then the first scores are multiplied and weighed.
+    # Between two blocks: keys and the first queries arrive, then the first scores become probs.
     scores = area * tile.dim / gpu.wgmma_multiply_adds
     uniform = len(set(choice.steps)) == 1
     main = Work(
@@ -339,7 +339,7 @@ def separate_backward_sm90_work(evidence: Evidence, gpu: Gpu, problem: Problem, 
                 hides_epilogues=False,
                 # Between two blocks: what they keep and the first tile arrive, then scores are multiplied.
                 restart=BLOCK_START_CYCLES + gpu.memory_latency + iteration.tensor / 4 / gpu.wgmma_multiply_adds,
-                # As in forward, one consumer multiplies while the other weighs, and no barrier joins them in a step.
+                # As in forward, one consumer multiplies while the other computes P, without a barrier that joins them.
                 overlap=OVERLAP_OF_SOFTMAX,
             ),
         )

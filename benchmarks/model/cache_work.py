@@ -112,7 +112,7 @@ def predict_cache(gpu: Gpu, problem: CacheProblem, evidence: Evidence | None = N
                 outside=Amounts(l2=parts * choice.splits / blocks),
                 in_flight=1,
                 memory_bytes=0.0,  # what the first launch wrote is in L2
-                tail_waits=1,  # sums of weights, then outputs
+                tail_waits=1,  # sums of probs, then outputs
             ),
             gpu,
         )

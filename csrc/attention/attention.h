@@ -6,8 +6,8 @@
 
 namespace cuda_ext {
 
-// A (batch, seq, heads, dim) tensor whose last dim is contiguous; strides in elements. Packed sequences (total, heads,
-// dim) have a batch stride of zero and are addressed by row in the packing.
+// A (batch, seq, heads, dim) tensor whose last dim is contiguous; strides in elements. With varlen, (total, heads,
+// dim), the batch stride is zero, and rows are counted from the first sequence on.
 struct HeadsView {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -57,10 +57,10 @@ struct AttentionParams {
   int64_t dim = 0;       // of query and key
   int64_t dim_v = 0;
 
-  // Either every sequence has these lengths, or sequence b holds rows cu_seqlens[b] to cu_seqlens[b + 1] of a packing.
+  // Either every sequence has these lengths, or sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1]: varlen.
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
-  int64_t total_q = 0;  // rows in the packing
+  int64_t total_q = 0;  // rows of all sequences
   int64_t total_k = 0;
   const int32_t* cu_seqlens_q = nullptr;
   const int32_t* cu_seqlens_k = nullptr;
@@ -79,7 +79,7 @@ struct AttentionParams {
   void* lse = nullptr;          // (batch, heads, seqlen_q) or (heads, total_q), contiguous
 
   // Added to the logits after softcap and ALiBi. Strides in elements over (batch, heads, seqlen_q, seqlen_k); 0
-  // broadcasts. Queries and keys of packed sequences are counted within their sequence.
+  // broadcasts. Queries and keys are counted within their sequence.
   BiasKind bias_kind = BiasKind::kNone;
   const void* bias = nullptr;
   int64_t bias_strides[4] = {};

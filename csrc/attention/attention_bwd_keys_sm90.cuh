@@ -13,10 +13,10 @@
 // Step           Scores are transposed, (keys, queries). The first consumer multiplies scores, which become P, hands P
 //                to the second, and adds P^T dO to dV. The second multiplies dP, which becomes dS by P, and adds
 //                dS^T Q to dK. P^T and dS^T are operands from registers. One consumer multiplies while the other
-//                weighs.
+//                computes exponentials.
 // Barriers       keys_full: 1 arrival, of the producer, and the bytes of keys and values. {q,do}_full[stage]: 1 arrival
 //                and the bytes of queries and lse, or of output gradients and delta. {q,do}_empty[stage]: 1 arrival per
-//                warp of both consumers. weights_full[stage]: 1 arrival per warp of the first; its weights have been
+//                warp of both consumers. probs_full[stage]: 1 arrival per warp of the first; its probs have been
 //                read when the queries of the stage have, because the second consumer needs those later.
 //                Named barriers 1 and 2: the 128 threads of a consumer. 7: both consumers.
 // Shared memory  keys (64, dim), values (64, dim_v), two stages of queries (64, dim) and of output gradients
@@ -64,18 +64,18 @@ struct BackwardKeys {
     alignas(1024) unsigned char v[TileV::kBytes];
     alignas(1024) unsigned char q[kStages][TileQ::kBytes];
     alignas(1024) unsigned char grad_out[kStages][TileDO::kBytes];
-    alignas(128) float weights[kStages][kBlockN * kBlockM];
+    alignas(128) float probs[kStages][kBlockN * kBlockM];
     alignas(128) float minus_lse[kStages][kBlockM];
     alignas(128) float minus_delta[kStages][kBlockM];
     BackwardTask task;
     Barrier keys_full, q_full[kStages], q_empty[kStages], do_full[kStages], do_empty[kStages];
-    Barrier weights_full[kStages];
+    Barrier probs_full[kStages];
   };
   static_assert(sizeof(Storage) <= 227 * 1024);
 
-  // Where a thread of one consumer leaves four weights for the same thread of the other.
-  DEVICE static SharedAddress weights_at(const Storage& shared, int stage, int n) {
-    return arch::shared_address(shared.weights[stage]) + (n * kWarpgroup + thread()) * 16;
+  // Where a thread of one consumer leaves four probs for the same thread of the other.
+  DEVICE static SharedAddress probs_at(const Storage& shared, int stage, int n) {
+    return arch::shared_address(shared.probs[stage]) + (n * kWarpgroup + thread()) * 16;
   }
 };
 
@@ -84,12 +84,12 @@ constexpr int kWarps = kWarpgroup / arch::kWarpSize;  // of a consumer
 // What both consumers do at the beginning of a step: waits for the tile that `full` belongs to. Rows of the next
 // sequence are cleared in both tiles, by both consumers together.
 template <class Kernel>
-DEVICE void await_rows(const AttentionBackwardParams& p, typename Kernel::Storage& shared, const QueryTile& at,
+DEVICE void await_rows(const AttentionBackwardParams& p, typename Kernel::Storage& shared, const QueryTile& tile,
                        Barrier& full, int step) {
   const int stage = step % Kernel::kStages;
   const uint32_t parity = step / Kernel::kStages % 2;
   arch::barrier_wait(full, parity);
-  const int left = lines_left<Kernel>(p, shared, at);
+  const int left = lines_left<Kernel>(p, shared, tile);
   if (left >= Kernel::kBlockM) return;
   arch::barrier_wait(shared.q_full[stage], parity);
   arch::barrier_wait(shared.do_full[stage], parity);
@@ -104,41 +104,41 @@ DEVICE void arrive_warps(Barrier& barrier, Site site = {}) {
   if (ConsumerThreads::is_first_lane()) arch::barrier_arrive(barrier, site);
 }
 
-// Hands four weights to the other consumer.
+// Hands four probs to the other consumer.
 template <class Kernel>
-DEVICE void hand_over(typename Kernel::Storage& shared, int stage, int n, const float (&weights)[4]) {
-  arch::store_shared(Kernel::weights_at(shared, stage, n),
-                     arch::Words4{{arch::float_bits(weights[0]), arch::float_bits(weights[1]),
-                                   arch::float_bits(weights[2]), arch::float_bits(weights[3])}});
+DEVICE void hand_over(typename Kernel::Storage& shared, int stage, int n, const float (&probs)[4]) {
+  arch::store_shared(Kernel::probs_at(shared, stage, n),
+                     arch::Words4{{arch::float_bits(probs[0]), arch::float_bits(probs[1]), arch::float_bits(probs[2]),
+                                   arch::float_bits(probs[3])}});
 }
 
-// Scores become P, and what the general kernel hands over: P times the derivative of softcap, with a negative sign if
+// Scores become P, and what the kernel with options hands over: P times the derivative of the logit, negative if
 // dropout drops it.
 template <class Kernel>
-DEVICE void weigh_generally(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                            typename Kernel::Storage& shared, const QueryTile& at, int stage, bool is_masked,
-                            typename Kernel::Scores::Accumulators& s) {
+DEVICE void make_probs_with_options(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                                    typename Kernel::Storage& shared, const QueryTile& tile, int stage, bool is_masked,
+                                    typename Kernel::Scores::Accumulators& s) {
   using Scores = typename Kernel::Scores;
-  const int first_query = at.tile * Kernel::kBlockM, thread = Kernel::thread();
+  const int first_query = tile.index * Kernel::kBlockM, thread = Kernel::thread();
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
-  const GeneralStep general(p, load_struct(shared.task.queries), at.head);
+  const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
     const int column = Scores::column(thread) + Scores::column_step(n);
     const auto row_lse = arch::load_shared<arch::Words2>(arch::shared_address(shared.minus_lse[stage] + column));
     uint32_t random[4] = {};
     if (plan.dropout.drop_below > 0)
-      plan.dropout.words_of_columns(general.first_row + first_query + column, keys.first + Scores::row(0, 0, thread),
+      plan.dropout.words_of_columns(options.first_row + first_query + column, keys.first + Scores::row(0, 0, thread),
                                     random);
     float handed[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      const GeneralWeight of = general_weight<typename Kernel::Element>(
-          p, plan, keys.visible, general, s[0][n][q], arch::bits_float(row_lse.data[q % 2]),
+      const OptionsProb of = prob_with_options<typename Kernel::Element>(
+          p, plan, keys.visible, options, s[0][n][q], arch::bits_float(row_lse.data[q % 2]),
           keys.first + Scores::row(0, q / 2, thread), first_query + column + q % 2, is_masked);
       const bool kept = random[q] >= plan.dropout.drop_below;
-      s[0][n][q] = kept ? of.weight : 0.0f;
-      handed[q] = kept ? of.weight * of.slope_of_cap : -(of.weight * of.slope_of_cap);
+      s[0][n][q] = kept ? of.prob : 0.0f;
+      handed[q] = kept ? of.prob * of.slope_of_cap : -(of.prob * of.slope_of_cap);
     }
     hand_over<Kernel>(shared, stage, n, handed);
   }
@@ -146,23 +146,24 @@ DEVICE void weigh_generally(const AttentionBackwardParams& p, const BackwardPlan
 
 // Scores become P, which is handed to the other consumer.
 template <class Kernel>
-DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       const QueryTile& at, int step, typename Kernel::Scores::Accumulators& s) {
-  const int first_query = at.tile * Kernel::kBlockM, stage = step % Kernel::kStages;
+DEVICE void make_probs_of_step(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                               typename Kernel::Storage& shared, const QueryTile& tile, int step,
+                               typename Kernel::Scores::Accumulators& s) {
+  const int first_query = tile.index * Kernel::kBlockM, stage = step % Kernel::kStages;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
-  if constexpr (!Kernel::kWithOptions) weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
   if constexpr (Kernel::kWithOptions) {
-    weigh_generally<Kernel>(p, plan, shared, at, stage, is_masked, s);
+    make_probs_with_options<Kernel>(p, plan, shared, tile, stage, is_masked, s);
   } else {
 #pragma unroll
     for (int n = 0; n < Kernel::Scores::kColumnTiles; ++n) hand_over<Kernel>(shared, stage, n, s[0][n]);
   }
-  arrive_warps(shared.weights_full[stage]);
+  arrive_warps(shared.probs_full[stage]);
 }
 
-// dP becomes dS, by the weights that the other consumer has handed over.
+// dP becomes dS, by the probs that the other consumer has handed over.
 template <class Kernel>
 DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& shared, int step,
                             typename Kernel::Scores::Accumulators& grad) {
@@ -170,7 +171,7 @@ DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& 
   const int stage = step % Kernel::kStages, thread = Kernel::thread();
 #pragma unroll
   for (int n = 0; n < Scores::kColumnTiles; ++n) {
-    const auto handed = arch::load_shared<arch::Words4>(Kernel::weights_at(shared, stage, n));
+    const auto handed = arch::load_shared<arch::Words4>(Kernel::probs_at(shared, stage, n));
     if constexpr (Kernel::kWithOptions) {
       const auto row_delta = arch::load_shared<arch::Words2>(
           arch::shared_address(shared.minus_delta[stage] + Scores::column(thread) + Scores::column_step(n)));
@@ -189,29 +190,32 @@ DEVICE void multiply_handed(const BackwardPlan& plan, typename Kernel::Storage& 
 // The steps of a block, at least one, for the consumer that has dV.
 template <class Kernel>
 DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                              typename Kernel::Storage& shared, QueryTile at,
+                              typename Kernel::Storage& shared, QueryTile tile,
                               typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
   typename Kernel::Scores::Accumulators s;
-  typename Kernel::Fragments weights;
+  typename Kernel::Fragments probs;
   arch::barrier_wait(shared.keys_full, 0);
   int step = 0;  // one register gives all stages and parities
 #pragma unroll 1
-  for (bool more = true; more; ++step, at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
+  for (bool more = true; more; ++step, tile = load_struct(shared.task.steps).next(tile)) {
+    more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages;
-    await_rows<Kernel>(p, shared, at, shared.q_full[stage], step);
+    await_rows<Kernel>(p, shared, tile, shared.q_full[stage], step);
+    // Issue S^T = K Q^T.
     start_rows<Kernel, typename Kernel::TileK, typename Kernel::TileQ>(
         s, arch::shared_address(shared.k), arch::shared_address(shared.q[stage]), shared.minus_lse[stage]);
     arch::wgmma_wait<0>(registers_of(s));
-    weigh_step<Kernel>(p, plan, shared, at, step, s);
+    // S becomes P, also for the other consumer.
+    make_probs_of_step<Kernel>(p, plan, shared, tile, step, s);
+    // Release the queries; the other consumer does so when it has added to dK.
     arrive_warps(shared.q_empty[stage]);
-    round_operand<T>(s, weights);
+    round_operand<T>(s, probs);
+    // Issue dV += P^T dO.
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
-    arch::wgmma_fence(registers_of(grad_value), weights);
-    multiply_fragments<T, typename Kernel::TileDO>(grad_value, weights, arch::shared_address(shared.grad_out[stage]));
-    arch::wgmma_commit();
+    multiply_fragments<T, typename Kernel::TileDO>(grad_value, probs, arch::shared_address(shared.grad_out[stage]));
     arch::wgmma_wait<0>(registers_of(grad_value));
+    // Release the output gradients.
     arrive_warps(shared.do_empty[stage]);
   }
 }
@@ -219,7 +223,7 @@ DEVICE void accumulate_values(const AttentionBackwardParams& p, const BackwardPl
 // The same for the consumer that has dK.
 template <class Kernel>
 DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                            typename Kernel::Storage& shared, QueryTile at,
+                            typename Kernel::Storage& shared, QueryTile tile,
                             typename Kernel::GradK::Accumulators& grad_key) {
   using T = typename Kernel::Element;
   typename Kernel::Scores::Accumulators grad;
@@ -227,22 +231,26 @@ DEVICE void accumulate_keys(const AttentionBackwardParams& p, const BackwardPlan
   arch::barrier_wait(shared.keys_full, 0);
   int step = 0;
 #pragma unroll 1
-  for (bool more = true; more; ++step, at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
+  for (bool more = true; more; ++step, tile = load_struct(shared.task.steps).next(tile)) {
+    more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages;
-    await_rows<Kernel>(p, shared, at, shared.do_full[stage], step);
+    await_rows<Kernel>(p, shared, tile, shared.do_full[stage], step);
+    // Issue dP^T = V dO^T.
     start_rows<Kernel, typename Kernel::TileV, typename Kernel::TileDO>(
         grad, arch::shared_address(shared.v), arch::shared_address(shared.grad_out[stage]), shared.minus_delta[stage]);
-    arch::barrier_wait(shared.weights_full[stage], step / Kernel::kStages % 2);
+    // Wait for P of the other consumer, and for dP.
+    arch::barrier_wait(shared.probs_full[stage], step / Kernel::kStages % 2);
     arch::wgmma_wait<0>(registers_of(grad));
+    // dP becomes dS.
     multiply_handed<Kernel>(plan, shared, step, grad);
+    // Release the output gradients.
     arrive_warps(shared.do_empty[stage]);
     round_operand<T>(grad, grad_scores);
+    // Issue dK += dS^T Q.
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
-    arch::wgmma_fence(registers_of(grad_key), grad_scores);
     multiply_fragments<T, typename Kernel::TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
-    arch::wgmma_commit();
     arch::wgmma_wait<0>(registers_of(grad_key));
+    // Release the queries, and with them P of the stage.
     arrive_warps(shared.q_empty[stage]);
   }
 }
@@ -281,7 +289,7 @@ attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT B
   }
   if (arch::thread_index() == 0) {
     init_load_barriers<Kernel>(shared, Kernel::kConsumers * kWarps);
-    for (int stage = 0; stage < Kernel::kStages; ++stage) arch::barrier_init(shared.weights_full[stage], kWarps);
+    for (int stage = 0; stage < Kernel::kStages; ++stage) arch::barrier_init(shared.probs_full[stage], kWarps);
     arch::fence_barrier_init();
   }
   arch::sync_threads();
@@ -302,7 +310,7 @@ attention_bwd_keys_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT B
     if (has_steps) accumulate_keys<Kernel>(p, plan, shared, first, grad_key);
     store_sum<Kernel, typename Kernel::GradK, typename Kernel::TileK>(
         p, plan, shared.task, arch::shared_address(shared.k), maps.grad_key, p.grad_key, p.dim, plan.grad_key,
-        plan.scale, grad_key);
+        plan.logits.scale, grad_key);
   }
 }
 

@@ -55,8 +55,8 @@ attention_bwd_rows(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   constexpr int kWords = block_m * dim / 4;
   for (int i = arch::thread_index(); i < kWords; i += threads)
     arch::store_global(plan.grad_query + int64_t(padded) * dim + 4 * i, arch::Words4{});
-  if (plan.turns != nullptr && arch::thread_index() == 0)
-    arch::store_global(plan.turns + padded / block_m, uint32_t(0));
+  if (plan.dq_semaphore != nullptr && arch::thread_index() == 0)
+    arch::store_global(plan.dq_semaphore + padded / block_m, uint32_t(0));
 }
 
 // A gradient that attention_bwd_finish computes from float32 tiles in the workspace.
@@ -146,8 +146,8 @@ void launch_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, voi
 template <class T, class Tiles>
 void launch_finish(const AttentionBackwardParams& p, const BackwardPlan& plan, const FinishParams& finish,
                    void* stream) {
-  const int blocks =
-      finish.of_queries ? int(p.heads) * (plan.head_rows / Tiles::kRows) : plan.schedule.pairs * plan.schedule.tiles;
+  const int blocks = finish.of_queries ? int(p.heads) * (plan.head_rows / Tiles::kRows)
+                                       : plan.schedule.head_batches * plan.schedule.tiles;
   if (blocks == 0 || finish.width == 0) return;
   rt::launch<attention_bwd_finish<T, Tiles>>("attention_bwd_finish",
                                              {.grid = {blocks},
@@ -175,12 +175,15 @@ void launch_after(const AttentionBackwardParams& p, const BackwardPlan& plan, vo
   using GradK = typename Results::GradK;
   using GradV = typename Results::GradV;
   if constexpr (requires { typename Results::GradQ; })
-    launch_finish<T, typename Results::GradQ>(
-        p, plan,
-        {.to = p.grad_query, .tiles = plan.grad_query, .factor = plan.scale, .width = int(p.dim), .of_queries = true},
-        stream);
+    launch_finish<T, typename Results::GradQ>(p, plan,
+                                              {.to = p.grad_query,
+                                               .tiles = plan.grad_query,
+                                               .factor = plan.logits.scale,
+                                               .width = int(p.dim),
+                                               .of_queries = true},
+                                              stream);
   if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
+    const int64_t tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles;
     FinishParams finish{.to = p.grad_key,
                         .tiles = plan.grad_key,
                         .parts = plan.splits,

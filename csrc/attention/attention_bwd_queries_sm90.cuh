@@ -6,7 +6,7 @@
 //                time.
 // Warpgroups     0: its first thread, the producer, loads. The others are consumers: each owns 64 queries.
 // Step           The consumer issues scores and dP, (queries, keys). P is computed under dP. dS is an operand of dQ
-//                from registers. One consumer multiplies while the other weighs.
+//                from registers. One consumer multiplies while the other computes exponentials.
 // Barriers       queries_full: 1 arrival, of the producer, and the bytes of queries and output gradients.
 //                k_full[stage], v_full: 1 arrival and bytes. k_empty[stage], v_empty: 1 arrival per consumer.
 //                Named barriers 1 and 2: the 128 threads of a consumer. 7: both consumers.
@@ -14,7 +14,7 @@
 //                (64, dim_v), in pieces of 64 columns in the 128-byte swizzle; the block's ForwardTask; barriers. At
 //                the end dQ is staged in the memory of the queries.
 // Registers      24 for the producer's warpgroup, 240 for consumers: dim / 2 of dQ, 32 of scores, 32 of dP, 16 of dS.
-// Lengths        TMA reads zeros beyond the tensor. In packed sequences the keys and values beyond a sequence are those
+// Lengths        TMA reads zeros beyond the tensor. With varlen the keys and values beyond a sequence are those
 //                of the next one; they are cleared in shared memory, because 0 times infinity is NaN.
 #pragma once
 
@@ -77,12 +77,12 @@ DEVICE RowGradients load_rows(const AttentionBackwardParams& p, const BackwardPl
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = rows.first + Kernel::Scores::row(0, half, Kernel::thread());
-    const int64_t at = first_row + query;
+    const int64_t row = first_row + query;
     const bool exists = query < rows.count;
     loaded.minus_lse[half] =
-        exists ? arch::load_global<float>(plan.minus_lse + at) * (Kernel::kWithOptions ? 1.0f : plan.factor)
+        exists ? arch::load_global<float>(plan.minus_lse + row) * (Kernel::kWithOptions ? 1.0f : plan.factor)
                : -INFINITY;
-    loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + at) : 0.0f;
+    loaded.minus_delta[half] = exists ? arch::load_global<float>(plan.minus_delta + row) : 0.0f;
   }
   return loaded;
 }
@@ -93,25 +93,28 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
   using TileK = typename Kernel::TileK;
   using TileV = typename Kernel::TileV;
   const TileRows rows = load_struct(shared.task.rows);
-  const TilePosition at = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   arch::barrier_arrive_expect(shared.queries_full, Kernel::TileQ::kBytes + Kernel::TileDO::kBytes);
   load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.queries_full,
-                                      at.q_begin + rows.first, rows.first_head, at.batch);
+                                      position.q_begin + rows.first, rows.first_head, position.batch);
   load_pieces<typename Kernel::TileDO>(arch::shared_address(shared.grad_out), maps.grad_out, shared.queries_full,
-                                       at.q_begin + rows.first, rows.first_head, at.batch);
+                                       position.q_begin + rows.first, rows.first_head, position.batch);
   Ring<Kernel::kStages> keys;
   Ring<1> values;
 #pragma unroll 1
   for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
-    const int first_key = at.k_begin + tile * Kernel::kBlockN;
+    const int first_key = position.k_begin + tile * Kernel::kBlockN;
+    // Wait until both consumers have released the stage.
     arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
     arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
     load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage], first_key,
-                       at.head_kv, at.batch);
+                       position.head_kv, position.batch);
     keys.advance();
+    // One stage of values is enough: they are released in the middle of a step.
     arch::barrier_wait(shared.v_empty, values.parity ^ 1);
     arch::barrier_arrive_expect(shared.v_full, TileV::kBytes);
-    load_pieces<TileV>(arch::shared_address(shared.v), maps.value, shared.v_full, first_key, at.head_kv, at.batch);
+    load_pieces<TileV>(arch::shared_address(shared.v), maps.value, shared.v_full, first_key, position.head_kv,
+                       position.batch);
     values.advance();
   }
 }
@@ -119,9 +122,9 @@ DEVICE void produce_keys(const QueriesMaps& maps, typename Kernel::Storage& shar
 // The scores s become P, while dP is in flight, and then dP becomes dS. between(): called before
 // the wait for dP.
 template <class Kernel, class Between>
-DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task, int tile,
-                       const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
-                       typename Kernel::Scores::Accumulators& grad, const Between& between) {
+DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan, const ForwardTask& task,
+                             int tile, const RowGradients& of_rows, typename Kernel::Scores::Accumulators& s,
+                             typename Kernel::Scores::Accumulators& grad, const Between& between) {
   using Scores = typename Kernel::Scores;
   const TileRows rows = load_struct(task.rows);
   const Visibility visible = load_struct(task.keys).visible;
@@ -130,22 +133,22 @@ DEVICE void weigh_rows(const AttentionBackwardParams& p, const BackwardPlan& pla
       !visible.all_visible(rows.first, rows.first + Kernel::kBlockM - 1, first_key, first_key + Kernel::kBlockN);
   const auto query_at = [&](int half) { return rows.first + Scores::row(0, half, thread); };
   if constexpr (Kernel::kWithOptions) {
-    const TilePosition at = load_struct(task.position);
-    const GeneralStep general(p, {at.batch, at.q_begin, rows.count, 0}, rows.first_head);
+    const TilePosition position = load_struct(task.position);
+    const OptionsStep options(p, {position.batch, position.q_begin, rows.count, 0}, rows.first_head);
     between();
     arch::wgmma_wait<0>(registers_of(grad));
     if (plan.dropout.drop_below > 0)
-      plan.dropout.drop(grad, [&](int, int half) { return general.first_row + query_at(half); }, first_key);
+      plan.dropout.drop(grad, [&](int, int half) { return options.first_row + query_at(half); }, first_key);
 #pragma unroll
     for (int n = 0; n < Scores::kColumnTiles; ++n)
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::column(thread) + Scores::column_step(n) + q % 2, query = query_at(q / 2);
-        const GeneralWeight of = general_weight<typename Kernel::Element>(
-            p, plan, visible, general, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
+        const OptionsProb of = prob_with_options<typename Kernel::Element>(
+            p, plan, visible, options, s[0][n][q], of_rows.minus_lse[q / 2], key, query, is_masked);
         float& x = grad[0][n][q];
-        x = of.weight * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
-        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, general, key, query, x);
+        x = of.prob * (x * plan.kept_scale + of_rows.minus_delta[q / 2]);
+        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, options, key, query, x);
         x *= of.slope_of_cap;
       }
   } else {
@@ -182,41 +185,47 @@ DEVICE void accumulate_queries(const AttentionBackwardParams& p, const BackwardP
   typename Kernel::Fragments grad_scores;
   Ring<Kernel::kStages> keys;
   Ring<1> values;
-  const auto await_keys = [&](const Ring<Kernel::kStages>& at) {
-    arch::barrier_wait(shared.k_full[at.stage], at.parity);
+  const auto await_keys = [&](const Ring<Kernel::kStages>& ring) {
+    arch::barrier_wait(shared.k_full[ring.stage], ring.parity);
   };
+  // Queries and output gradients stay for the whole loop.
   arch::barrier_wait(shared.queries_full, 0);
   await_keys(keys);
 #pragma unroll 1
   for (int tile = load_struct(shared.task.keys).begin; tile < load_struct(shared.task.end).tile; ++tile) {
     const SharedAddress k = arch::shared_address(shared.k[keys.stage]);
     const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
+    // Clear the keys and values of the next sequence.
     if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
       arch::barrier_wait(shared.v_full, values.parity);
       clear_from<Kernel, TileK>(k, left);
       clear_from<Kernel, TileV>(v, left);
       sync_consumers<Kernel::kConsumers>();
     }
+    // Issue S = Q K^T.
     arch::wgmma_fence(registers_of(s));
     multiply_lines<T, typename Kernel::TileQ, TileK>(s, q, k, false);
     arch::wgmma_commit();
+    // Issue dP = dO V^T.
     arch::barrier_wait(shared.v_full, values.parity);
     arch::wgmma_fence(registers_of(grad));
     multiply_lines<T, typename Kernel::TileDO, TileV>(grad, grad_out, v, false);
     arch::wgmma_commit();
+    // Wait for S alone.
     arch::wgmma_wait<1>(registers_of(s));
     Ring<Kernel::kStages> next = keys;
     next.advance();
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
-    weigh_rows<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
+    softmax_gradient<Kernel>(p, plan, shared.task, tile, of_rows, s, grad, [&] {
       if (tile + 1 < load_struct(shared.task.end).tile) await_keys(next);
     });
+    // Release the values to the producer: dP is complete.
     ConsumerThreads::arrive(shared.v_empty);
     values.advance();
     round_operand<T>(grad, grad_scores);
-    arch::wgmma_fence(registers_of(sums), grad_scores);
+    // Issue dQ += dS K.
     multiply_fragments<T, TileK>(sums, grad_scores, k);
-    arch::wgmma_commit();
+    // Release the keys to the producer.
     arch::wgmma_wait<0>(registers_of(sums));
     ConsumerThreads::arrive(shared.k_empty[keys.stage]);
     keys = next;
@@ -230,18 +239,18 @@ DEVICE void store_grad_query(const AttentionBackwardParams& p, const BackwardPla
   using T = typename Kernel::Element;
   using TileQ = typename Kernel::TileQ;
   const TileRows rows = load_struct(shared.task.rows);
-  const TilePosition at = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   const SharedAddress staged = arch::shared_address(shared.q);
   const int own = ConsumerThreads::consumer() * kWarpgroupRows, first = rows.first + own;
   ConsumerThreads::sync();  // all warps have read their queries
-  stage_gradient<T, TileQ>(staged, own, sums, plan.scale);
+  stage_gradient<T, TileQ>(staged, own, sums, plan.logits.scale);
   arch::fence_async_shared();
   ConsumerThreads::sync();
   if (p.cu_seqlens_q == nullptr || first + kWarpgroupRows <= rows.count)
-    store_pieces<TileQ>(maps.grad_query, staged, own, at.q_begin + first, rows.first_head, at.batch);
+    store_pieces<TileQ>(maps.grad_query, staged, own, position.q_begin + first, rows.first_head, position.batch);
   else
     store_lines<T, TileQ>(staged, own, rows.count - first, int(p.dim), [&](int line) {
-      return row_of<T>(p.grad_query, at.batch, at.q_begin + rows.first + line, rows.first_head);
+      return row_of<T>(p.grad_query, position.batch, position.q_begin + rows.first + line, rows.first_head);
     });
 }
 
@@ -253,16 +262,16 @@ attention_bwd_queries_sm90(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTAN
   SHARED_STORAGE(typename Kernel::Storage, shared);
   bool has_keys;
   {
-    const TileIndex at = schedule.find(arch::block_x());
-    const Sequence sequence(p, at.batch);
-    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len, 1, at.head};
+    const TileIndex index = schedule.find(arch::block_x());
+    const Sequence sequence(p, index.batch);
+    const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len, 1, index.head};
     if (rows.first >= rows.count) return;
     const Visibility visible(p, sequence);
     const Span seen = key_tiles<Kernel>(visible, rows);
     has_keys = seen.begin < seen.end;
     if (arch::thread_index() == 0)
       ForwardTask{rows,
-                  {at.batch, sequence.q_begin, sequence.k_begin, at.head / int(p.heads / p.heads_kv)},
+                  {index.batch, sequence.q_begin, sequence.k_begin, index.head / int(p.heads / p.heads_kv)},
                   {visible, seen.begin},
                   {seen.end, 0}}
           .store(shared.task);

@@ -31,8 +31,8 @@
 //                otherwise of one element per lane, adjacent across the warp. Their order varies, so the last bits
 //                differ between runs. With `deterministic` the blocks add to a tile in the order of their keys, which
 //                is also the order in which blocks start, so that they cannot deadlock.
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias or mask, and scales that are not
-//                positive, by run-time flags. The gradient of a bias is added to global memory by float32 reductions.
+// Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags. The
+//                gradient of a bias is added to global memory by float32 reductions.
 #pragma once
 
 #include <cstddef>
@@ -78,7 +78,7 @@ struct Backward {
     alignas(128) unsigned char q[TileQ::kBytes];
     alignas(128) unsigned char grad_out[TileDO::kBytes];
     alignas(128) unsigned char grad_scores[TileScores::kBytes];
-    alignas(128) unsigned char weights[kSplit > 1 ? TileScores::kBytes : 16];
+    alignas(128) unsigned char probs[kSplit > 1 ? TileScores::kBytes : 16];
     float minus_lse[kBlockM], minus_delta[kBlockM];
     BackwardTask task;
   };
@@ -99,12 +99,12 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   using Storage = typename Kernel::Storage;
   SHARED_STORAGE(Storage, shared);
 
-  QueryTile at;
+  QueryTile tile;
   bool more;
   {
     const BackwardWork work = find_work<Kernel>(p, plan);
     if (work.steps < 0) return;
-    at = work.first;
+    tile = work.first;
     more = work.steps > 0;
     if (arch::thread_index() == 0) work.task.store(shared.task);
   }
@@ -114,27 +114,27 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const arch::SharedAddress tile_k = arch::shared_address(shared.k), tile_v = arch::shared_address(shared.v),
                             tile_q = arch::shared_address(shared.q), tile_do = arch::shared_address(shared.grad_out),
                             tile_ds = arch::shared_address(shared.grad_scores),
-                            tile_p = arch::shared_address(shared.weights);
+                            tile_p = arch::shared_address(shared.probs);
 
-  const auto copy = [&]<class Tile>(const HeadsView& view, const QueryTile& at, arch::SharedAddress to, int64_t width,
+  const auto copy = [&]<class Tile>(const HeadsView& view, const QueryTile& tile, arch::SharedAddress to, int64_t width,
                                     const int64_t& pass) {
     const BackwardTask::Queries queries = load_struct(shared.task.queries);
-    const int first = at.tile * kBlockM;
-    LinesCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, at.head),
+    const int first = tile.index * kBlockM;
+    LinesCopy<Tile, kThreads>::start(to, row_of<const T>(view, queries.batch, queries.begin + first, tile.head),
                                      view.seq_stride, pass, queries.count - first, int(width));
   };
-  const auto copy_queries = [&](const QueryTile& at) {
-    copy.template operator()<typename Kernel::TileQ>(p.query, at, tile_q, p.dim, plan.query_pass);
+  const auto copy_queries = [&](const QueryTile& tile) {
+    copy.template operator()<typename Kernel::TileQ>(p.query, tile, tile_q, p.dim, plan.query_pass);
   };
-  const auto copy_grad_out = [&](const QueryTile& at) {
-    copy.template operator()<typename Kernel::TileDO>(p.grad_out, at, tile_do, p.dim_v, plan.grad_out_pass);
+  const auto copy_grad_out = [&](const QueryTile& tile) {
+    copy.template operator()<typename Kernel::TileDO>(p.grad_out, tile, tile_do, p.dim_v, plan.grad_out_pass);
     constexpr int kChunks = kBlockM / 4;  // of lse; delta has as many
     static_assert(2 * kChunks <= kThreads);
     const int thread = arch::opaque_thread_index();
     if (thread < 2 * kChunks) {
       const bool is_lse = thread < kChunks;
       const int row = thread % kChunks * 4;
-      const int first = padded_row<Kernel>(plan, load_struct(shared.task.queries), at);
+      const int first = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
       arch::cp_async<16>(arch::shared_address((is_lse ? shared.minus_lse : shared.minus_delta) + row),
                          (is_lse ? plan.minus_lse : plan.minus_delta) + first + row);
     }
@@ -147,28 +147,31 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const BackwardTask::Head head = load_struct(shared.task.head);
     const int keys_left = keys.visible.k_len - keys.first;
+    // Keys and values stay in shared memory for the whole loop.
     copy_lines<typename Kernel::TileK, kThreads>(tile_k, keys_left, int(p.dim), [&](int i) {
       return row_of<const T>(p.key, batch, head.k_begin + keys.first + i, head.head_kv);
     });
     copy_lines<typename Kernel::TileV, kThreads>(tile_v, keys_left, int(p.dim_v), [&](int i) {
       return row_of<const T>(p.value, batch, head.k_begin + keys.first + i, head.head_kv);
     });
-    copy_grad_out(at);
-    copy_queries(at);
+    copy_grad_out(tile);
+    copy_queries(tile);
     arch::cp_async_commit();
   }
 
 #pragma unroll 1
-  for (; more; at = load_struct(shared.task.steps).next(at)) {
+  for (; more; tile = load_struct(shared.task.steps).next(tile)) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // queries and output gradients have arrived, and dS has been read
 
-    more = at != load_struct(shared.task.steps).last;
-    const int first_query = at.tile * kBlockM;
+    more = tile != load_struct(shared.task.steps).last;
+    const int first_query = tile.index * kBlockM;
     typename Scores::Accumulators s = {}, grad = {};
+    // S^T = K Q^T - lse; with options lse is subtracted later.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(s, shared.minus_lse);
     multiply<typename Kernel::TileQ, kSplit>(rows_of<Scores, typename Kernel::TileK>(base, offsetof(Storage, k)),
                                              columns_of<Scores, typename Kernel::TileQ>(base, offsetof(Storage, q)), s);
+    // dP^T = V dO^T - delta, likewise.
     if constexpr (!Kernel::kWithOptions) start_columns<Kernel>(grad, shared.minus_delta);
     multiply<typename Kernel::TileDO, kSplit>(
         rows_of<Scores, typename Kernel::TileV>(base, offsetof(Storage, v)),
@@ -177,53 +180,62 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
     const BackwardTask::Keys keys = load_struct(shared.task.keys);
     const bool is_masked =
         !keys.visible.all_visible(first_query, first_query + kBlockM - 1, keys.first, keys.first + kBlockN);
+    // S becomes P, and dP becomes dS.
     if constexpr (Kernel::kWithOptions) {
-      const GeneralStep general(p, load_struct(shared.task.queries), at.head);
-      general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse, shared.minus_delta,
-                                       keys.first, first_query, is_masked);
+      const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
+      softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse,
+                                            shared.minus_delta, keys.first, first_query, is_masked);
     } else {
-      weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
-      multiply_weights(grad, s);
+      make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+      multiply_probs(grad, s);
     }
 
+    // dS for dQ, a sum over the keys of all warps.
     stage<Scores, typename Kernel::TileScores>(tile_ds, grad, 1.0f);
     const LaneAddress lane_do = columns_of<GradV, typename Kernel::TileDOOfDV>(base, offsetof(Storage, grad_out));
     const LaneAddress lane_q = columns_of<GradK, typename Kernel::TileQOfDK>(base, offsetof(Storage, q));
     if constexpr (kSplit == 1) {
+      // dV += P^T dO, with P from registers.
       multiply<typename Kernel::TileDOOfDV>(operand_of<T>(s), lane_do, grad_value);
       arch::sync_threads();  // dS is written, and the output gradients have been read
-      if (more) copy_grad_out(load_struct(shared.task.steps).next(at));
+      // The next output gradients arrive during dK.
+      if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
+      // dK += dS^T Q, with dS from registers.
       multiply<typename Kernel::TileQOfDK>(operand_of<T>(grad), lane_q, grad_key);
       arch::sync_threads();  // the queries have been read
     } else {
+      // A warp has half of the queries of its keys, and dV needs all: P goes through shared memory, too.
       stage<Scores, typename Kernel::TileScores>(tile_p, s, 1.0f);
       arch::sync_threads();  // P and dS are written
       multiply<typename Kernel::TileDOOfDV, kSplit>(
-          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, weights)), lane_do, grad_value);
+          rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, probs)), lane_do, grad_value);
       multiply<typename Kernel::TileQOfDK, kSplit>(
           rows_of<Scores, typename Kernel::TileScores>(base, offsetof(Storage, grad_scores)), lane_q, grad_key);
       arch::sync_threads();  // queries and output gradients have been read
-      if (more) copy_grad_out(load_struct(shared.task.steps).next(at));
+      if (more) copy_grad_out(load_struct(shared.task.steps).next(tile));
     }
-    if (more) copy_queries(load_struct(shared.task.steps).next(at));
+    // The next queries arrive during dQ.
+    if (more) copy_queries(load_struct(shared.task.steps).next(tile));
     arch::cp_async_commit();
 
+    // dQ = dS K, added to the sums in the workspace.
     typename GradQ::Accumulators grad_query = {};
     multiply<typename Kernel::TileKOfDQ, GradQ::kWarpsN>(
         rows_of<GradQ, typename Kernel::TileScoresOfDQ>(base, offsetof(Storage, grad_scores)),
         columns_of<GradQ, typename Kernel::TileKOfDQ>(base, offsetof(Storage, k)), grad_query);
-    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), at);
+    const int row = padded_row<Kernel>(plan, load_struct(shared.task.queries), tile);
     const WorkspaceTile<GradQ> sums(plan.grad_query + int64_t(row) * GradQ::kColumns);
-    if (plan.turns == nullptr) {
+    if (plan.dq_semaphore == nullptr) {
       sums.reduce_add(grad_query);
     } else {
-      uint32_t* const turn = plan.turns + row / kBlockM;
+      // Blocks add in the order of their keys.
+      uint32_t* const semaphore = plan.dq_semaphore + row / kBlockM;
       const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), first_query);
-      if (arch::opaque_thread_index() == 0) arch::wait_equal(turn, earlier);
-      arch::sync_threads();  // it is this block's turn
+      if (arch::opaque_thread_index() == 0) arch::wait_equal(semaphore, earlier);
+      arch::sync_threads();  // all earlier blocks have added
       sums.reduce_add(grad_query);
       arch::sync_threads();  // all have added
-      if (arch::opaque_thread_index() == 0) arch::store_release(turn, earlier + 1);
+      if (arch::opaque_thread_index() == 0) arch::store_release(semaphore, earlier + 1);
     }
   }
 
@@ -233,14 +245,14 @@ attention_bwd_sm80(GRID_CONSTANT AttentionBackwardParams p, GRID_CONSTANT Backwa
   const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     const int64_t part = arch::block_x() % plan.splits;
-    const int64_t tile =
-        (part * plan.schedule.pairs + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles + keys.first / kBlockN;
-    WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.scale);
+    const int64_t tile = (part * plan.schedule.head_batches + batch * p.heads_kv + head.head_kv) * plan.schedule.tiles +
+                         keys.first / kBlockN;
+    WorkspaceTile<GradK>(plan.grad_key + tile * GradK::kRows * GradK::kColumns).store(grad_key, plan.logits.scale);
     WorkspaceTile<GradV>(plan.grad_value + tile * GradV::kRows * GradV::kColumns).store(grad_value, value_factor);
     return;
   }
   arch::sync_threads();  // keys and values have been read
-  stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.scale);
+  stage<GradK, typename Kernel::TileK>(tile_k, grad_key, plan.logits.scale);
   stage<GradV, typename Kernel::TileV>(tile_v, grad_value, value_factor);
   arch::sync_threads();  // dK and dV are written
   const int first_row = head.k_begin + keys.first, count = keys.visible.k_len - keys.first;

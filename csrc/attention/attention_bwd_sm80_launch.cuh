@@ -21,7 +21,7 @@ void launch_backward(const AttentionBackwardParams& p, const AllocateWorkspace& 
 
   plan.query_pass = LinesCopy<typename Kernel::TileQ, Kernel::kThreads>::pass(p.query.seq_stride);
   plan.grad_out_pass = LinesCopy<typename Kernel::TileDO, Kernel::kThreads>::pass(p.grad_out.seq_stride);
-  if (const int blocks = plan.schedule.pairs * plan.schedule.tiles * plan.splits; blocks > 0)
+  if (const int blocks = plan.schedule.head_batches * plan.schedule.tiles * plan.splits; blocks > 0)
     rt::launch<attention_bwd_sm80<Kernel>>(kName,
                                            {.grid = {blocks},
                                             .threads = Kernel::kThreads,

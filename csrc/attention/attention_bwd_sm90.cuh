@@ -29,9 +29,9 @@
 // dQ             is summed in the workspace by bulk reductions of a whole tile. Their order varies, so the last bits
 //                differ between runs. With `deterministic` adders wait for those of earlier keys, whose blocks start
 //                earlier.
-// Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
+// Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one; they are cleared in shared memory, because 0 times infinity is NaN.
-// General, splits: as in attention_bwd_sm80.cuh.
+// Options, splits: as in attention_bwd_sm80.cuh.
 #pragma once
 
 #include "attention/attention_bwd_sm90.h"
@@ -40,7 +40,7 @@
 
 namespace cuda_ext::attention::sm90 {
 
-constexpr int kSumsLine = 256;  // floats: the tensor map of the sums of dQ has lines of so many
+constexpr int kSumsLine = 256;  // floats of a line of the tensor map of the sums of dQ
 
 struct BackwardMaps {
   KeysMaps loop;
@@ -109,24 +109,27 @@ struct Backward {
 // The adder, one thread: adds the sums of each step to those in the workspace.
 template <class Kernel>
 DEVICE void add_sums(const BackwardPlan& plan, const BackwardMaps& maps, typename Kernel::Storage& shared,
-                     QueryTile at) {
+                     QueryTile tile) {
   const BackwardTask::Queries queries = load_struct(shared.task.queries);
   uint32_t parity = 0;
 #pragma unroll 1
-  for (bool more = true; more; at = load_struct(shared.task.steps).next(at), parity ^= 1) {
-    more = at != load_struct(shared.task.steps).last;
-    const int padded = padded_row<Kernel>(plan, queries, at);
+  for (bool more = true; more; tile = load_struct(shared.task.steps).next(tile), parity ^= 1) {
+    more = tile != load_struct(shared.task.steps).last;
+    const int padded = padded_row<Kernel>(plan, queries, tile);
     const int to[2] = {0, int(int64_t(padded) * Kernel::GradQ::kColumns / kSumsLine)};
-    const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), at.tile * Kernel::kBlockM);
+    const uint32_t earlier = earlier_blocks<Kernel>(load_struct(shared.task.keys), tile.index * Kernel::kBlockM);
+    // Wait for the sums of both consumers.
     arch::barrier_wait(shared.sums_full, parity);
-    if (plan.turns != nullptr) arch::wait_equal(plan.turns + padded / Kernel::kBlockM, earlier);
+    // Wait for the blocks of earlier keys.
+    if (plan.dq_semaphore != nullptr) arch::wait_equal(plan.dq_semaphore + padded / Kernel::kBlockM, earlier);
     arch::tma_store<true>(maps.sums, arch::shared_address(shared.sums), to);
     arch::bulk_commit();
+    // Release the buffer to the consumers.
     arch::bulk_wait_read<0>();
     arch::barrier_arrive(shared.sums_empty);
-    if (plan.turns != nullptr) {
+    if (plan.dq_semaphore != nullptr) {
       arch::bulk_wait<0>();
-      arch::store_release(plan.turns + padded / Kernel::kBlockM, earlier + 1);
+      arch::store_release(plan.dq_semaphore + padded / Kernel::kBlockM, earlier + 1);
     }
   }
 }
@@ -152,25 +155,36 @@ DEVICE void await_keys(const AttentionBackwardParams& p, typename Kernel::Storag
 
 // The scores s become P, while dP is in flight, and dP becomes dS. Afterwards the dS of the step before has been read.
 template <class Kernel>
-DEVICE void weigh_step(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       const QueryTile& at, int step, typename Kernel::Scores::Accumulators& s,
-                       typename Kernel::Scores::Accumulators& grad) {
-  const int first_query = at.tile * Kernel::kBlockM;
+DEVICE void softmax_gradient(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                             typename Kernel::Storage& shared, const QueryTile& tile, int step,
+                             typename Kernel::Scores::Accumulators& s, typename Kernel::Scores::Accumulators& grad) {
+  const int first_query = tile.index * Kernel::kBlockM;
   const BackwardTask::Keys keys = load_struct(shared.task.keys);
   const bool is_masked = !keys.visible.all_visible(first_query, first_query + Kernel::kBlockM - 1, keys.first,
                                                    keys.first + Kernel::kBlockN);
-  if constexpr (!Kernel::kWithOptions) weigh<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
+  if constexpr (!Kernel::kWithOptions) make_probs<Kernel>(s, plan, keys.visible, keys.first, first_query, is_masked);
   // A loop, across which ptxas does not move the exponentials: they belong before the wait for dP.
   arch::barrier_wait(shared.scores_read, step % 2 ^ 1);
   arch::wgmma_wait<0>(registers_of(grad));
   if constexpr (Kernel::kWithOptions) {
     const int stage = step % Kernel::kStages;
-    const GeneralStep general(p, load_struct(shared.task.queries), at.head);
-    general_softmax_gradient<Kernel>(s, grad, p, plan, keys.visible, general, shared.minus_lse[stage],
-                                     shared.minus_delta[stage], keys.first, first_query, is_masked);
+    const OptionsStep options(p, load_struct(shared.task.queries), tile.head);
+    softmax_gradient_with_options<Kernel>(s, grad, p, plan, keys.visible, options, shared.minus_lse[stage],
+                                          shared.minus_delta[stage], keys.first, first_query, is_masked);
   } else {
-    multiply_weights(grad, s);
+    multiply_probs(grad, s);
   }
+}
+
+// Puts dS^T where all consumers read it, for dQ, which is a sum over the keys of all.
+template <class Kernel>
+DEVICE void share_grad_scores(typename Kernel::Storage& shared, const typename Kernel::Fragments& grad_scores) {
+#pragma unroll
+  for (int step = 0; step < Kernel::kSteps; ++step)
+    stage_fragment<typename Kernel::TileScores>(arch::shared_address(shared.grad_scores), first_line(), step,
+                                                grad_scores[step]);
+  arch::fence_async_shared();
+  sync_consumers<Kernel::kConsumers>();  // dS is written
 }
 
 // Hands the consumer's part of dQ to the adder, in the order of WorkspaceTile.
@@ -190,7 +204,7 @@ DEVICE void store_sums(typename Kernel::Storage& shared, int step, const typenam
 // The steps of a block, at least one, for a consumer.
 template <class Kernel>
 DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& plan, typename Kernel::Storage& shared,
-                       QueryTile at, typename Kernel::GradK::Accumulators& grad_key,
+                       QueryTile tile, typename Kernel::GradK::Accumulators& grad_key,
                        typename Kernel::GradV::Accumulators& grad_value) {
   using T = typename Kernel::Element;
   using TileK = typename Kernel::TileK;
@@ -201,12 +215,12 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
                       scores = arch::shared_address(shared.grad_scores);
   typename Kernel::Scores::Accumulators s, grad;
   typename Kernel::GradQ::Accumulators sums;
-  typename Kernel::Fragments weights, grad_scores;
+  typename Kernel::Fragments probs, grad_scores;
   int step = 0;  // one register gives all stages and parities
   const auto await_queries = [&] {
     const int stage = step % Kernel::kStages;
     arch::barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, at));
+    clear_tail<Kernel, TileQ>(arch::shared_address(shared.q[stage]), lines_left<Kernel>(p, shared, tile));
   };
   const auto start_scores = [&] {
     const int stage = step % Kernel::kStages;
@@ -214,6 +228,7 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
                                      shared.minus_lse[stage]);
   };
 
+  // S of the first step.
   await_keys<Kernel>(p, shared);
   await_queries();
   start_scores();
@@ -221,44 +236,44 @@ DEVICE void accumulate(const AttentionBackwardParams& p, const BackwardPlan& pla
 
 #pragma unroll 1
   for (bool more = true; more;) {
-    more = at != load_struct(shared.task.steps).last;
+    more = tile != load_struct(shared.task.steps).last;
     const int stage = step % Kernel::kStages, this_step = step;
     const SharedAddress grad_out = arch::shared_address(shared.grad_out[stage]);
+    // Issue dP = V dO^T.
     arch::barrier_wait(shared.do_full[stage], step / Kernel::kStages % 2);
-    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, at));
+    clear_tail<Kernel, TileDO>(grad_out, lines_left<Kernel>(p, shared, tile));
     start_rows<Kernel, TileV, TileDO>(grad, v + first_line() * kPieceBytes, grad_out, shared.minus_delta[stage]);
-    weigh_step<Kernel>(p, plan, shared, at, step, s, grad);
-    round_operand<T>(s, weights);
+    // S becomes P while dP is in flight, and dP becomes dS.
+    softmax_gradient<Kernel>(p, plan, shared, tile, step, s, grad);
+    round_operand<T>(s, probs);
     round_operand<T>(grad, grad_scores);
-    arch::wgmma_fence(registers_of(grad_value), weights);
-    multiply_fragments<T, TileDO>(grad_value, weights, grad_out);
-    arch::wgmma_commit();
+    // Issue dV += P^T dO.
+    multiply_fragments<T, TileDO>(grad_value, probs, grad_out);
 
-#pragma unroll
-    for (int part = 0; part < Kernel::kSteps; ++part)
-      stage_fragment<typename Kernel::TileScores>(scores, first_line(), part, grad_scores[part]);
-    arch::fence_async_shared();
-    sync_consumers<Kernel::kConsumers>();  // dS is written
+    share_grad_scores<Kernel>(shared, grad_scores);
+    // Issue dQ = dS K.
     arch::wgmma_fence(registers_of(sums));
     Kernel::multiply_keys(sums, scores, k);
     arch::wgmma_commit();
-    arch::wgmma_fence(registers_of(grad_key), grad_scores);
+    // Issue dK += dS^T Q.
     multiply_fragments<T, TileQ>(grad_key, grad_scores, arch::shared_address(shared.q[stage]));
-    arch::wgmma_commit();
+    // Release the output gradients to the producer.
     arch::wgmma_wait<2>(registers_of(grad_value));  // which frees the registers of P
     ConsumerThreads::arrive(shared.do_empty[stage]);
     // The scores of the next step or, after the last one, of the same queries, because a product under a condition
     // would make ptxas wait for each product.
     if (more) {
       ++step;
-      at = load_struct(shared.task.steps).next(at);
+      tile = load_struct(shared.task.steps).next(tile);
       await_queries();
     }
     start_scores();
 
+    // Hand dQ to the adder while dK and the next S are in flight.
     arch::wgmma_wait<2>(registers_of(sums));
     ConsumerThreads::arrive(shared.scores_read);
     store_sums<Kernel>(shared, this_step, sums);
+    // Release the queries to the producer.
     arch::wgmma_wait<1>(registers_of(grad_key));
     ConsumerThreads::arrive(shared.q_empty[stage]);
     arch::wgmma_wait<0>(registers_of(s));
@@ -281,7 +296,7 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   const float value_factor = Kernel::kWithOptions ? plan.kept_scale : 1.0f;
   if (plan.splits > 1) {
     WorkspaceTile<GradK>(part_of<GradK>(p, plan, shared.task, plan.grad_key), Kernel::thread())
-        .store(grad_key, plan.scale);
+        .store(grad_key, plan.logits.scale);
     WorkspaceTile<GradV>(part_of<GradV>(p, plan, shared.task, plan.grad_value), Kernel::thread())
         .store(grad_value, value_factor);
     return;
@@ -289,7 +304,7 @@ DEVICE void store_gradients(const AttentionBackwardParams& p, const BackwardPlan
   const SharedAddress k = arch::shared_address(shared.k), v = arch::shared_address(shared.v);
   const int own = first_line();
   sync_consumers<Kernel::kConsumers>();  // keys and values have been read
-  stage_gradient<T, TileK>(k, own, grad_key, plan.scale);
+  stage_gradient<T, TileK>(k, own, grad_key, plan.logits.scale);
   stage_gradient<T, TileV>(v, own, grad_value, value_factor);
   arch::fence_async_shared();
   ConsumerThreads::sync();

@@ -65,7 +65,7 @@ void launch_backward(const AttentionBackwardParams& p, const BackwardPlan& plan,
                      void* stream) {
   constexpr char kName[] = "attention_bwd_sm90";
   rt::launch<attention_bwd_sm90<Kernel>>(kName,
-                                         {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
+                                         {.grid = {plan.schedule.head_batches * plan.schedule.tiles * plan.splits},
                                           .threads = Kernel::kThreads,
                                           .shared_bytes = sizeof(typename Kernel::Storage),
                                           .waits = p.deterministic ? rt::Waits::kForEarlier : rt::Waits::kForNone,
@@ -74,13 +74,13 @@ void launch_backward(const AttentionBackwardParams& p, const BackwardPlan& plan,
                                          BackwardMaps{keys_maps(kName, p, config), sums_map(kName, p, plan, config)});
 }
 
-// The order of tiles of queries, of which each head of each sequence is a pair.
+// The order of tiles of queries.
 inline Schedule queries_schedule(const AttentionBackwardParams& p, int block_m) {
-  const int64_t pairs = p.heads * p.batch;
+  const int64_t head_batches = p.heads * p.batch;
   return {.tiles = int((p.seqlen_q + block_m - 1) / block_m),
           .heads = int(p.heads),
-          .pairs = int(pairs),
-          .section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / p.heads, pairs)};
+          .head_batches = int(head_batches),
+          .section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / p.heads, head_batches)};
 }
 
 // One kernel for dK and dV, one for dQ.
@@ -88,14 +88,14 @@ template <class Keys, class Queries>
 void launch_separate(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardConfig& config,
                      void* stream) {
   rt::launch<attention_bwd_keys_sm90<Keys>>("attention_bwd_keys_sm90",
-                                            {.grid = {plan.schedule.pairs * plan.schedule.tiles * plan.splits},
+                                            {.grid = {plan.schedule.head_batches * plan.schedule.tiles * plan.splits},
                                              .threads = Keys::kThreads,
                                              .shared_bytes = sizeof(typename Keys::Storage),
                                              .stream = stream},
                                             p, plan, keys_maps("attention_bwd_keys_sm90", p, config));
   const Schedule schedule = queries_schedule(p, Queries::kBlockM);
   rt::launch<attention_bwd_queries_sm90<Queries>>("attention_bwd_queries_sm90",
-                                                  {.grid = {schedule.pairs * schedule.tiles},
+                                                  {.grid = {schedule.head_batches * schedule.tiles},
                                                    .threads = Queries::kThreads,
                                                    .shared_bytes = sizeof(typename Queries::Storage),
                                                    .stream = stream},

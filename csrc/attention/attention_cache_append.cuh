@@ -47,9 +47,9 @@ DEVICE Eight rotated_eight(const CacheAppendParams& p, const T* row, int first, 
   }
   // The other half of the pairs is half of rotary_dim away, a multiple of 8.
   const bool is_first = first < half;
-  const int at = is_first ? first : first - half;
-  const Eight other = load_eight(row + (is_first ? first + half : at)), c = load_eight(cos + at),
-              s = load_eight(sin + at);
+  const int angle = is_first ? first : first - half;
+  const Eight other = load_eight(row + (is_first ? first + half : angle)), c = load_eight(cos + angle),
+              s = load_eight(sin + angle);
 #pragma unroll
   for (int i = 0; i < 8; ++i) x.of[i] = x.of[i] * c.of[i] + (is_first ? -other.of[i] : other.of[i]) * s.of[i];
   return x;

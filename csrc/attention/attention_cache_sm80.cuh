@@ -54,7 +54,7 @@ struct CacheForward {
     alignas(128) unsigned char k[TileK::kBytes];
     alignas(128) unsigned char v[TileV::kBytes];
   };
-  // Maxima, in powers of two, and sums of weights that each warp has of its rows, for all keys or its part of them.
+  // Maxima, in powers of two, and sums of probs that each warp has of its rows, for all keys or its part of them.
   struct Sums {
     float max[kKeyWarps][kBlockM], sum[kKeyWarps][kBlockM];
 
@@ -131,8 +131,8 @@ DEVICE void copy_cached(arch::SharedAddress to, const HeadsView& view, int head,
 #pragma unroll 8
   for (int i = 0; i < kCopies; ++i) {
     const int line = first + i * kLinesPerPass;
-    const CacheRow at = load_struct(rows[line]);
-    arch::cp_async<16>(to + Tile::offset(line, chunk), row_of<const T>(view, at.page, at.row, head) + chunk * 8,
+    const CacheRow from = load_struct(rows[line]);
+    arch::cp_async<16>(to + Tile::offset(line, chunk), row_of<const T>(view, from.page, from.row, head) + chunk * 8,
                        line < left ? 16 : 0);
   }
 }
@@ -175,13 +175,13 @@ DEVICE void store_rows(const CachedAttentionParams& p, const CachePlan& plan, ty
   constexpr int kThreads = Kernel::kThreads, kBlockM = Kernel::kBlockM, kFours = Kernel::kDimV / 4;
   constexpr float kLn2 = 0.6931471805599453f;
   const TileRows rows = load_struct(shared.task.rows);
-  const TilePosition at = load_struct(shared.task.position);
+  const TilePosition position = load_struct(shared.task.position);
   const int64_t split_rows = load_struct(shared.task.end).split * p.batch * p.heads * p.seqlen_q;
   const int thread = arch::opaque_thread_index();
   for (int row = thread; row < kBlockM && rows.first + row < rows.count; row += kThreads) {
     const float max = shared.sums.max_of(row), sum = shared.sums.sum_of(row, max);
     const float lse = sum == 0.0f ? -INFINITY : (max + arch::fast_log2(sum)) * kLn2;
-    const int64_t index = first_lse_row(p, 0, at.batch, rows.head(row)) + rows.query(row);
+    const int64_t index = first_lse_row(p, 0, position.batch, rows.head(row)) + rows.query(row);
     arch::store_global((splits > 1 ? plan.partial_lse + split_rows : static_cast<float*>(p.lse)) + index, lse);
   }
 #pragma unroll 1
@@ -196,12 +196,12 @@ DEVICE void store_rows(const CachedAttentionParams& p, const CachePlan& plan, ty
       for (int q = 0; q < 4; ++q) x[q] += arch::bits_float(part.data[q]);
     }
     if (splits > 1) {
-      const int64_t index = first_lse_row(p, 0, at.batch, rows.head(row)) + rows.query(row);
+      const int64_t index = first_lse_row(p, 0, position.batch, rows.head(row)) + rows.query(row);
       arch::store_global(plan.partial_out + (split_rows + index) * p.dim_v + column,
                          arch::Words4{{arch::float_bits(x[0]), arch::float_bits(x[1]), arch::float_bits(x[2]),
                                        arch::float_bits(x[3])}});
     } else {
-      T* const to = row_of<T>(p.out, at.batch, rows.query(row), rows.head(row));
+      T* const to = row_of<T>(p.out, position.batch, rows.query(row), rows.head(row));
       arch::store_global(to + column, arch::Words2{{arch::pack<T>(x[0], x[1]), arch::pack<T>(x[2], x[3])}});
     }
   }
@@ -236,14 +236,14 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
   };
   {
     const TileRows rows = load_struct(shared.task.rows);
-    const TilePosition at = load_struct(shared.task.position);
+    const TilePosition position = load_struct(shared.task.position);
     begin_rows(p, rows, load_struct(shared.task.end).split == 0 && Kernel::key_warp() == 0, row_at, softmax, sums);
     if (begin < end) {
       find_rows<Kernel>(p, shared, begin);
       if (begin + 1 < end) find_rows<Kernel>(p, shared, begin + 1);
       copy_lines<TileQ, Kernel::kThreads>(
           arch::shared_address(shared.q), rows.count - rows.first, int(p.dim),
-          [&](int i) { return row_of<const T>(p.query, at.batch, rows.query(i), rows.head(i)); });
+          [&](int i) { return row_of<const T>(p.query, position.batch, rows.query(i), rows.head(i)); });
       arch::sync_threads();  // the rows of both tiles are known
       copy_tile(begin);
     }
@@ -254,10 +254,12 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
   for (int tile = begin; tile < end; ++tile) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the tile has arrived, the one before has been read, the rows of the next are known
+    // The next tile arrives while this one is multiplied.
     if (tile + 1 < end) copy_tile(tile + 1);
     arch::cp_async_commit();
     const int stage = offsetof(Storage, stages) + tile % 2 * int(sizeof(typename Kernel::Stage));
 
+    // S = Q K^T, each warp for its part of the keys.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
                     columns_of<LogitTiles, TileK>(base + stage, offsetof(typename Kernel::Stage, k)), logits);
@@ -267,18 +269,22 @@ DEVICE void attend_cached(const CachedAttentionParams& p, const CachePlan& plan,
     if (plan.with_options)
       modify_logits<T, LogitTiles>(logits, p, plan, rows, load_struct(shared.task.position).batch, visible.k_len,
                                    row_at, first_key);
+    // Hide the keys that a row does not see.
     if (!visible.all_visible(rows.query(0), rows.last_query(Kernel::kBlockM), first_key, first_key + kBlockN)) {
       const int origin = first_key + LogitTiles::column(arch::opaque_thread_index());
       apply_mask<LogitTiles>(logits,
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
+    // S becomes P; each warp has a maximum of its own.
     softmax.update(logits, out, sums, plan.factor);
     const int own_lines = Kernel::key_warp() * Kernel::kWarpKeys * WarpV::kLineBytes;
+    // O += P V, with P from registers.
     multiply<WarpV>(operand_of<T>(logits),
                     columns_of<OutTiles, WarpV>(base + stage + own_lines, offsetof(typename Kernel::Stage, v)), out);
     // Tile tile + 1 is being copied from the rows in the other stage; these were for this tile.
     if (tile + 2 < end) find_rows<Kernel>(p, shared, tile + 2);
   }
+  // Add up the outputs of the warps that share rows.
   stage_parts<Kernel>(shared, softmax, sums, out);
   store_rows<Kernel>(p, plan, shared, splits);
 }

@@ -55,14 +55,14 @@ DEVICE void combine_row(const ForwardPlan& plan, int splits, int64_t rows, int64
 template <class T, int threads>
 GLOBAL(threads, 1)
 attention_combine(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan plan) {
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const int64_t queries = packed ? p.total_q : p.seqlen_q;  // of a head
-  const int64_t rows = (packed ? 1 : p.batch) * p.heads * queries;
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  const int64_t queries = varlen ? p.total_q : p.seqlen_q;  // of a head
+  const int64_t rows = (varlen ? 1 : p.batch) * p.heads * queries;
   const int64_t row = int64_t(arch::block_x()) * (threads / arch::kWarpSize) + arch::thread_index() / arch::kWarpSize;
   if (row >= rows) return;
   const int64_t head = row / queries, query = row % queries;
   combine_row<T>(plan, plan.splits, rows, row, static_cast<float*>(p.lse) + row,
-                 row_of<T>(p.out, packed ? 0 : int(head / p.heads), query, int(head % p.heads)), int(p.dim_v));
+                 row_of<T>(p.out, varlen ? 0 : int(head / p.heads), query, int(head % p.heads)), int(p.dim_v));
 }
 
 }  // namespace cuda_ext::attention

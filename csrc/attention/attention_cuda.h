@@ -24,7 +24,7 @@ AttentionPlan plan_attention_cuda(const AttentionBackwardParams& params, bool ba
 rt::Device attention_cuda_device();
 
 // Launches on `stream`, an rt::Stream. float16 or bfloat16; head dims are multiples of 8 up to 256; views
-// fulfil attention_cuda_reads. For packed sequences, seqlen_q and seqlen_k are at least the longest lengths.
+// fulfil attention_cuda_reads. With varlen, seqlen_q and seqlen_k are at least the longest lengths.
 void launch_attention_forward_cuda(const AttentionParams& params, const AllocateWorkspace& allocate, void* stream);
 void launch_attention_backward_cuda(const AttentionBackwardParams& params, const AllocateWorkspace& allocate,
                                     void* stream);

@@ -2,7 +2,7 @@
 //
 // Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
 // Tile           A block has block_m rows: queries of one head or, if there are few queries, of all heads that share a
-//                key head, which is then read once for all of them ("packed"). It loops over the keys that any of its
+//                key head, which is then read once for all of them (pack_gqa). It loops over the keys that any of its
 //                rows sees, block_n at a time, from the last to the first, so that only the first steps meet a causal
 //                mask. Sizes: kForwardTiles in tiles_sm80.h.
 // Warps          All have the same role: each owns 16 kRowTiles rows of the tile, and all threads take part in copies.
@@ -15,13 +15,12 @@
 //                ForwardTask. At the end the output is staged in the queries' memory, which is not read any more after
 //                the second barrier of the last step.
 // Registers      Per warp, logits (16 kRowTiles, block_n) and output (16 kRowTiles, dim_v) in float32, in the layout of
-//                mma results. This is also the layout of mma's first operand, so weights go from softmax to P V in
+//                mma results. This is also the layout of mma's first operand, so probs go from softmax to P V in
 //                registers. Both take up to 192 of 255 registers, so everything else is recomputed at each use, from
-//                the thread index or from the task in shared memory. In that case the sums of weights are in shared
+//                the thread index or from the task in shared memory. In that case the sums of probs are in shared
 //                memory, too.
 // Softmax        Online; outputs are rescaled only when the maximum of a row has grown by more than 2^8 (softmax.cuh).
-// General        A second instantiation supports softcap, ALiBi, dropout, a bias or mask, and scales that are not
-//                positive, by run-time flags.
+// Options        A second instantiation supports all that has_options (attention_plan.h) counts, by run-time flags.
 // Splits         If the tiles would not fill the GPU, the keys of a tile are divided among several blocks. Each stores
 //                its output and log-sum-exp in the workspace, and a second kernel combines them
 //                (attention_combine.cuh).
@@ -50,7 +49,7 @@ struct Forward {
   static constexpr int kWarpRows = kBlockM / config.warps;
   static constexpr int kRowTiles = OutTiles::kRowTiles;
   static constexpr int kOutTiles = OutTiles::kColumnTiles;
-  // Logits and output leave no registers for the sums of weights, which are in shared memory between steps.
+  // Logits and output leave no registers for the sums of probs, which are in shared memory between steps.
   static constexpr bool kSumsInShared = 4 * kRowTiles * (LogitTiles::kColumnTiles + kOutTiles) >= 192;
 
   using TileQ = OperandTile<T, Side::kA, true, kBlockM, config.dim>;
@@ -94,6 +93,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     if (task.has_no_rows()) return;
     begin = task.keys.begin;
     end = task.end.tile;
+    // One thread stores the task, from which all recompute what they need.
     if (arch::thread_index() == 0) task.store(shared.task);
   }
   arch::sync_threads();  // the task is written
@@ -109,6 +109,7 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
     const TilePosition position = load_struct(shared.task.position);
     begin_rows(p, rows, arch::block_y() == 0, row_at, softmax, sums);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::thread_index()], sums);
+    // The queries arrive together with the first keys.
     if (begin < end)
       copy_lines<TileQ, Kernel::kThreads>(
           arch::shared_address(shared.q), rows.count - rows.first, int(p.dim), [&](int i) {
@@ -136,19 +137,23 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
   for (int tile = end - 1; tile >= load_struct(shared.task.keys).begin; --tile) {
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the keys have arrived, and the previous values have been read
+    // The values arrive during Q K^T.
     copy_values(tile);
+    // S = Q K^T.
     typename LogitTiles::Accumulators logits = {};
     multiply<TileK>(rows_of<LogitTiles, TileQ>(base, offsetof(Storage, q)),
                     columns_of<LogitTiles, TileK>(base, offsetof(Storage, k)), logits);
 
     arch::cp_async_wait<0>();
     arch::sync_threads();  // the values have arrived, and the keys have been read
+    // The next keys arrive during softmax and P V.
     if (tile > load_struct(shared.task.keys).begin) copy_keys(tile - 1);
     const int first_key = tile * kBlockN;
     if constexpr (Kernel::kWithOptions)
       modify_logits<T, LogitTiles>(logits, p, plan, load_struct(shared.task.rows),
                                    load_struct(shared.task.position).batch, load_struct(shared.task.keys).visible.k_len,
                                    row_at, first_key);
+    // Hide the keys that a row does not see; most tiles have none.
     if (!load_struct(shared.task.unmasked).has_all(first_key, first_key + kBlockN)) {
       const TileRows rows = load_struct(shared.task.rows);
       const Visibility visible = load_struct(shared.task.keys).visible;
@@ -158,9 +163,11 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
                              [&](int m, int half) { return visible.keys(rows.query(row_at(m, half))).from(origin); });
     }
     if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
+    // S becomes P; the output is rescaled if a maximum has grown.
     softmax.update(logits, out, sums, plan.factor);
     if constexpr (Kernel::kSumsInShared) store_struct(shared.sums[arch::opaque_thread_index()], sums);
     if constexpr (Kernel::kWithOptions)
+      // After the sums, which count dropped probs, too.
       if (plan.dropout.drop_below > 0) {
         const TileRows rows = load_struct(shared.task.rows);
         const TilePosition position = load_struct(shared.task.position);
@@ -172,12 +179,14 @@ attention_fwd_sm80(GRID_CONSTANT AttentionParams p, GRID_CONSTANT ForwardPlan pl
             },
             first_key);
       }
+    // O += P V, with P from registers.
     multiply<TileV>(operand_of<T>(logits), columns_of<OutTiles, TileV>(base, offsetof(Storage, v)), out);
   }
 
   const TileRows rows = load_struct(shared.task.rows);
   const TilePosition position = load_struct(shared.task.position);
   if constexpr (Kernel::kSumsInShared) sums = load_struct(shared.sums[arch::opaque_thread_index()]);
+  // Divide by the sums, and store lse.
   finish_rows<OutTiles, Kernel::kWithOptions>(p, plan, rows, position, arch::block_y(), row_at, softmax, sums, out);
   if (plan.splits > 1) return;
 

@@ -43,7 +43,7 @@ void ForwardLauncher<T, dim>::launch(const AttentionParams& params, const Alloca
     plan.key_pass = LinesCopy<typename Kernel::TileK, Kernel::kThreads>::pass(params.key.seq_stride);
     plan.value_pass = LinesCopy<typename Kernel::TileV, Kernel::kThreads>::pass(params.value.seq_stride);
     rt::launch<attention_fwd_sm80<Kernel>>(kName,
-                                           {.grid = {plan.schedule.pairs * plan.schedule.tiles, plan.splits},
+                                           {.grid = {plan.schedule.head_batches * plan.schedule.tiles, plan.splits},
                                             .threads = Kernel::kThreads,
                                             .shared_bytes = sizeof(typename Kernel::Storage),
                                             .stream = stream},

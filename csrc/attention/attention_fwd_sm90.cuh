@@ -3,7 +3,7 @@
 //
 // Problem        AttentionParams in attention.h: out = softmax(logits) V and the log-sum-exp of each row of logits.
 // Tile           block_m rows: queries of one head or, if there are few queries, of all heads that share a key head,
-//                which is then read once for all of them ("packed"). It loops over the keys that any of its rows sees,
+//                which is then read once for all of them (pack_gqa). It loops over the keys that any of its rows sees,
 //                block_n at a time, from the last to the first, so that only the first steps meet a causal mask.
 //                Sizes: kForwardTiles in tiles_sm90.h.
 // Blocks         are persistent: each computes one tile of each round, longest tiles first, in alternating order.
@@ -11,8 +11,8 @@
 //                tile.
 // Step           The consumer issues S' = Q K'^T for the next keys K' and O += P V for the current values; when S' has
 //                arrived, its softmax runs while P V is in flight. Then O is rescaled, and S' becomes P.
-// Turns          Consumers issue the products of a step in turn, so that tensor cores compute for one while another
-//                computes its softmax.
+// Turns          Consumers issue the products of a step one after the other, so that tensor cores compute for one while
+//                another computes its softmax.
 // Barriers       q_full: 1 arrival, of the producer, when it has written the task, and the bytes of the queries.
 //                q_empty: 1 arrival per consumer, when it has stored its output. {k,v}_full[stage]: 1 arrival and
 //                bytes. {k,v}_empty[stage]: 1 arrival per consumer.
@@ -22,10 +22,10 @@
 //                columns in the 128-byte swizzle; the tile's ForwardTask, written by the producer; barriers. At the end
 //                each consumer stages its output in the memory of its queries.
 // Registers      24 (32 with three consumers) for the producer's warpgroup, 240 (160) for consumers: per thread
-//                block_n / 2 logits, block_n / 4 weights, dim_v / 2 outputs.
-// Lengths        TMA reads zeros beyond the tensor. In packed sequences the rows beyond a sequence are those of the
+//                block_n / 2 logits, block_n / 4 probs, dim_v / 2 outputs.
+// Lengths        TMA reads zeros beyond the tensor. With varlen the rows beyond a sequence are those of the
 //                next one: keys are masked, values are cleared in shared memory, because 0 times infinity is NaN.
-// General, splits: as in attention_fwd_sm80.cuh.
+// Options, splits: as in attention_fwd_sm80.cuh.
 #pragma once
 
 #include "attention/attention_fwd_sm90.h"
@@ -63,7 +63,7 @@ struct Forward {
   using OutTiles = WarpTiles<kBlockM, config.dim_v, 4 * kConsumers, 1>;
   using Logits = typename LogitTiles::Accumulators;
   using Out = typename OutTiles::Accumulators;
-  using Weights = uint32_t[kSteps][4];  // fragments of P
+  using Probs = uint32_t[kSteps][4];  // fragments of P
   DEVICE static int row_at(int m, int half) {
     return LogitTiles::row(m, half, arch::opaque_thread_index() - kWarpgroup);
   }
@@ -88,11 +88,11 @@ struct Forward {
           arch::advance_descriptor(b, TileK::step_bytes(step, Major::kK)), step > 0);
   }
   // out (64, dim_v) += P V
-  DEVICE static void multiply_values(Out& out, const Weights& weights, SharedAddress v) {
+  DEVICE static void multiply_values(Out& out, const Probs& probs, SharedAddress v) {
     const uint64_t b = TileV::descriptor(v, Major::kMn);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      arch::wgmma_m64k16<T, Major::kMn>(registers_of(out), weights[step],
+      arch::wgmma_m64k16<T, Major::kMn>(registers_of(out), probs[step],
                                         arch::advance_descriptor(b, TileV::step_bytes(step, Major::kMn)), 1);
   }
 };
@@ -122,18 +122,21 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
     if (item >= plan.items()) break;
     const auto task = ForwardTask::find<Kernel>(p, plan, item / plan.splits, item % plan.splits);
     if (task.has_no_rows()) continue;
-    const TilePosition& at = task.position;
+    const TilePosition& position = task.position;
+    // Wait until the consumers have stored the item before.
     wait_for_consumers();
     task.store(shared.task);
+    // Publish the task, and load its queries.
     arch::barrier_arrive_expect(shared.q_full, Kernel::TileQ::kBytes);
     load_pieces<typename Kernel::TileQ>(arch::shared_address(shared.q), maps.query, shared.q_full,
-                                        at.q_begin + task.rows.first / plan.pack, task.rows.first_head / plan.pack,
-                                        at.batch);
+                                        position.q_begin + task.rows.first / plan.pack_gqa,
+                                        task.rows.first_head / plan.pack_gqa, position.batch);
     const auto load_keys = [&](int tile) {
+      // Wait until all consumers have released the stage.
       arch::barrier_wait(shared.k_empty[keys.stage], keys.parity ^ 1);
       arch::barrier_arrive_expect(shared.k_full[keys.stage], TileK::kBytes);
       load_pieces<TileK>(arch::shared_address(shared.k[keys.stage]), maps.key, shared.k_full[keys.stage],
-                         at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
+                         position.k_begin + tile * Kernel::kBlockN, position.head_kv, position.batch);
       keys.advance();
     };
     const int begin = task.keys.begin, end = task.end.tile;
@@ -144,12 +147,12 @@ DEVICE void produce(const AttentionParams& p, const ForwardPlan& plan, const For
       arch::barrier_wait(shared.v_empty[values.stage], values.parity ^ 1);
       arch::barrier_arrive_expect(shared.v_full[values.stage], TileV::kBytes);
       load_pieces<TileV>(arch::shared_address(shared.v[values.stage]), maps.value, shared.v_full[values.stage],
-                         at.k_begin + tile * Kernel::kBlockN, at.head_kv, at.batch);
+                         position.k_begin + tile * Kernel::kBlockN, position.head_kv, position.batch);
       values.advance();
     }
   }
   wait_for_consumers();
-  store_struct(shared.task.rows, TileRows{.first = 0, .count = 0, .pack = 1, .first_head = 0});
+  store_struct(shared.task.rows, TileRows{.first = 0, .count = 0, .pack_gqa = 1, .first_head = 0});
   arch::barrier_arrive(shared.q_full);
 }
 
@@ -176,11 +179,12 @@ struct Turns {
   }
 };
 
-// logits -> weights, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
+// logits -> probs, which are relative to the maximum that softmax then has. Returns whether that has grown; then the
 // output must be scaled by `by`.
 template <class Kernel>
-DEVICE bool weigh_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int tile,
-                       typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums, float (&by)[1][2]) {
+DEVICE bool softmax_of_keys(const AttentionParams& p, const ForwardPlan& plan, const ForwardTask& task, int tile,
+                            typename Kernel::Logits& s, OnlineSoftmax<1>& softmax, RowSums<1>& sums,
+                            float (&by)[1][2]) {
   using LogitTiles = typename Kernel::LogitTiles;
   const int first_key = tile * Kernel::kBlockN;
   if constexpr (Kernel::kWithOptions)
@@ -195,16 +199,16 @@ DEVICE bool weigh_keys(const AttentionParams& p, const ForwardPlan& plan, const 
         s, [&](int m, int half) { return visible.keys(rows.query(Kernel::row_at(m, half))).from(origin); });
   }
   const bool grew = softmax.raise_max(s, sums, plan.factor, by);
-  softmax.weigh(s, sums, plan.factor);
+  softmax.make_probs(s, sums, plan.factor);
   if constexpr (Kernel::kWithOptions)
     if (plan.dropout.drop_below > 0) {
       const TileRows rows = load_struct(task.rows);
-      const TilePosition at = load_struct(task.position);
+      const TilePosition position = load_struct(task.position);
       plan.dropout.drop(
           s,
           [&](int m, int half) {
             const int row = Kernel::row_at(m, half);
-            return first_lse_row(p, at.q_begin, at.batch, rows.head(row)) + rows.query(row);
+            return first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + rows.query(row);
           },
           first_key);
     }
@@ -219,7 +223,7 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
                    OnlineSoftmax<1>& softmax, RowSums<1>& sums) {
   const SharedAddress q = arch::shared_address(shared.q) + ConsumerThreads::consumer() * kWarpgroupRows * kPieceBytes;
   typename Kernel::Logits s;
-  typename Kernel::Weights weights;
+  typename Kernel::Probs probs;
   float by[1][2];
   const auto await_keys = [&] { arch::barrier_wait(shared.k_full[keys.stage], keys.parity); };
   const auto start_keys = [&] {
@@ -229,8 +233,8 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
   };
   const auto start_values = [&] {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
-    arch::wgmma_fence(registers_of(out), weights);
-    Kernel::multiply_values(out, weights, arch::shared_address(shared.v[values.stage]));
+    arch::wgmma_fence(registers_of(out), probs);
+    Kernel::multiply_values(out, probs, arch::shared_address(shared.v[values.stage]));
     arch::wgmma_commit();
   };
   const auto release = [](Barrier* empty, Ring<Kernel::kConfig.stages>& ring) {
@@ -248,12 +252,13 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
       ConsumerThreads::sync();
     }
   }
+  // S and P of the first keys. There are no values to multiply yet.
   await_keys();
   start_keys();
   arch::wgmma_wait<0>(registers_of(s));
   release(shared.k_empty, keys);
-  weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
-  round_operand<typename Kernel::Element>(s, weights);
+  softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+  round_operand<typename Kernel::Element>(s, probs);
   const int left = load_struct(shared.task.keys).visible.k_len - tile * Kernel::kBlockN;
   if (p.cu_seqlens_k != nullptr && left < Kernel::kBlockN) {
     arch::barrier_wait(shared.v_full[values.stage], values.parity);
@@ -265,20 +270,28 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
 
 #pragma unroll 1
   for (--tile; tile >= load_struct(shared.task.keys).begin; --tile) {
+    // Wait for this consumer's turn.
     turns.wait();
+    // Issue Q K^T of these keys, and P V of those before.
     start_keys();
     start_values();
+    // The next consumer multiplies while this one computes its softmax.
     turns.pass();
+    // Wait for S alone, and release the keys to the producer.
     arch::wgmma_wait<1>(registers_of(s));
     release(shared.k_empty, keys);
-    const bool grew = weigh_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
+    // S becomes P while P V is in flight.
+    const bool grew = softmax_of_keys<Kernel>(p, plan, shared.task, tile, s, softmax, sums, by);
     // A loop, across which ptxas does not move the exponentials: they belong before the wait for P V.
     if (tile > load_struct(shared.task.keys).begin) await_keys();
+    // Wait for P V, and release the values to the producer.
     arch::wgmma_wait<0>(registers_of(out));
     release(shared.v_empty, values);
+    // The output is complete up to here: only now can it be rescaled.
     if (grew) softmax.scale(out, by);
-    round_operand<typename Kernel::Element>(s, weights);
+    round_operand<typename Kernel::Element>(s, probs);
   }
+  // P V of the last keys.
   start_values();
   arch::wgmma_wait<0>(registers_of(out));
   release(shared.v_empty, values);
@@ -286,8 +299,8 @@ DEVICE void attend(const AttentionParams& p, const ForwardPlan& plan, typename K
 
 // Stores the consumer's rows, staged in the memory of its queries.
 template <class Kernel>
-DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const TileRows& rows, const TilePosition& at,
-                      typename Kernel::Storage& shared, const typename Kernel::Out& out) {
+DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const TileRows& rows,
+                      const TilePosition& position, typename Kernel::Storage& shared, const typename Kernel::Out& out) {
   using T = typename Kernel::Element;
   using Tile = typename Kernel::TileOut;
   const SharedAddress staged = arch::shared_address(shared.q);
@@ -297,12 +310,12 @@ DEVICE void store_out(const AttentionParams& p, const ForwardMaps& maps, const T
   arch::fence_async_shared();
   ConsumerThreads::sync();
   const int first = rows.first + first_row;
-  const bool packed_sequences = p.cu_seqlens_q != nullptr;
-  if (rows.pack == 1 && (!packed_sequences || first + kWarpgroupRows <= rows.count))
-    store_pieces<Tile>(maps.out, staged, first_row, at.q_begin + first, rows.first_head, at.batch);
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  if (rows.pack_gqa == 1 && (!varlen || first + kWarpgroupRows <= rows.count))
+    store_pieces<Tile>(maps.out, staged, first_row, position.q_begin + first, rows.first_head, position.batch);
   else
     store_lines<T, Tile>(staged, first_row, rows.count - first, int(p.dim_v), [&](int row) {
-      return row_of<T>(p.out, at.batch, at.q_begin + rows.query(row), rows.head(row));
+      return row_of<T>(p.out, position.batch, position.q_begin + rows.query(row), rows.head(row));
     });
 }
 
@@ -325,11 +338,11 @@ DEVICE void consume(const AttentionParams& p, const ForwardPlan& plan, const For
     if (load_struct(shared.task.keys).begin < load_struct(shared.task.end).tile)
       attend<Kernel>(p, plan, shared, keys, values, turns, out, softmax, sums);
     const TileRows rows = load_struct(shared.task.rows);
-    const TilePosition at = load_struct(shared.task.position);
-    finish_rows<typename Kernel::OutTiles, Kernel::kWithOptions>(p, plan, rows, at, load_struct(shared.task.end).split,
-                                                                 Kernel::row_at, softmax, sums, out);
+    const TilePosition position = load_struct(shared.task.position);
+    finish_rows<typename Kernel::OutTiles, Kernel::kWithOptions>(
+        p, plan, rows, position, load_struct(shared.task.end).split, Kernel::row_at, softmax, sums, out);
     if (plan.splits == 1)
-      store_out<Kernel>(p, maps, rows, at, shared, out);
+      store_out<Kernel>(p, maps, rows, position, shared, out);
     else
       ConsumerThreads::sync();  // all warps have read their queries and their task
     ConsumerThreads::arrive(shared.q_empty);

@@ -28,9 +28,9 @@ auto with_forward(const AttentionParams& p, const F& f) {
 
 inline ForwardMaps make_maps(const AttentionParams& p, const ForwardPlan& plan, int block_m, int block_n) {
   constexpr char kName[] = "attention_fwd_sm90";
-  const bool packed = p.cu_seqlens_q != nullptr;
-  const int64_t queries = packed ? p.total_q : p.seqlen_q, keys = packed ? p.total_k : p.seqlen_k;
-  return {heads_map(kName, p, p.query, p.dim, queries, p.heads, plan.pack, block_m),
+  const bool varlen = p.cu_seqlens_q != nullptr;
+  const int64_t queries = varlen ? p.total_q : p.seqlen_q, keys = varlen ? p.total_k : p.seqlen_k;
+  return {heads_map(kName, p, p.query, p.dim, queries, p.heads, plan.pack_gqa, block_m),
           heads_map(kName, p, p.key, p.dim, keys, p.heads_kv, 1, block_n),
           heads_map(kName, p, p.value, p.dim_v, keys, p.heads_kv, 1, block_n),
           heads_map(kName, p, p.out, p.dim_v, queries, p.heads, 1, kWarpgroupRows)};

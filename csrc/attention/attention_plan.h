@@ -11,7 +11,7 @@ namespace cuda_ext {
 struct AttentionPlan {
   int dim = 0, dim_v = 0;        // head dims of the tile, to which those of the problem are padded; 0: nothing runs
   int block_m = 0, block_n = 0;  // queries and keys of a tile
-  bool with_options = false;     // the kernel with softcap, ALiBi, dropout or a bias
+  bool with_options = false;     // the kernel for has_options
   int pack_gqa = 1;              // heads whose queries share a tile
   int splits = 1;                // blocks that share the work of a tile
   int64_t tiles = 0;

@@ -1,6 +1,6 @@
-// The rows of packed tensors after the last sequence, which no other kernel of attention writes.
+// The rows of varlen tensors after the last sequence, which no other kernel of attention writes.
 //
-// Problem        Packed tensors may have more rows than cu_seqlens counts: a captured graph has fixed shapes. Such rows
+// Problem        Varlen tensors may have more rows than cu_seqlens counts: a captured graph has fixed shapes. Such rows
 //                of outputs and gradients are 0, of lse -inf. How many there are is known on the device only; usually
 //                there are none.
 // Grid           blocks x tensors. A block has every grid_x-th of the rows. No shared memory and no barriers.

@@ -1,4 +1,4 @@
-// The additive bias or boolean mask of the general kernels. It can be broadcast and have any strides.
+// The additive bias or boolean mask of kernels with options. It can be broadcast and have any strides.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,7 @@ DEVICE float bias_at(const AttentionParams& p, int64_t offset) {
 }
 
 // Whether the elements of two keys, from an even one on, are one aligned word.
-inline bool can_read_pairs(const AttentionParams& p) {
+inline bool can_read_two_keys(const AttentionParams& p) {
   const int64_t bytes = p.bias_kind == BiasKind::kStorage ? 2 : p.bias_kind == BiasKind::kAccumulation ? 4 : 1;
   const auto is_even = [](int64_t x) { return x % 2 == 0; };
   return p.bias_kind != BiasKind::kNone && p.bias_strides[3] == 1 && is_even(p.bias_strides[0]) &&
@@ -35,7 +35,7 @@ inline bool can_read_pairs(const AttentionParams& p) {
 
 // Adds them to two logits.
 template <class T>
-DEVICE void add_bias_pair(const AttentionParams& p, int64_t offset, float& first, float& second) {
+DEVICE void add_bias_two_keys(const AttentionParams& p, int64_t offset, float& first, float& second) {
   switch (p.bias_kind) {
     case BiasKind::kStorage: {
       const auto pair = arch::load_global<uint32_t>(static_cast<const T*>(p.bias) + offset);

@@ -26,19 +26,21 @@ DEVICE void multiply_lines(float (&x)[1][tiles][4], SharedAddress a, SharedAddre
         arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kK)), adds || step > 0);
 }
 
-// Issues x (64, columns) += A B, with A (64, 16 steps) from registers and its columns the lines of B.
+// Issues x (64, columns) += A B as a group, with A (64, 16 steps) from registers and its columns the lines of B.
 template <class T, class TileB, int steps, int tiles>
-DEVICE void multiply_fragments(float (&x)[1][tiles][4], const uint32_t (&a)[steps][4], SharedAddress b) {
+DEVICE void multiply_fragments(float (&x)[1][tiles][4], uint32_t (&a)[steps][4], SharedAddress b) {
   const uint64_t columns = TileB::descriptor(b, Major::kMn);
+  arch::wgmma_fence(registers_of(x), a);
 #pragma unroll
   for (int step = 0; step < steps; ++step)
     arch::wgmma_m64k16<T, Major::kMn>(registers_of(x), a[step],
                                       arch::advance_descriptor(columns, TileB::step_bytes(step, Major::kMn)), 1);
+  arch::wgmma_commit();
 }
 
-// The producer, one thread. `at`: the block's first tile of queries.
+// The producer, one thread. `tile`: the block's first tile of queries.
 template <class Kernel>
-DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Kernel::Storage& shared, QueryTile at) {
+DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Kernel::Storage& shared, QueryTile tile) {
   const BackwardTask::Queries queries = load_struct(shared.task.queries);
   const BackwardTask::Head head = load_struct(shared.task.head);
   const int first_key = head.k_begin + load_struct(shared.task.keys).first;
@@ -49,15 +51,15 @@ DEVICE void produce(const BackwardPlan& plan, const KeysMaps& maps, typename Ker
                                       head.head_kv, queries.batch);
   Ring<Kernel::kStages> ring;
 #pragma unroll 1
-  for (bool more = true; more; at = load_struct(shared.task.steps).next(at)) {
-    more = at != load_struct(shared.task.steps).last;
-    const int row = queries.begin + at.tile * Kernel::kBlockM;
-    const int padded = padded_row<Kernel>(plan, queries, at);
+  for (bool more = true; more; tile = load_struct(shared.task.steps).next(tile)) {
+    more = tile != load_struct(shared.task.steps).last;
+    const int row = queries.begin + tile.index * Kernel::kBlockM;
+    const int padded = padded_row<Kernel>(plan, queries, tile);
     const auto load = [&]<class Tile>(Barrier& empty, Barrier& full, unsigned char (&to)[Tile::kBytes],
                                       const HeadsMap& map, float (&columns)[Kernel::kBlockM], const float* from) {
       arch::barrier_wait(empty, ring.parity ^ 1);
       arch::barrier_arrive_expect(full, Tile::kBytes + sizeof columns);
-      load_pieces<Tile>(arch::shared_address(to), map, full, row, at.head, queries.batch);
+      load_pieces<Tile>(arch::shared_address(to), map, full, row, tile.head, queries.batch);
       arch::bulk_load(arch::shared_address(columns), from + padded, sizeof columns, full);
     };
     const int stage = ring.stage;
@@ -95,12 +97,12 @@ DEVICE bool clear_from(SharedAddress tile, int line) {
 
 // Lines of a tile of queries that belong to the sequence, where those after them are of the next one.
 template <class Kernel>
-DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& at) {
+DEVICE int lines_left(const AttentionBackwardParams& p, const typename Kernel::Storage& shared, const QueryTile& tile) {
   if (p.cu_seqlens_q == nullptr) return Kernel::kBlockM;
-  return load_struct(shared.task.queries).count - at.tile * Kernel::kBlockM;
+  return load_struct(shared.task.queries).count - tile.index * Kernel::kBlockM;
 }
 
-// Issues x = A B^T + columns for 64 lines of A; the general kernel adds `columns` later.
+// Issues x = A B^T + columns for 64 lines of A; the kernel with options adds `columns` later.
 template <class Kernel, class TileA, class TileB>
 DEVICE void start_rows(typename Kernel::Scores::Accumulators& x, SharedAddress a, SharedAddress b,
                        const float* columns) {
@@ -115,9 +117,10 @@ template <class Tiles>
 DEVICE float* part_of(const AttentionBackwardParams& p, const BackwardPlan& plan, const BackwardTask& task,
                       float* parts) {
   const int64_t part = arch::block_x() % plan.splits;
-  const int64_t pair = load_struct(task.queries).batch * p.heads_kv + load_struct(task.head).head_kv;
+  const int64_t head_batch = load_struct(task.queries).batch * p.heads_kv + load_struct(task.head).head_kv;
   const int64_t tile = load_struct(task.keys).first / Tiles::kRows;
-  return parts + ((part * plan.schedule.pairs + pair) * plan.schedule.tiles + tile) * Tiles::kRows * Tiles::kColumns;
+  return parts + ((part * plan.schedule.head_batches + head_batch) * plan.schedule.tiles + tile) * Tiles::kRows *
+                     Tiles::kColumns;
 }
 
 // Rounds dK or dV of a consumer's keys, lines of the block from `own` on, to `staged`.

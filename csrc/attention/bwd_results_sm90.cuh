@@ -20,7 +20,7 @@ struct BackwardResults {
   static_assert(GradQ::kThreads == 128 * kConsumers && GradQ::kColumnTiles == 8);
 };
 
-// If a kernel of its own computes dQ, there are no sums of it. One consumer has dK, another dV. Twice as many threads
+// Head dims above 128: dQ has a separate kernel. One consumer has dK, another dV. Twice as many threads
 // add up their parts in the workspace, whose order is the same: each has every other 8 columns.
 template <BackwardConfig config>
 struct BackwardResults<config, true> {

@@ -16,14 +16,14 @@ namespace cuda_ext::attention {
 
 // A tile of queries of one head.
 struct QueryTile {
-  int head, tile;
+  int head, index;
   bool operator==(const QueryTile&) const = default;
 };
 
 // The work of a block. It is in shared memory, in structs that a thread loads with one instruction.
 struct BackwardTask {
   struct alignas(16) Queries {
-    int batch, begin, count;  // the sequence, and its rows in the packing
+    int batch, begin, count;  // the sequence, and its rows of the tensor
     int first_padded;         // its first row in the padded layout of the workspace
   };
   struct alignas(16) Keys {
@@ -37,8 +37,8 @@ struct BackwardTask {
   struct alignas(16) Steps {
     int tiles_begin, tiles_end;
     QueryTile last;
-    DEVICE QueryTile next(const QueryTile& at) const {
-      return at.tile + 1 < tiles_end ? QueryTile{at.head, at.tile + 1} : QueryTile{at.head + 1, tiles_begin};
+    DEVICE QueryTile next(const QueryTile& tile) const {
+      return tile.index + 1 < tiles_end ? QueryTile{tile.head, tile.index + 1} : QueryTile{tile.head + 1, tiles_begin};
     }
   };
   Queries queries;
@@ -104,24 +104,24 @@ DEVICE BackwardWork find_work(const AttentionParams& p, const BackwardPlan& plan
 
 // The first row of a tile of queries in the padded layout of the workspace.
 template <class Kernel>
-DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& queries, const QueryTile& at) {
-  return at.head * plan.head_rows + queries.first_padded + at.tile * Kernel::kBlockM;
+DEVICE int padded_row(const BackwardPlan& plan, const BackwardTask::Queries& queries, const QueryTile& tile) {
+  return tile.head * plan.head_rows + queries.first_padded + tile.index * Kernel::kBlockM;
 }
 
-// How many blocks have added to the sum of dQ of these queries when it is the turn of the block of these keys.
+// How many blocks add to the sum of dQ of these queries before the block of these keys.
 template <class Kernel>
 DEVICE uint32_t earlier_blocks(const BackwardTask::Keys& keys, int first_query) {
   return keys.first / Kernel::kBlockN - keys.visible.key_begin(first_query) / Kernel::kBlockN;
 }
 
-// The other inputs of a step of the general kernel.
-struct GeneralStep {
+// The other inputs of a step of the kernel with options.
+struct OptionsStep {
   int64_t first_row;  // of the head in lse, which numbers the rows for dropout
   float slope = 0.0f;
   int q_len;
   int64_t bias, grad_bias;  // offsets of the head's first elements
 
-  DEVICE GeneralStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, int head)
+  DEVICE OptionsStep(const AttentionBackwardParams& p, const BackwardTask::Queries& queries, int head)
       : first_row(first_lse_row(p, queries.begin, queries.batch, head)),
         q_len(queries.count),
         bias(bias_offset(p.bias_strides, queries.batch, head, 0)),
@@ -149,10 +149,10 @@ DEVICE void start_columns(typename Kernel::Scores::Accumulators& x, const float*
   }
 }
 
-// Turns scores - lse into P. first_key, first_query: of the tile.
+// Scores - lse become P. first_key, first_query: of the tile.
 template <class Kernel>
-DEVICE void weigh(typename Kernel::Scores::Accumulators& s, const BackwardPlan& plan, const Visibility& visible,
-                  int first_key, int first_query, bool is_masked) {
+DEVICE void make_probs(typename Kernel::Scores::Accumulators& s, const BackwardPlan& plan, const Visibility& visible,
+                       int first_key, int first_query, bool is_masked) {
   using Scores = typename Kernel::Scores;
   const int thread = Kernel::thread();
   if (is_masked)
@@ -167,58 +167,54 @@ DEVICE void weigh(typename Kernel::Scores::Accumulators& s, const BackwardPlan& 
       for (int q = 0; q < 4; ++q) s[m][n][q] = arch::fast_exp2(s[m][n][q] * plan.factor);
 }
 
-// Turns dP - delta into dS.
+// dP - delta becomes dS.
 template <int row_tiles, int column_tiles>
-DEVICE void multiply_weights(float (&grad)[row_tiles][column_tiles][4],
-                             const float (&weights)[row_tiles][column_tiles][4]) {
+DEVICE void multiply_probs(float (&grad)[row_tiles][column_tiles][4],
+                           const float (&probs)[row_tiles][column_tiles][4]) {
 #pragma unroll
   for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
     for (int n = 0; n < column_tiles; ++n)
 #pragma unroll
-      for (int q = 0; q < 4; ++q) grad[m][n][q] *= weights[m][n][q];
+      for (int q = 0; q < 4; ++q) grad[m][n][q] *= probs[m][n][q];
 }
 
-// A weight of the general kernel before dropout, and the derivative of its logit.
-struct GeneralWeight {
-  float weight, slope_of_cap;
+// An element of P of the kernel with options, before dropout, and the derivative of its logit.
+struct OptionsProb {
+  float prob, slope_of_cap;
   bool exists;  // query and key are of the sequence
 };
 
 // From a score without lse subtracted.
 template <class T>
-DEVICE GeneralWeight general_weight(const AttentionBackwardParams& p, const BackwardPlan& plan,
-                                    const Visibility& visible, const GeneralStep& general, float score, float minus_lse,
-                                    int key, int query, bool is_masked) {
-  float logit = score * plan.scale, slope_of_cap = 1.0f;
-  if (plan.softcap > 0.0f) {
-    const float t = arch::tanh(logit * plan.inverse_softcap);
-    logit = plan.softcap * t;
-    slope_of_cap = 1.0f - t * t;
-  }
-  logit -= general.slope * fabsf(float(query + (visible.k_len - general.q_len) - key));
-  const bool exists = query < general.q_len && key < visible.k_len;
+DEVICE OptionsProb prob_with_options(const AttentionBackwardParams& p, const BackwardPlan& plan,
+                                     const Visibility& visible, const OptionsStep& options, float score,
+                                     float minus_lse, int key, int query, bool is_masked) {
+  float slope_of_cap;
+  float logit = plan.logits.logit(score, slope_of_cap);
+  logit -= options.slope * fabsf(float(query + (visible.k_len - options.q_len) - key));
+  const bool exists = query < options.q_len && key < visible.k_len;
   if (p.bias_kind != BiasKind::kNone && exists)
-    logit += bias_at<T>(p, general.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
+    logit += bias_at<T>(p, options.bias + query * p.bias_strides[2] + key * p.bias_strides[3]);
   if (is_masked && !visible.queries(key).has(query)) logit = -INFINITY;
   return {arch::fast_exp2((logit + minus_lse) * plan.factor), slope_of_cap, exists};
 }
 
 // Adds the gradient of a logit to that of the bias.
-DEVICE void add_grad_bias(const AttentionBackwardParams& p, const GeneralStep& general, int key, int query, float x) {
-  arch::reduce_add(static_cast<float*>(p.grad_bias) + general.grad_bias + query * p.grad_bias_strides[2] +
+DEVICE void add_grad_bias(const AttentionBackwardParams& p, const OptionsStep& options, int key, int query, float x) {
+  arch::reduce_add(static_cast<float*>(p.grad_bias) + options.grad_bias + query * p.grad_bias_strides[2] +
                        key * p.grad_bias_strides[3],
                    x);
 }
 
-// P and dS of the general kernel, from scores and dP without lse and delta subtracted. Elements of P that dropout
+// P and dS of the kernel with options, from scores and dP without lse and delta subtracted. Elements of P that dropout
 // drops are 0; the others are not yet divided by 1 - dropout_p.
 template <class Kernel>
-DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
-                                     typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
-                                     const BackwardPlan& plan, const Visibility& visible, const GeneralStep& general,
-                                     const float* minus_lse, const float* minus_delta, int first_key, int first_query,
-                                     bool is_masked) {
+DEVICE void softmax_gradient_with_options(typename Kernel::Scores::Accumulators& s,
+                                          typename Kernel::Scores::Accumulators& grad, const AttentionBackwardParams& p,
+                                          const BackwardPlan& plan, const Visibility& visible,
+                                          const OptionsStep& options, const float* minus_lse, const float* minus_delta,
+                                          int first_key, int first_query, bool is_masked) {
   using T = typename Kernel::Element;
   using Scores = typename Kernel::Scores;
   const int thread = Kernel::thread();
@@ -231,19 +227,19 @@ DEVICE void general_softmax_gradient(typename Kernel::Scores::Accumulators& s,
     for (int m = 0; m < Scores::kRowTiles; ++m) {
       uint32_t random[4] = {};
       if (plan.dropout.drop_below > 0)
-        plan.dropout.words_of_columns(general.first_row + first_query + column, first_key + Scores::row(m, 0, thread),
+        plan.dropout.words_of_columns(options.first_row + first_query + column, first_key + Scores::row(m, 0, thread),
                                       random);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int key = first_key + Scores::row(m, q / 2, thread), query = first_query + column + q % 2;
-        const GeneralWeight of = general_weight<T>(p, plan, visible, general, s[m][n][q],
-                                                   arch::bits_float(row_lse.data[q % 2]), key, query, is_masked);
+        const OptionsProb of = prob_with_options<T>(p, plan, visible, options, s[m][n][q],
+                                                    arch::bits_float(row_lse.data[q % 2]), key, query, is_masked);
         const bool kept = random[q] >= plan.dropout.drop_below;
         float& x = grad[m][n][q];
-        x = of.weight * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
-        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, general, key, query, x);
+        x = of.prob * ((kept ? x * plan.kept_scale : 0.0f) + arch::bits_float(row_delta.data[q % 2]));
+        if (p.grad_bias != nullptr && of.exists) add_grad_bias(p, options, key, query, x);
         x *= of.slope_of_cap;
-        s[m][n][q] = kept ? of.weight : 0.0f;
+        s[m][n][q] = kept ? of.prob : 0.0f;
       }
     }
   }

@@ -22,8 +22,8 @@ template <class Tile>
 DEVICE void load_pieces(SharedAddress to, const HeadsMap& map, Barrier& full, int row, int group, int batch) {
 #pragma unroll 1
   for (int piece = 0; piece < Tile::kPieces; ++piece) {
-    const int at[5] = {piece * Tile::kElements, 0, row, group * map.group_step, batch * map.batch_step};
-    arch::tma_load(to + piece * Tile::kPieceSize, map.map, full, at);
+    const int coords[5] = {piece * Tile::kElements, 0, row, group * map.group_step, batch * map.batch_step};
+    arch::tma_load(to + piece * Tile::kPieceSize, map.map, full, coords);
   }
 }
 

@@ -1,4 +1,4 @@
-// Dropout: the same weights are dropped as on the CPU (attention/cpu/logits.h), and in forward and backward.
+// Dropout: the same probs are dropped as on the CPU (attention/cpu/logits.h), and in forward and backward.
 #pragma once
 
 #include "arch/memory.cuh"
@@ -49,7 +49,7 @@ struct Dropout {
   int64_t row_groups;   // counters per row: one for 4 keys
   uint32_t drop_below;  // drops random words below this; 0: no dropout
 
-  // Sets dropped weights to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
+  // Sets dropped probs to 0; the others are not scaled. s: (row_tiles, key_tiles) outputs of mma, whose first key,
   // `first_key`, is a multiple of 4; number(m, half): the number of this thread's row.
   //
   // Four keys share a counter, and two lanes have two of them each, in the same two rows. So each lane computes the
@@ -90,18 +90,18 @@ struct Dropout {
     uint32_t words[4];
     philox(state.seed, state.offset,
            uint64_t(number + lane % 2) * uint64_t(row_groups) + uint64_t(key / 4 + lane / 2 * 2), words);
-    uint32_t pairs[4];
+    uint32_t exchanged[4];
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {
       const uint32_t got = arch::shuffle_xor(odd ? words[k] : words[k + 1], 4);
-      pairs[k] = odd ? got : words[k];
-      pairs[k + 1] = odd ? words[k + 1] : got;
+      exchanged[k] = odd ? got : words[k];
+      exchanged[k + 1] = odd ? words[k + 1] : got;
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const uint32_t got = arch::shuffle_xor(high ? pairs[k] : pairs[k + 2], 8);
-      mine[k] = high ? got : pairs[k];
-      mine[k + 2] = high ? pairs[k + 2] : got;
+      const uint32_t got = arch::shuffle_xor(high ? exchanged[k] : exchanged[k + 2], 8);
+      mine[k] = high ? got : exchanged[k];
+      mine[k + 2] = high ? exchanged[k + 2] : got;
     }
   }
 };

@@ -13,14 +13,14 @@ namespace cuda_ext::attention {
 
 // The rows of a tile: query and head of each.
 struct alignas(16) TileRows {
-  int first;  // the tile's first row, among the sequence's (queries x pack)
+  int first;  // the tile's first row, among the sequence's (queries x pack_gqa)
   int count;  // all rows of the sequence
-  int pack;
+  int pack_gqa;
   int first_head;
 
-  DEVICE int query(int row) const { return pack == 1 ? first + row : (first + row) / pack; }
-  DEVICE int head(int row) const { return pack == 1 ? first_head : first_head + (first + row) % pack; }
-  DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack; }
+  DEVICE int query(int row) const { return pack_gqa == 1 ? first + row : (first + row) / pack_gqa; }
+  DEVICE int head(int row) const { return pack_gqa == 1 ? first_head : first_head + (first + row) % pack_gqa; }
+  DEVICE int last_query(int rows) const { return (first + rows < count ? first + rows - 1 : count - 1) / pack_gqa; }
 };
 
 // The tiles of keys that any row of a tile sees.
@@ -55,9 +55,10 @@ struct ForwardTask {
 
   template <class Kernel>
   DEVICE static ForwardTask find(const AttentionParams& p, const ForwardPlan& plan, int tile, int split) {
-    const TileIndex at = plan.schedule.find(tile);
-    const Sequence sequence(p, at.batch);
-    const TileRows rows{at.tile * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, at.head * plan.pack};
+    const TileIndex index = plan.schedule.find(tile);
+    const Sequence sequence(p, index.batch);
+    const TileRows rows{index.tile * Kernel::kBlockM, sequence.q_len * plan.pack_gqa, plan.pack_gqa,
+                        index.head * plan.pack_gqa};
     const Visibility visible(p, sequence);
     const Span seen = key_tiles<Kernel>(visible, rows);
     const int split_tiles = (seen.end - seen.begin + plan.splits - 1) / plan.splits;
@@ -65,7 +66,7 @@ struct ForwardTask {
     const int end = begin + split_tiles < seen.end ? begin + split_tiles : seen.end;
     const int head_kv = rows.first_head / int(p.heads / p.heads_kv);
     const Span unmasked = visible.keys_of_all(rows.query(0), rows.last_query(Kernel::kBlockM));
-    return {rows, {at.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
+    return {rows, {index.batch, sequence.q_begin, sequence.k_begin, head_kv}, {visible, begin}, {end, split}, unmasked};
   }
 
   // Whether the tile lies beyond its sequence.
@@ -80,7 +81,7 @@ struct ForwardTask {
   }
 };
 
-// Applies scale, softcap, ALiBi and bias to the logits of keys from `first_key` on.
+// Products of queries and keys become logits with options, for keys from `first_key` on.
 template <class T, class Tiles, class RowAt>
 DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams& p, const ForwardPlan& plan,
                           const TileRows& rows, int batch, int k_len, const RowAt& row_at, int first_key) {
@@ -94,7 +95,7 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
                               ? 0.0f
                               : arch::load_global<float>(static_cast<const float*>(p.alibi_slopes) +
                                                          batch * p.alibi_batch_stride + head);
-      const int last_key = query + k_len - rows.count / rows.pack;  // the key on the diagonal
+      const int last_key = query + k_len - rows.count / rows.pack_gqa;  // the key on the diagonal
       const bool has_bias = p.bias_kind != BiasKind::kNone && rows.first + row < rows.count;
       const int64_t bias = bias_offset(p.bias_strides, batch, head, query);
 #pragma unroll
@@ -103,15 +104,13 @@ DEVICE void modify_logits(typename Tiles::Accumulators& s, const AttentionParams
         for (int e = 0; e < 2; ++e) {
           const int key = column + Tiles::column_step(n) + e;
           float& x = s[m][n][2 * half + e];
-          x *= plan.scale;
-          if (plan.softcap > 0.0f) x = plan.softcap * arch::tanh(x * plan.inverse_softcap);
-          x -= slope * fabsf(float(last_key - key));
+          x = plan.logits.logit(x) - slope * fabsf(float(last_key - key));
         }
         if (!has_bias) continue;
         const int key = column + Tiles::column_step(n);
         float &first = s[m][n][2 * half], &second = s[m][n][2 * half + 1];
-        if (plan.bias_in_pairs && key + 1 < k_len) {
-          add_bias_pair<T>(p, bias + key, first, second);
+        if (plan.bias_two_keys && key + 1 < k_len) {
+          add_bias_two_keys<T>(p, bias + key, first, second);
         } else {
           if (key < k_len) first += bias_at<T>(p, bias + key * p.bias_strides[3]);
           if (key + 1 < k_len) second += bias_at<T>(p, bias + (key + 1) * p.bias_strides[3]);
@@ -138,7 +137,7 @@ DEVICE void begin_rows(const AttentionParams& p, const TileRows& rows, bool is_f
     }
 }
 
-// Divides the output by the sums of weights and stores the log-sum-exp of each row; if the keys are split, also the
+// Divides the output by the sums of probs and stores the log-sum-exp of each row; if the keys are split, also the
 // output, for attention_combine.
 template <class Tiles, bool with_options, class RowAt>
 DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const TileRows& rows,
@@ -146,7 +145,7 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
                         const OnlineSoftmax<Tiles::kRowTiles>& softmax, const RowSums<Tiles::kRowTiles>& sums,
                         typename Tiles::Accumulators& out) {
   const int64_t split_rows = split * (p.cu_seqlens_q != nullptr ? p.heads * p.total_q : p.batch * p.heads * p.seqlen_q);
-  const int pair = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
+  const int column = arch::lane_index() % 4 * 2;  // this thread's columns of each 8
 #pragma unroll
   for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
@@ -154,23 +153,23 @@ DEVICE void finish_rows(const AttentionParams& p, const ForwardPlan& plan, const
       const int row = row_at(m, half), query = rows.query(row);
       const float sum = sums.row(m, half);
       const float lse = softmax.log_sum_exp(m, half, sum);
-      const float weight = lse == -INFINITY ? 0.0f : (with_options ? plan.kept_scale : 1.0f) / sum;
+      const float inverse = lse == -INFINITY ? 0.0f : (with_options ? plan.kept_scale : 1.0f) / sum;
 #pragma unroll
       for (int n = 0; n < Tiles::kColumnTiles; ++n) {
-        out[m][n][2 * half] *= weight;
-        out[m][n][2 * half + 1] *= weight;
+        out[m][n][2 * half] *= inverse;
+        out[m][n][2 * half + 1] *= inverse;
       }
       if (rows.first + row >= rows.count) continue;
       const int64_t lse_index = first_lse_row(p, position.q_begin, position.batch, rows.head(row)) + query;
       if (plan.splits > 1) {
-        if (pair == 0) arch::store_global(plan.partial_lse + split_rows + lse_index, lse);
-        float* const to = plan.partial_out + (split_rows + lse_index) * p.dim_v + pair;
+        if (column == 0) arch::store_global(plan.partial_lse + split_rows + lse_index, lse);
+        float* const to = plan.partial_out + (split_rows + lse_index) * p.dim_v + column;
 #pragma unroll
         for (int n = 0; n < Tiles::kColumnTiles; ++n)
           if (n * 8 < p.dim_v)
             arch::store_global(to + n * 8, arch::Words2{{arch::float_bits(out[m][n][2 * half]),
                                                          arch::float_bits(out[m][n][2 * half + 1])}});
-      } else if (pair == 0) {
+      } else if (column == 0) {
         arch::store_global(static_cast<float*>(p.lse) + lse_index, lse);
       }
     }

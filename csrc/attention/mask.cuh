@@ -12,7 +12,7 @@ namespace cuda_ext::attention {
 constexpr int kFar = 1 << 29;
 
 struct Sequence {
-  int q_begin = 0, k_begin = 0;  // first rows in the packing
+  int q_begin = 0, k_begin = 0;  // first rows of the tensors
   int q_len, k_len;
 
   DEVICE Sequence(const AttentionParams& p, int batch) : q_len(int(p.seqlen_q)), k_len(int(p.seqlen_k)) {

@@ -8,6 +8,7 @@
 #include "attention/attention_plan.h"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/options.cuh"
 #include "attention/scheduler.cuh"
 #include "base/device.h"
 #include "base/workspace.h"
@@ -22,18 +23,17 @@ struct BackwardPlan {
   int head_rows = 0;    // rows of a head in the workspace, all sequences padded to tiles
   float factor;         // converts the argument of softmax to powers of two
   float lse_factor;     // converts natural logarithms to the argument of softmax
-  float scale;
-  float softcap;  // 0: none
-  float inverse_softcap;
+  LogitOptions logits;
   float kept_scale = 1.0f;  // 1 / (1 - dropout_p)
   Dropout dropout;
   int64_t query_pass = 0, grad_out_pass = 0;  // bytes between the lines that a thread copies
   // In the workspace.
   float* minus_lse = nullptr;    // (heads, head_rows), in units of logits before `factor`; -inf if the row sees no key
   float* minus_delta = nullptr;  // (heads, head_rows)
-  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles; null if dQ has a kernel of its own
-  uint32_t* turns = nullptr;     // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
-  float* grad_key = nullptr;     // (splits, pairs, tiles) tiles; null if there is only one split
+  float* grad_query = nullptr;   // sums, (heads, head_rows / block_m) tiles; null if dQ has a separate kernel
+  uint32_t* dq_semaphore =
+      nullptr;                // deterministic: (heads, head_rows / block_m), how many blocks have added to a tile
+  float* grad_key = nullptr;  // (splits, head_batches, tiles) tiles; null if there is only one split
   float* grad_value = nullptr;
 };
 
@@ -45,7 +45,7 @@ DEVICE int first_tile(const AttentionParams& p, const BackwardPlan& plan, int ba
                                    : arch::load_global<int32_t>(p.cu_seqlens_q + batch) / block_m + batch;
 }
 
-// The sequence to which tile `tile` of a head belongs. Packed sequences may have tiles without queries between them.
+// The sequence to which tile `tile` of a head belongs. With varlen there may be tiles without queries between them.
 template <int block_m>
 DEVICE int sequence_of_tile(const AttentionParams& p, const BackwardPlan& plan, int tile) {
   if (p.cu_seqlens_q == nullptr) return tile / plan.query_tiles;
@@ -63,13 +63,13 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const bool with_options = has_options(p);
   BackwardPlan plan;
-  const int64_t pairs = p.heads_kv * p.batch, group = p.heads / p.heads_kv;
+  const int64_t head_batches = p.heads_kv * p.batch, group = p.heads / p.heads_kv;
   plan.query_tiles = int(tiles_of(p.seqlen_q, config.block_m));
   plan.schedule.tiles = int(tiles_of(p.seqlen_k, config.block_n));
   plan.schedule.heads = int(p.heads_kv);
-  plan.schedule.section = section_size(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), pairs);
-  plan.splits =
-      choose_splits(pairs * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks, group * plan.query_tiles);
+  plan.schedule.section = section_size(p.seqlen_q * group * (4 * p.dim + 2 * (p.dim + p.dim_v)), head_batches);
+  plan.splits = choose_splits(head_batches * plan.schedule.tiles, int64_t(device.num_sms) * config.min_blocks,
+                              group * plan.query_tiles);
   // Per head; each sequence starts with a new tile.
   const int64_t query_tiles =
       p.cu_seqlens_q != nullptr && p.batch > 0 ? p.total_q / config.block_m + p.batch : p.batch * plan.query_tiles;
@@ -78,15 +78,13 @@ BackwardPlan plan_backward(const AttentionBackwardParams& p, const Config& confi
       throw std::invalid_argument(std::string("expected at most 2^31 ") + what + ", got " + std::to_string(count) +
                                   "; divide the batch");
   };
-  check("tiles of keys", pairs * plan.schedule.tiles * plan.splits);
+  check("tiles of keys", head_batches * plan.schedule.tiles * plan.splits);
   check("padded queries of all heads", p.heads * query_tiles * config.block_m);
-  plan.schedule.pairs = int(pairs);
+  plan.schedule.head_batches = int(head_batches);
   plan.head_rows = int(query_tiles * config.block_m);
-  plan.scale = float(p.scale);
   plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
   plan.lse_factor = float(with_options ? 1.0 : 1.0 / p.scale);
-  plan.softcap = float(p.softcap);
-  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
+  plan.logits = logit_options_of(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);
   return plan;
@@ -101,9 +99,9 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
   cursor.allocate(plan.minus_lse, rows);
   cursor.allocate(plan.minus_delta, rows);
   if (!config.separate) cursor.allocate(plan.grad_query, rows * config.sums_dim());
-  if (!config.separate && p.deterministic) cursor.allocate(plan.turns, rows / config.block_m);
+  if (!config.separate && p.deterministic) cursor.allocate(plan.dq_semaphore, rows / config.block_m);
   if (plan.splits > 1) {
-    const int64_t tiles = int64_t(plan.splits) * plan.schedule.pairs * plan.schedule.tiles;
+    const int64_t tiles = int64_t(plan.splits) * plan.schedule.head_batches * plan.schedule.tiles;
     cursor.allocate(plan.grad_key, tiles * config.block_n * config.dim);
     cursor.allocate(plan.grad_value, tiles * config.block_n * config.dim_v);
   }
@@ -114,7 +112,7 @@ WorkspaceCursor assign_workspace(const AttentionBackwardParams& p, const Config&
 template <class Kernel, class Config>
 AttentionPlan describe_plan(const AttentionBackwardParams& p, const Config& config, const rt::Device& device) {
   BackwardPlan plan = plan_backward(p, config, device);
-  const int64_t tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles;
+  const int64_t tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles;
   return {.dim = config.dim,
           .dim_v = config.dim_v,
           .block_m = Kernel::kBlockM,

@@ -164,7 +164,7 @@ CachePlan plan_cache(const CachedAttentionParams& p, const Config& config, const
       plan_forward(p, {.block_m = config.block_m, .block_n = config.block_n, .at_once = 1});
   plan.with_options = has_options(p);
   plan.block_m = config.block_m;
-  plan.group = plan.pack = int(p.heads / p.heads_kv);
+  plan.group = plan.pack_gqa = int(p.heads / p.heads_kv);
   plan.row_tiles = int(tiles_of(p.seqlen_q * plan.group, config.block_m));
   const int64_t heads = p.heads_kv * plan.row_tiles;
   plan.fixed_splits = p.num_splits > 0;

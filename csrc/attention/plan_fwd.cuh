@@ -8,6 +8,7 @@
 #include "attention/attention_plan.h"
 #include "attention/bias.cuh"
 #include "attention/dropout.cuh"
+#include "attention/options.cuh"
 #include "attention/scheduler.cuh"
 #include "base/workspace.h"
 
@@ -16,15 +17,13 @@ namespace cuda_ext::attention {
 // Everything the host decides; the same for all blocks.
 struct ForwardPlan {
   Schedule schedule;
-  int block_n;     // keys of a tile
-  int pack = 1;    // heads of a tile
-  int splits = 1;  // of the keys
-  float factor;    // converts the argument of softmax to powers of two
-  // General:
-  float scale;    // of the logits
-  float softcap;  // 0: none
-  float inverse_softcap;
-  bool bias_in_pairs = false;  // two keys by one load
+  int block_n;       // keys of a tile
+  int pack_gqa = 1;  // heads of a tile
+  int splits = 1;    // of the keys
+  float factor;      // converts the argument of softmax to powers of two
+  // With options:
+  LogitOptions logits;
+  bool bias_two_keys = false;  // two keys by one load
   float kept_scale = 1.0f;     // 1 / (1 - dropout_p)
   Dropout dropout;
   int64_t key_pass = 0, value_pass = 0;  // bytes between the lines that a thread copies
@@ -32,7 +31,7 @@ struct ForwardPlan {
   float* partial_out = nullptr;  // (splits, rows of lse, dim_v)
   float* partial_lse = nullptr;  // (splits, rows of lse)
 
-  HOST_DEVICE int items() const { return schedule.pairs * schedule.tiles * splits; }  // tiles, or parts of tiles
+  HOST_DEVICE int items() const { return schedule.head_batches * schedule.tiles * splits; }  // tiles, or parts of tiles
 };
 
 // Kernel properties that the plan needs.
@@ -51,26 +50,25 @@ inline ForwardPlan plan_forward(const AttentionParams& p, const ForwardShape& sh
   constexpr double kLog2e = 1.4426950408889634;
   const auto tiles_of = [](int64_t n, int64_t size) { return (n + size - 1) / size; };
   const int64_t group = p.heads / p.heads_kv;
-  const int64_t tiles = tiles_of(p.seqlen_q, shape.block_m), packed_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
+  const int64_t tiles = tiles_of(p.seqlen_q, shape.block_m), gqa_tiles = tiles_of(p.seqlen_q * group, shape.block_m);
   ForwardPlan plan;
   const bool can_pack = shape.packs_any_group || shape.block_m % group == 0;
-  plan.pack = int(can_pack && packed_tiles * p.heads_kv < tiles * p.heads ? group : 1);
-  plan.schedule.tiles = int(plan.pack > 1 ? packed_tiles : tiles);
-  plan.schedule.heads = int(p.heads / plan.pack);
-  const int64_t pairs = plan.schedule.heads * p.batch;
-  if (pairs * plan.schedule.tiles > std::numeric_limits<int>::max())
+  plan.pack_gqa = int(can_pack && gqa_tiles * p.heads_kv < tiles * p.heads ? group : 1);
+  plan.schedule.tiles = int(plan.pack_gqa > 1 ? gqa_tiles : tiles);
+  plan.schedule.heads = int(p.heads / plan.pack_gqa);
+  const int64_t head_batches = plan.schedule.heads * p.batch;
+  if (head_batches * plan.schedule.tiles > std::numeric_limits<int>::max())
     throw std::invalid_argument("expected at most 2^31 tiles of queries, got " +
-                                std::to_string(pairs * plan.schedule.tiles) + "; divide the batch");
-  plan.schedule.pairs = int(pairs);
-  plan.schedule.section = section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, pairs);
+                                std::to_string(head_batches * plan.schedule.tiles) + "; divide the batch");
+  plan.schedule.head_batches = int(head_batches);
+  plan.schedule.section =
+      section_size(p.seqlen_k * (p.dim + p.dim_v) * 2 * p.heads_kv / plan.schedule.heads, head_batches);
   const bool with_options = has_options(p);
   plan.block_n = shape.block_n;
-  plan.splits = choose_splits(pairs * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
-  plan.scale = float(p.scale);
+  plan.splits = choose_splits(head_batches * plan.schedule.tiles, shape.at_once, tiles_of(p.seqlen_k, shape.block_n));
   plan.factor = float(with_options ? kLog2e : p.scale * kLog2e);
-  plan.softcap = float(p.softcap);
-  plan.inverse_softcap = p.softcap > 0 ? float(1 / p.softcap) : 0.0f;
-  plan.bias_in_pairs = can_read_pairs(p);
+  plan.logits = logit_options_of(p);
+  plan.bias_two_keys = can_read_two_keys(p);
   plan.kept_scale = float(1 / (1 - p.dropout_p));
   plan.dropout = dropout_of(p);
   return plan;
@@ -96,9 +94,9 @@ AttentionPlan describe_plan(const AttentionParams& p, const Config& config, Forw
           .block_m = Kernel::kBlockM,
           .block_n = Kernel::kBlockN,
           .with_options = Kernel::kWithOptions,
-          .pack_gqa = plan.pack,
+          .pack_gqa = plan.pack_gqa,
           .splits = plan.splits,
-          .tiles = int64_t(plan.schedule.pairs) * plan.schedule.tiles,
+          .tiles = int64_t(plan.schedule.head_batches) * plan.schedule.tiles,
           .blocks = blocks,
           .threads = Kernel::kThreads,
           .workspace = assign_workspace(p, nullptr, plan).used()};

@@ -9,21 +9,21 @@ struct TileIndex {
   int tile, head, batch;
 };
 
-// The order of tiles, for each head of each sequence ("pair"). Pairs are processed in sections whose keys and values
-// fit in L2 together. Within a section the last tiles of all pairs come first: with a causal mask they have the most
+// The order of tiles, for each head of each sequence (head_batch). These are processed in sections whose keys and
+// values fit in L2 together. Within a section the last tiles of all come first: with a causal mask they have the most
 // work, and the shortest tiles should come last.
 struct Schedule {
   int tiles = 0;  // of the longest sequence
   int heads = 0;
-  int pairs = 0;    // heads x batch
-  int section = 1;  // pairs
+  int head_batches = 0;  // heads x batch
+  int section = 1;       // head_batches
 
   DEVICE TileIndex find(int block) const {
     const int section_tiles = section * tiles;
     const int first = block / section_tiles * section, index = block % section_tiles;
-    const int here = pairs - first < section ? pairs - first : section;
-    const int pair = first + index % here;
-    return {tiles - 1 - index / here, pair % heads, pair / heads};
+    const int here = head_batches - first < section ? head_batches - first : section;
+    const int head_batch = first + index % here;
+    return {tiles - 1 - index / here, head_batch % heads, head_batch / heads};
   }
 };
 
@@ -49,11 +49,11 @@ inline int choose_splits(int64_t blocks, int64_t at_once, int64_t steps) {
   return int((steps + split_steps - 1) / split_steps);
 }
 
-// The number of pairs in a section, at least 1, whose operands of `pair_bytes` each should fit in L2 together.
-inline int section_size(int64_t pair_bytes, int64_t pairs) {
+// The number of head_batches in a section, at least 1, whose operands of `bytes` each should fit in L2 together.
+inline int section_size(int64_t bytes, int64_t head_batches) {
   constexpr int64_t kSectionBytes = 32 << 20;
-  const int64_t fitting = pair_bytes > 0 ? kSectionBytes / pair_bytes : pairs;
-  const int64_t section = fitting < pairs ? fitting : pairs;
+  const int64_t fitting = bytes > 0 ? kSectionBytes / bytes : head_batches;
+  const int64_t section = fitting < head_batches ? fitting : head_batches;
   return section > 1 ? int(section) : 1;
 }
 

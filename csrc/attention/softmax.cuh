@@ -8,7 +8,7 @@
 
 namespace cuda_ext::attention {
 
-// Sums of weights over a thread's columns, for each of its rows, relative to the maximum of the row.
+// Sums of probs over a thread's columns, for each of its rows, relative to the maximum of the row.
 template <int row_tiles>
 struct alignas(8 * row_tiles) RowSums {
   float of[row_tiles][2];
@@ -24,17 +24,17 @@ struct alignas(8 * row_tiles) RowSums {
 // quarter of their columns; four adjacent lanes share a row.
 template <int row_tiles>
 struct OnlineSoftmax {
-  // The reference of the weights, in powers of two: the largest logit so far, or up to kMaxLag less.
+  // The reference of the probs, in powers of two: the largest logit so far, or up to kMaxLag less.
   float max[row_tiles][2];
 
-  // Processes the next columns s, which become weights 2^(factor s - max); makes `out` and `sums` relative to the new
-  // maximum and adds the weights to `sums`. factor > 0. The weights of a row that has seen only -inf are 0.
+  // Processes the next columns s, which become probs 2^(factor s - max); makes `out` and `sums` relative to the new
+  // maximum and adds the probs to `sums`. factor > 0. The probs of a row that has seen only -inf are 0.
   template <int column_tiles, int out_tiles>
   DEVICE void update(float (&s)[row_tiles][column_tiles][4], float (&out)[row_tiles][out_tiles][4],
                      RowSums<row_tiles>& sums, float factor) {
     RowScales by;
     if (raise_max(s, sums, factor, by)) scale(out, by);
-    weigh(s, sums, factor);
+    make_probs(s, sums, factor);
   }
 
   // The three parts of an update, for kernels whose `out` is not available between the first and the last.
@@ -72,9 +72,9 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // The columns s become weights, which are added to `sums`.
+  // The columns s become probs, which are added to `sums`.
   template <int column_tiles>
-  DEVICE void weigh(float (&s)[row_tiles][column_tiles][4], RowSums<row_tiles>& sums, float factor) const {
+  DEVICE void make_probs(float (&s)[row_tiles][column_tiles][4], RowSums<row_tiles>& sums, float factor) const {
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m)
 #pragma unroll
@@ -108,7 +108,7 @@ struct OnlineSoftmax {
   }
 
  private:
-  // `max` may be this much, in powers of two, below the largest logit seen. Weights up to 2^8 are as precise as weights
+  // `max` may be this much, in powers of two, below the largest logit seen. Probs up to 2^8 are as precise as probs
   // up to 1, and outputs are rescaled once or twice per row instead of at every step.
   static constexpr float kMaxLag = 8.0f;
 

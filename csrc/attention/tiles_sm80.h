@@ -8,7 +8,7 @@ namespace cuda_ext::attention::sm80 {
 struct KeysOfTile {
   int fast;
   int small;         // if min_blocks with `fast` do not fit in the shared memory of an SM
-  int with_options;  // with softcap, ALiBi, dropout or a bias, which need registers too
+  int with_options;  // options need registers, too
 };
 
 // A tile shape and everything derived from it.
@@ -24,7 +24,7 @@ struct ForwardConfig {
 
   // Keys of a tile on an SM with `sm_bytes` of shared memory.
   constexpr int keys(bool with_options, int sm_bytes) const {
-    constexpr int kOther = 4 << 10;  // reserved by the driver, sums of weights, the task
+    constexpr int kOther = 4 << 10;  // reserved by the driver, sums of probs, the task
     if (with_options) return block_n.with_options;
     const int block_bytes = kOther + 2 * (block_m * dim + block_n.fast * (dim + dim_v));
     return min_blocks * block_bytes <= sm_bytes ? block_n.fast : block_n.small;

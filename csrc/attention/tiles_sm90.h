@@ -26,8 +26,7 @@ struct ForwardConfig {
   constexpr RoleRegisters registers() const { return consumers() == 2 ? kRegistersOfTwo : kRegistersOfThree; }
 };
 
-// By head dims: one for the plain kernel, one for the kernel with options, whose logits need registers for softcap,
-// ALiBi, dropout or a bias.
+// By head dims: one for the plain kernel, one for the kernel with options, which need registers.
 struct ForwardTile {
   struct Shape {
     int block_m, block_n;

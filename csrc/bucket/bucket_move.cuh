@@ -215,45 +215,46 @@ DEVICE double move_short(const Move<Table>& params, int64_t first_entry, int64_t
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const int element = arch::lane_index() + i * kWarpSize;
-    const int64_t at = position + element;
+    const int64_t index = position + element;
     bits[i] = 0;
     if (element >= count || first_entry + passed[i] >= params.num_entries) {
       passed[i] = element >= count ? kAbsent : kGap;
       continue;
     }
     const TableEntry entry = params.table.entry(first_entry + passed[i]);
-    if (entry.begin > at)
+    if (entry.begin > index)
       passed[i] = kGap;
     else if (entry.data == nullptr)
       passed[i] = kAbsent;
     else if (op == BucketOp::kUnpack)
-      bits[i] = load_bits(bucket, at, kBucketDtype);
+      bits[i] = load_bits(bucket, index, kBucketDtype);
     else
-      bits[i] = load_bits(entry.data, at - entry.begin, entry.dtype);
+      bits[i] = load_bits(entry.data, index - entry.begin, entry.dtype);
   }
 
   double squares = 0.0;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const int element = arch::lane_index() + i * kWarpSize;
-    const int64_t at = position + element;
+    const int64_t index = position + element;
     if (passed[i] < 0) {
-      if (op == BucketOp::kPack && passed[i] == kGap) arch::store_global_streaming(bucket + at, Bucket{});
+      if (op == BucketOp::kPack && passed[i] == kGap) arch::store_global_streaming(bucket + index, Bucket{});
       continue;
     }
     const TableEntry entry = params.table.entry(first_entry + passed[i]);
-    const int64_t offset = at - entry.begin;
+    const int64_t offset = index - entry.begin;
     if constexpr (op == BucketOp::kStats) {
       const double v = float_of(bits[i], entry.dtype);
       squares += v * v;
     } else if constexpr (op == BucketOp::kPack) {
       const Dtype dtype = entry.dtype;
-      const bool in_place = dtype == kBucketDtype && static_cast<Bucket*>(entry.data) + offset == bucket + at;
-      squares += store_scaled<op, 1, float>(float_of(bits[i], dtype), bucket + at, scale, !in_place || scale != 1.0f);
+      const bool in_place = dtype == kBucketDtype && static_cast<Bucket*>(entry.data) + offset == bucket + index;
+      squares +=
+          store_scaled<op, 1, float>(float_of(bits[i], dtype), bucket + index, scale, !in_place || scale != 1.0f);
     } else {
       squares += with_type(entry.dtype, [&](auto tag) {
         auto* const target = static_cast<decltype(tag)*>(entry.data) + offset;
-        const bool in_place = static_cast<void*>(target) == bucket + at;
+        const bool in_place = static_cast<void*>(target) == bucket + index;
         return store_scaled<op, 1, float>(float_of(bits[i], kBucketDtype), target, scale, !in_place || scale != 1.0f);
       });
     }

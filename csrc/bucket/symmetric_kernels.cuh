@@ -98,24 +98,24 @@ struct Span {
 };
 
 // Calls body(span, at, stride, end) for this thread's part of elements [begin, end): span.vectors groups of span.width
-// elements, the first at `at`, `stride` apart, except those from `end` on.
+// elements, the first is `first`, `stride` apart, except those from `end` on.
 template <class T, int vectors, class Body>
 DEVICE void for_range(int64_t begin, int64_t end, int block, int num_blocks, Body body) {
   constexpr int width = 16 / int(sizeof(T));
   const int64_t vectors_end = begin + (end - begin) / width * width;
   const int thread = arch::thread_index();
   const int64_t stride = int64_t(num_blocks) * Config::kThreads * width;
-  for (int64_t at = begin + (int64_t(block) * Config::kThreads + thread) * width; at < vectors_end;
-       at += vectors * stride)
-    body(Span<width, vectors>(), at, stride, vectors_end);
+  for (int64_t first = begin + (int64_t(block) * Config::kThreads + thread) * width; first < vectors_end;
+       first += vectors * stride)
+    body(Span<width, vectors>(), first, stride, vectors_end);
   if (block == 0 && vectors_end + thread < end) body(Span<1, 1>(), vectors_end + thread, int64_t(0), end);
 }
 
 // Writes the sum of source(rank) over all ranks, at the elements of a span, to target(i) for all i < num_targets.
 // Returns this thread's part of the sum of squares.
 template <class T, class Source, class Target, int width, int vectors>
-DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int num_targets, Target target, int64_t at,
-                       int64_t stride, int64_t end) {
+DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int num_targets, Target target,
+                       int64_t first, int64_t stride, int64_t end) {
   float sums[vectors][width];
 #pragma unroll
   for (int i = 0; i < vectors; ++i)
@@ -127,7 +127,8 @@ DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int n
     Packed<T, width> loaded[vectors] = {};
 #pragma unroll
     for (int i = 0; i < vectors; ++i)
-      if (at + i * stride < end) loaded[i] = arch::load_global_streaming<Packed<T, width>>(values + at + i * stride);
+      if (first + i * stride < end)
+        loaded[i] = arch::load_global_streaming<Packed<T, width>>(values + first + i * stride);
 #pragma unroll
     for (int i = 0; i < vectors; ++i) {
       float v[width];
@@ -150,7 +151,7 @@ DEVICE double sum_span(Span<width, vectors>, int num_ranks, Source source, int n
     T* const sum = target(i);
 #pragma unroll
     for (int j = 0; j < vectors; ++j)
-      if (at + j * stride < end) arch::store_global_streaming(sum + at + j * stride, stored[j]);
+      if (first + j * stride < end) arch::store_global_streaming(sum + first + j * stride, stored[j]);
   }
   return squares;
 }
@@ -190,8 +191,8 @@ DEVICE void two_shot(const KernelParams& params, int rank, int block, int num_bl
   const auto target = [&](int i) { return bucket_of<T>(params, rank_after(rank, 1 + i, num_ranks)); };
   double squares = 0.0;
   for_range<T, Config::kVectors>(
-      begin, end, block, num_blocks, [&](auto span, int64_t at, int64_t stride, int64_t span_end) {
-        squares += sum_span<T>(span, num_ranks, source, num_ranks, target, at, stride, span_end);
+      begin, end, block, num_blocks, [&](auto span, int64_t first, int64_t stride, int64_t span_end) {
+        squares += sum_span<T>(span, num_ranks, source, num_ranks, target, first, stride, span_end);
       });
   squares = bucket::sum_over_block(squares, shared);
   if (thread < num_ranks) arch::store_global(&slot_of(params, thread).squares[block][rank], squares);
@@ -210,18 +211,18 @@ DEVICE void one_shot(const KernelParams& params, int rank, int block, int num_bl
   const auto row = [&](int owner, int of_rank) {
     return reinterpret_cast<T*>(params.segments[owner] + params.staging.row(epoch, of_rank, num_ranks));
   };
-  for_range<T, 1>(0, params.count, block, num_blocks, [&](auto span, int64_t at, int64_t, int64_t) {
+  for_range<T, 1>(0, params.count, block, num_blocks, [&](auto span, int64_t first, int64_t, int64_t) {
     using Vector = Packed<T, decltype(span)::width>;
-    const Vector packed = arch::load_global_streaming<Vector>(bucket + at);
+    const Vector packed = arch::load_global_streaming<Vector>(bucket + first);
     for (int step = 1; step < num_ranks; ++step)
-      arch::store_global_streaming(row(rank_after(rank, step, num_ranks), rank) + at, packed);
+      arch::store_global_streaming(row(rank_after(rank, step, num_ranks), rank) + first, packed);
   });
   sync_ranks(params, rank, block, 2 * epoch);
   const auto source = [&](int peer) -> const T* { return peer == rank ? bucket : row(rank, peer); };
   const auto target = [&](int) { return bucket; };
   double squares = 0.0;
-  for_range<T, 1>(0, params.count, block, num_blocks, [&](auto span, int64_t at, int64_t stride, int64_t end) {
-    squares += sum_span<T>(span, num_ranks, source, 1, target, at, stride, end);
+  for_range<T, 1>(0, params.count, block, num_blocks, [&](auto span, int64_t first, int64_t stride, int64_t end) {
+    squares += sum_span<T>(span, num_ranks, source, 1, target, first, stride, end);
   });
   squares = bucket::sum_over_block(squares, shared);
   if (arch::thread_index() == 0) arch::store_global(&own.squares[block][rank], squares);

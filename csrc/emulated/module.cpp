@@ -129,10 +129,10 @@ Numbers bucket_config() {
 struct AttentionChoice {
   std::string kernel;  // mangled name of the instantiation
   Numbers tile;
-  int section;             // pairs of head and sequence per section; all tiles of a section start before the next one's
-  int pairs;               // in all sections
+  int section;             // heads of sequences per section; all tiles of a section start before the next one's
+  int head_batches;        // in all sections
   int splits;              // blocks that share the work of one tile
-  std::vector<int> steps;  // of each tile of a pair, in the order in which the tiles start
+  std::vector<int> steps;  // of each tile of a head, in the order in which the tiles start
 };
 
 template <class Kernel>
@@ -147,11 +147,11 @@ Numbers attention_tile(int dim, int dim_v, int min_blocks, int stages) {
           {"shared_bytes", sizeof(typename Kernel::Storage)}};
 }
 
-// The number of steps of each tile of a pair, in the order in which the tiles start.
+// The number of steps of each tile of a head, in the order in which the tiles start.
 template <class Steps>
 std::vector<int> steps_in_order(const attention::Schedule& schedule, const Steps& steps_of) {
   std::vector<int> steps;
-  const int of_section = std::min(schedule.section, schedule.pairs);
+  const int of_section = std::min(schedule.section, schedule.head_batches);
   for (int i = 0; i < schedule.tiles; ++i) steps.push_back(std::max(0, steps_of(schedule.find(i * of_section).tile)));
   return steps;
 }
@@ -161,12 +161,12 @@ AttentionChoice forward_choice(const AttentionParams& p, const attention::Forwar
   const attention::Sequence sequence(p, 0);
   const attention::Visibility visible(p, sequence);
   const auto steps = [&](int index) {
-    const attention::Span seen =
-        attention::key_tiles<Kernel>(visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack, plan.pack, 0});
+    const attention::Span seen = attention::key_tiles<Kernel>(
+        visible, {index * Kernel::kBlockM, sequence.q_len * plan.pack_gqa, plan.pack_gqa, 0});
     return seen.end - seen.begin;
   };
-  return {typeid(Kernel).name(), tile,        plan.schedule.section,
-          plan.schedule.pairs,   plan.splits, steps_in_order(plan.schedule, steps)};
+  return {typeid(Kernel).name(),      tile,        plan.schedule.section,
+          plan.schedule.head_batches, plan.splits, steps_in_order(plan.schedule, steps)};
 }
 
 template <class T, int dim>
@@ -202,8 +202,8 @@ AttentionChoice backward_choice(const AttentionBackwardParams& p, const attentio
     const attention::Span seen = attention::query_tiles<Kernel>(visible, sequence.q_len, first);
     return (seen.end - seen.begin) * int(p.heads / p.heads_kv);
   };
-  return {typeid(Kernel).name(), tile,        plan.schedule.section,
-          plan.schedule.pairs,   plan.splits, steps_in_order(plan.schedule, steps)};
+  return {typeid(Kernel).name(),      tile,        plan.schedule.section,
+          plan.schedule.head_batches, plan.splits, steps_in_order(plan.schedule, steps)};
 }
 
 template <class T, int dim>
@@ -326,7 +326,7 @@ PYBIND11_MODULE(_simt, m) {
       .def_readonly("kernel", &AttentionChoice::kernel)
       .def_readonly("tile", &AttentionChoice::tile)
       .def_readonly("section", &AttentionChoice::section)
-      .def_readonly("pairs", &AttentionChoice::pairs)
+      .def_readonly("head_batches", &AttentionChoice::head_batches)
       .def_readonly("splits", &AttentionChoice::splits)
       .def_readonly("steps", &AttentionChoice::steps);
   py::class_<CacheChoice>(m, "CacheChoice")

@@ -16,7 +16,7 @@ constexpr int kVector = 4;  // columns: 8 bytes of a 16-bit dtype, 16 bytes of f
 
 template <int rows>
 struct Piece {
-  float at[rows][kVector];
+  float values[rows][kVector];
 };
 
 // The position of a piece. Elements outside the matrix are read as 0 and not written.
@@ -88,29 +88,31 @@ DEVICE void write_vector(T* to, int count, const float (&v)[kVector]) {
   }
 }
 
-// piece = `matrix` at `at`, shifted by `right` columns; the batch begins at element `batch_offset`.
+// piece = `matrix` at `position`, shifted by `right` columns; the batch begins at element `batch_offset`.
 template <int rows>
-DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePosition<rows>& at, int64_t right,
+DEVICE void read(const Operand& matrix, int64_t batch_offset, const PiecePosition<rows>& position, int64_t right,
                  Piece<rows>& piece) {
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
     const T* const from =
-        static_cast<const T*>(matrix.data) + batch_offset + (at.column + right) * matrix.column_stride;
+        static_cast<const T*>(matrix.data) + batch_offset + (position.column + right) * matrix.column_stride;
 #pragma unroll
     for (int r = 0; r < rows; ++r)
-      read_vector(from + at.row[r] * matrix.row_stride, matrix.column_stride, at.exists[r] ? at.count : 0, piece.at[r]);
+      read_vector(from + position.row[r] * matrix.row_stride, matrix.column_stride,
+                  position.exists[r] ? position.count : 0, piece.values[r]);
   });
 }
 
 // The inverse of `read`, for rows of `width` elements.
 template <int rows>
-DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, const PiecePosition<rows>& at,
+DEVICE void write(const Output& matrix, int64_t batch_offset, int64_t width, const PiecePosition<rows>& position,
                   int64_t right, const Piece<rows>& piece) {
   with_storage(matrix.dtype, [&](auto tag) {
     using T = decltype(tag);
-    T* const to = static_cast<T*>(matrix.data) + batch_offset + at.column + right;
+    T* const to = static_cast<T*>(matrix.data) + batch_offset + position.column + right;
 #pragma unroll
-    for (int r = 0; r < rows; ++r) write_vector(to + at.row[r] * width, at.exists[r] ? at.count : 0, piece.at[r]);
+    for (int r = 0; r < rows; ++r)
+      write_vector(to + position.row[r] * width, position.exists[r] ? position.count : 0, piece.values[r]);
   });
 }
 
@@ -140,47 +142,47 @@ struct ActivationBackward {
   const Output& grad_preact;  // may be absent
   const Output& hidden;       // h; may be absent
 
-  // `grad` is the gradient of h at `at`. Stores the gradient of z and adds it to the column sums (gated: of gate and
-  // up).
+  // `grad` is the gradient of h at `position`. Stores the gradient of z and adds it to the column sums (gated: of gate
+  // and up).
   template <int rows>
-  DEVICE void run(const PiecePosition<rows>& at, Piece<rows>& grad, float (&sums)[2][kVector]) const {
+  DEVICE void run(const PiecePosition<rows>& position, Piece<rows>& grad, float (&sums)[2][kVector]) const {
     Piece<rows> z, h;
     if (preact.data != nullptr)
-      read(preact, 0, at, 0, z);
+      read(preact, 0, position, 0, z);
     else
       z = {};
     if (gated) {
       Piece<rows> up, grad_up;
-      read(preact, 0, at, n, up);
+      read(preact, 0, position, n, up);
       with_activation(activation, [&](auto f) {
         for_elements<rows>([&](int r, int i) {
-          const auto gate = f.both(z.at[r][i]);
-          h.at[r][i] = gate.value * up.at[r][i];
-          grad_up.at[r][i] = grad.at[r][i] * gate.value;
-          grad.at[r][i] *= up.at[r][i] * gate.derivative;
+          const auto gate = f.both(z.values[r][i]);
+          h.values[r][i] = gate.value * up.values[r][i];
+          grad_up.values[r][i] = grad.values[r][i] * gate.value;
+          grad.values[r][i] *= up.values[r][i] * gate.derivative;
         });
       });
-      store_gradient(at, 1, grad_up, sums[1]);
+      store_gradient(position, 1, grad_up, sums[1]);
     } else {
       with_activation(activation, [&](auto f) {
         for_elements<rows>([&](int r, int i) {
-          const auto y = f.both(z.at[r][i]);
-          h.at[r][i] = y.value;
-          grad.at[r][i] *= y.derivative;
+          const auto y = f.both(z.values[r][i]);
+          h.values[r][i] = y.value;
+          grad.values[r][i] *= y.derivative;
         });
       });
     }
-    if (hidden.data != nullptr) write(hidden, 0, n, at, 0, h);
-    store_gradient(at, 0, grad, sums[0]);
+    if (hidden.data != nullptr) write(hidden, 0, n, position, 0, h);
+    store_gradient(position, 0, grad, sums[0]);
   }
 
  private:
   template <int rows>
-  DEVICE void store_gradient(const PiecePosition<rows>& at, int part, const Piece<rows>& grad,
+  DEVICE void store_gradient(const PiecePosition<rows>& position, int part, const Piece<rows>& grad,
                              float (&sums)[kVector]) const {
-    if (grad_preact.data != nullptr) write(grad_preact, 0, (gated ? 2 : 1) * n, at, part * n, grad);
+    if (grad_preact.data != nullptr) write(grad_preact, 0, (gated ? 2 : 1) * n, position, part * n, grad);
     for_elements<rows>([&](int r, int i) {
-      if (at.exists[r]) sums[i] += grad.at[r][i];
+      if (position.exists[r]) sums[i] += grad.values[r][i];
     });
   }
 };

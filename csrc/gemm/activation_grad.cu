@@ -1,6 +1,5 @@
 #include "gemm/activation_grad.cuh"
 
-#include "gemm/gemm_cuda.h"
 #include "gemm/gemm_passes.h"
 #include "rt/launch.cuh"
 

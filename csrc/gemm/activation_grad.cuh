@@ -33,10 +33,10 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t block_rows, f
   using Threads = BlockThreads<threads>;
   const ThreadColumns mine(threads, Threads::index(), kTileColumns);
 
-  PiecePosition<kRowsAtOnce> at;
-  at.column = first_column + mine.column;
-  const int64_t left = params.n - at.column;
-  at.count = left <= 0 ? 0 : left < kVector ? int(left) : kVector;
+  PiecePosition<kRowsAtOnce> position;
+  position.column = first_column + mine.column;
+  const int64_t left = params.n - position.column;
+  position.count = left <= 0 ? 0 : left < kVector ? int(left) : kVector;
   const Output no_hidden;
   const ActivationBackward through{params.activation, params.gated,       params.n,
                                    params.preact,     params.grad_preact, no_hidden};
@@ -45,12 +45,12 @@ activation_grad(GRID_CONSTANT ActivationGradParams params, int64_t block_rows, f
   for (int64_t row = first_row; row < first_row + block_rows; row += kTileRows) {
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      at.row[r] = row + mine.row + r * mine.rows;
-      at.exists[r] = at.row[r] < params.rows;
+      position.row[r] = row + mine.row + r * mine.rows;
+      position.exists[r] = position.row[r] < params.rows;
     }
     Piece<kRowsAtOnce> grad;
-    read(params.grad_out, 0, at, 0, grad);
-    through.run(at, grad, sums);
+    read(params.grad_out, 0, position, 0, grad);
+    through.run(position, grad, sums);
   }
   if (block_sums == nullptr) return;
   const int parts = params.gated ? 2 : 1;

@@ -22,8 +22,8 @@ DEVICE int64_t offset_of(int index, int dims, const int64_t (&sizes)[kMaxBatchDi
   return elements;
 }
 
-// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if columns
-// are pairs, because the tile then has gate columns and, next to them, up columns.
+// The part of the output that a block computes. `columns` is the tile's width in the output: half of block_n if there
+// are gate and up columns, which are then next to each other in the tile.
 struct TilePosition {
   int batch;
   int64_t row;
@@ -39,13 +39,13 @@ class TileEpilogue {
  public:
   static constexpr int kRowsAtOnce = rows_at_once;
 
-  DEVICE TileEpilogue(const GemmParams& params, const TilePosition& at)
+  DEVICE TileEpilogue(const GemmParams& params, const TilePosition& tile)
       : params_(params),
-        at_(at),
-        mine_(Threads::kThreads, Threads::index(), at.columns),
-        column_(at.column + mine_.column),
-        offset_c_(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.c.batch_strides)),
-        offset_residual_(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.residual.batch_strides)),
+        tile_(tile),
+        mine_(Threads::kThreads, Threads::index(), tile.columns),
+        column_(tile.column + mine_.column),
+        offset_c_(offset_of(tile.batch, params.batch_dims, params.batch_sizes, params.c.batch_strides)),
+        offset_residual_(offset_of(tile.batch, params.batch_dims, params.batch_sizes, params.residual.batch_strides)),
         alpha_(float(params.alpha)),
         beta_(float(params.beta)) {
     const int64_t left = params.n - column_;
@@ -78,7 +78,7 @@ class TileEpilogue {
 
   // Stores the sums of the tile's columns, which belong to its row of tiles.
   DEVICE void store_sums(float* shared, float* bias_sums) const {
-    store_block_sums<Threads>(sums_, params_.gated ? 2 : 1, mine_, at_.column, params_.n, shared, bias_sums);
+    store_block_sums<Threads>(sums_, params_.gated ? 2 : 1, mine_, tile_.column, params_.n, shared, bias_sums);
   }
 
  private:
@@ -96,7 +96,7 @@ class TileEpilogue {
 #pragma unroll
       for (int r = 0; r < kRowsAtOnce; ++r) {
         const int row = i + r * mine_.rows;
-        position.row[r] = at_.row + row / pass_rows * warp_rows + pass * pass_rows + row % pass_rows;
+        position.row[r] = tile_.row + row / pass_rows * warp_rows + pass * pass_rows + row % pass_rows;
         position.exists[r] = position.row[r] < params_.m;
         products[r] = staged + row * stride + mine_.column;
       }
@@ -116,16 +116,17 @@ class TileEpilogue {
   // z = alpha * products + beta * c + bias; also stores it in preact_out if present.
   DEVICE void make_preact(const Position& position, int part, const float* const (&products)[kRowsAtOnce],
                           Rows& z) const {
-    load_products(products, part * at_.columns, z);
+    load_products(products, part * tile_.columns, z);
     if (params_.c.data != nullptr) {
       Rows term;
       read(params_.c, offset_c_, position, 0, term);
-      for_elements<kRowsAtOnce>([&](int r, int i) { z.at[r][i] += beta_ * term.at[r][i]; });
+      for_elements<kRowsAtOnce>([&](int r, int i) { z.values[r][i] += beta_ * term.values[r][i]; });
     }
-    if (params_.bias.data != nullptr) for_elements<kRowsAtOnce>([&](int r, int i) { z.at[r][i] += bias_[part][i]; });
+    if (params_.bias.data != nullptr)
+      for_elements<kRowsAtOnce>([&](int r, int i) { z.values[r][i] += bias_[part][i]; });
     if (params_.preact_out.data != nullptr) {
       const int64_t width = (params_.gated ? 2 : 1) * params_.n;
-      write(params_.preact_out, at_.batch * params_.m * width, width, position, part * params_.n, z);
+      write(params_.preact_out, tile_.batch * params_.m * width, width, position, part * params_.n, z);
     }
   }
 
@@ -136,19 +137,19 @@ class TileEpilogue {
       Rows up;
       make_preact(position, 1, products, up);
       with_activation(params_.activation, [&](auto f) {
-        for_elements<kRowsAtOnce>([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]) * up.at[r][i]; });
+        for_elements<kRowsAtOnce>([&](int r, int i) { y.values[r][i] = f.value(y.values[r][i]) * up.values[r][i]; });
       });
     } else {
       with_activation(params_.activation, [&](auto f) {
-        for_elements<kRowsAtOnce>([&](int r, int i) { y.at[r][i] = f.value(y.at[r][i]); });
+        for_elements<kRowsAtOnce>([&](int r, int i) { y.values[r][i] = f.value(y.values[r][i]); });
       });
     }
     if (params_.residual.data != nullptr) {
       Rows term;
       read(params_.residual, offset_residual_, position, 0, term);
-      for_elements<kRowsAtOnce>([&](int r, int i) { y.at[r][i] += term.at[r][i]; });
+      for_elements<kRowsAtOnce>([&](int r, int i) { y.values[r][i] += term.values[r][i]; });
     }
-    write(params_.out, at_.batch * params_.m * params_.n, params_.n, position, 0, y);
+    write(params_.out, tile_.batch * params_.m * params_.n, params_.n, position, 0, y);
   }
 
   DEVICE void backward(const Position& position, const float* const (&products)[kRowsAtOnce]) {
@@ -164,12 +165,12 @@ class TileEpilogue {
     for (int r = 0; r < kRowsAtOnce; ++r) {
       const auto words = arch::load_shared<arch::Words4>(arch::shared_address(products[r] + right));
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) v.at[r][i] = alpha_ * arch::bits_float(words.data[i]);
+      for (int i = 0; i < kVector; ++i) v.values[r][i] = alpha_ * arch::bits_float(words.data[i]);
     }
   }
 
   const GemmParams& params_;
-  const TilePosition at_;
+  const TilePosition tile_;
   const ThreadColumns mine_;
   const int64_t column_;  // this thread's first column in the output
   const int64_t offset_c_;

@@ -41,8 +41,8 @@ struct WorkItem {
   }
 };
 
-// How rows of the output are staged as floats: 64 rows and 32 columns at a time, of pairs 16 and 16; of a swapped tile
-// all of its rows and the 64 columns of the consumer. The padding avoids bank conflicts when fragments are stored.
+// How rows of the output are staged as floats: 64 rows and 32 columns at a time, of gate and up 16 each; of a swapped
+// tile all of its rows and the 64 columns of the consumer. The padding avoids bank conflicts when fragments are stored.
 template <bool swapped, int block_n>
 struct StagedRows {
   static constexpr int kRows = swapped ? block_n : kRowBlock;
@@ -67,9 +67,9 @@ DEVICE void select(const float (&sums)[rows][registers], int part, float (&v)[co
 #pragma unroll
         for (int r = 0; r < count; ++r) v[r] = sums[i][j * count + r];
 }
-// The same for pairs.
+// The same for gate and up.
 template <int count, int rows, int registers>
-DEVICE void select_pairs(const float (&sums)[rows][registers], int part, float (&gate)[count], float (&up)[count]) {
+DEVICE void select_gate_up(const float (&sums)[rows][registers], int part, float (&gate)[count], float (&up)[count]) {
   constexpr int kHalf = registers / 2;
 #pragma unroll
   for (int i = 0; i < rows; ++i)
@@ -105,18 +105,18 @@ DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
     for (int q = 0; q < 4; ++q) m[q] = arch::pack<Out>(v[2 * q], v[2 * q + 1]);
     arch::stmatrix<4>(slab + lane % 16 * kLine + chunk * 16, m);
   } else {
-    // Rows 2i and 2i + 1 use the same pairs of chunks, so odd rows begin with the second column: 8 rows fill all banks.
+    // Rows 2i and 2i + 1 use the same two chunks, so odd rows begin with the second column: 8 rows fill all banks.
     const int odd = lane / 4 % 2;
     const SharedAddress line = slab + lane / 4 * kLine + lane % 2 * 8;
     const int chunk = (column / 4 + lane % 4 / 2) ^ lane / 4;
 #pragma unroll
     for (int r = 0; r < 8; r += 2) {
-      const SharedAddress at = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
+      const SharedAddress to = line + r / 2 % 2 * 8 * kLine + (chunk ^ r / 4 * 2) * 16;
       // Values, not references to an element that `odd` chooses: for those v would have to be on the stack.
       const float left = v[r], right = v[r + 1];
       const float first = odd ? +right : +left, second = odd ? +left : +right;
-      arch::store_shared(at + odd * 4, first);
-      arch::store_shared(at + (4 - odd * 4), second);
+      arch::store_shared(to + odd * 4, first);
+      arch::store_shared(to + (4 - odd * 4), second);
     }
   }
 }
@@ -124,26 +124,26 @@ DEVICE void write_slab(SharedAddress slab, int column, const float (&v)[8]) {
 // The part of the output that this consumer computes of a work item.
 template <class Gemm>
 DEVICE epilogue::TilePosition position_of(const GemmParams& params, const WorkItem& work) {
-  const int of_pair = has_pairs(params) ? 2 : 1, columns = Gemm::Rows::kColumns / of_pair;
+  const int parts = has_gate_up(params) ? 2 : 1, columns = Gemm::Rows::kColumns / parts;
   const int64_t row = int64_t(work.row_tile) * Gemm::kBlockM + Gemm::first_row();
   const int64_t column = int64_t(work.column_tile) * Gemm::kBlockN;
   if constexpr (Gemm::kSwapped)
-    return {work.batch, column, row / of_pair, columns};
+    return {work.batch, column, row / parts, columns};
   else
-    return {work.batch, row, column / of_pair, columns};
+    return {work.batch, row, column / parts, columns};
 }
 
 // Copies the bias of a tile to shared memory, before the products, for store_by_tma.
 template <class Gemm>
 DEVICE void stage_bias(const GemmParams& params, int column_tile, typename Gemm::Storage& shared) {
   if (params.bias.data == nullptr) return;
-  const int width = has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN;
+  const int width = has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN;
   ConsumerThreads::sync();  // the bias of the tile before has been read
   epilogue::with_storage(params.bias.dtype, [&](auto tag) {
     using T = decltype(tag);
     for (int i = ConsumerThreads::index(); i < Gemm::kBlockN; i += kWarpgroup) {
-      const int64_t column = int64_t(column_tile) * width + i % width, at = column + i / width * params.n;
-      const T* const bias = static_cast<const T*>(params.bias.data) + at * params.bias.column_stride;
+      const int64_t column = int64_t(column_tile) * width + i % width, bias_column = column + i / width * params.n;
+      const T* const bias = static_cast<const T*>(params.bias.data) + bias_column * params.bias.column_stride;
       const float x = column < params.n ? arch::to_float(arch::load_global<T>(bias)) : 0.0f;
       arch::store_shared(arch::shared_address(&shared.bias[ConsumerThreads::consumer()][i]), x);
     }
@@ -168,16 +168,16 @@ DEVICE void scale_and_add_bias(const GemmParams& params, const float* bias, floa
 }
 
 // Starts the stores of the slabs of out, preact's gate and preact's up, as one group.
-template <int slab_bytes, bool pairs>
+template <int slab_bytes, bool gate_up>
 DEVICE void send_slabs(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps, SharedAddress slabs,
-                       const int (&at)[4]) {
+                       const int (&coords)[4]) {
   if (plan.tma_add)
-    arch::tma_store<true>(maps.out, slabs, at);
+    arch::tma_store<true>(maps.out, slabs, coords);
   else
-    arch::tma_store(maps.out, slabs, at);
+    arch::tma_store(maps.out, slabs, coords);
   if (params.preact_out.data != nullptr) {
-    arch::tma_store(maps.preact, slabs + slab_bytes, at);
-    if constexpr (pairs) arch::tma_store(maps.preact, slabs + 2 * slab_bytes, {at[0], 1, at[2], at[3]});
+    arch::tma_store(maps.preact, slabs + slab_bytes, coords);
+    if constexpr (gate_up) arch::tma_store(maps.preact, slabs + 2 * slab_bytes, {coords[0], 1, coords[2], coords[3]});
   }
   arch::bulk_commit();
 }
@@ -197,12 +197,12 @@ DEVICE void await_buffers(int sets) {
 
 // out = activation(alpha sums + bias), or += alpha sums; and preact_out: by TMA. The stores are in flight when this
 // returns.
-template <class Gemm, class Out, bool pairs>
+template <class Gemm, class Out, bool gate_up>
 DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                          const epilogue::TilePosition& tile, typename Gemm::Storage& shared,
                          const typename Gemm::Accumulators& sums) {
   constexpr int kCount = 8, kColumns = 2 * kCount;  // at once: more do not fit in registers next to the accumulators
-  constexpr int kSlabs = Gemm::kBlockN / kSlabColumns / (pairs ? 2 : 1);
+  constexpr int kSlabs = Gemm::kBlockN / kSlabColumns / (gate_up ? 2 : 1);
   constexpr int kSlabBytes = kSlabRows * kSlabColumns * sizeof(Out), kBuffers = kSlabsBytes / kSlabBytes;
   const bool with_preact = params.preact_out.data != nullptr;
   // Addresses are computed where they are used: there are no registers to keep them.
@@ -225,13 +225,13 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
     arch::fence_async_shared();
     arch::sync_warp();
     if (ConsumerThreads::is_first_lane())
-      send_slabs<kSlabBytes, pairs>(params, plan, maps, slabs_of(set, sets),
-                                    {int(tile.column) + first, 0, row, tile.batch});
+      send_slabs<kSlabBytes, gate_up>(params, plan, maps, slabs_of(set, sets),
+                                      {int(tile.column) + first, 0, row, tile.batch});
     set = set + 1 < sets ? set + 1 : 0;
   };
   // Products alone, of which there are most: their body is short enough to be unrolled, a third of the instructions. In
   // float32 it needs registers that 192 accumulators do not leave.
-  if constexpr (!pairs && (sizeof(Out) == 2 || Gemm::kRowBlocks * Gemm::kRegisters <= 128))
+  if constexpr (!gate_up && (sizeof(Out) == 2 || Gemm::kRowBlocks * Gemm::kRegisters <= 128))
     if (params.bias.data == nullptr && params.activation == Activation::kNone && !with_preact) {
       const float alpha = float(params.alpha);
 #pragma unroll
@@ -248,7 +248,7 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
         });
       return;
     }
-  const int sets = kBuffers / (with_preact ? pairs ? 3 : 2 : 1);
+  const int sets = kBuffers / (with_preact ? gate_up ? 3 : 2 : 1);
 #pragma unroll 1
   for (int i = 0; i < Gemm::kRowBlocks * kSlabs; ++i)
     with_slab(i, sets, [&](int first) {
@@ -256,8 +256,8 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
       for (int column = 0; column < kSlabColumns; column += kColumns) {
         const int part = (i * kSlabColumns + column) / kColumns;
         float v[kCount], up[kCount];
-        if constexpr (pairs) {
-          select_pairs(sums, part, v, up);
+        if constexpr (gate_up) {
+          select_gate_up(sums, part, v, up);
           scale_and_add_bias(params, bias_of(Gemm::kBlockN / 2 + first + column), up);
           if (with_preact) write_slab<Out>(slabs_of(set, sets) + 2 * kSlabBytes, column, up);
         } else {
@@ -269,7 +269,7 @@ DEVICE void store_by_tma(const GemmParams& params, const GemmPlan& plan, const T
 #pragma unroll
           for (float& x : v) x = f.value(x);
         });
-        if constexpr (pairs)
+        if constexpr (gate_up)
 #pragma unroll
           for (int r = 0; r < kCount; ++r) v[r] *= up[r];
         write_slab<Out>(slabs_of(set, sets), column, v);
@@ -287,14 +287,14 @@ DEVICE void store_rows(const GemmParams& params, const GemmPlan& plan, const epi
   float* const staged = reinterpret_cast<float*>(shared.staging[ConsumerThreads::consumer()]);
 #pragma unroll 1
   for (int part = 0; part < Gemm::kRowBlocks * kParts; ++part) {
-    epilogue::TilePosition at = tile;
-    at.row += part / kParts * kRowBlock;
-    at.column += part % kParts * at.columns;
-    if (at.row >= params.m || at.column >= params.n) continue;
+    epilogue::TilePosition position = tile;
+    position.row += part / kParts * kRowBlock;
+    position.column += part % kParts * position.columns;
+    if (position.row >= params.m || position.column >= params.n) continue;
     float v[kCount];
-    if (!Gemm::kSwapped && has_pairs(params)) {
+    if (!Gemm::kSwapped && has_gate_up(params)) {
       float gate[kCount / 2], up[kCount / 2];
-      select_pairs(sums, part, gate, up);
+      select_gate_up(sums, part, gate, up);
 #pragma unroll
       for (int r = 0; r < kCount; ++r) v[r] = r < kCount / 2 ? gate[r] : up[r - kCount / 2];
     } else {
@@ -313,11 +313,11 @@ DEVICE void store_rows(const GemmParams& params, const GemmPlan& plan, const epi
       });
     }
     ConsumerThreads::sync();
-    typename Rows::Epilogue rows(params, at);
+    typename Rows::Epilogue rows(params, position);
     rows.run(staged, 0);
     if (plan.bias_sums == nullptr) continue;
     ConsumerThreads::sync();
-    rows.store_sums(staged, plan.bias_sums + at.row / kRowBlock * (params.gated ? 2 : 1) * params.n);
+    rows.store_sums(staged, plan.bias_sums + position.row / kRowBlock * (params.gated ? 2 : 1) * params.n);
   }
 }
 

@@ -6,8 +6,8 @@
 
 namespace cuda_ext::sm80 {
 
-// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would turn
-// a finite number into an infinity. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
+// Rounds to the nearest tf32. mma ignores the lower 13 bits, so half of the last place is added, unless that would make
+// an infinity of a finite number. Infinities and NaN are unchanged. (cvt.rna does the same at a quarter of the speed
 // of integer arithmetic. The comparison is one of floats because those have a free absolute value.)
 DEVICE uint32_t round_to_tf32(uint32_t bits) {
   const float first_that_overflows = arch::bits_float(0x7f7ff000u);
@@ -16,7 +16,7 @@ DEVICE uint32_t round_to_tf32(uint32_t bits) {
 
 // x = high + low / kLowScale, up to 2^-23 x. high is the nearest tf32, not a truncated one: low is then half as large
 // and of either sign, so that the dropped products of two lows have no bias. The scale preserves the bits of a low that
-// would be subnormal. Some x cannot be split and turn the sums they enter into infinities or NaN: infinities and NaN
+// would be subnormal. Some x cannot be split and make the sums they enter infinities or NaN: infinities and NaN
 // (low is NaN), the largest numbers (high overflows), and others beyond 2^126 (low overflows).
 constexpr float kLowScale = 0x1p13f;
 DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
@@ -25,23 +25,23 @@ DEVICE void split_tf32(uint32_t bits, uint32_t& high, uint32_t& low) {
 }
 
 // The column of b for column `index` of a tile; -1 if it is outside the matrix.
-DEVICE int64_t column_of_b(const GemmParams& params, const epilogue::TilePosition& at, int index) {
-  const bool up = index >= at.columns;
-  const int64_t column = at.column + index - (up ? at.columns : 0);
+DEVICE int64_t column_of_b(const GemmParams& params, const epilogue::TilePosition& position, int index) {
+  const bool up = index >= position.columns;
+  const int64_t column = position.column + index - (up ? position.columns : 0);
   return column >= params.n ? -1 : up ? column + params.n : column;
 }
 
 // A thread's sums over its block's k tiles, in float32 arithmetic, directly from global memory.
 template <class Gemm>
-DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
+DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& position,
                                 typename Gemm::Accumulators& sums) {
   using epilogue::offset_of;
-  const int64_t row = at.row + Gemm::warp_row() * Gemm::kWarpM + arch::lane_index() / 4;
+  const int64_t row = position.row + Gemm::warp_row() * Gemm::kWarpM + arch::lane_index() / 4;
   const int column = Gemm::warp_column() * Gemm::kWarpN + arch::lane_index() % 4 * 2;  // of the tile
   const auto* const batch_a = static_cast<const float*>(params.a.data) + row * params.a.row_stride +
-                              offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides);
+                              offset_of(position.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides);
   const auto* const batch_b = static_cast<const float*>(params.b.data) +
-                              offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides);
+                              offset_of(position.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides);
 #pragma unroll
   for (auto& row_of_sums : sums)
 #pragma unroll
@@ -69,7 +69,7 @@ DEVICE void multiply_in_float32(const GemmParams& params, const GemmPlan& plan, 
       for (int j = 0; j < Gemm::kColumns; ++j)
 #pragma unroll
         for (int q = 0; q < 2; ++q) {
-          const int64_t b_column = column_of_b(params, at, column + j * 8 + q);
+          const int64_t b_column = column_of_b(params, position, column + j * 8 + q);
           const float b = b_column >= 0 ? arch::load_global<float>(from_b + b_column * params.b.column_stride) : 0.0f;
 #pragma unroll
           for (int i = 0; i < 2 * Gemm::kRows; ++i) sums[i / 2][j][i % 2 * 2 + q] += a[i] * b;

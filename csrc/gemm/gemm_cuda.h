@@ -18,7 +18,4 @@ sm90::GemmChoice choose_gemm_sm90(const GemmParams& params, Float32Product float
 void launch_gemm_cuda(const GemmParams& params, const AllocateWorkspace& allocate, void* stream, Float32Product float32,
                       const Restriction& only);
 
-// Launches the gradient through an activation and a bias on `stream`. Any dtypes except float64.
-void launch_activation_grad_cuda(const ActivationGradParams& params, const AllocateWorkspace& allocate, void* stream);
-
 }  // namespace cuda_ext

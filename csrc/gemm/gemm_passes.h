@@ -1,14 +1,19 @@
-// The small kernels around a product: one before it if blocks divide k, one after it if there are column sums.
+// The small kernels around a product: before it if blocks divide k, after it if there are column sums, and the gradient
+// of an activation. On `stream`, an rt::Stream.
 #pragma once
 
+#include "base/workspace.h"
 #include "gemm/gemm.h"
 
 namespace cuda_ext {
 
-// Resets the counters by which the last block of a tile to arrive recognises itself. On `stream`, an rt::Stream.
+// Resets the counters by which the last block of a tile to arrive recognises itself.
 void launch_clear_arrivals(uint32_t* arrivals, int count, void* stream);
 
 // out (width,) = the column sums of block_sums (blocks, width).
 void launch_add_block_sums(const float* block_sums, int64_t blocks, int64_t width, const Output& out, void* stream);
+
+// The gradient through an activation and a bias, where no product has it in its epilogue. Any dtypes except float64.
+void launch_activation_grad_cuda(const ActivationGradParams& params, const AllocateWorkspace& allocate, void* stream);
 
 }  // namespace cuda_ext

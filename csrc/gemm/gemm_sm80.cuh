@@ -5,10 +5,10 @@
 // Tile           A block computes (block_m, block_n) of the output and loops over k, and over the reduced products,
 //                block_k at a time. If the product is gated, the left half of the tile are gate columns and the right
 //                half the corresponding up columns, so that it covers block_n / 2 columns of the output. Sizes: kTiles
-//                in plan_sm80.h.
+//                in tiles_sm80.h.
 // Warps          (warps_m, warps_n) of them share the tile; all have the same role, and all threads take part in
 //                copies.
-// Pipeline       A ring of `stages` pairs of operand tiles, filled by cp.async. Each thread waits for its own copies
+// Pipeline       A ring of `stages` tiles of each operand, filled by cp.async. Each thread waits for its own copies
 //                with cp.async.wait_group before the barrier of a k tile.
 // Barriers       sync_threads, all threads. One before the loop and one per k tile: the next tile has arrived, and the
 //                previous one has been read. Two around the split-k arrival. Before and after staging each pass of the
@@ -64,7 +64,7 @@ struct Gemm {
   static_assert(kWarpN % 16 == 0 && kSteps % 2 == 0);
 
   // The result is staged in shared memory in passes of 64 rows, kPassRows of each row of warps. Rows are padded by 8
-  // floats to avoid bank conflicts: a warp stores float pairs of 8 rows at once.
+  // floats to avoid bank conflicts: a warp stores two floats of each of 8 rows at once.
   static constexpr int kStagedRows = 64;
   static constexpr int kPassRows = kStagedRows / kWarpsM;
   static constexpr int kPasses = kBlockM / kStagedRows;
@@ -97,11 +97,11 @@ struct Gemm {
     // With three tf32 products: the low parts of a and of b's first column, whose high parts replace them in a and b.
     uint32_t low_a[kRows][4], low_b[2];
 
-    DEVICE void load(arch::SharedAddress at_a, arch::SharedAddress at_b, int step) {
+    DEVICE void load(arch::SharedAddress lane_a, arch::SharedAddress lane_b, int step) {
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], at_a, i, step);
+      for (int i = 0; i < kRows; ++i) TileA::load_fragment(a[i], lane_a, i, step);
 #pragma unroll
-      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], at_b, j, step);
+      for (int j = 0; j < kColumns / 2; ++j) TileB::load_fragment(b[j], lane_b, j, step);
     }
 
     // Converts the loaded fragments, so that `multiply` can start at once.
@@ -243,22 +243,22 @@ DEVICE epilogue::TilePosition find_tile(const GemmPlan& plan, int tile, int bloc
 // sums = the products of this block's k tiles: the kernel's main loop. One function, because its parts share the state
 // of the pipeline, and the compiler's allocation of registers depends on their order.
 template <class Gemm>
-DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& at,
+DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const epilogue::TilePosition& position,
                            typename Gemm::Storage& shared, typename Gemm::Accumulators& sums) {
   const int first = arch::block_y() * plan.split_k_tiles;
   int left = plan.all_k_tiles - first;  // k tiles to multiply
   if (left > plan.split_k_tiles) left = plan.split_k_tiles;
   if (left <= 0) return;
 
-  typename Gemm::CopyA copy_a(params.a.data, plan.a, at.row, params.m, false);
-  typename Gemm::CopyB copy_b(params.b.data, plan.b, at.column, params.n, has_pairs(params));
+  typename Gemm::CopyA copy_a(params.a.data, plan.a, position.row, params.m, false);
+  typename Gemm::CopyB copy_b(params.b.data, plan.b, position.column, params.n, has_gate_up(params));
   const auto advance_elements = [&](int64_t a, int64_t b) {
     copy_a.advance(a * int64_t(sizeof(typename Gemm::Element)));
     copy_b.advance(b * int64_t(sizeof(typename Gemm::Element)));
   };
   using epilogue::offset_of;
-  advance_elements(offset_of(at.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
-                   offset_of(at.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
+  advance_elements(offset_of(position.batch, params.batch_dims, params.batch_sizes, params.a.batch_strides),
+                   offset_of(position.batch, params.batch_dims, params.batch_sizes, params.b.batch_strides));
   int product = first / plan.k_tiles;  // to copy from next
   const int k_tile = first % plan.k_tiles;
   int product_left = plan.k_tiles - k_tile;  // its k tiles that are still to be copied
@@ -307,11 +307,13 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
 
   constexpr int kAhead = Gemm::kStages - 1;
   constexpr int kCopyStep = Gemm::kSteps > 2 ? 1 : 0;  // if possible not step 0, so that its products start at once
+  // Fill the ring, but for one stage.
 #pragma unroll 1
   for (int tile = 0; tile < kAhead; ++tile) {
     if (tile < left) copy_next(tile * kStageBytes);
     arch::cp_async_commit();
   }
+  // Wait for the first stage.
   arch::cp_async_wait<kAhead - 1>();
   arch::sync_threads();
   load(0, 0, 0);
@@ -322,8 +324,10 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
 #pragma unroll
     for (int step = 0; step < Gemm::kSteps; ++step) {
       if (step + 1 < Gemm::kSteps) {
+        // Load the next fragments while these are multiplied.
         load((step + 1) % 2, stage, step + 1);
       } else {
+        // Wait for the next stage. The barrier also says that all warps have read this one.
         arch::cp_async_wait<kAhead - 1>();
         arch::sync_threads();
         free_stage = stage;
@@ -331,9 +335,11 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         load(0, stage, 0);  // unused after the last tile; a branch would cost registers
       }
       if (step == kCopyStep) {
+        // Start to fill the free stage.
         copy(free_stage);
         arch::cp_async_commit();  // possibly empty, so that wait_group counts groups correctly
       }
+      // Convert the next fragments under these products.
       fragments[step % 2].multiply(sums);
       fragments[(step + 1) % 2].prepare();
     }
@@ -354,6 +360,7 @@ DEVICE void multiply_tiles(const GemmParams& params, const GemmPlan& plan, const
         copy_b.copy_whole(stages + to + offsetof(Stage, b));
       });
     }
+    // The last k tile of a product, or any that is not whole.
     multiply_tile(left == 1, [&](SharedAddress to) {
       if (left > kAhead) copy_next(to);
     });
@@ -387,23 +394,26 @@ GLOBAL(Gemm::kThreads, Gemm::kMinBlocks)
 gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   SHARED_STORAGE(typename Gemm::Storage, shared);
   const auto tile_at = [&](int block) {
-    return find_tile(plan, block, Gemm::kBlockM, has_pairs(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
+    return find_tile(plan, block, Gemm::kBlockM, has_gate_up(params) ? Gemm::kBlockN / 2 : Gemm::kBlockN);
   };
-  epilogue::TilePosition at = tile_at(arch::block_x());
+  epilogue::TilePosition position = tile_at(arch::block_x());
   typename Gemm::Accumulators sums = {};
   if constexpr (Gemm::kArithmetic == Arithmetic::kThreeTf32) {
-    if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, at, shared, sums);
-    at = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
-    if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, at, sums);
+    if (!plan.in_float32) multiply_tiles<Gemm>(params, plan, position, shared, sums);
+    position = tile_at(arch::opaque_block_x());  // recomputed, because the products leave no registers to keep it
+    // An infinity or NaN may be the method's, not the product's.
+    if (plan.in_float32 || !Gemm::are_finite(sums)) multiply_in_float32<Gemm>(params, plan, position, sums);
   } else {
-    multiply_tiles<Gemm>(params, plan, at, shared, sums);
+    multiply_tiles<Gemm>(params, plan, position, shared, sums);
   }
+  // The last block of a tile to arrive has the sums of all; the others are done.
   if (plan.splits > 1 && !add_splits<Gemm>(plan, shared.arrived, sums)) return;
 
   arch::sync_threads();  // all warps have read the last stage
   Gemm::stage_result(shared.result, sums, 0);
   arch::sync_threads();
-  typename Gemm::Epilogue tile_epilogue(params, at);
+  typename Gemm::Epilogue tile_epilogue(params, position);
+  // Stage a part of the rows, and run the epilogue on it.
 #pragma unroll 1  // the code is long
   for (int pass = 0;; ++pass) {
     tile_epilogue.run(shared.result, pass);
@@ -415,7 +425,7 @@ gemm_sm80(GRID_CONSTANT GemmParams params, GRID_CONSTANT GemmPlan plan) {
   if (plan.bias_sums != nullptr) {
     arch::sync_threads();
     tile_epilogue.store_sums(shared.result,
-                             plan.bias_sums + at.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
+                             plan.bias_sums + position.row / Gemm::kBlockM * (params.gated ? 2 : 1) * params.n);
   }
 }
 

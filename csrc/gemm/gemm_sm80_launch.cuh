@@ -48,7 +48,7 @@ void launch_with(const GemmParams& params, const Restriction& only, const Alloca
                  rt::Stream stream) {
   if (is_empty(params)) return;
   check_operand("a", params.a, params.m, params.k);
-  check_operand("b", params.b, params.k, has_pairs(params) ? 2 * params.n : params.n);
+  check_operand("b", params.b, params.k, has_gate_up(params) ? 2 * params.n : params.n);
   GemmPlan plan = choose_plan(params, arithmetic, rates_of(rt::describe_device("gemm_sm80")), only);
   provide_workspace("gemm_sm80", allocate, [&](void* data) {
     return assign_workspace(params, kTiles[int(arithmetic)][plan.shape], data, plan);

@@ -1,15 +1,15 @@
 // GEMM with fused epilogues for Hopper (sm_90a): TMA, wgmma and warp specialisation, for float16, bfloat16 and tf32.
 //
 // Problem        GemmParams in gemm.h.
-// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in plan_sm90.h. If the
-//                config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
-//                transposed when it is staged. If columns are pairs, half of the tile's lines of the problem's b are
+// Tile           (block_m, block_n) of a product a @ b, in k tiles of 128 bytes. Sizes: kConfigs in tiles_sm90.h. If
+//                the config is swapped, the product is out^T = b^T a^T: its a is the problem's b, and the tile is
+//                transposed when it is staged. If the product is gated, half of the tile's lines of the problem's b are
 //                gate columns and half are the corresponding up columns.
 // Blocks         are persistent: cluster c computes work items c, c + clusters, ... A work item is a tile for each
 //                block of a row of the cluster, adjacent along m, or if k is split through memory a part of its k.
 // Warpgroups     0: its first warp is the producer, which loads. 1, 2: consumers, which multiply and store
-//                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take the
-//                items in turn, and one multiplies while the other stores.
+//                (warpgroup_m, block_n). Cooperative: they are the two halves of each tile. Ping-pong: they take
+//                items alternately, and one multiplies while the other stores.
 // Cluster        (k_blocks, cluster) blocks. Those of a row have tiles with the same columns, and each loads its part
 //                of b's tile for all of them. Those of a column have the same tile, and a part of its k tiles each; the
 //                first adds the sums of the others, in the order of k, to its own and stores the tile. If k_blocks is
@@ -30,7 +30,7 @@
 // Products       A stage is one group of wgmma. While it is in flight, the consumer waits for the stage before,
 //                releases it, and waits for the next to arrive. The first product of an item overwrites the
 //                accumulators.
-// Epilogue       Scale, bias, activation, pre-activation and pairs, or a sum in place in float32: from registers to
+// Epilogue       Scale, bias, activation, pre-activation and gate, or a sum in place in float32: from registers to
 //                shared memory and by TMA to the outputs, while the warps go on. Others go through shared memory as
 //                floats, 32 columns at a time, to the epilogue that sm_80 uses (epilogue.cuh).
 // Split k        Within a cluster (see there), or through memory as in gemm_sm80.cuh: the last block of a tile to
@@ -140,13 +140,13 @@ struct Gemm {
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int i = 0; i < kRowBlocks; ++i) {
-        const uint64_t at_a = arch::advance_descriptor(a, i * kRowBlock * kLineBytes + step * kStepBytesA);
-        const uint64_t at_b = arch::advance_descriptor(b, step * kStepBytesB);
+        const uint64_t step_a = arch::advance_descriptor(a, i * kRowBlock * kLineBytes + step * kStepBytesA);
+        const uint64_t step_b = arch::advance_descriptor(b, step * kStepBytesB);
         const int scale_d = step > 0 ? 1 : 1 - overwrite;
         if constexpr (sizeof(T) == 2)
-          arch::wgmma_m64k16<T, a_major, b_major>(sums[i], at_a, at_b, scale_d);
+          arch::wgmma_m64k16<T, a_major, b_major>(sums[i], step_a, step_b, scale_d);
         else
-          arch::wgmma_m64k8_tf32(sums[i], at_a, at_b, scale_d);
+          arch::wgmma_m64k8_tf32(sums[i], step_a, step_b, scale_d);
       }
   }
 
@@ -165,17 +165,17 @@ DEVICE void load_box(SharedAddress to, const arch::TensorMap& map, Barrier& full
                      const int (&outer)[3], uint16_t blocks) {
   if (batched) {
     const auto get = [&](int i) { return arch::load_shared<int>(arch::shared_address(outer + i)); };
-    const int at[5] = {x, y, get(0), get(1), get(2)};
+    const int coords[5] = {x, y, get(0), get(1), get(2)};
     if (blocks != 0)
-      arch::tma_load_multicast(to, map, full, at, blocks);
+      arch::tma_load_multicast(to, map, full, coords, blocks);
     else
-      arch::tma_load(to, map, full, at);
+      arch::tma_load(to, map, full, coords);
   } else {
-    const int at[2] = {x, y};
+    const int coords[2] = {x, y};
     if (blocks != 0)
-      arch::tma_load_multicast(to, map, full, at, blocks);
+      arch::tma_load_multicast(to, map, full, coords, blocks);
     else
-      arch::tma_load(to, map, full, at);
+      arch::tma_load(to, map, full, coords);
   }
 }
 
@@ -187,9 +187,9 @@ DEVICE int line_of_piece(const OperandLoads& loads, int piece) {
 }
 
 // The producer, a warp: fills the ring with the operands of all work items. A tile has a few pieces: several of an
-// operand that is not contiguous along k, or has pairs; those of b are divided among the blocks of a row, which load
-// them for all. Each piece has a lane, because the producer must not take longer for a k tile than the tensor cores; so
-// its loop has no division either.
+// operand that is not contiguous along k, or has gate and up; those of b are divided among the blocks of a row, which
+// load them for all. Each piece has a lane, because the producer must not take longer for a k tile than the tensor
+// cores; so its loop has no division either.
 template <class Gemm>
 DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
@@ -197,7 +197,7 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
     arch::store_shared(arch::shared_address(shared.outer.a + arch::opaque_thread_index()), 0);
     arch::store_shared(arch::shared_address(shared.outer.b + arch::opaque_thread_index()), 0);
   }
-  Ring<Gemm::kStages> at;
+  Ring<Gemm::kStages> ring;
 #pragma unroll 1
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters) {
     const WorkItem work = Gemm::work_item(plan, item);
@@ -213,8 +213,9 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
     if (params.batch_dims > 0)
       shared.outer.set(work.batch, params.batch_dims, params.batch_sizes, plan.a.batch_slots, plan.b.batch_slots);
 #pragma unroll 1
-    for (int index = work.first_k_tile; index < work.first_k_tile + work.k_tiles; ++index, at.advance()) {
+    for (int index = work.first_k_tile; index < work.first_k_tile + work.k_tiles; ++index, ring.advance()) {
       int k = index;
+      // The coordinates of the product, among those that are summed.
       if (params.reduced_dims > 0) {
         const int product = index / plan.k_tiles;
         k -= product * plan.k_tiles;
@@ -222,11 +223,13 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
                          plan.b.reduced_slots);
       }
       k *= Gemm::kBlockK;
-      arch::barrier_wait_relaxed(shared.empty[at.stage], at.parity ^ 1);
-      Barrier& full = shared.full[at.stage];
+      // Wait until all consumers have released the stage.
+      arch::barrier_wait_relaxed(shared.empty[ring.stage], ring.parity ^ 1);
+      Barrier& full = shared.full[ring.stage];
       if (lane == 0) arch::barrier_arrive_expect(full, sizeof(typename Gemm::Stage));
-      const SharedAddress to = arch::shared_address(&shared.stages[at.stage]) + offset;
+      const SharedAddress to = arch::shared_address(&shared.stages[ring.stage]) + offset;
       constexpr bool kAlongKA = Gemm::kAMajor == Major::kK, kAlongKB = Gemm::kBMajor == Major::kK;
+      // Load this lane's piece.
       if (of_a) load_box(to, maps.a, full, plan.a.batched, kAlongKA ? k : line, kAlongKA ? line : k, shared.outer.a, 0);
       if (of_b)
         load_box(to, maps.b, full, plan.b.batched, kAlongKB ? k : line, kAlongKB ? line : k, shared.outer.b,
@@ -235,9 +238,9 @@ DEVICE void produce(const GemmParams& params, const GemmPlan& plan, const Tensor
   }
 }
 
-// sums = the products of a work item. `at` advances by its k tiles. Calls `issued` when its last product is issued.
+// sums = the products of a work item. `ring` advances by its k tiles. Calls `issued` when its last product is issued.
 template <class Gemm, class F>
-DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, int k_tiles, Ring<Gemm::kStages>& at,
+DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, int k_tiles, Ring<Gemm::kStages>& ring,
                           typename Gemm::Accumulators& sums, const F& issued) {
   const uint64_t a = Gemm::descriptor(shared.stages[0].a + Gemm::first_row() * kLineBytes, Gemm::kAMajor);
   const uint64_t b = Gemm::descriptor(shared.stages[0].b, Gemm::kBMajor);
@@ -251,17 +254,21 @@ DEVICE void multiply_item(const GemmPlan& plan, typename Gemm::Storage& shared, 
   int before = -1;  // the stage that products in flight may still read
   int left = k_tiles;
   do {  // there is at least one; ptxas serialises the products of a loop that could have none
-    arch::barrier_wait(shared.full[at.stage], at.parity);
-    const int offset = at.stage * int(sizeof(typename Gemm::Stage));
+    // Wait for the stage.
+    arch::barrier_wait(shared.full[ring.stage], ring.parity);
+    const int offset = ring.stage * int(sizeof(typename Gemm::Stage));
+    // Issue the products of the k tile.
     arch::wgmma_fence(sums);
     Gemm::multiply(sums, arch::advance_descriptor(a, offset), arch::advance_descriptor(b, offset), before < 0);
     arch::wgmma_commit();
+    // Wait for the products before, and release their stage to the producer.
     arch::wgmma_wait<1>();
     if (before >= 0) release(before);
-    before = at.stage;
-    at.advance();
+    before = ring.stage;
+    ring.advance();
   } while (--left > 0);
   issued();
+  // Wait for all products, and release the last stage.
   arch::wgmma_wait<0>(sums);
   release(before);
 }
@@ -297,7 +304,8 @@ DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared,
   if (sender >= 0) {
     const SharedAddress to =
         arch::mapa(arch::shared_address(shared.sums + sender * kTile + first_vector<Gemm>()), first);
-    for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_shared_cluster(to + at * 4, words_of(x)); });
+    for_vectors<Gemm>(sums,
+                      [&](int offset, const float* x) { arch::store_shared_cluster(to + offset * 4, words_of(x)); });
     ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
     if (ConsumerThreads::index() == 0) arch::barrier_arrive_remote(arch::mapa(arch::shared_address(&sent), first));
     return false;
@@ -306,7 +314,8 @@ DEVICE bool add_in_cluster(const GemmPlan& plan, typename Gemm::Storage& shared,
   SharedAddress from = arch::shared_address(shared.sums + first_vector<Gemm>());
 #pragma unroll 1
   for (int other = 1; other < plan.k_blocks; ++other, from += kTile * sizeof(float))
-    for_vectors<Gemm>(sums, [&](int at, float* x) { add_words(x, arch::load_shared<arch::Words4>(from + at * 4)); });
+    for_vectors<Gemm>(sums,
+                      [&](int offset, float* x) { add_words(x, arch::load_shared<arch::Words4>(from + offset * 4)); });
   return true;
 }
 
@@ -320,7 +329,7 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   const int64_t split_floats = plan.tiles() * kTile;
   float* const first = plan.partials + tile * kTile + first_vector<Gemm>();  // (splits, tiles, kTile)
   float* const mine = first + work.split * split_floats;
-  for_vectors<Gemm>(sums, [&](int at, const float* x) { arch::store_global(mine + at, words_of(x)); });
+  for_vectors<Gemm>(sums, [&](int offset, const float* x) { arch::store_global(mine + offset, words_of(x)); });
   ConsumerThreads::sync();  // the arrival releases what the whole warpgroup has written
   if (ConsumerThreads::index() == 0) arrived = arch::atomic_add_acq_rel(plan.arrivals + tile * kConsumers + part, 1u);
   ConsumerThreads::sync();
@@ -332,8 +341,8 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
   const float* partial = first;
 #pragma unroll 1
   for (int split = 0; split < plan.splits; ++split, partial += split_floats)
-    for_vectors<Gemm>(sums,
-                      [&](int at, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + at)); });
+    for_vectors<Gemm>(
+        sums, [&](int offset, float* x) { add_words(x, arch::load_global_streaming<arch::Words4>(partial + offset)); });
   return true;
 }
 
@@ -341,12 +350,13 @@ DEVICE bool add_splits(const GemmPlan& plan, const WorkItem& work, uint32_t& arr
 template <class Gemm>
 DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const TensorMaps& maps,
                     typename Gemm::Storage& shared) {
-  Ring<Gemm::kStages> at;
+  Ring<Gemm::kStages> ring;
   int turn = 0;
   for (int item = arch::block_x() / plan.cluster_blocks(); item < plan.items; item += plan.clusters, turn ^= 1) {
     const WorkItem next = Gemm::work_item(plan, item);
     if (Gemm::kPingPong && turn != ConsumerThreads::consumer()) {
-      at.skip(next.k_tiles);
+      // The other consumer's item.
+      ring.skip(next.k_tiles);
       continue;
     }
     if (plan.tma_store) stage_bias<Gemm>(params, next.column_tile, shared);
@@ -355,7 +365,8 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
     if (Gemm::kPingPong && !is_first)
       arch::named_barrier_sync(kTurnBarriers + ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     typename Gemm::Accumulators sums;
-    multiply_item<Gemm>(plan, shared, next.k_tiles, at, sums, [&] {
+    multiply_item<Gemm>(plan, shared, next.k_tiles, ring, sums, [&] {
+      // The other consumer multiplies while this one stores.
       if (Gemm::kPingPong && !is_last)
         arch::named_barrier_arrive(kTurnBarriers + 1 - ConsumerThreads::consumer(), kConsumers * kWarpgroup);
     });
@@ -376,7 +387,7 @@ DEVICE void consume(const GemmParams& params, const GemmPlan& plan, const Tensor
       }
     if constexpr (!Gemm::kSwapped) {
       using T = typename Gemm::Element;
-      if (has_pairs(params)) {
+      if (has_gate_up(params)) {
         if constexpr (!Gemm::kTmaOnly) store_by_tma<Gemm, T, true>(params, plan, maps, tile, shared, sums);
       } else if (sizeof(T) == 4 || params.out.dtype == Dtype::kFloat32) {
         store_by_tma<Gemm, float, false>(params, plan, maps, tile, shared, sums);

@@ -21,12 +21,12 @@ class TileCopy {
   static_assert(!Tile::kKMajor || kPasses % 2 == 0, "a pass must lie in one half of the tile");
 
  public:
-  // The tile at [first, first + kExtent) of an operand of `size` along the extent. With pairs the operand has 2 size,
-  // and the second half of the tile begins at first + size.
-  DEVICE TileCopy(const void* data, const ByteStrides& strides, int64_t first, int64_t size, bool pairs)
+  // The tile at [first, first + kExtent) of an operand of `size` along the extent. With gate and up the operand has 2
+  // size, and the second half of the tile begins at first + size.
+  DEVICE TileCopy(const void* data, const ByteStrides& strides, int64_t first, int64_t size, bool gate_up)
       : strides_(strides) {
     const int line = arch::thread_index() / Tile::kChunks, chunk = arch::thread_index() % Tile::kChunks;
-    const int half = pairs ? Tile::kExtent / 2 : Tile::kExtent;
+    const int half = gate_up ? Tile::kExtent / 2 : Tile::kExtent;
     const int inside = size - first < half ? int(size - first) : half;  // of each half
     inside_ = inside == half;
     offset_ = Tile::offset(line, chunk);

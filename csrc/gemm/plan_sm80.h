@@ -33,18 +33,19 @@ inline Rates rates_of(const rt::Device& device) {
   return {device.num_sms, {1024, 512, 512.0 / 3}, 36};
 }
 
-// `line_stride` in elements; `pairs`: the number of column pairs, 0 if columns are not paired; `extent`: of the tile.
+// `line_stride` in elements; `gate_columns`: 0 if there are no gate and up; `extent`: of the tile.
 inline ByteStrides byte_strides(const GemmParams& params, const Operand& operand, const int64_t* reduced_strides,
-                                bool k_major, int64_t line_stride, int64_t pairs, int extent, const GemmConfig& tile) {
+                                bool k_major, int64_t line_stride, int64_t gate_columns, int extent,
+                                const GemmConfig& tile) {
   const int64_t size = size_of(operand.dtype);
   const int64_t chunks = (k_major ? tile.block_k : extent) * size / 16;  // of a line
   ByteStrides strides;
   strides.line = line_stride * size;
   strides.pass = tile.threads() / chunks * strides.line;
   strides.k_tile = tile.block_k * (k_major ? size : strides.line);
-  if (k_major && pairs > 0) strides.upper = (pairs - extent / 2) * strides.line;
+  if (k_major && gate_columns > 0) strides.upper = (gate_columns - extent / 2) * strides.line;
   // The largest of 16, 4 and 2 that divides the address and all steps to what is read.
-  int64_t bits = line_stride | (k_major ? 0 : pairs);
+  int64_t bits = line_stride | (k_major ? 0 : gate_columns);
   for (int d = 0; d < params.batch_dims; ++d) bits |= operand.batch_strides[d];
   for (int d = 0; d < params.reduced_dims; ++d) bits |= reduced_strides[d];
   bits = bits * size | int64_t(reinterpret_cast<uintptr_t>(operand.data));
@@ -93,14 +94,14 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
                             const Restriction& only = {}) {
   constexpr int kMaxSplits = 32;
   constexpr int kMinSplitTiles = 4;  // about the time to fill the pipeline
-  const bool pairs = has_pairs(params);
+  const bool gate_up = has_gate_up(params);
   GemmPlan best;
   double best_cycles = std::numeric_limits<double>::infinity();
   for (int shape = 0; shape < kNumShapes[int(arithmetic)]; ++shape) {
     if (only.config >= 0 && shape != only.config) continue;
     const GemmConfig& tile = kTiles[int(arithmetic)][shape];
     const int64_t row_tiles = ceil_div(params.m, tile.block_m);
-    const int64_t column_tiles = ceil_div(params.n, pairs ? tile.block_n / 2 : tile.block_n);
+    const int64_t column_tiles = ceil_div(params.n, gate_up ? tile.block_n / 2 : tile.block_n);
     const int64_t k_tiles = ceil_div(params.k, tile.block_k);
     GemmPlan plan;
     plan.shape = shape;
@@ -135,9 +136,9 @@ inline GemmPlan choose_plan(const GemmParams& params, Arithmetic arithmetic, con
   best.in_float32 = params.k * product_of(params.reduced_dims, params.reduced_sizes) <= kMaxFloat32Sum;
   best.a = byte_strides(params, params.a, params.reduced_strides_a, a_k_major,
                         a_k_major ? params.a.row_stride : params.a.column_stride, 0, tile.block_m, tile);
-  best.b =
-      byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
-                   b_k_major ? params.b.column_stride : params.b.row_stride, pairs ? params.n : 0, tile.block_n, tile);
+  best.b = byte_strides(params, params.b, params.reduced_strides_b, b_k_major,
+                        b_k_major ? params.b.column_stride : params.b.row_stride, gate_up ? params.n : 0, tile.block_n,
+                        tile);
   return best;
 }
 

@@ -30,7 +30,7 @@ struct Rates {
   static constexpr double kRemoteLatency = 180;  // cycles
 
   // Clusters that run at once. They do not cross the borders of GPCs, which have 16 or 18 SMs, or fewer: on an H100, 32
-  // clusters of 4 took two turns.
+  // clusters of 4 took two waves.
   int clusters_at_once(int blocks) const {
     constexpr int kGpc = 16;
     if (blocks <= 2 || num_sms < 2 * kGpc) return std::max(1, num_sms / blocks);
@@ -44,7 +44,7 @@ inline double cycles_of_mma_sync(const GemmParams& params, const Copies& copies,
   constexpr double kMultiplyAdds = 700, kMultiplyAddsTf32 = 370;  // per cycle and SM
   constexpr double kKTile = 500, kWarpLoad = 6;                   // cycles; of a tile of 128 x 128 x 32
   constexpr int kTile = 128, kDepth = 32;
-  const double columns = double(params.n) * (has_pairs(params) ? 2 : 1);
+  const double columns = double(params.n) * (has_gate_up(params) ? 2 : 1);
   const double batches = double(product_of(params.batch_dims, params.batch_sizes));
   const double depth = double(params.k) * double(product_of(params.reduced_dims, params.reduced_sizes));
   double loads = 0;  // warp instructions of a k tile
@@ -114,11 +114,11 @@ inline double epilogue_bytes(const GemmParams& params) {
   const auto add = [&](const void* data, Dtype dtype, int columns) {
     if (data != nullptr) bytes += columns * double(size_of(dtype));
   };
-  const int of_pair = params.gated ? 2 : 1;
+  const int parts = params.gated ? 2 : 1;
   add(params.c.data, params.c.dtype, 1);
   add(params.residual.data, params.residual.dtype, 1);
-  add(params.preact_out.data, params.preact_out.dtype, of_pair);
-  add(params.preact.data, params.preact.dtype, of_pair);
+  add(params.preact_out.data, params.preact_out.dtype, parts);
+  add(params.preact.data, params.preact.dtype, parts);
   add(params.hidden.data, params.hidden.dtype, 1);
   return bytes;
 }
@@ -127,7 +127,7 @@ inline double epilogue_bytes(const GemmParams& params) {
 inline double epilogue_instructions(const GemmParams& params, const GemmPlan& plan) {
   const double activation = params.activation == Activation::kNone ? 0 : 300;
   if (!plan.tma_store) return 400 + activation;
-  if (has_pairs(params)) return 160 + activation / 2;
+  if (has_gate_up(params)) return 160 + activation / 2;
   const bool is_plain = activation == 0 && params.bias.data == nullptr && params.preact_out.data == nullptr;
   return is_plain ? 90 : 190 + activation;
 }
@@ -153,8 +153,8 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
   const double l2_rate =
       std::min(Rates::kL2PortBytes, Rates::kL2Bytes * rates.num_sms / (double(clusters) * plan.cluster_blocks()));
   // Lines of a tile beyond the matrix are not transferred.
-  const double columns = config.swapped ? double(params.m) : double(params.n) * (has_pairs(params) ? 2 : 1);
-  const double rows = config.swapped ? double(params.n) * (has_pairs(params) ? 2 : 1) : double(params.m);
+  const double columns = config.swapped ? double(params.m) : double(params.n) * (has_gate_up(params) ? 2 : 1);
+  const double rows = config.swapped ? double(params.n) * (has_gate_up(params) ? 2 : 1) : double(params.m);
   const double loaded =
       std::min<double>(config.block_m, rows) + std::min<double>(config.block_n, columns) / plan.cluster;
   const double row_blocks = double(config.block_m) / kRowBlock;
@@ -176,7 +176,7 @@ inline Estimate estimate(const GemmParams& params, const GemmPlan& plan, const G
   cost.epilogue = busy - products;
 
   // All blocks together cannot read faster than memory.
-  const double bytes = (double(params.m) * params.k + double(params.k) * params.n * (has_pairs(params) ? 2 : 1)) *
+  const double bytes = (double(params.m) * params.k + double(params.k) * params.n * (has_gate_up(params) ? 2 : 1)) *
                            element * double(plan.batches) * plan.all_k_tiles / plan.k_tiles +
                        double(params.m) * params.n * plan.batches * out_bytes;
   cost.memory = bytes / (Rates::kMemoryBytes * rates.num_sms);
@@ -206,7 +206,7 @@ inline double operand_bytes(const GemmPlan& plan, const GemmConfig& config, int 
   const int64_t most_bands = ends_together ? bands : (clusters - 2) / band + 2;
   const double columns = double(std::min<int64_t>(ceil_div(clusters, raster), plan.column_tiles));
   const double written = double(clusters) * plan.cluster * config.block_m * config.block_n * 2;
-  // The room for columns beside the rows of so many bands.
+  // The room for columns beside the rows of `live_bands` bands.
   const auto kept = [&](int64_t live_bands) {
     const double rows = double(std::min<int64_t>(live_bands * raster, plan.row_groups));
     return Rates::kL2Capacity - rows * row_bytes - written;
@@ -250,16 +250,17 @@ inline void assign_pieces(const GemmParams& params, const GemmConfig& config, Ge
   const int extents[] = {config.block_m, config.block_n};
   OperandLoads* const loads[] = {&plan.a, &plan.b};
   for (int i = 0; i < 2; ++i) {
-    const bool pairs = has_pairs(params) && sides[i].operand == &params.b;
-    // A run of columns of one kind: half of a tile, or of a row block, so that a warpgroup has both of each pair.
-    const int run = !pairs ? extents[i] : config.swapped ? kRowBlock / 2 : extents[i] / 2;
+    const bool gate_up = has_gate_up(params) && sides[i].operand == &params.b;
+    // A run of columns of one kind: half of a tile, or of a row block, so that a warpgroup has gate and up of its
+    // columns.
+    const int run = !gate_up ? extents[i] : config.swapped ? kRowBlock / 2 : extents[i] / 2;
     const int piece = sides[i].k_major ? (i == 1 && plan.cluster > 1 ? std::min(run, extents[i] / plan.cluster) : run)
                                        : kLineBytes / size_of(sides[i].operand->dtype);
     loads[i]->piece_lines = piece;
     loads[i]->pieces = int(ceil_div(extents[i], piece));
-    loads[i]->tile_lines = pairs ? extents[i] / 2 : extents[i];
+    loads[i]->tile_lines = gate_up ? extents[i] / 2 : extents[i];
     loads[i]->run_shift = 30;
-    if (!pairs) continue;
+    if (!gate_up) continue;
     loads[i]->run_shift = run / piece == 1 ? 0 : run / piece == 2 ? 1 : 2;
     loads[i]->run_lines = run;
     loads[i]->upper = params.n;
@@ -271,20 +272,20 @@ inline bool is_legal(const GemmParams& params, const GemmConfig& config, int clu
   if (config.swapped && params.m > config.block_n) return false;
   // Lines along m are as long as a line of the swizzle.
   if (config.swapped && !side_a(params).k_major && config.block_n * size_of(params.a.dtype) < kLineBytes) return false;
-  if (config.tma_only && (has_pairs(params) || !can_store_by_tma(params))) return false;
+  if (config.tma_only && (has_gate_up(params) || !can_store_by_tma(params))) return false;
   if (cluster > row_tiles) return false;
-  const int run = has_pairs(params) ? (config.swapped ? kRowBlock / 2 : config.block_n / 2) : config.block_n;
+  const int run = has_gate_up(params) ? (config.swapped ? kRowBlock / 2 : config.block_n / 2) : config.block_n;
   const int piece = kLineBytes / size_of(params.b.dtype);
-  return side_b(params).k_major || !has_pairs(params) || run % piece == 0;
+  return side_b(params).k_major || !has_gate_up(params) || run % piece == 0;
 }
 
 // A plan for one config and cluster, without splits.
 inline GemmPlan make_plan(const GemmParams& params, int index, int cluster, const OperandLoads& a,
                           const OperandLoads& b) {
   const GemmConfig& config = kConfigs[index];
-  const int of_pair = has_pairs(params) ? 2 : 1;
-  const int64_t rows = config.swapped ? params.n * of_pair : params.m;
-  const int64_t columns = config.swapped ? params.m : params.n * of_pair;
+  const int parts = has_gate_up(params) ? 2 : 1;
+  const int64_t rows = config.swapped ? params.n * parts : params.m;
+  const int64_t columns = config.swapped ? params.m : params.n * parts;
   GemmPlan plan;
   plan.config = index;
   plan.cluster = cluster;

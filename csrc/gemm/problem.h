@@ -25,8 +25,8 @@ inline bool is_empty(const GemmParams& params) {
   return params.m == 0 || params.n == 0 || product_of(params.batch_dims, params.batch_sizes) == 0;
 }
 
-// Whether the columns of the product are pairs, gate and up, that the epilogue combines to one column of the output.
-HOST_DEVICE bool has_pairs(const GemmParams& params) { return params.gated && params.preact.data == nullptr; }
+// Whether the product has gate and up columns, of which the epilogue combines two to one column of the output.
+HOST_DEVICE bool has_gate_up(const GemmParams& params) { return params.gated && params.preact.data == nullptr; }
 
 // Restricts the choice of a plan, for tests and measurements, and to what was measured to be the fastest.
 struct Restriction {

@@ -20,7 +20,7 @@ struct GemmConfig {
   int stages;
   bool ping_pong;  // a tile belongs to one consumer, and the other stores its own meanwhile; else they share each tile
   bool swapped;    // the tile is transposed: its rows are columns of the output
-  bool tma_only = false;  // the accumulators leave registers only for GemmPlan::tma_store without pairs
+  bool tma_only = false;  // the accumulators leave registers only for GemmPlan::tma_store without gate and up
   int k_blocks = 1;       // the most blocks of a cluster that divide k of a tile
 
   constexpr int warpgroup_m() const { return ping_pong ? block_m : block_m / kConsumers; }
@@ -40,15 +40,15 @@ constexpr GemmConfig kConfigs[] = {
 };
 constexpr int kNumConfigs = int(sizeof kConfigs / sizeof kConfigs[0]);
 
-// How the boxes of an operand's tile are loaded: pieces of `lines` lines each. Of column pairs, gate and up, a tile has
-// runs of 2^run_shift pieces of the one and of the other in turn.
+// How the boxes of an operand's tile are loaded: pieces of `lines` lines each. Of gate and up columns a tile has runs
+// of 2^run_shift pieces alternately.
 struct OperandLoads {
   bool batched = false;  // the tensor map has 5 dimensions, else 2
   int tile_lines = 0;    // from one tile to the next
   int piece_lines = 0;
   int pieces = 0;                            // of a tile
-  int run_shift = 30;                        // no pairs: one run
-  int run_lines = 0;                         // lines of the output from one pair of runs to the next
+  int run_shift = 30;                        // no gate and up: one run
+  int run_lines = 0;                         // lines of the output from one run of gate columns to the next
   int64_t upper = 0;                         // lines from gate to up
   int8_t batch_slots[kMaxBatchDims] = {};    // which of the 3 outer dimensions of the map a batch dim is; -1: broadcast
   int8_t reduced_slots[kMaxBatchDims] = {};  // the same for reduced dims

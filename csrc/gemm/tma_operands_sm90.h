@@ -28,7 +28,7 @@ inline Side side_b(const GemmParams& params) {
           &params.b,
           params.reduced_strides_b,
           k_major,
-          has_pairs(params) ? 2 * params.n : params.n,
+          has_gate_up(params) ? 2 * params.n : params.n,
           k_major ? params.b.column_stride : params.b.row_stride};
 }
 
@@ -62,7 +62,7 @@ inline std::string tma_refusal(const GemmParams& params, const Side& side, Opera
 // Whether the second half of b's columns, where they are adjacent, begins at no multiple of 16 bytes, the unit of TMA's
 // first coordinate.
 inline bool upper_is_misaligned(const GemmParams& params) {
-  return has_pairs(params) && params.n * int64_t(size_of(params.b.dtype)) % 16 != 0;
+  return has_gate_up(params) && params.n * int64_t(size_of(params.b.dtype)) % 16 != 0;
 }
 
 // Why the kernel cannot run a problem; empty if it can.

@@ -7,6 +7,7 @@
 #include "bucket/bucket_cuda.h"
 #include "bucket/symmetric_cuda.h"
 #include "gemm/gemm_cuda.h"
+#include "gemm/gemm_passes.h"
 
 namespace cuda_ext {
 

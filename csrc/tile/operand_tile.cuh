@@ -31,7 +31,7 @@ struct OperandTile {
   static constexpr int kLineBytes = kChunks * 16;
   static constexpr int kBytes = kLines * kLineBytes;
   static constexpr int kStep = 32 / sizeof(T);  // depth of an mma
-  // Chunks are permuted within groups of so many.
+  // Chunks of a group, within which they are permuted.
   static constexpr int kGroup = kChunks % 8 == 0 ? 8 : 4;
   static constexpr int kGroupBytes = kGroup * 16;
   static_assert(kChunks % kGroup == 0);
@@ -63,25 +63,25 @@ struct OperandTile {
       return offset(lane % 4, first / kElements + lane / 16) + lane / 4 % 4 * 4;
   }
 
-  // The address `pairs` pairs of chunks after `at`, the first pair of a group. The permutation is an exclusive or.
+  // The address 2 `steps` chunks after `address`, where a group begins. The permutation is an exclusive or.
   // Within a group, to whose size lines are aligned, so is a step to another chunk, with a constant.
   template <class Address>
-  DEVICE static auto along_line(Address at, int pairs) {
-    return (at ^ pairs % (kGroup / 2) * 32) + pairs / (kGroup / 2) * kGroupBytes;
+  DEVICE static auto along_line(Address address, int steps) {
+    return (address ^ steps % (kGroup / 2) * 32) + steps / (kGroup / 2) * kGroupBytes;
   }
 
-  // Loads fragment `i` of the warp in step `step`, from `at` = tile + lane_offset (possibly a LaneAddress).
+  // Loads fragment `i` of the warp in step `step`, from `address` = tile + lane_offset (possibly a LaneAddress).
   template <class Address>
-  DEVICE static void load_fragment(uint32_t (&m)[4], Address at, int i, int step) {
+  DEVICE static void load_fragment(uint32_t (&m)[4], Address address, int i, int step) {
     if constexpr (k_major) {
-      arch::ldmatrix<4>(m, along_line(at, step) + i * 16 * kLineBytes);
+      arch::ldmatrix<4>(m, along_line(address, step) + i * 16 * kLineBytes);
     } else if constexpr (sizeof(T) == 2) {
-      arch::ldmatrix<4, true>(m, along_line(at, i) + step * kStep * kLineBytes);
+      arch::ldmatrix<4, true>(m, along_line(address, i) + step * kStep * kLineBytes);
     } else {  // ldmatrix transposes 16-bit elements only
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int along_extent = side == Side::kA ? q % 2 : q / 2, along_k = side == Side::kA ? q / 2 : q % 2;
-        m[q] = arch::load_shared<uint32_t>((at ^ (i % 2 * 64 + along_extent * 32)) + i / 2 * 128 +
+        m[q] = arch::load_shared<uint32_t>((address ^ (i % 2 * 64 + along_extent * 32)) + i / 2 * 128 +
                                            (step * kStep + along_k * 4) * kLineBytes);
       }
     }

@@ -51,11 +51,11 @@ class WorkspaceTile {
  private:
   template <class F>
   DEVICE void for_fours(const F& f) const {
-    float* at = first_;
+    float* next = first_;
 #pragma unroll
     for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
-      for (int n = 0; n < Tiles::kColumnTiles; ++n, at += 4 * Tiles::kThreads) f(at, m, n);
+      for (int n = 0; n < Tiles::kColumnTiles; ++n, next += 4 * Tiles::kThreads) f(next, m, n);
   }
   template <class F>
   DEVICE static void for_scalars(const F& f) {
@@ -77,13 +77,13 @@ DEVICE void stage(arch::SharedAddress tile, const typename Tiles::Accumulators& 
   for (int n = 0; n < Tiles::kColumnTiles; ++n) {
     constexpr int kLineBytes = Tile::kLineBytes;
     const int chunk = Tiles::column_step(n) / 8;
-    const arch::SharedAddress at = (first ^ chunk % Tile::kGroup * 16) + chunk / Tile::kGroup * Tile::kGroupBytes;
+    const arch::SharedAddress to = (first ^ chunk % Tile::kGroup * 16) + chunk / Tile::kGroup * Tile::kGroupBytes;
 #pragma unroll
     for (int m = 0; m < Tiles::kRowTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         arch::store_shared(
-            at + (m * 16 + half * 8) * kLineBytes,
+            to + (m * 16 + half * 8) * kLineBytes,
             arch::pack<typename Tile::Element>(factor * x[m][n][2 * half], factor * x[m][n][2 * half + 1]));
   }
 }

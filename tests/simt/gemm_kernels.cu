@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "gemm/gemm_cuda.h"
+#include "gemm/gemm_passes.h"
 #include "gemm/plan_sm80.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))

@@ -101,15 +101,15 @@ DEVICE void multiply_queries(float (&s)[32], SharedAddress q, SharedAddress k) {
 
 // O += P V.
 template <int bug>
-DEVICE void multiply_values(float (&o)[64], uint32_t (&weights)[4][4], SharedAddress v, int go_on) {
+DEVICE void multiply_values(float (&o)[64], uint32_t (&probs)[4][4], SharedAddress v, int go_on) {
   constexpr uint32_t along_d = 64 * 128, along_keys = 1024;
-  wgmma_fence(o, weights);
+  wgmma_fence(o, probs);
 #pragma unroll
   for (int step = 0; step < kBlockKeys / 16; ++step) {
     const SharedAddress at = v + uint32_t(step) * 2 * along_keys;
     const uint64_t b = bug == kSwapsDescriptorSteps ? make_descriptor(at, along_keys, along_d, Swizzle::k128)
                                                     : make_descriptor(at, along_d, along_keys, Swizzle::k128);
-    wgmma_m64k16<bfloat16_t, Major::kMn>(o, weights[step], b, go_on | (step > 0));
+    wgmma_m64k16<bfloat16_t, Major::kMn>(o, probs[step], b, go_on | (step > 0));
   }
   wgmma_commit();
 }
@@ -119,9 +119,9 @@ DEVICE void clamp(float (&s)[32]) {
   for (float& score : s) score = score > 0 ? score : 0;
 }
 // Rounded and paired, the accumulators of S have the layout of fragments of A.
-DEVICE void make_weights(uint32_t (&weights)[4][4], const float (&s)[32]) {
+DEVICE void make_probs(uint32_t (&probs)[4][4], const float (&s)[32]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) weights[i / 4][i % 4] = pack<bfloat16_t>(s[2 * i], s[2 * i + 1]);
+  for (int i = 0; i < 16; ++i) probs[i / 4][i % 4] = pack<bfloat16_t>(s[2 * i], s[2 * i + 1]);
 }
 
 template <int bug>
@@ -134,7 +134,7 @@ DEVICE void attend(const AttentionParams& p, AttentionStorage& shared) {
   if constexpr (bug != kNoBarrierAfterQ) named_barrier_sync(1 + half, 128);
 
   float s[32], o[64];
-  uint32_t weights[4][4];
+  uint32_t probs[4][4];
   const int tiles = (p.keys + kBlockKeys - 1) / kBlockKeys;
 #pragma unroll
   for (float& sum : o) sum = 0;
@@ -145,14 +145,14 @@ DEVICE void attend(const AttentionParams& p, AttentionStorage& shared) {
   wgmma_wait<0>(s);
   if (signals) barrier_arrive(shared.empty_k[0]);
   clamp(s);
-  make_weights(weights, s);
+  make_probs(probs, s);
   int tile = 0;
   for (; tile + 1 < tiles; ++tile) {
     const int stage = tile % kStages2, next = (tile + 1) % kStages2;
     barrier_wait(shared.full_k[next], (tile + 1) / kStages2 % 2);
     multiply_queries<bug>(s, q, shared_address(shared.k[next]));
     barrier_wait(shared.full_v[stage], tile / kStages2 % 2);
-    multiply_values<bug>(o, weights, shared_address(shared.v[stage]), 1);
+    multiply_values<bug>(o, probs, shared_address(shared.v[stage]), 1);
     if constexpr (bug == kReleasesValuesTooEarly)
       if (signals) barrier_arrive(shared.empty_v[stage]);
     if constexpr (bug == kRescalesSumsInFlight)
@@ -164,14 +164,14 @@ DEVICE void attend(const AttentionParams& p, AttentionStorage& shared) {
       wgmma_wait<1>(s);
     if (signals) barrier_arrive(shared.empty_k[next]);
     if constexpr (bug != kReadsScoresTooEarly) clamp(s);
-    if constexpr (bug == kOverwritesAInFlight) make_weights(weights, s);
+    if constexpr (bug == kOverwritesAInFlight) make_probs(probs, s);
     wgmma_wait<0>(o);
     if constexpr (bug != kReleasesValuesTooEarly)
       if (signals) barrier_arrive(shared.empty_v[stage]);
-    make_weights(weights, s);  // after the wait: the previous product read these registers
+    make_probs(probs, s);  // after the wait: the previous product read these registers
   }
   barrier_wait(shared.full_v[tile % kStages2], tile / kStages2 % 2);
-  multiply_values<bug>(o, weights, shared_address(shared.v[tile % kStages2]), 1);
+  multiply_values<bug>(o, probs, shared_address(shared.v[tile % kStages2]), 1);
   wgmma_wait<0>(o);
 
   // Quarter j / 16 of D has columns 32 (j / 16) to 32 (j / 16) + 31.

@@ -229,7 +229,7 @@ HARMLESS = {
     for gradient in ("grad_value", "grad_key")
 } | {
     "barrier_wait(shared.q_full[stage], step / Kernel::kStages % 2);": "the other consumer has waited for it before it "
-    "hands over weights; PTX promises what TMA has written only to threads that wait",
+    "hands over probs; PTX promises what TMA has written only to threads that wait",
     "ConsumerThreads::sync();  // all warps have read their queries": "a warp overwrites only the rows that its own "
     "products read; PTX does not say that wgmma reads no others",
 }

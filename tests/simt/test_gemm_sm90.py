@@ -64,7 +64,7 @@ def emulated_device() -> int:
     return 90
 
 
-def has_pairs(call: Gemm) -> bool:
+def has_gate_up(call: Gemm) -> bool:
     return call.gated and call.preact is None
 
 
@@ -95,8 +95,8 @@ def is_legal(config: Config, cluster: int, call: Gemm, k_blocks: int = 1) -> boo
     if config.swapped:
         b_is_k_major = call.b.strides[-2] == call.b.itemsize
         a_has_whole_lines = is_k_major(call.a) or config.block_n * call.a.itemsize >= LINE_BYTES
-        return params.m <= config.block_n and a_has_whole_lines and (not has_pairs(call) or b_is_k_major)
-    return not config.tma_only or (stores_by_tma(call) and not has_pairs(call))
+        return params.m <= config.block_n and a_has_whole_lines and (not has_gate_up(call) or b_is_k_major)
+    return not config.tma_only or (stores_by_tma(call) and not has_gate_up(call))
 
 
 def is_k_major(a: np.ndarray) -> bool:

@@ -19,29 +19,29 @@ constexpr int64_t kKeyPairPitch = kBackwardKeys / 2 + kTileWords;
 // columns are padded to whole ones.
 template <class Storage, bool tiles, class T = Compute<Storage>>
 struct BackwardScratch {
-  T *k, *grad_k, *grad_v;        // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
-  T* k_t;                        // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
-  T *k_of_logits, *v_of_logits;  // (kBackwardKeys, pitch of packed_dim); k_of_logits is k if the layout is the same
-  T *q, *grad_out;               // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
-  T *q_t, *grad_out_t;           // (packed_dim of dim or dim_v, width)
-  T* grad_q_t;                   // with tiles: (dim, width), what one block of keys adds
-  T *weights, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
-  T* mask;                            // (kBackwardKeys, width), dropout
+  T *k, *grad_k, *grad_v;           // (kBackwardKeys, pitch or pitch_v); k in elements of kDepth keys
+  T* k_t;                           // with tiles instead of k: (dim, kKeyPairPitch) of pairs of keys
+  T *k_of_logits, *v_of_logits;     // (kBackwardKeys, pitch of panel_dim); k_of_logits is k if the layout is the same
+  T *q, *grad_out;                  // (kPanelQueries, pitch or pitch_v), in elements of kDepth queries
+  T *q_t, *grad_out_t;              // (panel_dim of dim or dim_v, width)
+  T* grad_q_t;                      // with tiles: (dim, width), what one block of keys adds
+  T *probs, *grad_logits, *slopes;  // (kBackwardKeys, width); slopes: 1 - tanh^2 of a softcap
+  T* mask;                          // (kBackwardKeys, width), dropout
   Scratch scratch;
 
   explicit BackwardScratch(const AttentionParams& p)
       : scratch(allocate<T>({{&k, tiles ? 0 : kBackwardKeys * row_pitch<T>(p.dim)},
                              {&k_t, tiles ? whole_tiles(p.dim) * kKeyPairPitch : 0},
-                             {&k_of_logits, kSharesK ? 0 : kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
-                             {&v_of_logits, kBackwardKeys * row_pitch<T>(packed_dim<Storage>(p.dim_v))},
+                             {&k_of_logits, kSharesK ? 0 : kBackwardKeys * row_pitch<T>(panel_dim<Storage>(p.dim))},
+                             {&v_of_logits, kBackwardKeys * row_pitch<T>(panel_dim<Storage>(p.dim_v))},
                              {&grad_k, kBackwardKeys * row_pitch<T>(p.dim)},
                              {&grad_v, kBackwardKeys * row_pitch<T>(p.dim_v)},
                              {&q, kPanelQueries<T> * row_pitch<T>(p.dim)},
                              {&grad_out, kPanelQueries<T> * row_pitch<T>(p.dim_v)},
-                             {&q_t, kPanelQueries<T> * packed(p.dim)},
-                             {&grad_out_t, kPanelQueries<T> * packed(p.dim_v)},
+                             {&q_t, kPanelQueries<T> * operand_dim(p.dim)},
+                             {&grad_out_t, kPanelQueries<T> * operand_dim(p.dim_v)},
                              {&grad_q_t, tiles ? kPanelQueries<T> * whole_tiles(p.dim) : 0},
-                             {&weights, kBackwardKeys * kPanelQueries<T>},
+                             {&probs, kBackwardKeys * kPanelQueries<T>},
                              {&grad_logits, kBackwardKeys * kPanelQueries<T>},
                              {&slopes, p.softcap > 0 ? kBackwardKeys * kPanelQueries<T> : 0},
                              {&mask, p.dropout_p > 0 ? kBackwardKeys * kPanelQueries<T> : 0}})) {
@@ -59,12 +59,12 @@ struct BackwardScratch {
     pack_rows<kDepth<Storage>>(values, count, dim_v, v_of_logits);
   }
 
-  // x: the queries or their dO, as `by_dim` (packed_dim, width), and as `by_query` in elements of kDepth queries.
+  // x: the queries or their dO, as `by_dim` (panel_dim, width), and as `by_query` in elements of kDepth queries.
   static void pack_queries(Rows<const Storage> x, int64_t queries, int64_t dim, int64_t width, T* by_dim, T* by_query) {
     pack_transposed(x, queries, dim, by_dim, width);
     pack_along_rows(x, queries, dim, by_query);
     if constexpr (tiles) {
-      std::fill(by_dim + packed_dim<Storage>(dim) * width, by_dim + packed(dim) * width, T(0));
+      std::fill(by_dim + panel_dim<Storage>(dim) * width, by_dim + operand_dim(dim) * width, T(0));
       const int64_t pitch = row_pitch<T>(dim);
       std::fill(by_query + (queries + 1) / 2 * pitch, by_query + width / 2 * pitch, T(0));
     }
@@ -72,8 +72,8 @@ struct BackwardScratch {
 
  private:
   static constexpr bool kSharesK = kDepth<Storage> == 1;
-  static int64_t packed(int64_t dim) {
-    return tiles ? whole_tiles(packed_dim<Storage>(dim)) : packed_dim<Storage>(dim);
+  static int64_t operand_dim(int64_t dim) {
+    return tiles ? whole_tiles(panel_dim<Storage>(dim)) : panel_dim<Storage>(dim);
   }
 };
 
@@ -119,7 +119,7 @@ struct BiasGradient {
   }
 };
 
-// Turns the logits (in scratch.weights) and dP (in scratch.grad_logits) of a block into P and dS, and adds to the
+// The logits (in scratch.probs) and dP (in scratch.grad_logits) of a block become P and dS, which is added to the
 // gradient of the bias.
 template <int Vectors, class Buffers, class T>
 void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const T* lse, const T* delta, int64_t i_begin,
@@ -127,17 +127,17 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
   constexpr int lanes = kLanes<T>;
   constexpr int64_t width = Vectors * lanes;
   const AttentionParams& p = head.p;
-  T* const weights = scratch.weights;
+  T* const probs = scratch.probs;
   T* const grad_logits = scratch.grad_logits;
 
   if (head.softcap > 0) {
-    apply_softcap<Vectors>(weights, keys, head.softcap);
+    apply_softcap<Vectors>(probs, keys, head.softcap);
     for (int64_t i = 0; i < keys * width; i += lanes) {
-      const Vec<T> t = load(weights + i) / head.softcap;
+      const Vec<T> t = load(probs + i) / head.softcap;
       store(scratch.slopes + i, T(1) - t * t);
     }
   }
-  head.template apply_bias_and_mask<Vectors>(weights, i_begin, i_end, j_begin, keys);
+  head.template apply_bias_and_mask<Vectors>(probs, i_begin, i_end, j_begin, keys);
   if (p.dropout_p > 0) {
     std::fill_n(scratch.mask, keys * width, T(1));
     apply_dropout<Vectors>(p, head.first_row + i_begin, j_begin, keys, scratch.mask);
@@ -145,7 +145,7 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
 
   Vec<T> row_lse[Vectors], row_delta[Vectors];
   for (int x = 0; x < Vectors; ++x) {
-    // Lanes past the last query, and rows that see no key, get weights of 0.
+    // Lanes past the last query, and rows that see no key, get probs of 0.
     T lse_or_inf[lanes], delta_or_zero[lanes];
     for (int l = 0; l < lanes; ++l) {
       const int64_t i = i_begin + x * lanes + l;
@@ -162,27 +162,27 @@ void softmax_gradient(const HeadContext<T>& head, const Buffers& scratch, const 
   const bool by_slopes = head.softcap > 0 && !in_two_steps;
   for (int64_t j = 0; j < keys; ++j) {
     for (int x = 0; x < Vectors; ++x) {
-      const int64_t at = j * width + x * lanes;
-      const Vec<T> weight = exp_below_88(load(weights + at) - row_lse[x]);
-      Vec<T> grad_weight = load(grad_logits + at);
-      Vec<T> kept_weight = weight;
+      const int64_t offset = j * width + x * lanes;
+      const Vec<T> prob = exp_below_88(load(probs + offset) - row_lse[x]);
+      Vec<T> grad_prob = load(grad_logits + offset);
+      Vec<T> kept_prob = prob;
       if (p.dropout_p > 0) {
-        const Vec<T> mask = load(scratch.mask + at);
-        grad_weight *= mask;
-        kept_weight *= mask;
+        const Vec<T> mask = load(scratch.mask + offset);
+        grad_prob *= mask;
+        kept_prob *= mask;
       }
-      Vec<T> grad_logit = weight * (grad_weight - row_delta[x]) * scale;
-      if (by_slopes) grad_logit *= load(scratch.slopes + at);
-      store(weights + at, kept_weight);
-      store(grad_logits + at, grad_logit);
+      Vec<T> grad_logit = prob * (grad_prob - row_delta[x]) * scale;
+      if (by_slopes) grad_logit *= load(scratch.slopes + offset);
+      store(probs + offset, kept_prob);
+      store(grad_logits + offset, grad_logit);
     }
   }
   if (!in_two_steps) return;
   grad_bias.add(grad_logits, width, i_begin, i_end - i_begin, j_begin, keys);
-  for (int64_t at = 0; at < keys * width; at += lanes) {
-    Vec<T> grad_logit = load(grad_logits + at) * T(p.scale);
-    if (head.softcap > 0) grad_logit *= load(scratch.slopes + at);
-    store(grad_logits + at, grad_logit);
+  for (int64_t offset = 0; offset < keys * width; offset += lanes) {
+    Vec<T> grad_logit = load(grad_logits + offset) * T(p.scale);
+    if (head.softcap > 0) grad_logit *= load(scratch.slopes + offset);
+    store(grad_logits + offset, grad_logit);
   }
 }
 
@@ -221,8 +221,8 @@ void row_deltas(const AttentionBackwardParams& p, Compute<Storage>* delta) {
   });
 }
 
-// The (sequence, key head) pairs of a call, in groups of equal size, such that pairs of different groups add to
-// different elements of the bias's gradient. Without a broadcast bias each pair is its own group.
+// The key heads of all sequences of a call, in groups of equal size, such that those of different groups add to
+// different elements of the bias's gradient. Without a broadcast bias each is its own group.
 struct HeadGroups {
   int64_t groups, members;
 
@@ -319,39 +319,42 @@ class BackwardPass {
 
   // Where dQ of query head h is summed: in the result, if there is one split and type and row length permit; else in
   // scratch.
-  Rows<T> grad_q_of(const KeyHead& at, const Sequence& s, int64_t h) const {
-    if (in_place_) return rows_of<T>(p_.grad_query, at.b, s.q_begin, h);
-    if (splits_ == 1) return {at.head_grad_q + h % (p_.heads / p_.heads_kv) * s.q_len * pitch_, pitch_};
-    return {split_grad_q_ + (at.split * total_rows(p_) + first_row(p_, s, at.b, h)) * pitch_, pitch_};
+  Rows<T> grad_q_of(const KeyHead& key_head, const Sequence& s, int64_t h) const {
+    if (in_place_) return rows_of<T>(p_.grad_query, key_head.b, s.q_begin, h);
+    if (splits_ == 1) return {key_head.head_grad_q + h % (p_.heads / p_.heads_kv) * s.q_len * pitch_, pitch_};
+    return {split_grad_q_ + (key_head.split * total_rows(p_) + first_row(p_, s, key_head.b, h)) * pitch_, pitch_};
   }
 
-  void run_key_head(const KeyHead& at) const {
-    const Sequence s(p_, at.b);
-    const auto k = rows_of<const Storage>(p_.key, at.b, s.k_begin, at.kv_head),
-               v = rows_of<const Storage>(p_.value, at.b, s.k_begin, at.kv_head);
-    const Buffers& scratch = at.scratch;
-    const int64_t group = p_.heads / p_.heads_kv, h_begin = at.kv_head * group, h_end = h_begin + group;
+  void run_key_head(const KeyHead& key_head) const {
+    const Sequence s(p_, key_head.b);
+    const auto k = rows_of<const Storage>(p_.key, key_head.b, s.k_begin, key_head.kv_head),
+               v = rows_of<const Storage>(p_.value, key_head.b, s.k_begin, key_head.kv_head);
+    const Buffers& scratch = key_head.scratch;
+    const int64_t group = p_.heads / p_.heads_kv, h_begin = key_head.kv_head * group, h_end = h_begin + group;
     for (int64_t h = h_begin; h < h_end; ++h)
-      for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(at, s, h)[i], padded<T>(p_.dim), T(0));
+      for (int64_t i = 0; i < s.q_len; ++i) std::fill_n(grad_q_of(key_head, s, h)[i], padded<T>(p_.dim), T(0));
 
-    for (int64_t j = at.split * kBackwardKeys; j < s.k_len; j += splits_ * kBackwardKeys) {
+    for (int64_t j = key_head.split * kBackwardKeys; j < s.k_len; j += splits_ * kBackwardKeys) {
       const int64_t keys = std::min(kBackwardKeys, s.k_len - j);
       scratch.pack_keys(k.from(j), v.from(j), keys, p_.dim, p_.dim_v);
       std::fill_n(scratch.grad_k, keys * pitch_, T(0));
       std::fill_n(scratch.grad_v, keys * pitch_v_, T(0));
-      for (int64_t h = h_begin; h < h_end; ++h) visit_queries(at, s, h, j, keys);
-      unpack_rows(scratch.grad_k, keys, p_.dim, rows_of<Storage>(p_.grad_key, at.b, s.k_begin + j, at.kv_head));
-      unpack_rows(scratch.grad_v, keys, p_.dim_v, rows_of<Storage>(p_.grad_value, at.b, s.k_begin + j, at.kv_head));
+      for (int64_t h = h_begin; h < h_end; ++h) visit_queries(key_head, s, h, j, keys);
+      unpack_rows(scratch.grad_k, keys, p_.dim,
+                  rows_of<Storage>(p_.grad_key, key_head.b, s.k_begin + j, key_head.kv_head));
+      unpack_rows(scratch.grad_v, keys, p_.dim_v,
+                  rows_of<Storage>(p_.grad_value, key_head.b, s.k_begin + j, key_head.kv_head));
     }
     if (splits_ == 1 && !in_place_) {
       for (int64_t h = h_begin; h < h_end; ++h)
-        unpack_rows(grad_q_of(at, s, h).data, s.q_len, p_.dim, rows_of<Storage>(p_.grad_query, at.b, s.q_begin, h));
+        unpack_rows(grad_q_of(key_head, s, h).data, s.q_len, p_.dim,
+                    rows_of<Storage>(p_.grad_query, key_head.b, s.q_begin, h));
     }
   }
 
   // K Q^T or V dO^T, times factor: out (keys, width).
   static void product_of_logits(int64_t keys, int64_t dim, const T* a, const T* b, int64_t width, T* out, T factor) {
-    const int64_t steps = packed_dim<Storage>(dim);
+    const int64_t steps = panel_dim<Storage>(dim);
     if constexpr (tiles) {
       amx_product<false>(keys, width, steps, a, row_pitch<T>(steps), b, width, out, width);
       if (factor != 1) scale_all(out, keys * width, factor);
@@ -363,15 +366,17 @@ class BackwardPass {
   }
 
   // Adds what queries of head h and keys [j, j + keys), which are packed in scratch, contribute to all gradients.
-  void visit_queries(const KeyHead& at, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
+  void visit_queries(const KeyHead& key_head, const Sequence& s, int64_t h, int64_t j, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
-    const Buffers& scratch = at.scratch;
-    const HeadContext<T> head(p_, s, at.b, h);
-    const auto q = rows_of<const Storage>(p_.query, at.b, s.q_begin, h),
-               grad_out = rows_of<const Storage>(p_.grad_out, at.b, s.q_begin, h);
-    const auto grad_q = grad_q_of(at, s, h);
+    const Buffers& scratch = key_head.scratch;
+    const HeadContext<T> head(p_, s, key_head.b, h);
+    const auto q = rows_of<const Storage>(p_.query, key_head.b, s.q_begin, h),
+               grad_out = rows_of<const Storage>(p_.grad_out, key_head.b, s.q_begin, h);
+    const auto grad_q = grad_q_of(key_head, s, h);
     const BiasGradient<T> grad_bias{
-        at.grad_bias == nullptr ? nullptr : at.grad_bias + at.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
+        key_head.grad_bias == nullptr
+            ? nullptr
+            : key_head.grad_bias + key_head.b * p_.grad_bias_strides[0] + h * p_.grad_bias_strides[1],
         p_.grad_bias_strides[2], p_.grad_bias_strides[3]};
     const T* lse = static_cast<const T*>(p_.lse) + head.first_row;
     // Queries that see any key of the block, from the start of a panel.
@@ -384,28 +389,28 @@ class BackwardPass {
       scratch.pack_queries(q.from(i), queries, p_.dim, width, scratch.q_t, scratch.q);
       scratch.pack_queries(grad_out.from(i), queries, p_.dim_v, width, scratch.grad_out_t, scratch.grad_out);
 
-      product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.weights, head.logit_factor);
+      product_of_logits(keys, p_.dim, scratch.k_of_logits, scratch.q_t, width, scratch.probs, head.logit_factor);
       product_of_logits(keys, p_.dim_v, scratch.v_of_logits, scratch.grad_out_t, width, scratch.grad_logits, T(1));
       with_vectors(width / lanes, [&](auto count) {
         softmax_gradient<decltype(count)::value>(head, scratch, lse, delta_ + head.first_row, i, i_end, j, keys,
                                                  grad_bias);
       });
-      add_products_of_weights(keys, queries, width, scratch, grad_q[i], grad_q.stride);
+      add_products_of_probs(keys, queries, width, scratch, grad_q[i], grad_q.stride);
     }
   }
 
-  // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.weights and scratch.grad_logits, which it overwrites.
-  void add_products_of_weights(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
-                               int64_t grad_q_stride) const {
+  // dV += P^T dO, dK += dS^T Q, dQ += dS K, from scratch.probs and scratch.grad_logits, which it overwrites.
+  void add_products_of_probs(int64_t keys, int64_t queries, int64_t width, const Buffers& scratch, T* grad_q,
+                             int64_t grad_q_stride) const {
     constexpr int depth = kDepth<Storage>;
-    T* const weights = scratch.weights;
+    T* const probs = scratch.probs;
     T* const grad_logits = scratch.grad_logits;
-    if constexpr (depth == 2) round_to_pairs_of_queries(weights, keys * width, weights);
-    add_product_over_queries(keys, p_.dim_v, queries, weights, width, scratch.grad_out, scratch.grad_v);
+    if constexpr (depth == 2) round_to_pairs_of_queries(probs, keys * width, probs);
+    add_product_over_queries(keys, p_.dim_v, queries, probs, width, scratch.grad_out, scratch.grad_v);
     const T* by_query = grad_logits;
     if constexpr (depth == 2) {
-      round_to_pairs_of_queries(grad_logits, keys * width, weights);
-      by_query = weights;
+      round_to_pairs_of_queries(grad_logits, keys * width, probs);
+      by_query = probs;
       round_to_pairs_of_keys(grad_logits, keys, width);
     }
     add_product_over_queries(keys, p_.dim, queries, by_query, width, scratch.q, scratch.grad_k);

@@ -6,8 +6,8 @@
 // converting them once for all rows is cheaper. If key heads are adjacent in memory, a tile has several and reads a few
 // keys of each alternately, so that memory is read in order.
 //   logits (rows, keys) = q k^T     dot products, one vector of them at a time
-//   weights = exp(logits - max)     along each row
-//   out (rows, dim_v) += weights v
+//   probs = exp(logits - max)     along each row
+//   out (rows, dim_v) += probs v
 // If there are fewer tiles than threads, the keys of a tile are split among several tasks, whose sums are added in
 // order.
 #pragma once
@@ -20,7 +20,7 @@
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
 constexpr int64_t kTileRows = 64;
-constexpr int64_t kRowKeys = 128;         // keys of a step: their logits stay in cache until they are weights
+constexpr int64_t kRowKeys = 128;         // keys of a step: their logits stay in cache until they are probs
 constexpr int64_t kAdjacentBytes = 4096;  // of the key heads of a tile: longer contiguous reads are no faster
 constexpr int64_t kLeastSplitKeys = 512;  // the fewest keys that are worth a separate task
 template <class T>
@@ -58,10 +58,10 @@ void dot_products(int64_t keys, int64_t dim, const T* q, Rows<const Element> k, 
   }
 }
 
-// Columns [begin, begin + Vectors * lanes) of out (Count, pitch) += weights (Count, keys), rows kLogitsPitch apart, @
+// Columns [begin, begin + Vectors * lanes) of out (Count, pitch) += probs (Count, keys), rows kLogitsPitch apart, @
 // v.
 template <int Count, int Vectors, class T, class Element>
-CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Element> v, int64_t begin, T* out,
+CUDA_EXT_INLINE void add_values(int64_t keys, const T* probs, Rows<const Element> v, int64_t begin, T* out,
                                 int64_t pitch) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[Count][Vectors] = {};
@@ -73,28 +73,28 @@ CUDA_EXT_INLINE void add_values(int64_t keys, const T* weights, Rows<const Eleme
     for (int x = 0; x < Vectors; ++x) value[x] = load(values + x * lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < Count; ++r) {
-      const Vec<T> weight = splat(weights[r * kLogitsPitch<T> + j]);
+      const Vec<T> prob = splat(probs[r * kLogitsPitch<T> + j]);
 #pragma GCC unroll 16
-      for (int x = 0; x < Vectors; ++x) sum[r][x] += weight * value[x];
+      for (int x = 0; x < Vectors; ++x) sum[r][x] += prob * value[x];
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < Count; ++r) {
 #pragma GCC unroll 16
     for (int x = 0; x < Vectors; ++x) {
-      T* const at = out + r * pitch + begin + x * lanes;
-      store(at, load(at) + sum[r][x]);
+      T* const to = out + r * pitch + begin + x * lanes;
+      store(to, load(to) + sum[r][x]);
     }
   }
 }
 
 // The same for columns [begin, dim), whole vectors, as many at once as the registers can sum.
 template <int Count, int Vectors, class T, class Element>
-void add_all_values(int64_t begin, int64_t dim, int64_t keys, const T* weights, Rows<const Element> v, T* out) {
+void add_all_values(int64_t begin, int64_t dim, int64_t keys, const T* probs, Rows<const Element> v, T* out) {
   for (; begin + Vectors * kLanes<T> <= dim; begin += Vectors * kLanes<T>)
-    add_values<Count, Vectors>(keys, weights, v, begin, out, dim);
+    add_values<Count, Vectors>(keys, probs, v, begin, out, dim);
   if constexpr (Vectors > 1)
-    if (begin < dim) add_all_values<Count, Vectors / 2>(begin, dim, keys, weights, v, out);
+    if (begin < dim) add_all_values<Count, Vectors / 2>(begin, dim, keys, probs, v, out);
 }
 
 // Calls f(std::integral_constant<int, Count>, first) for consecutive groups of 4, 2 and 1 rows, until all are covered.
@@ -141,7 +141,7 @@ struct RowTile {
   int64_t keys_begin() const { return visible.key_begin(0); }
   int64_t keys_end() const { return visible.key_end(s.q_len); }
 
-  // Applies softcap, ALiBi, bias, mask, causal and window to row r of the logits of keys [j_begin, j_begin + keys), and
+  // Applies all options but dropout to row r of the logits of keys [j_begin, j_begin + keys), and
   // hides the padding of the last vector.
   void modify_logits(T* logits, int64_t r, int64_t j_begin, int64_t keys) const {
     constexpr int lanes = kLanes<T>;
@@ -163,7 +163,7 @@ struct RowTile {
   }
 };
 
-// Updates one row's softmax and output with its logits (keys, padded with -inf), which become weights.
+// Updates one row's softmax and output with its logits (keys, padded with -inf), which become probs.
 template <class T>
 void update_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t out_width) {
   constexpr int lanes = kLanes<T>;
@@ -181,9 +181,9 @@ void update_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t
   const T shift = row_max == -std::numeric_limits<T>::infinity() ? T(0) : row_max;
   Vec<T> sum{};
   for (int64_t j = 0; j < keys; j += lanes) {
-    const Vec<T> weight = exp_below_88(load(logits + j) - shift);
-    sum += weight;
-    store(logits + j, weight);
+    const Vec<T> prob = exp_below_88(load(logits + j) - shift);
+    sum += prob;
+    store(logits + j, prob);
   }
   row_sum += horizontal_sum<T>(sum);
 }
@@ -192,14 +192,14 @@ void update_row(T* logits, int64_t keys, T& row_max, T& row_sum, T* out, int64_t
 template <class T>
 struct RowScratch {
   T *q, *logits;  // (rows, padded dim), (rows, kLogitsPitch)
-  T* packed;      // (kInterleavedKeys, pitch or pitch_v), keys or values that cannot be read in place
+  T* panel;       // (kInterleavedKeys, pitch or pitch_v), keys or values that cannot be read in place
   T *step, *out;  // (rows, padded dim_v): the sums of kRowKeys keys, and of all
   Scratch scratch;
 
   RowScratch(const AttentionParams& p, int64_t rows)
       : scratch(allocate<T>({{&q, rows * padded<T>(p.dim)},
                              {&logits, rows * kLogitsPitch<T>},
-                             {&packed, kInterleavedKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
+                             {&panel, kInterleavedKeys<T> * row_pitch<T>(std::max(p.dim, p.dim_v))},
                              {&step, rows * padded<T>(p.dim_v)},
                              {&out, rows * padded<T>(p.dim_v)}})) {}
 };
@@ -208,14 +208,14 @@ struct RowScratch {
 // and the elements need no conversion (or only for a few rows of the tile); else packed.
 template <class T, class Storage, class F>
 CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count, Rows<const Storage> after, int64_t dim,
-                                        int64_t tile_rows, T* packed, F&& f) {
+                                        int64_t tile_rows, T* panel, F&& f) {
   constexpr int64_t kConvertedRows = 4;
   if (dim % kLanes<T> == 0 && (std::is_same_v<T, Storage> || tile_rows <= kConvertedRows)) {
     for (int64_t i = 0; i < count; ++i) prefetch_ahead(rows, i, count, after, dim);
     return f(rows);
   }
-  pack_rows<1>(rows, count, dim, packed, after);
-  f(Rows<const T>{packed, row_pitch<T>(dim)});
+  pack_rows<1>(rows, count, dim, panel, after);
+  f(Rows<const T>{panel, row_pitch<T>(dim)});
 }
 
 // Calls f(j, count, r, rows) for all keys [j_begin, j_begin + keys), alternating between the key heads of the tile.
@@ -223,7 +223,7 @@ CUDA_EXT_INLINE void with_whole_vectors(Rows<const Storage> rows, int64_t count,
 // attend.
 template <class Storage, class T, class F>
 CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsView& view, int64_t dim, int64_t j_begin,
-                                          int64_t keys, T* packed, F&& f) {
+                                          int64_t keys, T* panel, F&& f) {
   const auto interleave = [&](int64_t piece, Rows<const Storage> piece_rows, int64_t piece_keys,
                               Rows<const Storage> after) {
     for (int64_t j = 0; j < piece_keys; j += kInterleavedKeys<T>) {
@@ -233,7 +233,7 @@ CUDA_EXT_INLINE void for_interleaved_keys(const RowTile<T>& tile, const HeadsVie
           return Rows<const Storage>{rows.data + h * view.head_stride, rows.stride};
         };
         const auto next = j + count < piece_keys ? piece_rows.from(j + count) : after;
-        with_whole_vectors(of_head(piece_rows.from(j)), count, of_head(next), dim, tile.head_rows(), packed,
+        with_whole_vectors(of_head(piece_rows.from(j)), count, of_head(next), dim, tile.head_rows(), panel,
                            [&](auto whole) { f(piece - j_begin + j, count, h * tile.head_rows(), whole); });
       }
     }
@@ -250,10 +250,10 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
   for (int64_t j = j_begin; j < j_end; j += kRowKeys) {
     const int64_t keys = std::min(kRowKeys, j_end - j);
     for_interleaved_keys<Storage>(
-        tile, p.key, p.dim, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto k) {
+        tile, p.key, p.dim, j, keys, scratch.panel, [&](int64_t key, int64_t count, int64_t first, auto k) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             dot_products<decltype(rows)::value>(count, dim, scratch.q + (first + r) * dim, k,
-                                                scratch.logits + (first + r) * kLogitsPitch<T> + at);
+                                                scratch.logits + (first + r) * kLogitsPitch<T> + key);
           });
         });
     for (int64_t r = 0; r < tile.rows(); ++r) {
@@ -264,10 +264,10 @@ void attend_rows(const RowTile<T>& tile, int64_t j_begin, int64_t j_end, const R
     // A separate sum for each step: rounding errors then grow with the number of steps, not of calls to add_all_values.
     std::fill_n(scratch.step, tile.rows() * dim_v, T(0));
     for_interleaved_keys<Storage>(
-        tile, p.value, p.dim_v, j, keys, scratch.packed, [&](int64_t at, int64_t count, int64_t first, auto v) {
+        tile, p.value, p.dim_v, j, keys, scratch.panel, [&](int64_t key, int64_t count, int64_t first, auto v) {
           for_row_groups<T>(tile.head_rows(), [&](auto rows, int64_t r) {
             constexpr int kCount = decltype(rows)::value, kVectors = (kVectorRegisters == 32 ? 16 : 8) / kCount;
-            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kLogitsPitch<T> + at, v,
+            add_all_values<kCount, kVectors>(0, dim_v, count, scratch.logits + (first + r) * kLogitsPitch<T> + key, v,
                                              scratch.step + (first + r) * dim_v);
           });
         });
@@ -286,13 +286,13 @@ inline void attend_rows_amx(const RowTile<float>& tile, int64_t j_begin, int64_t
   for (int64_t j = j_begin; j < j_end; j += AmxScratch::kKeys) {
     const int64_t keys = std::min(AmxScratch::kKeys, j_end - j), key_tiles = (keys + kAmxDepth - 1) / kAmxDepth;
     const AmxTiles tiles;
-    for_tiles_of_keys(tile, p.key, p.dim, j, keys, amx.k, [&](int64_t at, int64_t h, const TwoTiles& k) {
+    for_tiles_of_keys(tile, p.key, p.dim, j, keys, amx.k, [&](int64_t key, int64_t h, const TwoTiles& k) {
       for (int64_t r = 0; r < rows; r += kAmxRows) {
         amx_scores(k.of[0], k.of[1], k.stride, amx.q + (h * whole_rows + r) * p.dim, depth, amx.scores);
         const int64_t first = h * rows + r, count = std::min(kAmxRows, rows - r);
         for (int64_t half = 0; half < 2; ++half)
           store_logits<kLogitsPitch<float>>(amx.scores + half * 256, count, logit_factor,
-                                            scratch.logits + first * kLogitsPitch<float> + at + half * 16);
+                                            scratch.logits + first * kLogitsPitch<float> + key + half * 16);
       }
     });
     interleave_values(tile, j, keys, amx.v);
@@ -305,9 +305,9 @@ inline void attend_rows_amx(const RowTile<float>& tile, int64_t j_begin, int64_t
           tile.modify_logits(logits, i, j, keys);
           update_row(logits, keys, sums.max[i], sums.sum[i], sums.out + i * p.dim_v, p.dim_v);
         }
-        round_weights<kLogitsPitch<float>>(scratch.logits + (h * rows + r) * kLogitsPitch<float>, count, keys,
-                                           key_tiles, amx.weights);
-        amx_add_values(amx.weights, amx.v + h * AmxScratch::kKeys * p.dim_v, key_tiles, p.dim_v,
+        round_probs<kLogitsPitch<float>>(scratch.logits + (h * rows + r) * kLogitsPitch<float>, count, keys, key_tiles,
+                                         amx.probs);
+        amx_add_values(amx.probs, amx.v + h * AmxScratch::kKeys * p.dim_v, key_tiles, p.dim_v,
                        amx.step + (h * whole_rows + r) * p.dim_v, p.dim_v);
       }
     for (int64_t h = 0; h < tile.kv_heads; ++h)
@@ -415,7 +415,7 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
         sums.max[r] = has_sink ? static_cast<const T*>(p.sinks)[tile.head(r)] : -std::numeric_limits<T>::infinity();
         sums.sum[r] = T(has_sink ? 1 : 0);
         const Storage* q = rows_of<const Storage>(p.query, tile.batch, tile.s.q_begin, tile.head(r))[tile.query(r)];
-        const T factor = T(p.softcap > 0 ? p.scale / p.softcap : p.scale);
+        const T factor = T(factor_of_logits(p));
         for_vectors<T>(p.dim, [&](int64_t d, int64_t count) {
           store(scratch.q + r * dim + d, load_partial(q + d, count) * factor);
         });
@@ -431,7 +431,7 @@ void forward_of_few_queries(const AttentionParams& p, int64_t longest_q) {
         if constexpr (std::is_same_v<Storage, bfloat16_t>) {
           pack_queries(tile, amx.q);
           attend_rows_amx(tile, begin + split * keys / own_splits, begin + (split + 1) * keys / own_splits,
-                          float(p.softcap > 0 ? p.scale / p.softcap : p.scale), scratch, amx, sums);
+                          float(factor_of_logits(p)), scratch, amx, sums);
         }
 #endif
       } else {

@@ -70,7 +70,7 @@ inline bool uses_amx(const AttentionParams& p, int64_t head_rows) {
 // The buffers of one thread, for tiles of up to `rows` rows of each of `heads` key heads.
 struct AmxScratch {
   bfloat16_t *q, *k, *v,
-      *weights;          // (heads, rows / 16, dim / 32, tile); (2, 16, dim); (heads, keys, dim_v); (keys / 32, tile)
+      *probs;            // (heads, rows / 16, dim / 32, tile); (2, 16, dim); (heads, keys, dim_v); (keys / 32, tile)
   float *scores, *step;  // (2, 16, 16); (heads, rows, dim_v)
   Scratch scratch;
 
@@ -81,17 +81,17 @@ struct AmxScratch {
 
  private:
   Scratch make(const AttentionParams& p, int64_t heads, int64_t rows) {
-    float *q_words, *k_words, *v_words, *weight_words;
+    float *q_words, *k_words, *v_words, *prob_words;
     Scratch made = allocate<float>({{&q_words, heads * rows * p.dim / 2},
                                     {&k_words, 2 * kAmxRows * p.dim / 2},
                                     {&v_words, heads * kKeys * p.dim_v / 2},
-                                    {&weight_words, kKeys * kAmxRows / 2},
+                                    {&prob_words, kKeys * kAmxRows / 2},
                                     {&scores, 2 * 256},
                                     {&step, heads * rows * p.dim_v}});
     q = reinterpret_cast<bfloat16_t*>(q_words);
     k = reinterpret_cast<bfloat16_t*>(k_words);
     v = reinterpret_cast<bfloat16_t*>(v_words);
-    weights = reinterpret_cast<bfloat16_t*>(weight_words);
+    probs = reinterpret_cast<bfloat16_t*>(prob_words);
     return made;
   }
 };
@@ -127,12 +127,12 @@ void store_logits(const float* s, int64_t count, float factor, float* logits) {
   for (int64_t r = 0; r < count; ++r) store(logits + r * pitch, square[r] * factor);
 }
 
-// weights (count, keys), rows pitch apart, padded with zeros to a whole vector -> (key_tiles) tiles of rows x keys.
+// probs (count, keys), rows pitch apart, padded with zeros to a whole vector -> (key_tiles) tiles of rows x keys.
 template <int64_t pitch>
-void round_weights(const float* weights, int64_t count, int64_t keys, int64_t key_tiles, bfloat16_t* to) {
+void round_probs(const float* probs, int64_t count, int64_t keys, int64_t key_tiles, bfloat16_t* to) {
   for (int64_t n = 0; n < key_tiles; ++n)
     for (int64_t r = 0; r < kAmxRows; ++r) {
-      const float* const from = weights + r * pitch + n * kAmxDepth;
+      const float* const from = probs + r * pitch + n * kAmxDepth;
       const int64_t left = r < count ? keys - n * kAmxDepth : 0;
       store_as_pairs(reinterpret_cast<float*>(to + n * kAmxTile + r * kAmxDepth), left > 0 ? load(from) : Vec<float>{},
                      left > 16 ? load(from + 16) : Vec<float>{});

@@ -11,14 +11,14 @@
 
 namespace cuda_ext::cpu::CUDA_EXT_ISA {
 
-constexpr int64_t kBlockKeys = 128;  // a panel's logits fit in L1; the packed K and V, next to the panels, in L2
+constexpr int64_t kBlockKeys = 128;  // a panel's logits fit in L1; those of K and V, next to the panels, in L2
 constexpr int64_t kValuePitch = kBlockKeys / 2 + kTileWords;  // of columns of pairs of values, in words
 constexpr int64_t kBlockPanels = 8;  // at most; the panels of a block share each packing of K and V
 
 // A panel of queries, and its softmax over the keys visited so far.
 template <class T>
 struct Panel {
-  T* q_t;    // (packed_dim, width)
+  T* q_t;    // (panel_dim, width)
   T* out_t;  // (dim_v, width); divided by row_sum at the end
   T row_max[kPanelQueries<T>];
   T row_sum[kPanelQueries<T>];
@@ -45,7 +45,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   const AttentionParams& p = head.p;
 
   using Element = Packed<kDepth<Storage>, T>;
-  const int64_t dim = packed_dim<Storage>(p.dim);
+  const int64_t dim = panel_dim<Storage>(p.dim);
   T factor = 1;  // of logits, still to be multiplied
   if constexpr (tiles) {
     amx_product<false>(keys, width, dim, k, row_pitch<T>(dim), panel.q_t, width, logits, width);
@@ -65,7 +65,7 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
     for (int x = 0; x < Vectors; ++x) new_max[x] = max<T>(load(logits + j * width + x * lanes), new_max[x]);
   for (int x = 0; x < Vectors; ++x) new_max[x] = max<T>(new_max[x] * factor, load(panel.row_max + x * lanes));
 
-  // row_max changes only when the maximum of some row has grown by more than kMaxLag. Until then weights stay below
+  // row_max changes only when the maximum of some row has grown by more than kMaxLag. Until then probs stay below
   // e^kMaxLag, which costs no precision, and the output need not be rescaled.
   bool rescaled = false;
   for (int x = 0; x < Vectors; ++x) {
@@ -75,28 +75,28 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   for (int x = 0; x < Vectors; ++x) {
     const Vec<T> old_max = load(panel.row_max + x * lanes);
     if (!rescaled) new_max[x] = old_max;
-    // A row with no visible key so far has a maximum of -inf; a shift of 0 makes its weights 0 instead of NaN.
+    // A row with no visible key so far has a maximum of -inf; a shift of 0 makes its probs 0 instead of NaN.
     shift[x] = new_max[x] == -std::numeric_limits<T>::infinity() ? Vec<T>{} : new_max[x];
     rescale[x] = exp_below_88(old_max - shift[x]);
     sum[x] = Vec<T>{};
     store(panel.row_max + x * lanes, new_max[x]);
   }
-  const auto weigh = [&](int64_t j, int x) {
-    const Vec<T> weight = exp_below_88(load(logits + j * width + x * lanes) * factor - shift[x]);
-    sum[x] += weight;
-    return weight;
+  const auto make_probs = [&](int64_t j, int x) {
+    const Vec<T> prob = exp_below_88(load(logits + j * width + x * lanes) * factor - shift[x]);
+    sum[x] += prob;
+    return prob;
   };
   int64_t j = 0;
   if constexpr (tiles) {
     if (p.dropout_p == 0)
       for (; j + 2 <= keys; j += 2)
         for (int x = 0; x < Vectors; ++x) {
-          const Vec<T> first = weigh(j, x), second = weigh(j + 1, x);
+          const Vec<T> first = make_probs(j, x), second = make_probs(j + 1, x);
           store(logits + j / 2 * width + x * lanes, round_to_pairs(first, second));
         }
   }
-  for (int64_t at = j; at < keys; ++at)
-    for (int x = 0; x < Vectors; ++x) store(logits + (at - j / 2) * width + x * lanes, weigh(at, x));
+  for (int64_t key = j; key < keys; ++key)
+    for (int x = 0; x < Vectors; ++x) store(logits + (key - j / 2) * width + x * lanes, make_probs(key, x));
   for (int x = 0; x < Vectors; ++x)
     store(panel.row_sum + x * lanes, load(panel.row_sum + x * lanes) * rescale[x] + sum[x]);
   if (p.dropout_p > 0) apply_dropout<Vectors>(p, head.first_row + panel.i_begin, j_begin, keys, logits);
@@ -104,8 +104,8 @@ void attend(const HeadContext<T>& head, Panel<T>& panel, const T* k, const T* v,
   if (rescaled) {
     for (int64_t d = 0; d < p.dim_v; ++d)
       for (int x = 0; x < Vectors; ++x) {
-        T* at = panel.out_t + d * width + x * lanes;
-        store(at, load(at) * rescale[x]);
+        T* const out = panel.out_t + d * width + x * lanes;
+        store(out, load(out) * rescale[x]);
       }
   }
   if constexpr (tiles) {
@@ -128,7 +128,7 @@ class ForwardWorker {
       : p_(p),
         scratch_(allocate<T>({{&q_t_, max_panels * q_size_},
                               {&out_t_, max_panels * out_size_},
-                              {&k_block_, kBlockKeys * row_pitch<T>(packed_dim<Storage>(p.dim))},
+                              {&k_block_, kBlockKeys * row_pitch<T>(panel_dim<Storage>(p.dim))},
                               {&v_block_, v_size_},
                               {&logits_, kBlockKeys * kPanelQueries<T>}})) {
     if (tiles) std::fill_n(v_block_, v_size_, T(0));  // the columns past the last stay zeros
@@ -160,7 +160,7 @@ class ForwardWorker {
       panel.out_t = out_t_ + count_ * out_size_;
       pack_transposed(rows_of<const Storage>(p_.query, b, s.q_begin + panel.i_begin, panel.head),
                       panel.i_end - panel.i_begin, p_.dim, panel.q_t, panel.width());
-      if (tiles) std::fill(panel.q_t + packed_dim<Storage>(p_.dim) * panel.width(), panel.q_t + q_size_, T(0));
+      if (tiles) std::fill(panel.q_t + panel_dim<Storage>(p_.dim) * panel.width(), panel.q_t + q_size_, T(0));
       std::fill_n(panel.out_t, p_.dim_v * panel.width(), T(0));
       // A sink is a key before all others that has no value.
       std::fill_n(panel.row_max, kPanelQueries<T>,
@@ -171,7 +171,7 @@ class ForwardWorker {
   }
 
   void visit_keys(const Sequence& s, int64_t b, int64_t kv_head) {
-    const int64_t pitch = row_pitch<T>(packed_dim<Storage>(p_.dim));
+    const int64_t pitch = row_pitch<T>(panel_dim<Storage>(p_.dim));
     // Blocks of keys start at a multiple of 4, as apply_dropout requires, or of a tile of pairs; the mask hides the
     // keys this adds.
     constexpr int64_t multiple = tiles ? 2 * kTileWords : 4;
@@ -180,8 +180,8 @@ class ForwardWorker {
                   keys_end = visible.key_end(panels_[count_ - 1].i_end);
     for (int64_t j = keys_begin; j < keys_end; j += kBlockKeys) {
       const int64_t j_end = std::min(keys_end, j + kBlockKeys);
-      for_pieces<Storage>(p_, p_.key, s, b, kv_head, j, j_end, [&](int64_t at, auto k, int64_t count, auto after) {
-        pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (at - j) * pitch, after);
+      for_pieces<Storage>(p_, p_.key, s, b, kv_head, j, j_end, [&](int64_t key, auto k, int64_t count, auto after) {
+        pack_rows<kDepth<Storage>>(k, count, p_.dim, k_block_ + (key - j) * pitch, after);
       });
       pack_values(s, b, kv_head, j, j_end);
       for (int64_t n = 0; n < count_; ++n) {
@@ -205,8 +205,8 @@ class ForwardWorker {
       find_rows(p_, p_.value, s, b, kv_head, j, j_end - j, rows);
       pack_transposed_pairs(rows, j_end - j, p_.dim_v, v_block_, kValuePitch);
     } else {
-      for_pieces<Storage>(p_, p_.value, s, b, kv_head, j, j_end, [&](int64_t at, auto v, int64_t count, auto after) {
-        pack_rows<1>(v, count, p_.dim_v, v_block_ + (at - j) * row_pitch<T>(p_.dim_v), after);
+      for_pieces<Storage>(p_, p_.value, s, b, kv_head, j, j_end, [&](int64_t key, auto v, int64_t count, auto after) {
+        pack_rows<1>(v, count, p_.dim_v, v_block_ + (key - j) * row_pitch<T>(p_.dim_v), after);
       });
     }
   }
@@ -227,7 +227,7 @@ class ForwardWorker {
   const AttentionParams& p_;
   // Of a panel's queries and output, and of a block's values.
   const int64_t q_size_ =
-                    (tiles ? whole_tiles(packed_dim<Storage>(p_.dim)) : packed_dim<Storage>(p_.dim)) * kPanelQueries<T>,
+                    (tiles ? whole_tiles(panel_dim<Storage>(p_.dim)) : panel_dim<Storage>(p_.dim)) * kPanelQueries<T>,
                 out_size_ = (tiles ? whole_tiles(p_.dim_v) : p_.dim_v) * kPanelQueries<T>,
                 v_size_ = tiles ? whole_tiles(p_.dim_v) * kValuePitch : kBlockKeys * row_pitch<T>(p_.dim_v);
   T *q_t_, *out_t_, *k_block_, *v_block_, *logits_;

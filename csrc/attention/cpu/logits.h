@@ -41,21 +41,21 @@ CUDA_EXT_INLINE Vec<T> load_bias(const Element* bias, int64_t stride, int64_t co
   return load(values);
 }
 
-// Adds bias values to the logits at `at`; a mask (of bytes) hides the logits where it is 0.
+// Adds bias values to a vector of logits; a mask (of bytes) hides the logits where it is 0.
 template <class T, class Element>
-CUDA_EXT_INLINE void apply_bias_values(const Element*, T* at, Vec<T> values) {
+CUDA_EXT_INLINE void apply_bias_values(const Element*, T* logits, Vec<T> values) {
   if constexpr (std::is_same_v<Element, uint8_t>) {
-    store(at, values != 0 ? load(at) : splat(-std::numeric_limits<T>::infinity()));
+    store(logits, values != 0 ? load(logits) : splat(-std::numeric_limits<T>::infinity()));
   } else {
-    store(at, load(at) + values);
+    store(logits, load(logits) + values);
   }
 }
 
 // add_bias for bfloat16 with contiguous keys: rows are transposed as pairs of keys, in half the steps.
-inline void add_bias_pairs(const bfloat16_t* bias, int64_t i_stride, int64_t queries, int64_t keys, float* logits,
-                           int64_t width) {
+inline void add_bias_two_keys(const bfloat16_t* bias, int64_t i_stride, int64_t queries, int64_t keys, float* logits,
+                              int64_t width) {
   constexpr int64_t lanes = kLanes<float>, kKeysAhead = 4 * lanes;
-  const auto load_pairs = [&](int64_t i, int64_t pair, int64_t count) {
+  const auto load_two_keys = [&](int64_t i, int64_t pair, int64_t count) {
     const bfloat16_t* const row = bias + i * i_stride + 2 * pair;
     __builtin_prefetch(row + kKeysAhead);
     return load_along_k<2>(row, keys - 2 * pair, count);
@@ -66,25 +66,25 @@ inline void add_bias_pairs(const bfloat16_t* bias, int64_t i_stride, int64_t que
       const int64_t rows = std::min(lanes, queries - i), count = std::min(lanes, (keys + 1) / 2 - pair);
       if (rows == lanes) {
 #pragma GCC unroll 16
-        for (int64_t r = 0; r < lanes; ++r) square[r] = load_pairs(i + r, pair, count);
+        for (int64_t r = 0; r < lanes; ++r) square[r] = load_two_keys(i + r, pair, count);
       } else {
-        for (int64_t r = 0; r < lanes; ++r) square[r] = r < rows ? load_pairs(i + r, pair, count) : Vec<float>{};
+        for (int64_t r = 0; r < lanes; ++r) square[r] = r < rows ? load_two_keys(i + r, pair, count) : Vec<float>{};
       }
       transpose<float>(square);
       const auto add = [&](int64_t j, Words bias) {
-        float* const at = logits + j * width + i;
-        store(at, load(at) + (Vec<float>)bias);
+        float* const to = logits + j * width + i;
+        store(to, load(to) + (Vec<float>)bias);
       };
-      const auto add_pair = [&](int64_t c) {
+      const auto add_two_keys = [&](int64_t c) {
         const int64_t j = 2 * (pair + c);
         add(j, (Words)square[c] << 16);
         if (j + 1 < keys) add(j + 1, (Words)square[c] & 0xffff0000);
       };
       if (count == lanes) {
 #pragma GCC unroll 16
-        for (int64_t c = 0; c < lanes; ++c) add_pair(c);
+        for (int64_t c = 0; c < lanes; ++c) add_two_keys(c);
       } else {
-        for (int64_t c = 0; c < count; ++c) add_pair(c);
+        for (int64_t c = 0; c < count; ++c) add_two_keys(c);
       }
     }
 }
@@ -103,7 +103,7 @@ void add_bias(const Element* bias, int64_t i_stride, int64_t j_stride, int64_t q
     return;
   }
   if constexpr (std::is_same_v<Element, bfloat16_t>)
-    if (j_stride == 1) return add_bias_pairs(bias, i_stride, queries, keys, logits, width);
+    if (j_stride == 1) return add_bias_two_keys(bias, i_stride, queries, keys, logits, width);
   for (int64_t i = 0; i < queries; i += lanes) {
     for_vectors<T>(keys, [&](int64_t j, int64_t count) {
       Vec<T> square[lanes];
@@ -177,12 +177,15 @@ void apply_dropout(const AttentionParams& p, int64_t first_row, int64_t j_begin,
   }
 }
 
+// Of query @ key^T: the scale, divided by the softcap if there is one.
+inline double factor_of_logits(const AttentionParams& p) { return p.softcap > 0 ? p.scale / p.softcap : p.scale; }
+
 // The parameters of one head of one sequence.
 template <class T>
 struct HeadContext {
   const AttentionParams& p;
   Visibility visible;
-  T logit_factor;  // of query @ key^T: the scale, divided by the softcap if there is one
+  T logit_factor;  // factor_of_logits
   T softcap;
   T slope;
   int64_t diagonal;   // Sk - Sq
@@ -192,7 +195,7 @@ struct HeadContext {
   HeadContext(const AttentionParams& params, const Sequence& s, int64_t b, int64_t h)
       : p(params),
         visible(params, s),
-        logit_factor(T(params.softcap > 0 ? params.scale / params.softcap : params.scale)),
+        logit_factor(T(factor_of_logits(params))),
         softcap(T(params.softcap)),
         slope(params.alibi_slopes == nullptr
                   ? T(0)

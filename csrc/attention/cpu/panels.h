@@ -1,4 +1,4 @@
-// What attention's forward and backward share on the CPU: sequences, rows and their packing. Masks, bias and dropout
+// What attention's forward and backward share on the CPU: sequences, rows and panels. Masks, bias and dropout
 // are in logits.h.
 //
 // Each vector lane holds a query. A panel is up to kPanelQueries queries of one head, stored transposed: q_t (dim,
@@ -6,9 +6,9 @@
 // so that no horizontal operation is needed, and neither head dimension needs padding.
 //
 // Where the CPU multiplies pairs of bfloat16, K Q^T and V dO^T do so, in half the steps: their operands are bfloat16,
-// and products and sums are as exact as float32 ones. So do the other products of backward, for which the weights and
+// and products and sums are as exact as float32 ones. So do the other products of backward, for which the probs and
 // their gradient are rounded to bfloat16, as the CUDA kernels do; the gradients are then exact to 2.4e-3 instead of
-// 1.7e-3, and half of what rounding every intermediate costs. The output keeps weights in float32, except with
+// 1.7e-3, and half of what rounding every intermediate costs. The output keeps probs in float32, except with
 // AMX, which multiplies tiles of bfloat16 only: its distance to float64 is then 2.5e-3 instead of 1.8e-3.
 #pragma once
 
@@ -26,13 +26,13 @@ constexpr int kDepth = std::is_same_v<Storage, bfloat16_t> ? 2 : 1;
 template <class Storage>
 constexpr int kDepth = 1;
 #endif
-// The number of elements in which `dim` values are packed.
+// The number of elements that `dim` values of a panel take.
 template <class Storage>
-constexpr int64_t packed_dim(int64_t dim) {
+constexpr int64_t panel_dim(int64_t dim) {
   return (dim + kDepth<Storage> - 1) / kDepth<Storage>;
 }
 
-// Weights are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
+// Probs are exp(logit - maximum of the row). That maximum may lag behind the true one by this much, to save
 // rescaling.
 constexpr int kMaxLag = 8;
 
@@ -44,8 +44,8 @@ constexpr int64_t padded(int64_t n) {
   return (n + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
 }
 
-// Distance between packed rows: one vector more than the padded row, so that the rows of a tile do not compete for the
-// few cache sets that a power of two would map them to.
+// Distance between the rows of a panel: one vector more than the padded row, so that the rows of a tile do not compete
+// for the few cache sets that a power of two would map them to.
 template <class T>
 constexpr int64_t row_pitch(int64_t n) {
   return padded<T>(n) + kLanes<T>;
@@ -91,11 +91,11 @@ struct Sequence {
   int64_t k_begin, k_len;
 
   Sequence(const AttentionParams& p, int64_t b) {
-    const bool packed = p.cu_seqlens_q != nullptr;
-    q_begin = packed ? p.cu_seqlens_q[b] : 0;
-    q_len = packed ? p.cu_seqlens_q[b + 1] - q_begin : p.seqlen_q;
-    k_begin = packed ? p.cu_seqlens_k[b] : 0;
-    k_len = packed ? p.cu_seqlens_k[b + 1] - k_begin : p.seqlen_k;
+    const bool varlen = p.cu_seqlens_q != nullptr;
+    q_begin = varlen ? p.cu_seqlens_q[b] : 0;
+    q_len = varlen ? p.cu_seqlens_q[b + 1] - q_begin : p.seqlen_q;
+    k_begin = varlen ? p.cu_seqlens_k[b] : 0;
+    k_len = varlen ? p.cu_seqlens_k[b + 1] - k_begin : p.seqlen_k;
     if (const KeyCache& cache = p.cache; cache.capacity > 0) {
       k_begin = cache.left_padding != nullptr ? cache.left_padding[b] : 0;
       const int64_t end = cache.lengths != nullptr ? cache.lengths[b] + cache.appended : cache.capacity;
@@ -164,26 +164,26 @@ CUDA_EXT_INLINE void prefetch_ahead(Rows<const Storage> rows, int64_t i, int64_t
 
 // (n, dim) rows of storage -> rows of elements of `depth` values, row_pitch apart, padded with zeros to a whole vector.
 template <int depth, class Storage, class T = Compute<Storage>>
-void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed, Rows<const Storage> after) {
+void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* panel, Rows<const Storage> after) {
   const int64_t elements = (dim + depth - 1) / depth, pitch = row_pitch<T>(elements);
   for (int64_t i = 0; i < n; ++i) {
     prefetch_ahead(rows, i, n, after, dim);
     for_vectors<T>(elements, [&](int64_t d, int64_t count) {
-      store(packed + i * pitch + d, load_along_k<depth>(rows[i] + depth * d, dim - depth * d, count));
+      store(panel + i * pitch + d, load_along_k<depth>(rows[i] + depth * d, dim - depth * d, count));
     });
   }
 }
 
 template <int depth, class Storage, class T = Compute<Storage>>
-void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
-  pack_rows<depth>(rows, n, dim, packed, rows.from(n));
+void pack_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* panel) {
+  pack_rows<depth>(rows, n, dim, panel, rows.from(n));
 }
 
 // (n, dim) rows of storage -> (n / depth, row_pitch) of elements of `depth` rows, for products that sum over rows.
 template <class Storage, class T = Compute<Storage>>
-void pack_along_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed) {
+void pack_along_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* panel) {
   if constexpr (kDepth<Storage> == 1) {
-    pack_rows<1>(rows, n, dim, packed);
+    pack_rows<1>(rows, n, dim, panel);
   } else {
     const int64_t pitch = row_pitch<T>(dim);
     for (int64_t i = 0; i < n; i += 2) {
@@ -192,7 +192,7 @@ void pack_along_rows(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed
       for_vectors<T>(dim, [&](int64_t d, int64_t count) {
         const Vec<T> low = load_partial(rows[i] + d, count);
         const Vec<T> high = i + 1 < n ? load_partial(rows[i + 1] + d, count) : Vec<T>{};
-        store(packed + i / 2 * pitch + d, (Vec<T>)((Words)low >> 16 | (Words)high));
+        store(panel + i / 2 * pitch + d, (Vec<T>)((Words)low >> 16 | (Words)high));
       });
     }
   }
@@ -229,22 +229,22 @@ CUDA_EXT_INLINE void store_as_pairs(float* pairs, Vec<float> low, Vec<float> hig
 // vectors, the last is read and written together with what follows.
 inline void round_to_pairs_of_queries(const float* values, int64_t count, float* pairs) {
   constexpr int64_t lanes = kLanes<float>;
-  for (int64_t at = 0; at < count; at += 2 * lanes)
-    store_as_pairs(pairs + at / 2, load(values + at), load(values + at + lanes));
+  for (int64_t i = 0; i < count; i += 2 * lanes)
+    store_as_pairs(pairs + i / 2, load(values + i), load(values + i + lanes));
 }
 
 // (keys, width) of float32 -> (keys / 2, width) of pairs of keys, in place.
 inline void round_to_pairs_of_keys(float* values, int64_t keys, int64_t width) {
   for (int64_t j = 0; j < keys; j += 2)
     for (int64_t i = 0; i < width; i += kLanes<float>) {
-      const float* const at = values + j * width + i;
-      store(values + j / 2 * width + i, round_to_pairs(load(at), j + 1 < keys ? load(at + width) : Vec<float>{}));
+      const float* const from = values + j * width + i;
+      store(values + j / 2 * width + i, round_to_pairs(load(from), j + 1 < keys ? load(from + width) : Vec<float>{}));
     }
 }
 
 // (n, dim) rows of bfloat16 -> their transpose, (dim, pitch) of pairs of rows; with zeros up to a multiple of 32 rows.
 template <class Rows>
-void pack_transposed_pairs(const Rows& rows, int64_t n, int64_t dim, float* packed, int64_t pitch) {
+void pack_transposed_pairs(const Rows& rows, int64_t n, int64_t dim, float* panel, int64_t pitch) {
   constexpr int lanes = kLanes<float>;
   for (int64_t j = 0; j < 2 * whole_tiles((n + 1) / 2); j += 2 * lanes) {
     for (int64_t i = j; i < j + 2 * lanes; ++i)
@@ -256,39 +256,38 @@ void pack_transposed_pairs(const Rows& rows, int64_t n, int64_t dim, float* pack
       Vec<float> square[lanes];
       for (int r = 0; r < lanes; ++r) square[r] = (Vec<float>)(row(j + 2 * r) >> 16 | row(j + 2 * r + 1));
       transpose<float>(square);
-      for (int64_t c = 0; c < count; ++c) store(packed + (d + c) * pitch + j / 2, square[c]);
+      for (int64_t c = 0; c < count; ++c) store(panel + (d + c) * pitch + j / 2, square[c]);
     });
   }
 }
 
 #endif
 
-// (n, dim) rows of storage -> their transpose, (packed_dim, width) of T; lanes from n on are zeros. width: whole
+// (n, dim) rows of storage -> their transpose, (panel_dim, width) of T; lanes from n on are zeros. width: whole
 // vectors.
 template <class Storage, class T = Compute<Storage>>
-void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T* packed, int64_t width) {
+void pack_transposed(Rows<const Storage> rows, int64_t n, int64_t dim, T* panel, int64_t width) {
   constexpr int lanes = kLanes<T>, depth = kDepth<Storage>;
   for (int64_t i = 0; i < width; i += lanes) {
-    for_vectors<T>(packed_dim<Storage>(dim), [&](int64_t d, int64_t count) {
+    for_vectors<T>(panel_dim<Storage>(dim), [&](int64_t d, int64_t count) {
       Vec<T> square[lanes];
       for (int r = 0; r < lanes; ++r)
         square[r] = i + r < n ? load_along_k<depth>(rows[i + r] + depth * d, dim - depth * d, count) : Vec<T>{};
       transpose<T>(square);
-      for (int64_t r = 0; r < count; ++r) store(packed + (d + r) * width + i, square[r]);
+      for (int64_t r = 0; r < count; ++r) store(panel + (d + r) * width + i, square[r]);
     });
   }
 }
 
 // (dim, width) of T, each lane scaled -> transpose, (n, dim) rows of storage.
 template <class Storage, class T = Compute<Storage>>
-void unpack_transposed(const T* packed, int64_t width, const T* lane_scale, int64_t n, int64_t dim,
-                       Rows<Storage> rows) {
+void unpack_transposed(const T* panel, int64_t width, const T* lane_scale, int64_t n, int64_t dim, Rows<Storage> rows) {
   constexpr int lanes = kLanes<T>;
   for (int64_t i = 0; i < n; i += lanes) {
     const Vec<T> scale = load(lane_scale + i);
     for_vectors<T>(dim, [&](int64_t d, int64_t count) {
       Vec<T> square[lanes];
-      for (int r = 0; r < lanes; ++r) square[r] = r < count ? load(packed + (d + r) * width + i) * scale : Vec<T>{};
+      for (int r = 0; r < lanes; ++r) square[r] = r < count ? load(panel + (d + r) * width + i) * scale : Vec<T>{};
       transpose<T>(square);
       for (int64_t r = 0; r < std::min<int64_t>(lanes, n - i); ++r) store_partial(rows[i + r] + d, square[r], count);
     });
@@ -315,11 +314,11 @@ void add_transposed(const T* values, int64_t width, int64_t n, int64_t dim, T* r
 
 // The inverse of pack_rows<1>.
 template <class Storage, class T = Compute<Storage>>
-void unpack_rows(const T* packed, int64_t n, int64_t dim, Rows<Storage> rows) {
+void unpack_rows(const T* panel, int64_t n, int64_t dim, Rows<Storage> rows) {
   const int64_t pitch = row_pitch<T>(dim);
   for (int64_t i = 0; i < n; ++i)
     for_vectors<T>(dim,
-                   [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(packed + i * pitch + d), count); });
+                   [&](int64_t d, int64_t count) { store_partial(rows[i] + d, load(panel + i * pitch + d), count); });
 }
 
 }  // namespace cuda_ext::cpu::CUDA_EXT_ISA

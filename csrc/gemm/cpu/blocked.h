@@ -2,8 +2,8 @@
 //
 // The output is cut into tasks of up to about 1000 x 480 elements (x 960 with AMX), which threads fetch from a queue. A
 // task goes through k in blocks of PanelsOfA::block_k. For each block it packs the rows of b (which stay in L2) and
-// then, rows_together at a time, the rows of a, and multiplies every packed panel of a (which stays in L1) by every
-// packed panel of b. Partial sums are kept in scratch memory, tile by tile. After the last block a tile goes straight
+// then, rows_together at a time, the rows of a, and multiplies every panel of a (which stays in L1) by every
+// panel of b. Partial sums are kept in scratch memory, tile by tile. After the last block a tile goes straight
 // from the microkernel to the epilogue, which finds it in L1, and from there to memory, once. Packing converts to
 // float32, so 16-bit operands cost no more than float32 ones. Where the CPU multiplies pairs of bfloat16, they stay
 // pairs and cost half (`depth` 2: see panels.h); with AMX, a tenth (`tiles`: see cpu/amx.h).
@@ -30,7 +30,7 @@ struct PanelsOfA<T, true> {
 template <class T>
 using MultiplyPanels = void (*)(int64_t k, const T* a, const T* b, T* tile, bool accumulate);
 
-// tile (rows, kPanelColumns) = [tile +] a (rows, k) @ b (k, vectors * lanes), packed panels of k elements.
+// tile (rows, kPanelColumns) = [tile +] a (rows, k) @ b (k, vectors * lanes), panels of k elements.
 template <class T, int depth, PanelOrder order, int rows, int vectors>
 void multiply_panels(int64_t k, const T* a, const T* b, T* tile, bool accumulate) {
   constexpr int64_t width = kPanelColumns<T>, row = kPanelRowStride<order>, step = kPanelStepStride<order>;
@@ -68,7 +68,7 @@ struct Grid {
   int64_t column_tasks;
 };
 
-// The packed panels of b should fit in half of a 1 MB L2; the partial sums of a task in about 2 MB, with tiles in 4.
+// The panels of b should fit in half of a 1 MB L2; the partial sums of a task in about 2 MB, with tiles in 4.
 template <class T, bool tiles>
 constexpr int64_t kMaxTaskColumns = (tiles ? 960 : 480) / int64_t(sizeof(T) / sizeof(float));
 constexpr int64_t kMaxTaskRows = 15 * kRowBlock;
@@ -134,14 +134,14 @@ struct Task {
     const int64_t panel_steps = ceil_div(std::min(params.k, block_k), depth);
     const int64_t panel_size = (tiles ? whole_tiles(panel_steps) : panel_steps) * kPanelColumns<T>;
 
-    const int64_t packed_b_size = column_tiles * parts * panel_size;
+    const int64_t panels_b_size = column_tiles * parts * panel_size;
     const int64_t sums_size = blocks > 1 ? row_tiles * column_tiles * parts * tile_size : 0;
     constexpr int64_t panels_together = Panels::rows_together / Panels::rows;
-    const int64_t packed_a_size = std::min(panels_together, row_tiles) * Panels::size;
-    const Scratch scratch((packed_b_size + packed_a_size + sums_size) * int64_t(sizeof(T)));
-    T* const packed_b = scratch.as<T>();
-    T* const packed_a = packed_b + packed_b_size;
-    T* const sums = packed_a + packed_a_size;
+    const int64_t panels_a_size = std::min(panels_together, row_tiles) * Panels::size;
+    const Scratch scratch((panels_b_size + panels_a_size + sums_size) * int64_t(sizeof(T)));
+    T* const panels_b = scratch.as<T>();
+    T* const panels_a = panels_b + panels_b_size;
+    T* const sums = panels_a + panels_a_size;
     alignas(64) T single_tile[2 * tile_size];
     const AmxTiles amx(tiles);
     const bool row_major = panel_order(a.row_stride, a.column_stride) == PanelOrder::kRowMajor;
@@ -156,10 +156,10 @@ struct Task {
       const int64_t offset_a = reduced_offset(params.reduced_strides_a) + first_k * a.column_stride;
       const int64_t offset_b = reduced_offset(params.reduced_strides_b) + first_k * b.row_stride;
 
-      if (k > 0) pack_columns(offset_b, k, parts, panel_size, packed_b);
+      if (k > 0) pack_columns(offset_b, k, parts, panel_size, panels_b);
       for (int64_t i = 0; i < row_tiles; ++i) {
-        if (k > 0 && i % panels_together == 0) pack_rows(offset_a, i * Panels::rows, k, packed_a);
-        const T* const panel_a = packed_a + i % panels_together * Panels::size;
+        if (k > 0 && i % panels_together == 0) pack_rows(offset_a, i * Panels::rows, k, panels_a);
+        const T* const panel_a = panels_a + i % panels_together * Panels::size;
         const int64_t tile_rows = std::min<int64_t>(Panels::rows, rows - i * Panels::rows);
         for (int64_t j = 0; j < column_tiles; ++j) {
           const int64_t tile_columns = std::min<int64_t>(kPanelColumns<T>, columns - j * kPanelColumns<T>);
@@ -167,7 +167,7 @@ struct Task {
           if (blocks == 1 && plain_out != nullptr && tile_columns % kLanes<T> == 0) {
             // Straight to the output: if k is short, another pass over the tile would take as long as the product.
             find_multiply_rows<T>(tile_rows, vectors, DirectSizes{})(
-                k, panel_a, row_major ? kBlockK : 1, row_major ? 1 : kPanelRows, packed_b + j * panel_size,
+                k, panel_a, row_major ? kBlockK : 1, row_major ? 1 : kPanelRows, panels_b + j * panel_size,
                 kPanelColumns<T>, nullptr,
                 plain_out + (row + i * kPanelRows) * params.n + column + j * kPanelColumns<T>, params.n, false);
             continue;
@@ -175,7 +175,7 @@ struct Task {
           const auto multiply = find_multiply(row_major, tile_rows, vectors);
           T* const tile = blocks > 1 ? sums + (i * column_tiles + j) * parts * tile_size : single_tile;
           for (int64_t part = 0; part < parts; ++part)
-            multiply(ceil_div(k, depth), panel_a, packed_b + (j * parts + part) * panel_size, tile + part * tile_size,
+            multiply(ceil_div(k, depth), panel_a, panels_b + (j * parts + part) * panel_size, tile + part * tile_size,
                      block > 0);
           if (block == blocks - 1)
             finish(epilogue, {row + i * Panels::rows, column + j * kPanelColumns<T>, tile_rows, tile_columns}, tile);
@@ -199,10 +199,10 @@ struct Task {
 
   // Epilogues take up to kPanelRows rows, of the same row block.
   template <class Epilogue>
-  static void finish(const Epilogue& epilogue, const TilePosition& at, T* tile) {
-    for (int64_t i = at.row, end; i < at.row + at.rows; i = end) {
-      end = std::min(at.row + at.rows, (i / kPanelRows + 1) * kPanelRows);
-      epilogue({i, at.column, end - i, at.columns}, tile + (i - at.row) * kPanelColumns<T>,
+  static void finish(const Epilogue& epilogue, const TilePosition& position, T* tile) {
+    for (int64_t i = position.row, end; i < position.row + position.rows; i = end) {
+      end = std::min(position.row + position.rows, (i / kPanelRows + 1) * kPanelRows);
+      epilogue({i, position.column, end - i, position.columns}, tile + (i - position.row) * kPanelColumns<T>,
                Panels::rows * kPanelColumns<T>);
     }
   }
@@ -239,7 +239,7 @@ struct Task {
 constexpr double kWorkPerThread = 1e6;
 
 template <class T, int depth, bool tiles>
-void run_packed(const GemmParams& params, const Epilogues<T>& epilogues) {
+void run_panels(const GemmParams& params, const Epilogues<T>& epilogues) {
   const int64_t batches = product(params.batch_dims, params.batch_sizes);
   const int64_t parts = params.gated && !epilogues.is_backward() ? 2 : 1;
   const double work = double(batches * product(params.reduced_dims, params.reduced_sizes)) * double(params.m) *

@@ -24,65 +24,66 @@ struct TilePosition {
   int64_t columns;  // <= kPanelColumns
 };
 
-// tile = the part of `matrix` at `at`; elements outside the matrix are undefined.
+// tile = the part of `matrix` at `position`; elements outside the matrix are undefined.
 template <class T>
-void load_tile(const Operand& matrix, const TilePosition& at, T* tile) {
+void load_tile(const Operand& matrix, const TilePosition& position, T* tile) {
   with_storage<T>(matrix.dtype, [&](auto* type) {
     using Storage = std::remove_pointer_t<decltype(type)>;
-    const auto* from =
-        static_cast<const Storage*>(matrix.data) + at.row * matrix.row_stride + at.column * matrix.column_stride;
-    for (int64_t i = 0; i < at.rows; ++i, from += matrix.row_stride, tile += kPanelColumns<T>) {
+    const auto* from = static_cast<const Storage*>(matrix.data) + position.row * matrix.row_stride +
+                       position.column * matrix.column_stride;
+    for (int64_t i = 0; i < position.rows; ++i, from += matrix.row_stride, tile += kPanelColumns<T>) {
       if (matrix.column_stride == 1) {
-        for_vectors<T>(at.columns, [&](int64_t j, int64_t count) { store(tile + j, load_partial(from + j, count)); });
+        for_vectors<T>(position.columns,
+                       [&](int64_t j, int64_t count) { store(tile + j, load_partial(from + j, count)); });
       } else {
-        for (int64_t j = 0; j < at.columns; ++j) tile[j] = to_compute(from[j * matrix.column_stride]);
+        for (int64_t j = 0; j < position.columns; ++j) tile[j] = to_compute(from[j * matrix.column_stride]);
       }
     }
   });
 }
 
 template <class T>
-void store_tile(const Output& matrix, int64_t row_stride, const TilePosition& at, const T* tile) {
+void store_tile(const Output& matrix, int64_t row_stride, const TilePosition& position, const T* tile) {
   with_storage<T>(matrix.dtype, [&](auto* type) {
     using Storage = std::remove_pointer_t<decltype(type)>;
-    auto* to = static_cast<Storage*>(matrix.data) + at.row * row_stride + at.column;
-    for (int64_t i = 0; i < at.rows; ++i, to += row_stride, tile += kPanelColumns<T>)
-      for_vectors<T>(at.columns, [&](int64_t j, int64_t count) { store_partial(to + j, load(tile + j), count); });
+    auto* to = static_cast<Storage*>(matrix.data) + position.row * row_stride + position.column;
+    for (int64_t i = 0; i < position.rows; ++i, to += row_stride, tile += kPanelColumns<T>)
+      for_vectors<T>(position.columns, [&](int64_t j, int64_t count) { store_partial(to + j, load(tile + j), count); });
   });
 }
 
 // Calls f(offset) for every vector of a tile that has a column of the matrix. The others are skipped: they may contain
 // subnormal numbers by chance, on which arithmetic is a hundred times slower.
 template <class T, class F>
-CUDA_EXT_INLINE void for_tile(const TilePosition& at, F&& f) {
-  for (int64_t row = 0; row < at.rows; ++row)
-    for (int64_t column = 0; column < at.columns; column += kLanes<T>) f(row * kPanelColumns<T> + column);
+CUDA_EXT_INLINE void for_tile(const TilePosition& position, F&& f) {
+  for (int64_t row = 0; row < position.rows; ++row)
+    for (int64_t column = 0; column < position.columns; column += kLanes<T>) f(row * kPanelColumns<T> + column);
 }
 
 template <class T>
-void add_scaled(const Operand& matrix, T scale, const TilePosition& at, T* tile) {
+void add_scaled(const Operand& matrix, T scale, const TilePosition& position, T* tile) {
   alignas(64) T term[kTileSize<T>];
-  load_tile(matrix, at, term);
-  for_tile<T>(at, [&](int64_t i) { store(tile + i, load(tile + i) + scale * load(term + i)); });
+  load_tile(matrix, position, term);
+  for_tile<T>(position, [&](int64_t i) { store(tile + i, load(tile + i) + scale * load(term + i)); });
 }
 
 template <class T>
-void add_row(const Operand& row, const TilePosition& at, T* tile) {
+void add_row(const Operand& row, const TilePosition& position, T* tile) {
   alignas(64) T term[kPanelColumns<T>];
-  load_tile(row, {0, at.column, 1, at.columns}, term);
-  for (int64_t i = 0; i < at.rows; ++i, tile += kPanelColumns<T>)
-    for (int64_t j = 0; j < at.columns; j += kLanes<T>) store(tile + j, load(tile + j) + load(term + j));
+  load_tile(row, {0, position.column, 1, position.columns}, term);
+  for (int64_t i = 0; i < position.rows; ++i, tile += kPanelColumns<T>)
+    for (int64_t j = 0; j < position.columns; j += kLanes<T>) store(tile + j, load(tile + j) + load(term + j));
 }
 
 // Adds the tile's rows to the sums of their row block, sums (num_row_blocks, row_stride). The first tile of a row block
 // overwrites them.
 template <class T>
-void add_column_sums(T* sums, int64_t row_stride, const TilePosition& at, const T* tile) {
-  sums += at.row / kRowBlock * row_stride + at.column;
-  const bool first = at.row % kRowBlock == 0;
-  for_vectors<T>(at.columns, [&](int64_t j, int64_t count) {
+void add_column_sums(T* sums, int64_t row_stride, const TilePosition& position, const T* tile) {
+  sums += position.row / kRowBlock * row_stride + position.column;
+  const bool first = position.row % kRowBlock == 0;
+  for_vectors<T>(position.columns, [&](int64_t j, int64_t count) {
     Vec<T> sum = first ? Vec<T>{} : load_partial(sums + j, count);
-    for (int64_t i = 0; i < at.rows; ++i) sum += load(tile + i * kPanelColumns<T> + j);
+    for (int64_t i = 0; i < position.rows; ++i) sum += load(tile + i * kPanelColumns<T> + j);
     store_partial(sums + j, sum, count);
   });
 }
@@ -118,26 +119,27 @@ struct ForwardEpilogue {
   Output preact_out;
   Output out;
 
-  void operator()(const TilePosition& at, T* tile, int64_t part_size = kTileSize<T>) const {
+  void operator()(const TilePosition& position, T* tile, int64_t part_size = kTileSize<T>) const {
     for (int64_t part = 0; part < (gated ? 2 : 1); ++part) {
       T* const z = tile + part * part_size;
-      const TilePosition z_at{at.row, at.column + part * n, at.rows, at.columns};
-      if (alpha != T(1)) for_tile<T>(at, [&](int64_t i) { store(z + i, alpha * load(z + i)); });
-      if (c.data != nullptr) add_scaled(c, beta, z_at, z);
-      if (bias.data != nullptr) add_row(bias, z_at, z);
-      if (preact_out.data != nullptr) store_tile(preact_out, gated ? 2 * n : n, z_at, z);
+      const TilePosition z_position{position.row, position.column + part * n, position.rows, position.columns};
+      if (alpha != T(1)) for_tile<T>(position, [&](int64_t i) { store(z + i, alpha * load(z + i)); });
+      if (c.data != nullptr) add_scaled(c, beta, z_position, z);
+      if (bias.data != nullptr) add_row(bias, z_position, z);
+      if (preact_out.data != nullptr) store_tile(preact_out, gated ? 2 * n : n, z_position, z);
     }
     if (gated) {
       const T* const up = tile + part_size;
       with_activation<T>(activation, [&](auto f) {
-        for_tile<T>(at, [&](int64_t i) { store(tile + i, f.value(load(tile + i)) * load(up + i)); });
+        for_tile<T>(position, [&](int64_t i) { store(tile + i, f.value(load(tile + i)) * load(up + i)); });
       });
     } else if (activation != Activation::kNone) {
-      with_activation<T>(
-          activation, [&](auto f) { for_tile<T>(at, [&](int64_t i) { store(tile + i, f.value(load(tile + i))); }); });
+      with_activation<T>(activation, [&](auto f) {
+        for_tile<T>(position, [&](int64_t i) { store(tile + i, f.value(load(tile + i))); });
+      });
     }
-    if (residual.data != nullptr) add_scaled(residual, T(1), at, tile);
-    store_tile(out, n, at, tile);
+    if (residual.data != nullptr) add_scaled(residual, T(1), position, tile);
+    store_tile(out, n, position, tile);
   }
 };
 
@@ -154,17 +156,17 @@ struct BackwardEpilogue {
   Output hidden;
   T* sums;  // (num_row_blocks, n), gated: (num_row_blocks, 2n)
 
-  void operator()(const TilePosition& at, T* tile, int64_t = 0) const {
+  void operator()(const TilePosition& position, T* tile, int64_t = 0) const {
     alignas(64) T z[kTileSize<T>];
     alignas(64) T h[kTileSize<T>];
-    const TilePosition up_at{at.row, at.column + n, at.rows, at.columns};
-    if (preact.data != nullptr) load_tile(preact, at, z);
+    const TilePosition up_position{position.row, position.column + n, position.rows, position.columns};
+    if (preact.data != nullptr) load_tile(preact, position, z);
     if (gated) {
       alignas(64) T up[kTileSize<T>];
       alignas(64) T grad_up[kTileSize<T>];
-      load_tile(preact, up_at, up);
+      load_tile(preact, up_position, up);
       with_activation<T>(activation, [&](auto f) {
-        for_tile<T>(at, [&](int64_t i) {
+        for_tile<T>(position, [&](int64_t i) {
           const auto gate = f.both(load(z + i));
           const Vec<T> grad = alpha * load(tile + i);
           store(h + i, gate.value * load(up + i));
@@ -172,25 +174,25 @@ struct BackwardEpilogue {
           store(tile + i, grad * load(up + i) * gate.derivative);
         });
       });
-      store_gradient(up_at, grad_up);
+      store_gradient(up_position, grad_up);
     } else if (activation != Activation::kNone || hidden.data != nullptr || alpha != T(1)) {
       with_activation<T>(activation, [&](auto f) {
-        for_tile<T>(at, [&](int64_t i) {
+        for_tile<T>(position, [&](int64_t i) {
           const auto y = f.both(load(z + i));
           store(h + i, y.value);
           store(tile + i, alpha * load(tile + i) * y.derivative);
         });
       });
     }
-    if (hidden.data != nullptr) store_tile(hidden, n, at, h);
-    store_gradient(at, tile);
+    if (hidden.data != nullptr) store_tile(hidden, n, position, h);
+    store_gradient(position, tile);
   }
 
  private:
-  void store_gradient(const TilePosition& at, const T* grad) const {
+  void store_gradient(const TilePosition& position, const T* grad) const {
     const int64_t width = gated ? 2 * n : n;
-    if (out.data != nullptr) store_tile(out, width, at, grad);
-    if (sums != nullptr) add_column_sums(sums, width, at, grad);
+    if (out.data != nullptr) store_tile(out, width, position, grad);
+    if (sums != nullptr) add_column_sums(sums, width, position, grad);
   }
 };
 
@@ -264,10 +266,10 @@ void for_tiles_of(const Operand& matrix, int64_t rows, int64_t n, const Epilogue
     alignas(64) T tile[kTileSize<T>];
     for (int64_t row = row_begin; row < row_end; row += kPanelRows)
       for (int64_t column = begin; column < end; column += kPanelColumns<T>) {
-        const TilePosition at{row, column, std::min<int64_t>(kPanelRows, row_end - row),
-                              std::min<int64_t>(kPanelColumns<T>, end - column)};
-        load_tile(matrix, at, tile);
-        epilogue(at, tile);
+        const TilePosition position{row, column, std::min<int64_t>(kPanelRows, row_end - row),
+                                    std::min<int64_t>(kPanelColumns<T>, end - column)};
+        load_tile(matrix, position, tile);
+        epilogue(position, tile);
       }
   });
 }

@@ -114,16 +114,16 @@ inline void run_few_rows(const GemmParams& params, const Epilogues<float>& epilo
     return worker(queue);
   }
   // Several threads share a batch, and its packed a.
-  const Scratch packed(batches * size * int64_t(sizeof(float)));
+  const Scratch panels(batches * size * int64_t(sizeof(float)));
   parallel_for(batches, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t batch = begin; batch < end; ++batch) pack(batch, packed.as<float>() + batch * size);
+    for (int64_t batch = begin; batch < end; ++batch) pack(batch, panels.as<float>() + batch * size);
   });
   const int64_t share = ceil_div(ceil_div(batches * params.n, 4 * threads), kTileColumns) * kTileColumns;
   const int64_t columns = std::min(share, kMaxColumnsPerTask), tasks = ceil_div(params.n, columns);
   run_workers(batches * tasks, [&](TaskQueue& queue) {
     for (int64_t task; queue.next(task);) {
       const int64_t batch = task / tasks, begin = task % tasks * columns;
-      run_columns(batch, packed.as<float>() + batch * size, begin, begin + columns);
+      run_columns(batch, panels.as<float>() + batch * size, begin, begin + columns);
     }
   });
 }

@@ -1,5 +1,5 @@
 // Products with few rows or a small b, whose elements are not read often enough to make packing worthwhile. The method
-// depends on the layout of b; all of them end with the tiles of the packed method, for its epilogue.
+// depends on the layout of b; all of them end with the tiles of panels (blocked.h), for its epilogue.
 //
 // b is column-major: dot products, with vectors along k. A lane sums every kLanes-th product of a block of kDotBlock;
 // the lanes are summed at the end of the block, so that the order does not depend on the number of rows.
@@ -8,7 +8,7 @@
 // Otherwise: groups of k steps. For each panel of kPanelColumns columns, the group's piece of b is multiplied by all
 // rows; it is read in place or copied to L1 first. Partial sums are kept in memory between groups.
 //
-// The last two sum in the order of the packed method, one block of kBlockK after the other, so that all three give the
+// The last two sum in the order of panels, one block of kBlockK after the other, so that all three give the
 // same bits.
 #pragma once
 
@@ -105,13 +105,13 @@ struct DirectTask {
     alignas(64) T tile[2 * kTileSize<T>];
     for (int64_t i = 0; i < rows; i += kPanelRows) {
       for (int64_t j = 0; j < columns; j += kPanelColumns<T>) {
-        const TilePosition at{row + i, column + j, std::min<int64_t>(kPanelRows, rows - i),
-                              std::min<int64_t>(kPanelColumns<T>, columns - j)};
+        const TilePosition position{row + i, column + j, std::min<int64_t>(kPanelRows, rows - i),
+                                    std::min<int64_t>(kPanelColumns<T>, columns - j)};
         for (int64_t part = 0; part < parts; ++part)
-          for (int64_t tile_row = 0; tile_row < at.rows; ++tile_row)
+          for (int64_t tile_row = 0; tile_row < position.rows; ++tile_row)
             std::copy_n(all_sums + part * size + (i + tile_row) * width + j, kPanelColumns<T>,
                         tile + part * kTileSize<T> + tile_row * kPanelColumns<T>);
-        epilogue(at, tile);
+        epilogue(position, tile);
       }
     }
   }
@@ -170,12 +170,12 @@ struct DirectTask {
 
     // Sums of all previous blocks, and of the previous groups of this block, tile by tile.
     const int64_t sums_size = one_group ? 0 : row_tiles * column_tiles * parts * kTileSize<T>;
-    const int64_t packed_a_size = a_in_place ? 0 : row_tiles * kPanelSize<T>;
-    const Scratch scratch((packed_a_size + sums_size * (blocks > 1 ? 2 : 1)) * int64_t(sizeof(T)));
+    const int64_t panels_a_size = a_in_place ? 0 : row_tiles * kPanelSize<T>;
+    const Scratch scratch((panels_a_size + sums_size * (blocks > 1 ? 2 : 1)) * int64_t(sizeof(T)));
     alignas(64) T single_tile[2 * kTileSize<T>];
     alignas(64) T pieces[2][kMaxGroup * kPanelColumns<T>];
-    T* const packed_a = scratch.as<T>();
-    T* const sums = one_group ? single_tile : packed_a + packed_a_size;
+    T* const panels_a = scratch.as<T>();
+    T* const sums = one_group ? single_tile : panels_a + panels_a_size;
     T* const block_sums = blocks > 1 ? sums + sums_size : sums;
     const PanelOrder order = panel_order(a.row_stride, a.column_stride);
     const int64_t a_row = a_in_place ? a.row_stride : order == PanelOrder::kRowMajor ? kBlockK : 1;
@@ -191,8 +191,8 @@ struct DirectTask {
       const int64_t offset_a =
           reduced_offset(params.reduced_strides_a) + first_k * a.column_stride + row * a.row_stride;
       const int64_t offset_b = reduced_offset(params.reduced_strides_b) + first_k * b.row_stride;
-      if (!a_in_place) pack_rows(offset_a, block_k, packed_a);
-      const T* const block_a = a_in_place ? static_cast<const T*>(a.data) + offset_a : packed_a;
+      if (!a_in_place) pack_rows(offset_a, block_k, panels_a);
+      const T* const block_a = a_in_place ? static_cast<const T*>(a.data) + offset_a : panels_a;
       const int64_t panel_a = a_in_place ? kPanelRows * a.row_stride : kPanelSize<T>;
 
       const int64_t groups = std::max<int64_t>(1, ceil_div(block_k, group_k));
@@ -212,22 +212,22 @@ struct DirectTask {
           piece[part] = in_place ? static_cast<const T*>(b.data) + offset : pieces[part];
         }
         for (int64_t i = 0; i < row_tiles; ++i) {
-          const TilePosition at{row + i * kPanelRows, column + j * kPanelColumns<T>,
-                                std::min<int64_t>(kPanelRows, rows - i * kPanelRows), tile_columns};
-          const auto multiply = find_multiply_rows<T>(at.rows, ceil_div(tile_columns, kLanes<T>), DirectSizes{});
+          const TilePosition position{row + i * kPanelRows, column + j * kPanelColumns<T>,
+                                      std::min<int64_t>(kPanelRows, rows - i * kPanelRows), tile_columns};
+          const auto multiply = find_multiply_rows<T>(position.rows, ceil_div(tile_columns, kLanes<T>), DirectSizes{});
           const int64_t index = one_group ? 0 : (i * column_tiles + j) * parts;
           T* const tile = sums + index * kTileSize<T>;
           T* const block_tile = block_sums + index * kTileSize<T>;
           const bool direct_result = plain_out != nullptr && whole && ends_block;
           for (int64_t part = 0; part < parts; ++part) {
-            T* const result = direct_result ? plain_out + at.row * params.n + at.column
+            T* const result = direct_result ? plain_out + position.row * params.n + position.column
                                             : (ends_block ? tile : block_tile) + part * kTileSize<T>;
             multiply(k, block_a + i * panel_a + group * group_k * a_col, a_row, a_col, piece[part],
                      in_place ? b.row_stride : kPanelColumns<T>,
                      group == 0 ? nullptr : block_tile + part * kTileSize<T>, result,
                      direct_result ? params.n : kPanelColumns<T>, ends_block && block > 0);
           }
-          if (ends && !direct_result) epilogue(at, tile);
+          if (ends && !direct_result) epilogue(position, tile);
         }
       }
     }

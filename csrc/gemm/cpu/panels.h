@@ -15,7 +15,7 @@ constexpr int kPanelRows = tile_rows(kPanelVectors);
 template <class T>
 constexpr int kPanelColumns = kPanelVectors * kLanes<T>;
 
-// k is divided into blocks of kBlockK: a packed panel of a (9 KB) then stays in L1, those of b in L2. The rounding of a
+// k is divided into blocks of kBlockK: a panel of a (9 KB) then stays in L1, those of b in L2. The rounding of a
 // product depends on this number only, not on the threads or on where a tile starts.
 constexpr int64_t kBlockK = 256;
 
