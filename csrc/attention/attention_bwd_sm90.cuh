@@ -4,7 +4,7 @@
 // Problem        AttentionBackwardParams in attention.h:
 //                P = exp(logits - lse)     dP = dO V^T     dS = P o (dP - delta), delta = rowsum(dO o O) - dlse
 //                dV = P^T dO               dQ = scale dS K               dK = scale dS^T Q
-// Kernels        as in attention_bwd_sm80.cuh; this one takes the place of the second.
+// Kernels        as in attention_bwd_sm80.cuh; this one replaces the second.
 // Tile           A block has block_n keys of one key head, and loops over the tiles of block_m queries that see any of
 //                them, of all query heads of the group one after the other. dK and dV are complete after the loop. If
 //                that makes too few blocks, the loop is divided among several. Sizes: kBackwardTiles in tiles_sm90.h.

@@ -30,7 +30,7 @@ struct OperandCopy {
 // Makes the copy on `stream`, an rt::Stream. What is behind the elements of a line is not written.
 void launch_copy_operand(const OperandCopy& copy, void* stream);
 
-// The copies with which the kernel can run; none if it can run without, or in no case.
+// The copies that the kernel needs; none if it can run without them, or not at all.
 inline Copies copies_for(const GemmParams& params, bool tf32) {
   Copies copies;
   const Side sides[] = {side_a(params), side_b(params)};
