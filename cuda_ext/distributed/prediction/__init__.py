@@ -1,4 +1,4 @@
-"""`python -m cuda_ext.distributed plan`: what the gradients of a model cost on a cluster, without either.
+"""`python -m cuda_ext.distributed plan`: what the gradients of a model would cost on a cluster.
 
 | module | contents |
 |---|---|
