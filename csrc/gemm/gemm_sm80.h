@@ -18,6 +18,12 @@ struct GemmSm80 {
                      void* stream);
 };
 
+// Without these, each instantiation would also instantiate the others, which launch_gemm_sm80 names.
+extern template struct GemmSm80<half_t>;
+extern template struct GemmSm80<bfloat16_t>;
+extern template struct GemmSm80<float>;
+extern template struct GemmSm80<float, Float32Product::kTf32>;
+
 // Launches the product on `stream`, an rt::Stream. a and b have the same dtype; the others any except float64.
 inline void launch_gemm_sm80(const GemmParams& params, const AllocateWorkspace& allocate, void* stream,
                              Float32Product float32 = Float32Product::kThreeTf32, const Restriction& only = {}) {
