@@ -60,10 +60,7 @@ class AttentionChoice:
     tile: AttentionTile
     kernel: str  # template arguments of the main kernel, as in golden_kernels.json
     steps: tuple[int, ...]
-
-    @property
-    def by_wgmma(self) -> bool:
-        return re.search(r"\b(Forward|Backward)Config", self.kernel) is not None
+    by_wgmma: bool
 
     @property
     def has_kernel_for_queries(self) -> bool:
@@ -86,7 +83,8 @@ def attention_choice(evidence: Evidence, gpu: Gpu, problem: Problem, dtype: str,
     for first in range(0, choice.head_batches, choice.section):
         of_section = min(choice.section, choice.head_batches - first)
         steps += (iterations for iterations in choice.steps for _ in range(of_section))
-    return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps))
+    by_wgmma = "4sm90" in choice.kernel  # its namespace
+    return AttentionChoice(AttentionTile(**choice.tile), demangled(choice.kernel), tuple(steps), by_wgmma)
 
 
 def attention_costs(evidence: Evidence, tile: AttentionTile, backward: bool) -> tuple[dict[str, float], ...]:
