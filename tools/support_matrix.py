@@ -35,8 +35,8 @@ HEAD = """# Supported dtypes, options and transforms
 Written by `tools/support_matrix.py`, which runs every combination: ✓ means that the result and the gradients match the
 reference; an empty cell means that the op refuses the input with an error that names it.
 
-"CUDA" stands for the kernels for sm_80 and later (A100, RTX 30 and 40 series, H100, H200), here run by the
-[emulator](emulator.md). All of them use `mma.sync`.
+"CUDA" stands for the kernels on `mma.sync` (sm_80 and later), here run by the [emulator](emulator.md). Those on
+`wgmma`, which an H100 or H200 runs instead, take the same options.
 """
 DTYPES_TEXT = """
 ## Dtypes
