@@ -440,7 +440,8 @@ def is_packed(block: Any) -> bool:
 
 def assert_same_block(actual: nn.Module, expected: nn.Module) -> None:
     x = torch.randn(3, 8)
-    torch.testing.assert_close(actual(x), expected(x))
+    # Sums of 20 float32 products in another order differ by 20 * 2^-24, and more where they cancel.
+    torch.testing.assert_close(actual(x), expected(x), rtol=1e-5, atol=1e-5)
 
 
 def t5() -> Any:

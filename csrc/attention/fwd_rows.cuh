@@ -6,7 +6,7 @@
 #include "attention/bias.cuh"
 #include "attention/mask.cuh"
 #include "attention/rows.cuh"
-#include "attention/shared_struct.cuh"
+#include "tile/shared_struct.cuh"
 #include "attention/softmax.cuh"
 
 namespace cuda_ext::attention {

@@ -6,7 +6,7 @@
 
 #include "arch/memory.cuh"
 
-namespace cuda_ext::attention {
+namespace cuda_ext::tile {
 
 template <class Struct>
 using WordsOf = std::conditional_t<sizeof(Struct) == sizeof(arch::Words4), arch::Words4, arch::Words2>;
@@ -20,4 +20,4 @@ DEVICE void store_struct(Struct& shared, const Struct& value, Site site = {}) {
   arch::store_shared(arch::shared_address(&shared), __builtin_bit_cast(WordsOf<Struct>, value), site);
 }
 
-}  // namespace cuda_ext::attention
+}  // namespace cuda_ext::tile
