@@ -151,7 +151,8 @@ def load(hooks: bool = False) -> ModuleType:
     flags = [f"-isystem{path}" for path in headers]
     if not (FOLDER / f"{_name(hooks)}.so").exists():
         print("cuda_ext: compiling the CUDA kernels for the emulator takes one to three minutes", file=sys.stderr)
-    path = build_library(_name(hooks), kernel_sources(), [(CSRC / "emulated" / "module.cpp", flags)], hooks=hooks)
+    bindings = [(source, flags) for source in sorted((CSRC / "emulated").glob("*.cpp"))]
+    path = build_library(_name(hooks), kernel_sources(), bindings, hooks=hooks)
     # Under different names: for a second module of the same name, pybind11 returns the first one.
     spec = importlib.util.spec_from_file_location(f"{_name(hooks)}._simt", path)
     assert spec is not None and spec.loader is not None
