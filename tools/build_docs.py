@@ -99,7 +99,7 @@ CONTENTS = {
     "Existing models": ("transformers", "sdpa", "patch", "generation", "export"),
     "Examples": tuple(f"examples/{name}" for name in TITLES),
     "API": tuple(f"api/{name}" for name in API),
-    "Contribute": ("contributing", "architecture", "emulator", "gpu-check", "gpu"),
+    "Contribute": ("contributing", "glossary", "architecture", "emulator", "gpu-check", "gpu"),
     "Inside the kernels": (
         "kernels",
         "model",
