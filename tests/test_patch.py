@@ -462,6 +462,30 @@ class Functional(nn.Module):
         return x if scale is None else x * scale
 
 
+@pytest.mark.parametrize(
+    ("activation", "known"),
+    [
+        (lambda x: F.relu(x).square(), True),
+        (lambda x: torch.square(torch.relu(x)), True),
+        (lambda x: F.relu(x) ** 2, True),
+        (lambda x: x.relu().pow(2), True),
+        (lambda x: torch.pow(F.relu(x), 2.0), True),
+        (lambda x: F.relu(x) ** 3, False),
+        (lambda x: F.relu(x) ** torch.tensor(2), False),
+        (lambda x: F.silu(x).square(), False),
+        (lambda x: F.relu(x).square().square(), False),
+        (lambda x: 2 ** F.relu(x), False),
+    ],
+)
+def test_squares_of_relu(activation: Callable[[Tensor], Tensor], known: bool) -> None:
+    block = Functional().double()
+    block.activation = activation
+    reference = copy.deepcopy(block)
+    assert bool(cuda_ext.patch(block).swapped) == known
+    x = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(block(x), reference(x))
+
+
 def _add_norm(block: Any) -> None:
     block.norm = nn.LayerNorm(8).double()
 

@@ -26,6 +26,8 @@ _OWN = frozenset(vars(nn.Module()))  # attributes that every module has
 _DTYPE, _DEVICE = (getattr(torch.Tensor, name).__get__ for name in ("dtype", "device"))
 _PRODUCTS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
 _SPLITS = (torch.chunk, torch.Tensor.chunk, torch.split, torch.Tensor.split)
+_SQUARES = (torch.square, torch.Tensor.square)
+_POWERS = (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__)
 _VALUES = (bool, int, float, str, type(None), type(F.relu), type(F.gelu))
 
 
@@ -94,6 +96,10 @@ class Recording(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if func in FUNCTIONS:
             return ("activation", FUNCTIONS[func], None, self._get(args[0], name))
+        if func in _SQUARES or (func in _POWERS and len(args) == 2 and type(args[1]) in (int, float) and args[1] == 2):
+            squared = self._get(args[0], name)
+            if squared[:3] == ("activation", "relu", None):
+                return ("activation", "relu2", None, squared[3])
         if func is F.gelu:
             approximate = kwargs.get("approximate", "none")
             if approximate in GELU:
