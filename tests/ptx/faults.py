@@ -138,7 +138,7 @@ fault("a tensor map copied to the stack", "arch/target.cuh", "#define GRID_CONST
       "#define GRID_CONSTANT const", SM90, "tma_load_2d_64_swizzle64_float16", TRANSLATOR)
 fault("a tensor map aligned to 8", "arch/tma.cuh", "struct alignas(128) TensorMap", "struct alignas(8) TensorMap",
       SM90, "tma_load_2d_64_swizzle64_float16", NVCC)
-fault("a parameter that only the device has", "gemm/plan_sm80.h", "struct GemmPlan {",
+fault("a parameter that only the device has", "gemm/tiles_sm80.h", "struct GemmPlan {",
       "struct GemmPlan {\n#if defined(__CUDA_ARCH__)\n  int64_t only_here;\n#endif\n", GEMM, "gemm",
       "there is no memory at")
 fault("shared memory that only the device has", "gemm/gemm_sm80.cuh", "  struct Storage {\n",
