@@ -119,7 +119,7 @@ RULES = (
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256, 256, \d+, 80", overlap=0),
     replace(ATTENTION_WGMMA, name=r"attention_fwd_sm90<Forward<\w+, ForwardConfig{256", overlap=30),
     replace(ATTENTION_WGMMA, name="attention_fwd_sm90"),
-    # dP^T is in flight during the softmax; the general kernel computes both together, after the wait.
+    # dP^T is in flight during the softmax; the kernel with options computes both together, after the wait.
     replace(ATTENTION_WGMMA_BACKWARD, name=r"attention_bwd_sm90<Backward<\w+, \w+{[\w, ]+}, true", overlap=0),
     replace(ATTENTION_WGMMA_BACKWARD, name="attention_bwd_sm90"),
     replace(ATTENTION_WGMMA_BACKWARD_KEYS, name="attention_bwd_keys_sm90"),

@@ -96,7 +96,7 @@ def _registries() -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[...
 def _register() -> None:
     functions, masks = _registries()
     # Without the function for masks, transformers gives the attention function no mask at all: it would ignore padding
-    # without a word.
+    # silently.
     masks[NAME] = importlib.import_module(f"{__name__}.masks").attention_mask
     functions[NAME] = importlib.import_module(f"{__name__}.attention").attention_forward
 
